@@ -1,0 +1,80 @@
+// Bindings of the reduction kernels: check, release the GIL, call.
+// Every array is .noconvert(): an implicit copy would be summed into and lost.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels/reduce.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ringcomm {
+namespace {
+
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::size_t count_of(DType dtype, std::size_t nbytes, const void* data) {
+  const std::size_t item = itemsize(dtype);
+  if (nbytes % item != 0)
+    throw std::invalid_argument(std::to_string(nbytes) + " bytes are no whole number of elements");
+  if (nbytes != 0 && reinterpret_cast<std::uintptr_t>(data) % item != 0)
+    throw std::invalid_argument("buffer is not aligned to its element size");
+  return nbytes / item;
+}
+
+void require_same_size(std::size_t dst, std::size_t src) {
+  if (dst != src)
+    throw std::invalid_argument("destination has " + std::to_string(dst) + " bytes, source " +
+                                std::to_string(src));
+}
+
+void py_add(Bytes dst, ConstBytes src, int code) {
+  const auto dtype = static_cast<DType>(code);
+  require_same_size(dst.nbytes(), src.nbytes());
+  const std::size_t count = count_of(dtype, dst.nbytes(), dst.data());
+  count_of(dtype, src.nbytes(), src.data());
+  nb::gil_scoped_release unlocked;
+  add(dtype, dst.data(), src.data(), count);
+}
+
+void py_divide(Bytes data, std::size_t divisor, int code) {
+  if (divisor == 0) throw std::invalid_argument("divisor is 0");
+  const auto dtype = static_cast<DType>(code);
+  const std::size_t count = count_of(dtype, data.nbytes(), data.data());
+  nb::gil_scoped_release unlocked;
+  divide(dtype, data.data(), count, divisor);
+}
+
+void py_sum_rounded(Bytes out, const std::vector<ConstBytes>& sources, std::size_t divisor,
+                    int code) {
+  if (divisor == 0) throw std::invalid_argument("divisor is 0");
+  const auto dtype = static_cast<DType>(code);
+  const std::size_t count = count_of(dtype, out.nbytes(), out.data());
+  std::vector<const void*> pointers;
+  pointers.reserve(sources.size());
+  for (const auto& source : sources) {
+    require_same_size(out.nbytes(), source.nbytes());
+    count_of(dtype, source.nbytes(), source.data());
+    pointers.push_back(source.data());
+  }
+  nb::gil_scoped_release unlocked;
+  sum_rounded(dtype, out.data(), pointers.data(), pointers.size(), count, divisor);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  m.def("add", &py_add, "dst"_a.noconvert(), "src"_a.noconvert(), "dtype"_a);
+  m.def("divide", &py_divide, "data"_a.noconvert(), "divisor"_a, "dtype"_a);
+  m.def("sum_rounded", &py_sum_rounded, "out"_a.noconvert(), "sources"_a.noconvert(), "divisor"_a,
+        "dtype"_a);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,202 @@
+#include "page.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <stdexcept>
+
+namespace ringcomm {
+namespace {
+
+template <std::size_t N>
+void store_text(char (&field)[N], const std::string& text) {
+  const std::size_t n = std::min(text.size(), N - 1);
+  std::memcpy(field, text.data(), n);
+  field[n] = '\0';
+}
+
+template <std::size_t N>
+void store_tail(char (&field)[N], const std::string& text) {
+  store_text(field, text.size() < N ? text : text.substr(text.size() - (N - 1)));
+}
+
+template <std::size_t N>
+std::string load_text(const char (&field)[N]) {
+  return std::string(field, strnlen(field, N));
+}
+
+Page* map(int fd) {
+  void* address = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  return address == MAP_FAILED ? nullptr : static_cast<Page*>(address);
+}
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::runtime_error("status page: " + what + ": " + std::strerror(errno));
+}
+
+// A claim can be taken when nobody holds one, or over a sys.exit that may have been caught since.
+bool claim(Page::End& end) {
+  std::uint32_t free = 0;
+  if (end.claimed.compare_exchange_strong(free, 1)) return true;
+  Ending soft = Ending::sys_exit;
+  return end.kind.compare_exchange_strong(soft, Ending::none);
+}
+
+// --- what the kernel tells this process about itself ------------------------------------------
+Page* recorded_page = nullptr;
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM};
+struct sigaction previous[NSIG];
+
+// Async-signal-safe: plain stores, sigaction, raise. Then the handler that was there before has
+// its turn: the signal is blocked until this one returns.
+void on_signal(int signal) {
+  if (recorded_page != nullptr && recorded_page->pid == getpid()) {
+    Page::End& end = recorded_page->end;
+    if (claim(end)) {
+      end.time_ns = now_ns();
+      end.code = signal;
+      end.kind.store(signal == SIGTERM ? Ending::terminated : Ending::fatal_signal);
+    }
+  }
+  sigaction(signal, &previous[signal], nullptr);
+  raise(signal);
+}
+
+void on_exit_code(int code, void*) {
+  if (recorded_page != nullptr && recorded_page->pid == getpid())
+    recorded_page->exit_code.store(code);
+}
+
+}  // namespace
+
+std::int64_t now_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<std::int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
+}
+
+MappedPage MappedPage::create(const std::string& job, const std::string& host, int rank, int size,
+                              int local_rank, std::uint64_t nonce) {
+  const std::string name = "ringcomm-status-" + job;
+  const int fd = memfd_create(name.substr(0, 200).c_str(), MFD_CLOEXEC);
+  if (fd < 0) fail("memfd_create");
+  if (ftruncate(fd, sizeof(Page)) != 0) {
+    close(fd);
+    fail("ftruncate");
+  }
+  Page* page = map(fd);  // zeros: every enum starts at its 0
+  if (page == nullptr) {
+    close(fd);
+    fail("mmap");
+  }
+  page->magic = kPageMagic;
+  page->nonce = nonce;
+  store_text(page->job, job);
+  store_text(page->host, host);
+  page->pid = getpid();
+  page->rank = rank;
+  page->size = size;
+  page->local_rank = local_rank;
+  page->exit_code.store(-1);
+  return MappedPage(page, fd);
+}
+
+MappedPage MappedPage::open(int pid, int fd, std::uint64_t nonce) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (own < 0) fail(path);
+  struct stat facts{};
+  const bool is_whole = fstat(own, &facts) == 0 &&
+                        facts.st_size == static_cast<off_t>(sizeof(Page));
+  Page* page = is_whole ? map(own) : nullptr;
+  if (page == nullptr || page->magic != kPageMagic || page->nonce != nonce) {
+    if (page != nullptr) munmap(page, sizeof(Page));
+    close(own);
+    throw std::runtime_error("status page: " + path + " belongs to another process");
+  }
+  return MappedPage(page, own);
+}
+
+MappedPage::MappedPage(MappedPage&& other) noexcept : page_(other.page_), fd_(other.fd_) {
+  other.page_ = nullptr;
+  other.fd_ = -1;
+}
+
+MappedPage::~MappedPage() {
+  if (page_ != nullptr && page_ != recorded_page) munmap(page_, sizeof(Page));
+  if (fd_ >= 0) close(fd_);
+}
+
+void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes) {
+  Page::Op& op = page_->op;
+  op.version.fetch_add(1, std::memory_order_acq_rel);
+  store_text(op.name, name);
+  op.sequence = sequence;
+  op.nbytes = nbytes;
+  op.start_ns = now_ns();
+  op.state.store(OpState::running, std::memory_order_relaxed);
+  op.version.fetch_add(1, std::memory_order_release);
+}
+
+void MappedPage::end_op(OpState state) { page_->op.state.store(state); }
+
+OpView MappedPage::op() const {
+  const Page::Op& op = page_->op;
+  OpView view;
+  for (int attempt = 0; attempt < 1000; ++attempt) {  // a writer killed in mid-write never ends
+    const std::uint32_t before = op.version.load(std::memory_order_acquire);
+    view = {op.state.load(), op.sequence, op.nbytes, op.start_ns, load_text(op.name)};
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before % 2 == 0 && before == op.version.load(std::memory_order_relaxed)) break;
+  }
+  return view;
+}
+
+bool MappedPage::record_end(Ending kind, int code, const std::string& what,
+                            const std::string& where, const std::string& trace) {
+  Page::End& end = page_->end;
+  if (!claim(end)) return false;
+  end.time_ns = now_ns();
+  end.code = code;
+  store_text(end.what, what);
+  store_text(end.where, where);
+  store_tail(end.trace, trace);
+  end.kind.store(kind);
+  return true;
+}
+
+EndView MappedPage::end() const {
+  const Page::End& end = page_->end;
+  const Ending kind = end.kind.load();
+  if (kind == Ending::none) return {};
+  return {kind,  end.time_ns, end.code, load_text(end.what), load_text(end.where),
+          load_text(end.trace)};
+}
+
+void record_this_process(Page* page) {
+  const bool first = recorded_page == nullptr;
+  recorded_page = page;
+  if (!first) return;
+  for (const int signal : kSignals) {
+    struct sigaction current{};
+    if (sigaction(signal, nullptr, &current) != 0) continue;
+    if (signal == SIGTERM && current.sa_handler != SIG_DFL) continue;
+    previous[signal] = current;
+    struct sigaction ours{};
+    ours.sa_handler = on_signal;
+    ours.sa_flags = SA_ONSTACK;
+    sigemptyset(&ours.sa_mask);
+    sigaction(signal, &ours, nullptr);
+  }
+  on_exit(on_exit_code, nullptr);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,118 @@
+// The status page: what one rank says of itself, in a memfd that the ranks of its node and their
+// guardian map. Writing it costs no system call and works while a collective is stuck; it outlives
+// its rank, so the last words of a killed process can still be read.
+//
+// Who writes: the rank itself (its Python code, its signal recorder, its on_exit handler), and the
+// guardian the `gone` fields alone. Every other process only reads.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace ringcomm {
+
+constexpr std::uint64_t kPageMagic = 0x72696e67636f6d31;  // "ringcom1"
+
+enum class State : std::uint32_t { starting = 0, running, leaving, left };
+
+enum class OpState : std::uint32_t { idle = 0, running, failed };
+
+// How a rank ends. peer_failed is secondary: it says whom it blames.
+enum class Ending : std::uint32_t {
+  none = 0,
+  exception,    // uncaught, in any thread
+  sys_exit,     // sys.exit(n) with n != 0; can still be caught by the caller
+  os_exit,      // os._exit before shutdown()
+  fatal_signal,  // SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT
+  peer_failed,  // uncaught PeerFailedError
+  interrupted,  // uncaught KeyboardInterrupt
+  terminated,   // SIGTERM
+};
+
+struct Page {
+  std::uint64_t magic;
+  std::uint64_t nonce;  // tells this page from that of a recycled pid
+  char job[64];
+  char host[64];
+  std::int32_t pid, rank, size, local_rank;
+  std::atomic<State> state;
+  std::atomic<std::uint64_t> step;
+
+  struct Op {                           // guarded by a sequence lock: odd while being written
+    std::atomic<std::uint32_t> version;
+    std::atomic<OpState> state;
+    std::uint64_t sequence, nbytes;
+    std::int64_t start_ns;              // CLOCK_MONOTONIC, as all times here
+    char name[128];
+  } op;
+
+  struct End {
+    std::atomic<std::uint32_t> claimed;  // first writer wins, except over sys_exit
+    std::atomic<Ending> kind;            // stored last
+    std::int64_t time_ns;
+    std::int32_t code;                   // exit code, signal number, or the rank that is blamed
+    char what[256];                      // "ValueError"
+    char where[1024];                    // the lines of the report below the first
+    char trace[8192];                    // the whole traceback, its tail if it is longer
+  } end;
+
+  std::atomic<std::int64_t> leaving_ns;
+  std::atomic<std::int32_t> exit_code;   // from exit(3); -1 until then
+  std::atomic<std::int64_t> gone_ns;     // by the guardian: this process is no more
+};
+
+struct OpView {
+  OpState state = OpState::idle;
+  std::uint64_t sequence = 0, nbytes = 0;
+  std::int64_t start_ns = 0;
+  std::string name;
+};
+
+struct EndView {
+  Ending kind = Ending::none;
+  std::int64_t time_ns = 0;
+  std::int32_t code = 0;
+  std::string what, where, trace;
+};
+
+std::int64_t now_ns();
+
+// Maps a page. create() makes the memfd, open() takes the one of another process of this node.
+class MappedPage {
+ public:
+  static MappedPage create(const std::string& job, const std::string& host, int rank, int size,
+                           int local_rank, std::uint64_t nonce);
+  // Throws std::runtime_error when the page cannot be reached or is not the one with this nonce.
+  static MappedPage open(int pid, int fd, std::uint64_t nonce);
+
+  MappedPage(MappedPage&& other) noexcept;
+  MappedPage(const MappedPage&) = delete;
+  MappedPage& operator=(const MappedPage&) = delete;
+  MappedPage& operator=(MappedPage&&) = delete;
+  ~MappedPage();
+
+  int fd() const { return fd_; }
+  Page* operator->() const { return page_; }
+  Page* get() const { return page_; }
+
+  void begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes);
+  void end_op(OpState state);
+  OpView op() const;
+
+  // False if an earlier record stands.
+  bool record_end(Ending kind, int code, const std::string& what, const std::string& where,
+                  const std::string& trace);
+  EndView end() const;
+
+ private:
+  MappedPage(Page* page, int fd) : page_(page), fd_(fd) {}
+  Page* page_;
+  int fd_;
+};
+
+// From now on a fatal signal (and SIGTERM where nobody handles it) and the exit code of this
+// process are recorded in `page`, which must live as long as the process. Call once.
+void record_this_process(Page* page);
+
+}  // namespace ringcomm

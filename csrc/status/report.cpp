@@ -1,0 +1,189 @@
+#include "report.hpp"
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <utility>
+
+namespace ringcomm {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::size_t kMaxWhereLines = 4;
+constexpr std::size_t kMaxWaiting = 3;
+
+bool is_primary(Ending kind) {
+  return kind == Ending::exception || kind == Ending::os_exit || kind == Ending::fatal_signal;
+}
+
+bool left_in_order(const RankFacts& r) { return r.state == State::left && r.exit_code <= 0; }
+
+// When this rank failed of its own accord; kNever if it did not.
+std::int64_t failure_time(const RankFacts& r) {
+  if (is_primary(r.end.kind)) return r.end.time_ns;
+  if (!r.is_gone || left_in_order(r)) return kNever;
+  if (r.end.kind == Ending::sys_exit) return r.exit_code == 0 ? kNever : r.end.time_ns;
+  if (r.end.kind != Ending::none) return kNever;
+  if (r.exit_code > 0) return r.leaving_ns != 0 ? r.leaving_ns : r.gone_ns;
+  return r.exit_code == 0 ? kNever : r.gone_ns;
+}
+
+int index_of(const std::vector<RankFacts>& ranks, int rank) {
+  for (std::size_t i = 0; i < ranks.size(); ++i)
+    if (ranks[i].rank == rank) return static_cast<int>(i);
+  return kNobody;
+}
+
+// Nobody failed outright: the one that left while others still waited for it.
+int blamed(const std::vector<RankFacts>& ranks) {
+  for (const RankFacts& r : ranks) {
+    if (r.end.kind != Ending::peer_failed) continue;
+    const int i = index_of(ranks, r.end.code);
+    if (i == kNobody) continue;
+    const RankFacts& left = ranks[static_cast<std::size_t>(i)];
+    if (left.leaving_ns != 0 && left.end.kind == Ending::none) return i;
+  }
+  return kNobody;
+}
+
+std::string name_of(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return name == nullptr ? "signal " + std::to_string(signal) : std::string("SIG") + name;
+}
+
+std::string amount(std::uint64_t nbytes) {
+  static const char* const units[] = {"B", "kB", "MB", "GB", "TB"};
+  double value = static_cast<double>(nbytes);
+  int unit = 0;
+  while (value >= 1000 && unit < 4) {
+    value /= 1000;
+    ++unit;
+  }
+  char text[32];
+  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
+  return text;
+}
+
+std::string who(const RankFacts& r) {
+  return "rank " + std::to_string(r.rank) + " (host " + r.host + ", pid " + std::to_string(r.pid) +
+         ")";
+}
+
+std::string after_step(const RankFacts& r) {
+  return r.step == 0 ? "" : " after step " + std::to_string(r.step);
+}
+
+std::string deed(const RankFacts& r) {
+  const std::string code = std::to_string(r.end.code);
+  switch (r.end.kind) {
+    case Ending::exception:
+      return "raised " + r.end.what + after_step(r) + " - exit " + code;
+    case Ending::sys_exit:
+      return "called sys.exit" + after_step(r) + " - exit " + code;
+    case Ending::os_exit:
+      return "called os._exit(" + code + ") before ringcomm.shutdown()" + after_step(r);
+    case Ending::fatal_signal:
+      return "died of " + name_of(r.end.code) + after_step(r);
+    default:
+      break;
+  }
+  if (r.killed_by == SIGKILL)
+    return "was killed by SIGKILL (out of memory?)" + after_step(r);
+  if (r.killed_by != 0) return "was killed by " + name_of(r.killed_by) + after_step(r);
+  if (r.exit_code > 0) return "ended" + after_step(r) + " - exit " + std::to_string(r.exit_code);
+  if (r.leaving_ns != 0) return "left the job" + after_step(r) + " while others waited for it";
+  return "ended without a word (SIGKILL, out of memory, or _exit in C code)" + after_step(r);
+}
+
+std::string where_lines(const std::string& where) {
+  std::string out;
+  std::size_t start = 0;
+  for (std::size_t n = 0; n < kMaxWhereLines && start < where.size(); ++n) {
+    const std::size_t stop = std::min(where.find('\n', start), where.size());
+    out += "    " + where.substr(start, stop - start).substr(0, 300) + "\n";
+    start = stop + 1;
+  }
+  return out;
+}
+
+std::string rank_list(const std::vector<int>& ranks) {
+  std::string out = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i == 16) return out + ",... (" + std::to_string(ranks.size()) + " in all)";
+    out += (i == 0 ? "" : ",") + std::to_string(ranks[i]);
+  }
+  return out;
+}
+
+std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
+                          const std::vector<OpView>& ops, std::int64_t fault_ns) {
+  struct Group {
+    std::vector<int> ranks;
+    std::int64_t start_ns = kNever;
+  };
+  std::map<std::pair<std::string, std::uint64_t>, Group> groups;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (static_cast<int>(i) == culprit || ops[i].state == OpState::idle) continue;
+    Group& group = groups[{ops[i].name, ops[i].nbytes}];
+    group.ranks.push_back(ranks[i].rank);
+    group.start_ns = std::min(group.start_ns, ops[i].start_ns);
+  }
+  std::string out;
+  std::size_t n = 0;
+  for (const auto& [op, group] : groups) {
+    if (n++ == kMaxWaiting) return out + "  and in " + std::to_string(groups.size() - n + 1) +
+                                   " other operations\n";
+    char time[32];
+    const auto waited = std::max<std::int64_t>(fault_ns - group.start_ns, 0);
+    std::snprintf(time, sizeof time, "%.2f s", static_cast<double>(waited) * 1e-9);
+    out += (n == 1 ? "  waiting at that moment: " : "                          ") +
+           rank_list(group.ranks) + " in " + op.first +
+           (op.second == 0 ? "" : " (" + amount(op.second) + ")") + " for " + time + "\n";
+  }
+  return out;
+}
+
+}  // namespace
+
+int culprit(const std::vector<RankFacts>& ranks) {
+  int first = kNobody;
+  std::int64_t earliest = kNever;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const std::int64_t t = failure_time(ranks[i]);
+    if (t < earliest) {
+      earliest = t;
+      first = static_cast<int>(i);
+    }
+  }
+  return first != kNobody ? first : blamed(ranks);
+}
+
+bool was_interrupted(const std::vector<RankFacts>& ranks) {
+  if (culprit(ranks) != kNobody) return false;
+  return std::any_of(ranks.begin(), ranks.end(), [](const RankFacts& r) {
+    return r.end.kind == Ending::interrupted || r.end.kind == Ending::terminated;
+  });
+}
+
+std::string report(const std::vector<RankFacts>& ranks, int culprit,
+                   const std::vector<OpView>& ops, std::int64_t fault_ns) {
+  const RankFacts& first = ranks[static_cast<std::size_t>(culprit)];
+  return "x " + who(first) + " " + deed(first) + "\n" + where_lines(first.end.where) +
+         waiting_lines(ranks, culprit, ops, fault_ns);
+}
+
+std::string interruption(const std::vector<RankFacts>& ranks) {
+  std::uint64_t step = 0;
+  bool by_key = false;
+  for (const RankFacts& r : ranks) {
+    step = std::max(step, r.step);
+    by_key = by_key || r.end.kind == Ending::interrupted;
+  }
+  return std::string("x the job was ended from outside (") + (by_key ? "SIGINT" : "SIGTERM") + ")" +
+         (step == 0 ? "" : " after step " + std::to_string(step)) + "\n";
+}
+
+}  // namespace ringcomm

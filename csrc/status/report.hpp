@@ -1,0 +1,40 @@
+// From the last words of the ranks of a node to the report of a failed run. Pure: facts in, text out.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "page.hpp"
+
+namespace ringcomm {
+
+struct RankFacts {
+  int rank = 0, pid = 0;
+  std::string host;
+  State state = State::starting;
+  std::uint64_t step = 0;
+  OpView op;
+  EndView end;
+  bool is_gone = false;         // the process is no more
+  std::int64_t gone_ns = 0;     // when that was seen
+  std::int64_t leaving_ns = 0;  // 0: never said it leaves
+  int exit_code = -1;           // -1: not known
+  int killed_by = 0;            // signal, as the kernel says; 0: not known, or none
+};
+
+constexpr int kNobody = -1;
+
+// Index into `ranks` of the one that failed first, or kNobody. Later failures follow from it:
+// a PeerFailedError and a SIGTERM are never the cause.
+int culprit(const std::vector<RankFacts>& ranks);
+
+// True if nobody failed and someone was ended from outside (Ctrl-C, SIGTERM).
+bool was_interrupted(const std::vector<RankFacts>& ranks);
+
+// The report, at most 10 lines. `ops` is what each rank was doing when the fault was seen.
+std::string report(const std::vector<RankFacts>& ranks, int culprit,
+                   const std::vector<OpView>& ops, std::int64_t fault_ns);
+
+std::string interruption(const std::vector<RankFacts>& ranks);
+
+}  // namespace ringcomm

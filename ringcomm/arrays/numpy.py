@@ -1,0 +1,68 @@
+"""numpy arrays, bfloat16 through ml_dtypes where that is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm.arrays.base import Flat
+from ringcomm.arrays.dtypes import DTYPES, DType
+
+
+class NumpyAdapter:
+    """ArrayAdapter of numpy.ndarray."""
+
+    def dtype(self, x: NDArray[Any]) -> DType:
+        """Return the dtype; foreign byte order, objects, text and dates are refused."""
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                "cannot communicate a masked array: its mask would be lost. Use .filled()"
+            )
+        if not x.dtype.isnative:
+            raise TypeError(
+                f"cannot communicate dtype {x.dtype.str}: foreign byte order. "
+                "Use x.astype(x.dtype.newbyteorder('='))"
+            )
+        known = DTYPES.get(x.dtype.name)
+        if known is None:
+            raise TypeError(f"cannot communicate dtype {x.dtype}; known: {', '.join(DTYPES)}")
+        return known
+
+    def shape(self, x: NDArray[Any]) -> tuple[int, ...]:
+        """Return the shape."""
+        return x.shape
+
+    def is_contiguous(self, x: NDArray[Any]) -> bool:
+        """Return True for an aligned C-ordered array."""
+        return x.flags.c_contiguous and x.flags.aligned
+
+    def copy(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Return a C-ordered copy."""
+        return np.array(x, order="C", copy=True, subok=False)
+
+    def empty(self, like: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return an uninitialised array of like's dtype."""
+        return np.empty(shape, like.dtype)
+
+    def flat(self, x: NDArray[Any]) -> Flat:
+        """Return x's memory."""
+        return Flat(np.asarray(x).reshape(-1).view(np.uint8), self.dtype(x))
+
+    def assign(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+        """Copy source into target."""
+        target[...] = source
+
+    def require_writable(self, x: NDArray[Any]) -> None:
+        """Raise ValueError for a read-only or self-overlapping array."""
+        if not x.flags.writeable:
+            raise ValueError("cannot reduce in place: the array is read-only. Pass x.copy()")
+        if any(step == 0 and n > 1 for step, n in zip(x.strides, x.shape, strict=True)):
+            raise ValueError("cannot reduce in place: elements overlap in memory. Pass x.copy()")
+
+    def written(self, x: NDArray[Any]) -> None:
+        """Do nothing: numpy keeps no version of its arrays."""
+
+    def stream(self, x: NDArray[Any]) -> None:
+        """Return None: host memory needs no stream."""

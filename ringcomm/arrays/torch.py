@@ -1,0 +1,69 @@
+"""torch CPU tensors. Imported when the first tensor arrives, never before."""
+
+from __future__ import annotations
+
+import torch
+
+from ringcomm.arrays.base import Flat
+from ringcomm.arrays.dtypes import DTYPES, DType
+
+_KNOWN = {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)}
+
+
+class TorchAdapter:
+    """ArrayAdapter of dense torch.Tensors in host memory. Results carry no autograd history."""
+
+    def dtype(self, x: torch.Tensor) -> DType:
+        """Return the dtype; sparse, quantised and device tensors are refused."""
+        if x.layout is not torch.strided:
+            raise TypeError(f"cannot communicate a {x.layout} tensor: use .to_dense()")
+        if x.device.type != "cpu":
+            raise TypeError(
+                f"cannot communicate a tensor on {x.device}: this version carries CPU tensors "
+                "only. Use .cpu()"
+            )
+        known = _KNOWN.get(x.dtype)
+        if known is None:
+            raise TypeError(f"cannot communicate dtype {x.dtype}; known: {', '.join(DTYPES)}")
+        return known
+
+    def shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape."""
+        return tuple(x.shape)
+
+    def is_contiguous(self, x: torch.Tensor) -> bool:
+        """Return True for a C-ordered tensor without a pending conjugation or negation."""
+        return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a C-ordered copy."""
+        plain = x.detach().resolve_conj().resolve_neg()
+        return plain.clone(memory_format=torch.contiguous_format)
+
+    def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return an uninitialised tensor of like's dtype."""
+        return torch.empty(shape, dtype=like.dtype)
+
+    def flat(self, x: torch.Tensor) -> Flat:
+        """Return x's memory."""
+        return Flat(x.detach().view(-1).view(torch.uint8).numpy(), self.dtype(x))
+
+    def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy source into target; autograd does not see it."""
+        with torch.no_grad():
+            target.copy_(source)
+
+    def require_writable(self, x: torch.Tensor) -> None:
+        """Raise ValueError for a tensor whose elements overlap (expand())."""
+        if any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError("cannot reduce in place: elements overlap in memory. Pass x.clone()")
+
+    def written(self, x: torch.Tensor) -> None:
+        """Tell autograd, which refuses a backward through values that have changed since."""
+        torch.autograd.graph.increment_version(x)
+
+    def stream(self, x: torch.Tensor) -> None:
+        """Return None: host memory needs no stream."""
+
+
+TORCH = TorchAdapter()

@@ -1,0 +1,75 @@
+"""Ring allreduce: reduce-scatter, then allgather. The schedule is in schedule.py."""
+
+from __future__ import annotations
+
+from ringcomm import _core
+from ringcomm.arrays.base import Flat
+from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.schedule import allgather_steps, chunks, reduce_scatter_steps
+from ringcomm.transport.channel import Channel
+
+
+def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+    """Replace x by its sum or average over all ranks; all ranks end up with the same bits.
+
+    Args:
+        x: same count and dtype on every rank; float32, float64, int32 or int64.
+        t: the ring; two messages in flight at a time.
+        op: SUM, or AVERAGE, which divides each chunk once, at its owner.
+
+    Raises:
+        PeerFailedError: a rank died; x is undefined.
+        CommTimeoutError: a rank did not come in time; x is undefined.
+
+    Cost: 2 (size - 1) messages, 2 (size - 1) / size * nbytes sent.
+    """
+    parts = chunks(x.count, t.size)
+    reduce_scatter_(x, parts, t, op)
+    allgather_(x, parts, t)
+
+
+def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+    """Return this rank's reduced chunk of x; the rest of x is left half-reduced.
+
+    Args:
+        x: as in allreduce_. Overwritten.
+        parts: the chunks, one per rank, alike on every rank.
+        t: the ring.
+        op: SUM or AVERAGE.
+
+    Returns:
+        View of x: chunk `rank` of the reduction.
+    """
+    left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
+    scratch = x.like(max((part.stop - part.start for part in parts), default=0))
+    for step in reduce_scatter_steps(t.rank, t.size):
+        mine = x[parts[step.receive]]
+        arriving = scratch[: mine.count]
+        t.exchange(x[parts[step.send]].bytes, right, arriving.bytes, left)
+        add(mine, arriving)
+    own = x[parts[t.rank]]
+    if op is AVERAGE:
+        divide(own, t.size)
+    return own
+
+
+def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+    """Fill x with every rank's chunk, this rank's being in its place already."""
+    left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
+    for step in allgather_steps(t.rank, t.size):
+        t.exchange(x[parts[step.send]].bytes, right, x[parts[step.receive]].bytes, left)
+
+
+def add(total: Flat, x: Flat) -> None:
+    """Add x to total, element by element; integers wrap."""
+    _core.add(total.bytes, x.bytes, _kernel(total))
+
+
+def divide(x: Flat, divisor: int) -> None:
+    """Divide x in place; integers truncate toward zero."""
+    _core.divide(x.bytes, divisor, _kernel(x))
+
+
+def _kernel(x: Flat) -> int:
+    assert x.dtype.kernel is not None, x.dtype
+    return x.dtype.kernel

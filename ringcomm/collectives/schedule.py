@@ -1,0 +1,87 @@
+"""Who sends what to whom, and when. Pure: numbers in, numbers out.
+
+The ring flows right: every rank sends to rank + 1 and receives from rank - 1. A buffer is cut into
+`size` chunks. In size - 1 steps of reduce-scatter each chunk travels once round the ring and grows by
+one rank's part at each stop, until chunk r is complete at rank r. In size - 1 steps of allgather the
+complete chunks travel round once more and are copied. Every rank is busy in both directions all the
+time, and sends 2 (size - 1) / size of the buffer, the least that any allreduce can.
+
+Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """One step of the ring: the chunk that goes right, and the chunk that comes from the left."""
+
+    send: int
+    receive: int
+
+
+def chunks(count: int, size: int) -> list[slice]:
+    """Cut range(count) into `size` slices; the first count % size hold one element more."""
+    share, extra = divmod(count, size)
+    starts = [rank * share + min(rank, extra) for rank in range(size + 1)]
+    return [slice(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def consecutive(counts: list[int]) -> list[slice]:
+    """Return the slices of consecutive parts of the given lengths."""
+    slices, start = [], 0
+    for count in counts:
+        slices.append(slice(start, start + count))
+        start += count
+    return slices
+
+
+def reduce_scatter_steps(rank: int, size: int) -> Iterator[Step]:
+    """Yield this rank's steps; what is received is added. After them, rank owns chunk `rank`."""
+    for step in range(size - 1):
+        yield Step(send=(rank - 1 - step) % size, receive=(rank - 2 - step) % size)
+
+
+def allgather_steps(rank: int, size: int) -> Iterator[Step]:
+    """Yield this rank's steps from owning chunk `rank` to holding them all."""
+    for step in range(size - 1):
+        yield Step(send=(rank - step) % size, receive=(rank - 1 - step) % size)
+
+
+def shifted_pairs(rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (dest, source) so that everybody meets everybody, and nobody two at a time."""
+    for shift in range(1, size):
+        yield (rank + shift) % size, (rank - shift) % size
+
+
+def binomial_tree(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+    """Return (parent, children) of this rank; children in the order in which to send.
+
+    ceil(log2 size) rounds: in each, every rank that has the data passes it on.
+    """
+    place = (rank - root) % size
+    parent: int | None = None
+    reach = 1
+    while reach < size and not place & reach:
+        reach <<= 1
+    if place:
+        parent = (place - reach + root) % size
+    children = []
+    while reach > 1:
+        reach >>= 1
+        if place + reach < size:
+            children.append((place + reach + root) % size)
+    return parent, children
+
+
+def dissemination_steps(rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (dest, source): after ceil(log2 size) rounds everybody has heard of everybody.
+
+    Source: Hensgen, Finkel and Manber 1988, doi:10.1007/BF01379320.
+    """
+    distance = 1
+    while distance < size:
+        yield (rank + distance) % size, (rank - distance) % size
+        distance *= 2

@@ -1,0 +1,1 @@
+"""Who calls what, in which order, and what every rank is promised. Contracts are in ops.py."""

@@ -1,0 +1,130 @@
+"""What a rank is about to do, in a form that ranks can compare. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+_MAX_TEXT = 400
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a collective, as far as all ranks must agree on it.
+
+    Attributes:
+        kind: "allreduce".
+        name: the user's name for it, or None.
+        op: reduction operator.
+        dtype: element type.
+        shape: None stands for a dimension in which ranks may differ.
+        root: the rank that a broadcast comes from.
+        error: why this rank cannot take part; the others learn it instead of waiting.
+    """
+
+    kind: str
+    name: str | None = None
+    op: str | None = None
+    dtype: str | None = None
+    shape: tuple[int | None, ...] | None = None
+    root: int | None = None
+    error: str | None = None
+
+    def fingerprint(self) -> int:
+        """Return 64 bits that differ where calls differ."""
+        return int.from_bytes(hashlib.blake2b(self.pack(), digest_size=8).digest(), "little")
+
+    def pack(self) -> bytes:
+        """Return the wire form; names and errors are cut at 400 characters."""
+        fields = asdict(self)
+        for key in ("name", "error"):
+            if fields[key] is not None and len(fields[key]) > _MAX_TEXT:
+                digest = hashlib.blake2b(fields[key].encode(), digest_size=6).hexdigest()
+                fields[key] = f"{fields[key][:_MAX_TEXT]}...{digest}"
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Call:
+        """Read the wire form."""
+        fields = json.loads(packed)
+        if fields["shape"] is not None:
+            fields["shape"] = tuple(fields["shape"])
+        return cls(**fields)
+
+    def label(self, sequence: int) -> str:
+        """Return "allreduce[layer3.weight]", or "allreduce #12" for an unnamed call."""
+        return f"{self.kind} #{sequence}" if self.name is None else f"{self.kind}[{self.name}]"
+
+
+def explain_mismatch(calls: Sequence[Call], sequence: int) -> str:
+    """Return what is wrong, with the values and the ranks, and what to do; calls[r] is rank r's."""
+    failed = {call.error for call in calls if call.error is not None}
+    if failed:
+        return _explain_errors(calls, sequence)
+    for field, advice in _ADVICE.items():
+        if len({getattr(call, field) for call in calls}) > 1:
+            return f"{_subject(calls, sequence, field)}: {_sides(calls, field, sequence)}. {advice}"
+    return f"{calls[0].label(sequence)}: ranks disagree, but not in what they call. Report a bug."
+
+
+_ADVICE = {
+    "kind": "Every rank must call the same operations in the same order.",
+    "name": "Every rank must call the same operations in the same order.",
+    "op": "Pass the same op= on every rank.",
+    "root": "Pass the same root on every rank.",
+    "dtype": "Cast before the call.",
+    "shape": "Pad, slice or drop the tensor so that all ranks pass one shape.",
+}
+
+
+def _subject(calls: Sequence[Call], sequence: int, field: str) -> str:
+    return f"operation #{sequence}" if field in ("kind", "name") else calls[0].label(sequence)
+
+
+def _sides(calls: Sequence[Call], field: str, sequence: int) -> str:
+    """Return "rank 0 sent float32 (2,), ranks 1, 2 sent float16 (2,)", at most four sides."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        groups.setdefault(_value(call, field, sequence), []).append(rank)
+    verb = "called" if field in ("kind", "name") else "sent" if field in _TENSOR else "passed"
+    sides = [f"{ranks_text(ranks)} {verb} {value}" for value, ranks in groups.items()]
+    return ", ".join(sides[:4]) + (f" and {len(sides) - 4} more variants" if len(sides) > 4 else "")
+
+
+_TENSOR = ("dtype", "shape")
+
+
+def _value(call: Call, field: str, sequence: int) -> str:
+    if field in ("kind", "name"):
+        return call.label(sequence)
+    if field in _TENSOR:
+        return f"{call.dtype} {shape_text(call.shape)}"
+    return f"{field}={getattr(call, field)}"
+
+
+def _explain_errors(calls: Sequence[Call], sequence: int) -> str:
+    rank, call = next((r, c) for r, c in enumerate(calls) if c.error is not None)
+    bad = [r for r, c in enumerate(calls) if c.error is not None]
+    return (
+        f"{call.label(sequence)}: {ranks_text(bad)} could not take part: {call.error}"
+        + (f" (so says rank {rank})" if len(bad) > 1 else "")
+        + f". Mend the call on {ranks_text(bad)}; nothing was sent."
+    )
+
+
+def shape_text(shape: tuple[int | None, ...] | None) -> str:
+    """Return a shape as numpy prints it, * where ranks may differ."""
+    if shape is None:
+        return ""
+    text = ", ".join("*" if n is None else str(n) for n in shape)
+    return f"({text},)" if len(shape) == 1 else f"({text})"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0, 1, 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"ranks {shown}" + (f", ... ({len(ranks)} in all)" if len(ranks) > 16 else "")

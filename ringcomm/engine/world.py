@@ -1,0 +1,280 @@
+"""init() and shutdown(), and the engine that the public functions speak to."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ringcomm import config
+from ringcomm.engine.engine import Engine, Topology
+from ringcomm.errors import NotInitializedError
+from ringcomm.status.guardian import Guardian, Ward
+from ringcomm.status.last_words import Failure, LastWords
+from ringcomm.status.page import State
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ringcomm.transport.mpi import MpiTransport, Place, Started
+
+_log = logging.getLogger("ringcomm")
+
+
+class _World:
+    """All that init() has set up in this process."""
+
+    def __init__(
+        self, engine: Engine, transport: MpiTransport, words: LastWords, guardian: Guardian | None
+    ) -> None:
+        self.engine = engine
+        self.transport = transport
+        self.words = words
+        self.guardian = guardian
+
+
+_world: _World | None = None
+_mpi: Started | None = None  # MPI is started once per process and survives shutdown()
+_is_mpi_broken = False  # a rank died or left out of turn: MPI_Finalize would wait for it
+_override = threading.local()
+
+
+def init(comm: MPI.Comm | None = None) -> None:
+    """Make this process a rank of its job. Collective; a second call does nothing.
+
+    Starts MPI if nobody has, with settings for a fast start and for faults where the user has set
+    none; sees to it that this rank cannot die or leave without the others being told.
+
+    Args:
+        comm: mpi4py communicator whose ranks take part, MPI.COMM_WORLD by default. It is
+            duplicated. Every one of its ranks must call init().
+
+    Raises:
+        ConfigError: no MPI library, an unknown RINGCOMM_ variable, or a launcher that does not
+            fit the MPI library (every process would be "rank 0 of 1").
+        NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
+    """
+    global _world, _mpi  # noqa: PLW0603 - there is one world per process, as in MPI
+    _refuse_child()
+    if _world is not None:
+        return
+    settings = config.settings()
+    from ringcomm.transport.mpi import MpiTransport, refuse_silent_singleton, start_mpi
+
+    _mpi = _mpi or start_mpi()
+    refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
+    is_first_time = not _is_exit_handled()
+    transport = MpiTransport(_mpi.mpi, comm)
+    engine = Engine(transport, settings, _topology(transport.places, transport.rank), transport.page)
+    words = LastWords(transport.page, on_failure=_tell_the_others)
+    guardian = _start_guardian(transport, settings)
+    engine.on_start = words.take_back
+    _world = _World(engine, transport, words, guardian)
+    config.mark_children_of_this_rank()
+    if is_first_time:
+        atexit.register(_at_exit)
+    transport.page.set_state(State.RUNNING)
+    _say_what_came_too_late(_mpi, engine)
+
+
+def shutdown() -> None:
+    """Leave the job in order; returns when all ranks do. Collective. init() may follow.
+
+    Raises:
+        NotInitializedError: in a child of a rank.
+    """
+    global _world, _is_mpi_broken  # noqa: PLW0603
+    _refuse_child()
+    if _world is None:
+        return
+    world, _world = _world, None
+    is_clean = world.engine.leave("called shutdown()")
+    _is_mpi_broken = _is_mpi_broken or not is_clean
+    world.words.disarm()
+    if world.guardian is not None and is_clean:
+        world.guardian.wait()
+
+
+def is_initialized() -> bool:
+    """Return True between init() and shutdown(), in the rank itself."""
+    return _current() is not None
+
+
+def engine() -> Engine:
+    """Return the engine of this rank.
+
+    Raises:
+        NotInitializedError: init() has not run.
+    """
+    current = _current()
+    if current is None:
+        raise NotInitializedError("ringcomm is not initialized: call ringcomm.init() first")
+    return current
+
+
+@contextlib.contextmanager
+def entered(engine: Engine) -> Iterator[None]:
+    """Let `engine` serve the public functions in this thread: ranks as threads."""
+    _override.engine = engine
+    try:
+        yield
+    finally:
+        del _override.engine
+
+
+def rank() -> int:
+    """Return this process's rank, 0..size()-1."""
+    return engine().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return engine().size
+
+
+def local_rank() -> int:
+    """Return the index of this rank among the ranks of its host."""
+    return engine().topology.local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return engine().topology.local_size
+
+
+def cross_rank() -> int:
+    """Return the index of this host among the hosts that have this local rank."""
+    return engine().topology.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have this local rank."""
+    return engine().topology.cross_size
+
+
+def _current() -> Engine | None:
+    override: Engine | None = getattr(_override, "engine", None)
+    if override is not None:
+        return override
+    return None if _world is None else _world.engine
+
+
+def _refuse_child() -> None:
+    parent = config.parent_rank_pid()
+    if parent is None:
+        return
+    raise NotInitializedError(
+        f"this process (pid {os.getpid()}) is a child of the rank with pid {parent}: a DataLoader "
+        "worker, or a subprocess. Only the rank itself calls ringcomm.init(); keep the call under "
+        'if __name__ == "__main__"'
+    )
+
+
+def _topology(places: list[Place], rank: int) -> Topology:
+    me = places[rank]
+    peers = sorted({p.node for p in places if p.local_rank == me.local_rank})
+    return Topology(me.local_rank, me.local_size, peers.index(me.node), len(peers))
+
+
+def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guardian | None:
+    """Let local rank 0 start the guardian of its node. A job of one needs none."""
+    place = transport.place
+    if place.local_rank != 0 or transport.size == 1:
+        return None
+    wards = [Ward(p.pid, p.page_fd, p.nonce) for p in transport.places if p.node == place.node]
+    try:
+        return Guardian(
+            wards,
+            grace_s=settings.grace_s,
+            is_fault_tolerant=transport.is_fault_tolerant,
+        )
+    except OSError as error:
+        _log.warning(
+            "host %s has no guardian: a rank that is killed there is not named, and only MPI "
+            "ends the others. %s",
+            place.host,
+            error,
+        )
+        return None
+
+
+def _say_what_came_too_late(started: Started, engine: Engine) -> None:
+    if started.was_early and started.settings and engine.rank == 0:
+        _log.warning(
+            "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
+            "Call ringcomm.init() first, or set them for mpirun (-x NAME=VALUE).",
+            " ".join(started.settings),
+        )
+
+
+def _tell_the_others(failure: Failure) -> None:
+    """Let the other ranks know at once, and stop this rank's own waits, in whatever thread."""
+    if _world is None:
+        return
+    watch = _world.engine.watch
+    if failure.blames is None:
+        watch.own_failure = f"{failure.reason} in another thread"
+    watch.announce_failed(
+        watch.transport.rank if failure.blames is None else failure.blames, failure.reason
+    )
+
+
+_exit_handled = False
+
+
+def _is_exit_handled() -> bool:
+    global _exit_handled  # noqa: PLW0603
+    was, _exit_handled = _exit_handled, True
+    return was
+
+
+def _at_exit() -> None:
+    """End in order if this rank did its part and all others do theirs; never hang in Finalize."""
+    global _is_mpi_broken  # noqa: PLW0603
+    if config.parent_rank_pid() is not None or _mpi is None:
+        return
+    failure = None
+    if _world is not None:
+        failure = _world.words.failure
+        if failure is None:
+            is_clean = _world.engine.leave("left the job: its program ended")
+        else:
+            _tell_the_others(failure)
+            is_clean = False
+        _is_mpi_broken = _is_mpi_broken or not is_clean
+        if _world.guardian is not None:
+            _world.guardian.disown()
+    if not _is_mpi_broken:
+        if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
+            _mpi.mpi.Finalize()
+    elif failure is not None and _world is not None and _world.transport.is_fault_tolerant:
+        _die_so_that_mpi_notices()
+    elif not _mpi.is_ours_to_finalize:
+        _end_without_finalize(failure)
+
+
+def _die_so_that_mpi_notices() -> None:
+    """Under ULFM a death by signal is the only end that MPI reports to everybody (measured)."""
+    _run_other_exit_handlers()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_without_finalize(failure: Failure | None) -> None:
+    """mpi4py was imported first and would now finalize, which hangs when a rank is missing."""
+    _run_other_exit_handlers()
+    os._exit(1 if failure is not None else 0)
+
+
+def _run_other_exit_handlers() -> None:
+    atexit.unregister(_at_exit)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+

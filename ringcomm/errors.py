@@ -1,0 +1,74 @@
+"""Every exception that ringcomm raises for its own reasons.
+
+    RingcommError
+    |-- ConfigError           a setting, the launch or the installation is wrong
+    |-- NotInitializedError   rc.init() has not run here, or this process is no rank
+    |-- MismatchError         ranks called different things; the same error on every rank
+    |-- PeerFailedError       a rank died, failed or left while this one needed it
+    |   `-- ServerLostError   that rank held the only copy of a parameter-server shard
+    `-- CommTimeoutError      a wait outlasted its deadline; also a TimeoutError
+
+A bad argument that is the same on every rank raises TypeError or ValueError, as numpy would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RingcommError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(RingcommError):
+    """A setting, the launch or the installation is wrong; the text says what to change."""
+
+
+class NotInitializedError(RingcommError):
+    """The call needs rc.init() in this very process."""
+
+
+class MismatchError(RingcommError):
+    """Ranks disagree on what to do. Raised on every rank; nothing was sent; the engine works on."""
+
+
+class PeerFailedError(RingcommError):
+    """A rank that this one needs died, failed or left.
+
+    Attributes:
+        rank: the rank that failed first, as far as this rank knows.
+        reason: how, in words ("raised ValueError: boom").
+    """
+
+    def __init__(self, message: str, *, rank: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), {"rank": self.rank, "reason": self.reason})
+
+
+class ServerLostError(PeerFailedError):
+    """A parameter server died and no replica holds its shard."""
+
+
+class CommTimeoutError(RingcommError, TimeoutError):
+    """A wait outlasted its deadline.
+
+    Attributes:
+        missing: ranks that had not entered the operation, as far as this rank could learn.
+    """
+
+    def __init__(self, message: str, *, missing: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), {"missing": self.missing})
+
+
+def _rebuild(
+    kind: type[RingcommError], message: str, attributes: dict[str, object]
+) -> RingcommError:
+    return kind(message, **attributes)

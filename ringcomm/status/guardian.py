@@ -1,0 +1,76 @@
+"""Starts the guardian of a node: a small C++ program that outlives the ranks it watches.
+
+Spawned with vfork and exec, never forked: a fork of a rank would keep a copy of its memory, and is
+unsafe beside the threads of torch, OpenMP and MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringcomm import _core
+
+_PROGRAM = Path(_core.__file__).with_name("ringcomm-guardian")
+_START_S = 10.0
+_END_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ward:
+    """A rank to watch: its pid, and the descriptor and nonce of its status page."""
+
+    pid: int
+    page_fd: int
+    nonce: int
+
+
+class Guardian:
+    """The guardian of this node, child of the rank that started it.
+
+    Raises:
+        OSError: it cannot be started, or cannot see the pages; the text says why.
+    """
+
+    def __init__(self, wards: Sequence[Ward], *, grace_s: float, is_fault_tolerant: bool) -> None:
+        self._process = subprocess.Popen(
+            [
+                str(_PROGRAM),
+                str(int(grace_s * 1000)),
+                str(int(is_fault_tolerant)),
+                *(f"{w.pid}:{w.page_fd}:{w.nonce}" for w in wards),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            close_fds=True,
+            cwd="/",
+            env={},
+        )
+        if not self._is_watching():
+            self._process.kill()
+            self._process.wait()
+            raise OSError(f"{_PROGRAM} did not start to watch (exit {self._process.returncode})")
+
+    def wait(self) -> None:
+        """Return when it has gone, as it does once all its ranks have left."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        # It belongs to the job, not to this process: no warning, and no wait, if it is still there.
+        if self._process.returncode is None:
+            self._process.returncode = 0
+
+    def disown(self) -> None:
+        """Let it run on without this process."""
+        self._process.returncode = 0
+
+    def _is_watching(self) -> bool:
+        pipe = self._process.stdout
+        assert pipe is not None
+        with pipe:
+            ready, _, _ = select.select([pipe], [], [], _START_S)
+            return bool(ready) and pipe.read(1) == b"w"

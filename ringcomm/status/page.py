@@ -1,0 +1,56 @@
+"""The vocabulary of the status page (csrc/status/page.hpp), and how to read an ending."""
+
+from __future__ import annotations
+
+import signal
+from enum import IntEnum
+from typing import Any
+
+
+class State(IntEnum):
+    """Where a rank is in its life."""
+
+    STARTING = 0
+    RUNNING = 1
+    LEAVING = 2
+    LEFT = 3
+
+
+class OpState(IntEnum):
+    """What became of the operation on the page."""
+
+    IDLE = 0
+    RUNNING = 1
+    FAILED = 2
+
+
+class Ending(IntEnum):
+    """How a rank ended."""
+
+    NONE = 0
+    EXCEPTION = 1
+    SYS_EXIT = 2
+    OS_EXIT = 3
+    FATAL_SIGNAL = 4
+    PEER_FAILED = 5
+    INTERRUPTED = 6
+    TERMINATED = 7
+
+
+def how_it_ended(snapshot: dict[str, Any]) -> str:
+    """Return in words how the rank of this page ended ("raised ValueError: boom")."""
+    kind, code, what = snapshot["end_kind"], snapshot["end_code"], snapshot["end_what"]
+    if kind in (Ending.EXCEPTION, Ending.INTERRUPTED):
+        last_line = snapshot["end_where"].splitlines()[-1:] or [what]
+        return f"raised {last_line[0]}"
+    if kind == Ending.SYS_EXIT:
+        return f"called sys.exit({code})"
+    if kind == Ending.OS_EXIT:
+        return f"called os._exit({code})"
+    if kind == Ending.FATAL_SIGNAL:
+        return f"died of {signal.Signals(code).name}"
+    if kind == Ending.PEER_FAILED:
+        return f"stopped because rank {code} failed"
+    if kind == Ending.TERMINATED:
+        return "was ended by SIGTERM"
+    return "died without a word (SIGKILL, out of memory, or _exit in C code)"

