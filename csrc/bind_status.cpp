@@ -69,6 +69,12 @@ void bind_status(nb::module_& m) {
              return page.record_end(static_cast<Ending>(kind), code, what, where, trace);
            },
            "kind"_a, "code"_a, "what"_a, "where"_a, "trace"_a)
+      .def("wait_for_report",
+           [](const MappedPage& page, double timeout_s) {
+             nb::gil_scoped_release unlocked;
+             wait_for_report(*page.get(), static_cast<std::int64_t>(timeout_s * 1e9));
+           },
+           "timeout_s"_a)
       .def("record_this_process", [](MappedPage& page) { record_this_process(page.get()); });
   m.def("monotonic_ns", &now_ns);
 }

@@ -19,8 +19,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <fstream>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "page.hpp"
@@ -29,10 +32,11 @@
 namespace ringcomm {
 namespace {
 
-constexpr int kTickMs = 50;
+constexpr int kTickMs = 20;
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kTermToKill = 500 * kMs;
-constexpr std::int64_t kReapWait = 200 * kMs;
+constexpr std::int64_t kReapWait = 20 * kMs;
+constexpr std::int64_t kLetSpeak = 100 * kMs;
 
 // linux/pidfd.h of Linux 6.15, which older headers lack: how a process that is not our child ended.
 struct PidfdInfo {
@@ -55,6 +59,7 @@ struct Watched {
   int pidfd;
   bool is_gone = false;
   int killed_by = 0;
+  bool is_reported = false;
 
   void ask_kernel_how() {
     PidfdInfo info{};
@@ -88,15 +93,23 @@ struct Watched {
 class Guardian {
  public:
   Guardian(std::vector<Watched> ranks, std::int64_t grace_ns, bool fault_tolerant)
-      : ranks_(std::move(ranks)), grace_ns_(grace_ns), fault_tolerant_(fault_tolerant) {}
+      : ranks_(std::move(ranks)), grace_ns_(grace_ns), fault_tolerant_(fault_tolerant) {
+    for (const Watched& w : ranks_) {
+      note_shared_files(w.page->pid);
+      w.page->is_guarded.store(1);
+    }
+  }
 
   void watch() {
     while (!all_done()) {
       wait_for_news();
-      note_fault();
+      report_faults();
       if (fault_ns_ != 0 && now_ns() > fault_ns_ + grace_ns_) end_the_rest();
     }
-    say_how_it_ended();
+    wait_until_reaped();
+    report_faults();
+    if (!is_reported_ && was_interrupted(facts())) say(interruption(facts()));
+    remove_shared_files();
   }
 
  private:
@@ -131,20 +144,54 @@ class Guardian {
     return all;
   }
 
-  // At the first sign of a fault, keep what every rank was doing: soon they will have raised.
-  void note_fault() {
-    if (fault_ns_ != 0) return;
-    const auto now = facts();
+  // The first fault is the job's; under fault tolerance the job goes on, and each fault is news.
+  void report_faults() {
+    if (is_reported_ && !fault_tolerant_) return;
+    auto now = facts();
+    for (std::size_t i = 0; i < now.size(); ++i)
+      if (is_reported_ && ranks_[i].is_reported) now[i] = RankFacts{};
     const int first = culprit(now);
     if (first == kNobody) return;
-    const RankFacts& f = now[static_cast<std::size_t>(first)];
-    fault_ns_ = now_ns();
-    fault_time_ns_ = f.end.kind != Ending::none ? f.end.time_ns : std::max(f.gone_ns, f.leaving_ns);
+    note_fault(now);
+    RankFacts& failed = now[static_cast<std::size_t>(first)];
+    if (!failed.is_gone && !others_have_spoken(now)) return;
+    if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
+    const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
+                                                      : std::max(failed.gone_ns, failed.leaving_ns);
+    say(report(now, first, ops_, time));
+    for (Watched& w : ranks_) w.page->is_reported.store(1);
+    ranks_[static_cast<std::size_t>(first)].is_reported = true;
+    is_reported_ = true;
+    ops_.clear();
+  }
+
+  // At the first sign of a fault, keep what every rank was doing: soon they will have raised.
+  void note_fault(const std::vector<RankFacts>& now) {
+    if (fault_ns_ == 0) fault_ns_ = now_ns();
+    if (!ops_.empty()) return;
+    news_ns_ = now_ns();
     for (const RankFacts& each : now) ops_.push_back(each.op);
-    if (fault_tolerant_ && !all_done()) {
-      say(report(now, first, ops_, fault_time_ns_));
-      is_reported_ = true;
+  }
+
+  // A failed rank that still runs waits for the report, so there is time to let the others say
+  // their line first. When a process has died, the launcher closes the output in a moment.
+  bool others_have_spoken(const std::vector<RankFacts>& now) const {
+    return now_ns() > news_ns_ + kLetSpeak ||
+           std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
+             return f.is_gone || f.end.kind != Ending::none || f.op.state != OpState::running;
+           });
+  }
+
+  // The kernel says how a process ended only after its parent has waited for it, which is soon.
+  void learn_how(int index, RankFacts& failed) {
+    Watched& w = ranks_[static_cast<std::size_t>(index)];
+    const std::int64_t deadline = now_ns() + kReapWait;
+    while (w.killed_by == 0 && w.page->exit_code.load() < 0 && now_ns() < deadline) {
+      w.ask_kernel_how();
+      usleep(500);
     }
+    failed.killed_by = w.killed_by;
+    failed.exit_code = w.page->exit_code.load();
   }
 
   // Under fault tolerance only a failed rank that lingers is ended: MPI reports no other death.
@@ -160,36 +207,34 @@ class Guardian {
     }
   }
 
-  void say_how_it_ended() {
-    wait_until_reaped();
-    const auto now = facts();
-    const int first = culprit(now);
-    const bool someone_left = std::any_of(now.begin(), now.end(), [](const RankFacts& f) {
-      return f.state == State::left;
-    });
-    if (first != kNobody) {
-      if (ops_.empty())
-        for (const RankFacts& each : now) ops_.push_back(each.op);
-      const RankFacts& f = now[static_cast<std::size_t>(first)];
-      if (fault_time_ns_ == 0)
-        fault_time_ns_ = f.end.kind != Ending::none ? f.end.time_ns : f.gone_ns;
-      // Under fault tolerance it was said when it happened; again only if the job did not go on.
-      if (!is_reported_ || !someone_left) say(report(now, first, ops_, fault_time_ns_));
-    } else if (was_interrupted(now)) {
-      say(interruption(now));
+  void wait_until_reaped() {
+    for (std::size_t i = 0; i < ranks_.size(); ++i) {
+      RankFacts unused;
+      if (ranks_[i].is_gone && ranks_[i].page.end().kind == Ending::none && !is_reported_)
+        learn_how(static_cast<int>(i), unused);
     }
   }
 
-  // The kernel tells how a process ended only once its parent has waited for it.
-  void wait_until_reaped() {
-    const std::int64_t deadline = now_ns() + kReapWait;
-    for (Watched& w : ranks_) {
-      if (!w.is_gone || w.page.end().kind != Ending::none) continue;
-      while (w.killed_by == 0 && w.page->exit_code.load() < 0 && now_ns() < deadline) {
-        w.ask_kernel_how();
-        usleep(5000);
-      }
+  // MPI libraries leave their segments in /dev/shm when ranks are killed. Only files that a rank of
+  // ours has mapped, and only by the names that MPI libraries give them.
+  void note_shared_files(int pid) {
+    std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
+    for (std::string line; std::getline(maps, line);) {
+      const std::size_t start = line.find(" /dev/shm/");
+      if (start == std::string::npos) continue;
+      const std::string path = line.substr(start + 1);
+      const std::string name = path.substr(sizeof "/dev/shm/" - 1);
+      if (name.find(" (deleted)") != std::string::npos) continue;
+      for (const char* prefix : {"mpich_shm_", "sm_segment.", "vader_segment."})
+        if (name.rfind(prefix, 0) == 0) shared_files_.insert(path);
     }
+  }
+
+  void remove_shared_files() const {
+    const bool all_gone = std::all_of(ranks_.begin(), ranks_.end(),
+                                      [](const Watched& w) { return w.is_gone; });
+    if (!all_gone) return;  // they left in order, and MPI_Finalize does this
+    for (const std::string& path : shared_files_) unlink(path.c_str());
   }
 
   static void say(const std::string& text) {
@@ -207,8 +252,9 @@ class Guardian {
   std::int64_t grace_ns_;
   bool fault_tolerant_;
   std::vector<OpView> ops_;
-  std::int64_t fault_ns_ = 0, fault_time_ns_ = 0, term_ns_ = 0;
+  std::int64_t fault_ns_ = 0, news_ns_ = 0, term_ns_ = 0;
   bool is_reported_ = false;
+  std::set<std::string> shared_files_;
 };
 
 Watched watched(const char* argument) {

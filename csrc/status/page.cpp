@@ -181,6 +181,12 @@ EndView MappedPage::end() const {
           load_text(end.trace)};
 }
 
+void wait_for_report(const Page& page, std::int64_t timeout_ns) {
+  const std::int64_t deadline = now_ns() + timeout_ns;
+  while (page.is_guarded.load() != 0 && page.is_reported.load() == 0 && now_ns() < deadline)
+    usleep(1000);
+}
+
 void record_this_process(Page* page) {
   const bool first = recorded_page == nullptr;
   recorded_page = page;

@@ -3,7 +3,7 @@
 // its rank, so the last words of a killed process can still be read.
 //
 // Who writes: the rank itself (its Python code, its signal recorder, its on_exit handler), and the
-// guardian the `gone` fields alone. Every other process only reads.
+// guardian the last three fields alone. Every other process only reads.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -60,6 +60,8 @@ struct Page {
   std::atomic<std::int64_t> leaving_ns;
   std::atomic<std::int32_t> exit_code;   // from exit(3); -1 until then
   std::atomic<std::int64_t> gone_ns;     // by the guardian: this process is no more
+  std::atomic<std::uint32_t> is_guarded;   // by the guardian: it watches this rank
+  std::atomic<std::uint32_t> is_reported;  // by the guardian: it has said who failed
 };
 
 struct OpView {
@@ -110,6 +112,11 @@ class MappedPage {
   Page* page_;
   int fd_;
 };
+
+// Returns once the guardian has reported a failure, at the latest after timeout_ns, and at once where
+// there is no guardian. A failing rank waits for it: when a rank ends, the launcher closes everybody's
+// output.
+void wait_for_report(const Page& page, std::int64_t timeout_ns);
 
 // From now on a fatal signal (and SIGTERM where nobody handles it) and the exit code of this
 // process are recorded in `page`, which must live as long as the process. Call once.

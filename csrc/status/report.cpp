@@ -24,8 +24,9 @@ bool left_in_order(const RankFacts& r) { return r.state == State::left && r.exit
 // When this rank failed of its own accord; kNever if it did not.
 std::int64_t failure_time(const RankFacts& r) {
   if (is_primary(r.end.kind)) return r.end.time_ns;
+  if (r.end.kind == Ending::sys_exit)  // it may have been caught, until it really leaves
+    return (r.is_gone || r.leaving_ns != 0) && r.exit_code != 0 ? r.end.time_ns : kNever;
   if (!r.is_gone || left_in_order(r)) return kNever;
-  if (r.end.kind == Ending::sys_exit) return r.exit_code == 0 ? kNever : r.end.time_ns;
   if (r.end.kind != Ending::none) return kNever;
   if (r.exit_code > 0) return r.leaving_ns != 0 ? r.leaving_ns : r.gone_ns;
   return r.exit_code == 0 ? kNever : r.gone_ns;
@@ -147,6 +148,8 @@ std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
 }
 
 }  // namespace
+
+bool has_failed(const RankFacts& rank) { return failure_time(rank) != kNever; }
 
 int culprit(const std::vector<RankFacts>& ranks) {
   int first = kNobody;

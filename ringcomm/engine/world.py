@@ -246,6 +246,8 @@ def _at_exit() -> None:
             is_clean = _world.engine.leave("left the job: its program ended")
         else:
             _tell_the_others(failure)
+            _world.transport.page.set_state(State.LEAVING)
+            _world.words.wait_for_report()
             is_clean = False
         _is_mpi_broken = _is_mpi_broken or not is_clean
         if _world.guardian is not None:
@@ -253,10 +255,14 @@ def _at_exit() -> None:
     if not _is_mpi_broken:
         if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
             _mpi.mpi.Finalize()
-    elif failure is not None and _world is not None and _world.transport.is_fault_tolerant:
+    elif failure is not None and failure.blames is None and _is_fault_tolerant():
         _die_so_that_mpi_notices()
     elif not _mpi.is_ours_to_finalize:
         _end_without_finalize(failure)
+
+
+def _is_fault_tolerant() -> bool:
+    return _world is not None and _world.transport.is_fault_tolerant
 
 
 def _die_so_that_mpi_notices() -> None:

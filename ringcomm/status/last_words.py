@@ -21,6 +21,7 @@ from ringcomm.status.page import Ending
 
 _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAMES = 3
+_REPORT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,13 @@ class LastWords:
         """After shutdown(): an end without a word is in order now; a failure is still recorded."""
         self._is_armed = False
         self._on_failure = _say_nothing
+
+    def wait_for_report(self) -> None:
+        """Return when the guardian has said who failed, after a second at the latest.
+
+        As soon as a rank ends, mpirun ends the others and closes the guardian's output.
+        """
+        self._page.wait_for_report(_REPORT_S)
 
     def take_back(self) -> None:
         """The program goes on, so the sys.exit(n) that was recorded has been caught."""
@@ -118,6 +126,7 @@ class LastWords:
             where = _line_of(sys._getframe(1))
             self._page.record_end(Ending.OS_EXIT, status, "os._exit", where, "")
             self._tell(Failure(f"called os._exit({status}) before shutdown()"))
+            self.wait_for_report()
             # MPICH's mpiexec reports a job as good when a rank ends so in its middle (measured).
             status = status or 1
         self._os_exit(status)
