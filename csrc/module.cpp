@@ -6,6 +6,7 @@ void bind_status(nanobind::module_& m);
 }  // namespace ringcomm
 
 NB_MODULE(_core, m) {
+  nanobind::set_leak_warnings(false);  // the status page lives as long as its process, on purpose
   ringcomm::bind_kernels(m);
   ringcomm::bind_status(m);
 }

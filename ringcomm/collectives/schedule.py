@@ -1,10 +1,10 @@
 """Who sends what to whom, and when. Pure: numbers in, numbers out.
 
 The ring flows right: every rank sends to rank + 1 and receives from rank - 1. A buffer is cut into
-`size` chunks. In size - 1 steps of reduce-scatter each chunk travels once round the ring and grows by
-one rank's part at each stop, until chunk r is complete at rank r. In size - 1 steps of allgather the
-complete chunks travel round once more and are copied. Every rank is busy in both directions all the
-time, and sends 2 (size - 1) / size of the buffer, the least that any allreduce can.
+`size` chunks. In size - 1 steps of reduce-scatter each chunk travels once round the ring and grows
+by one rank's part at each stop, until chunk r is complete at rank r. In size - 1 steps of allgather
+the complete chunks travel round once more and are copied. Every rank is busy in both directions all
+the time, and sends 2 (size - 1) / size of the buffer, the least that any allreduce can.
 
 Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 """
@@ -12,6 +12,7 @@ Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -26,7 +27,7 @@ def chunks(count: int, size: int) -> list[slice]:
     """Cut range(count) into `size` slices; the first count % size hold one element more."""
     share, extra = divmod(count, size)
     starts = [rank * share + min(rank, extra) for rank in range(size + 1)]
-    return [slice(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 def consecutive(counts: list[int]) -> list[slice]:

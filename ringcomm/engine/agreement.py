@@ -1,4 +1,4 @@
-"""The round in which all ranks agree on what they are about to do, before any byte of payload moves.
+"""The round in which all ranks agree on what they are about to do, before any payload moves.
 
 ceil(log2 size) messages of 32 bytes per rank: each rank passes on its fingerprint, and whether all
 that it has heard of agree. Only a disagreement costs more: then the calls themselves go round.

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ringcomm._core import StatusPage
 from ringcomm.config import Settings
@@ -228,5 +228,5 @@ def _try(
         return Plan(call, 0, _never_run), error
 
 
-def _never_run(_: Channel) -> R:
+def _never_run(_: Channel) -> Any:
     raise AssertionError("a call that could not be planned must not run")

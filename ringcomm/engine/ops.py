@@ -49,7 +49,7 @@ def allreduce(x: A, op: Op = SUM, *, name: str | None = None) -> A:
     def plan() -> Plan[A]:
         adapter = adapter_for(x)
         call = _reduction("allreduce", name, op, x, adapter)
-        out = adapter.copy(x)
+        out: A = adapter.copy(x)
         flat = adapter.flat(out)
 
         def run(t: Channel) -> A:
@@ -166,7 +166,7 @@ def broadcast(x: A, root: int = 0, *, name: str | None = None) -> A:
     def plan() -> Plan[A]:
         adapter = adapter_for(x)
         call = _broadcast_call("broadcast", name, x, root, adapter)
-        out = adapter.copy(x)
+        out: A = adapter.copy(x)
         flat = adapter.flat(out)
 
         def run(t: Channel) -> A:
@@ -266,7 +266,8 @@ def _require_rows(shape: tuple[int, ...], kind: str) -> None:
 
 
 def _contiguous(x: A, adapter: ArrayAdapter) -> A:
-    return x if adapter.is_contiguous(x) else adapter.copy(x)
+    copied: A = x if adapter.is_contiguous(x) else adapter.copy(x)
+    return copied
 
 
 def _written(x: A, work: A, adapter: ArrayAdapter) -> A:

@@ -71,7 +71,9 @@ def init(comm: MPI.Comm | None = None) -> None:
     refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
     is_first_time = not _is_exit_handled()
     transport = MpiTransport(_mpi.mpi, comm)
-    engine = Engine(transport, settings, _topology(transport.places, transport.rank), transport.page)
+    engine = Engine(
+        transport, settings, _topology(transport.places, transport.rank), transport.page
+    )
     words = LastWords(transport.page, on_failure=_tell_the_others)
     guardian = _start_guardian(transport, settings)
     engine.on_start = words.take_back
@@ -229,7 +231,7 @@ _exit_handled = False
 
 
 def _is_exit_handled() -> bool:
-    global _exit_handled  # noqa: PLW0603
+    global _exit_handled
     was, _exit_handled = _exit_handled, True
     return was
 
@@ -283,4 +285,3 @@ def _run_other_exit_handlers() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-

@@ -106,9 +106,7 @@ class LastWords:
             self._tell(Failure(error.reason, error.rank))
             return
         is_interrupt = isinstance(error, KeyboardInterrupt)
-        self._page.record_end(
-            Ending.INTERRUPTED if is_interrupt else Ending.EXCEPTION, 1, *words
-        )
+        self._page.record_end(Ending.INTERRUPTED if is_interrupt else Ending.EXCEPTION, 1, *words)
         self._tell(Failure(f"raised {lines[-1]}"))
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:

@@ -40,17 +40,15 @@ class Ending(IntEnum):
 def how_it_ended(snapshot: dict[str, Any]) -> str:
     """Return in words how the rank of this page ended ("raised ValueError: boom")."""
     kind, code, what = snapshot["end_kind"], snapshot["end_code"], snapshot["end_what"]
-    if kind in (Ending.EXCEPTION, Ending.INTERRUPTED):
-        last_line = snapshot["end_where"].splitlines()[-1:] or [what]
-        return f"raised {last_line[0]}"
-    if kind == Ending.SYS_EXIT:
-        return f"called sys.exit({code})"
-    if kind == Ending.OS_EXIT:
-        return f"called os._exit({code})"
+    last_line = (snapshot["end_where"].splitlines() or [what])[-1]
+    words = {
+        Ending.EXCEPTION: f"raised {last_line}",
+        Ending.INTERRUPTED: f"raised {last_line}",
+        Ending.SYS_EXIT: f"called sys.exit({code})",
+        Ending.OS_EXIT: f"called os._exit({code})",
+        Ending.PEER_FAILED: f"stopped because rank {code} failed",
+        Ending.TERMINATED: "was ended by SIGTERM",
+    }
     if kind == Ending.FATAL_SIGNAL:
         return f"died of {signal.Signals(code).name}"
-    if kind == Ending.PEER_FAILED:
-        return f"stopped because rank {code} failed"
-    if kind == Ending.TERMINATED:
-        return "was ended by SIGTERM"
-    return "died without a word (SIGKILL, out of memory, or _exit in C code)"
+    return words.get(kind, "died without a word (SIGKILL, out of memory, or _exit in C code)")

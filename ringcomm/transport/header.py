@@ -1,4 +1,4 @@
-"""The header in front of every message that is not payload: which life of which ring it speaks of."""
+"""The header of every message that is not payload: which life of which ring it speaks of."""
 
 from __future__ import annotations
 
@@ -64,7 +64,5 @@ class Header:
         kind, flag, ring_epoch, incarnation, about, sequence, fingerprint = _FORMAT.unpack_from(
             message
         )
-        header = cls(
-            Kind(kind), ring_epoch, incarnation, sequence, fingerprint, about, bool(flag)
-        )
+        header = cls(Kind(kind), ring_epoch, incarnation, sequence, fingerprint, about, bool(flag))
         return header, message[NBYTES:].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Hears what the others say beside the data: who failed, who left, who waits. Answers for itself."""
+"""Hears what the others say beside the data: who failed, who left, who waits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,7 @@
+"""`python -m ringcomm` is the `ringcomm` command."""
+
+import sys
+
+from ringcomm.launch.cli import main
+
+sys.exit(main())

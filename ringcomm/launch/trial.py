@@ -1,0 +1,107 @@
+"""A real allreduce of two ranks with this Python and this mpirun."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
+from ringcomm.launch.facts import ROOT_VARIABLES, Facts
+from ringcomm.launch.findings import Finding
+
+_DEADLINE_S = 60.0
+_CORRECT = "ringcomm-check: correct"
+_TAIL = 12  # lines of a failure's output
+# Integer values: exact in float32. 300007 elements: uneven chunks, and several messages.
+_JOB: Final = f"""
+import numpy as np
+import ringcomm as rc
+rc.init()
+x = np.arange(300007, dtype=np.float32)
+total = rc.allreduce(x * (rc.rank() + 1), name="check")
+assert rc.size() == 2, f"the job has {{rc.size()}} ranks"
+assert np.array_equal(total, x * 3), "the sum is wrong"
+rc.barrier()
+if rc.rank() == 0:
+    print({_CORRECT!r}, flush=True)
+rc.shutdown()
+"""
+_MPI_ALONE: Final = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+# The trial says nothing new while one of these has a problem.
+_FIRST: Final = ("numpy", "mpi4py", "MPI library", "mpirun", "compiled part", "settings")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to start two ranks.
+
+    Attributes:
+        mpirun: the command up to the program, `mpirun -np 2`.
+        python: the interpreter.
+        variables: what the environment needs on top.
+    """
+
+    mpirun: tuple[str, ...]
+    python: str
+    variables: Mapping[str, str]
+
+
+def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str]) -> Finding:
+    """Return how two ranks fared; after `findings` that make it pointless they are not started."""
+    plan = plan_trial(facts)
+    first = next((f for f in findings if f.subject in _FIRST and f.status == "problem"), None)
+    if first is not None or plan is None:
+        subject, fix = (first.subject, first.fix) if first is not None else ("mpirun", None)
+        return Finding("run", "problem", f"not tried: the problem with {subject} comes first", fix)
+    outcome = run_child(
+        [*plan.mpirun, plan.python, "-P", "-c", _JOB],
+        {**outside_of_a_job(environ), **plan.variables},
+        deadline_s=_DEADLINE_S,
+    )
+    return judge_trial(plan, outcome)
+
+
+def plan_trial(facts: Facts) -> Plan | None:
+    """Return how to start two ranks here, None without a working mpirun. Pure."""
+    launcher = facts.launcher
+    if launcher is None or launcher.kind is None:
+        return None
+    is_openmpi = launcher.kind.family == "openmpi"
+    options = ["--oversubscribe"] if is_openmpi and facts.cores < 2 else []
+    needs_root = is_openmpi and facts.is_root and not facts.allows_root
+    return Plan(
+        mpirun=(launcher.path, *options, "-np", "2"),
+        python=facts.python[1],
+        variables=dict.fromkeys(ROOT_VARIABLES, "1") if needs_root else {},
+    )
+
+
+def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
+    """Return what `outcome` of `plan` says. Pure."""
+    if outcome.code == 0 and _CORRECT in outcome.output:
+        found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_help_it_needed(plan)}"
+        return Finding("run", "ok", found)
+    if outcome.code is None:
+        how = f"2 ranks did not end in {outcome.seconds:.0f} s"
+    else:
+        how = f"2 ranks failed, exit {outcome.code} after {outcome.seconds:.1f} s"
+    found = f"{how}{_help_it_needed(plan)}; MPI alone should print 2 twice"
+    return Finding("run", "problem", "\n".join([found, *_tail(outcome.output)]), _alone(plan))
+
+
+def _help_it_needed(plan: Plan) -> str:
+    extras = [f"{name}={value}" for name, value in plan.variables.items()]
+    extras += [option for option in plan.mpirun if option == "--oversubscribe"]
+    return f" (with {' '.join(extras)})" if extras else ""
+
+
+def _alone(plan: Plan) -> str:
+    variables = [f"{name}={value}" for name, value in plan.variables.items()]
+    return shlex.join([*variables, *plan.mpirun, plan.python, "-c", _MPI_ALONE])
+
+
+def _tail(output: str) -> list[str]:
+    lines = [line.rstrip() for line in output.splitlines()]
+    return [line for line in lines if line][-_TAIL:]

@@ -1,0 +1,94 @@
+"""Bring models and optimizers of all ranks to the same state before training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ringcomm.engine import ops
+from ringcomm.engine.world import rank
+
+_Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
+
+
+def broadcast_parameters(params: _Parameters, root_rank: int = 0) -> None:
+    """Overwrite tensors with root's, on every rank.
+
+    Args:
+        params: model.state_dict() or model.named_parameters(), a generator too; the same names,
+            shapes and dtypes on every rank. Entries of a state_dict that are no tensors are left
+            alone.
+        root_rank: the rank whose values all get.
+
+    Raises:
+        MismatchError: names, shapes or dtypes differ between ranks.
+    """
+    entries = params.items() if isinstance(params, Mapping) else params
+    for name, tensor in entries:
+        if isinstance(tensor, torch.Tensor):
+            ops.broadcast_(tensor, root_rank, name=name)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Load root's optimizer.state_dict() on every other rank; parameters are not touched.
+
+    Args:
+        optimizer: of the same class over parameters of the same shapes on every rank. State that
+            a rank lacks (it has made no step yet) is created.
+        root_rank: the rank whose state, hyper-parameters included, all get.
+    """
+    is_root = rank() == root_rank
+    tensors: list[torch.Tensor] = []
+    outline = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    outline = ops.broadcast_object(outline, root_rank, name="optimizer state, outline")
+    if not is_root:
+        tensors = [torch.empty(t.shape, dtype=t.dtype) for t in _placeholders(outline)]
+    for index, tensor in enumerate(tensors):
+        ops.broadcast_(tensor, root_rank, name=f"optimizer state, tensor {index}")
+    if not is_root:
+        optimizer.load_state_dict(_with_tensors(outline, tensors))
+
+
+class _Placeholder:
+    """Stands for a tensor that travels on its own, not in a pickle."""
+
+    def __init__(self, index: int, tensor: torch.Tensor) -> None:
+        self.index = index
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+
+def _map(tree: Any, leaf: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _map(value, leaf) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map(value, leaf) for value in tree)
+    return leaf(tree)
+
+
+def _without_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors.append(value)
+        return _Placeholder(len(tensors) - 1, value)
+
+    return _map(tree, leaf)
+
+
+def _placeholders(tree: Any) -> list[_Placeholder]:
+    found: list[_Placeholder] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, _Placeholder):
+            found.append(value)
+        return value
+
+    _map(tree, leaf)
+    return found
+
+
+def _with_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    return _map(tree, lambda v: tensors[v.index] if isinstance(v, _Placeholder) else v)
