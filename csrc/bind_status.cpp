@@ -6,6 +6,7 @@
 #include <string>
 
 #include "status/page.hpp"
+#include "status/watchdog.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -76,6 +77,9 @@ void bind_status(nb::module_& m) {
            },
            "timeout_s"_a)
       .def("record_this_process", [](MappedPage& page) { record_this_process(page.get()); });
+  nb::class_<Watchdog>(m, "Watchdog")
+      .def(nb::init<double, std::string>(), "seconds"_a, "message"_a)
+      .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());
   m.def("monotonic_ns", &now_ns);
 }
 

@@ -7,6 +7,7 @@
 Run with `mpirun -np 4 python train.py`. For torch: `import ringcomm.torch as hvd`.
 """
 
+from ringcomm._version import __version__
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.engine.ops import (
     allgather,
@@ -39,8 +40,6 @@ from ringcomm.errors import (
     ServerLostError,
 )
 
-__version__ = "0.1.0"
-
 __all__ = [
     "AVERAGE",
     "SUM",
@@ -52,6 +51,7 @@ __all__ = [
     "PeerFailedError",
     "RingcommError",
     "ServerLostError",
+    "__version__",
     "allgather",
     "allreduce",
     "allreduce_",

@@ -133,6 +133,8 @@ _ON_ONE_HOST = {
     "OMPI_MCA_osc": "^ucx",
     "OMPI_MCA_btl": "self,sm,tcp",
 }
+# Without a launcher nobody removes the segment that btl/sm makes in /dev/shm (Open MPI 5.0.11).
+_ALONE = _ON_ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
 
 
 def set_mpi_defaults(environ: MutableMapping[str, str] | None = None) -> list[str]:
@@ -142,6 +144,8 @@ def set_mpi_defaults(environ: MutableMapping[str, str] | None = None) -> list[st
     n_local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if n_local is not None and n_local == environ.get("OMPI_COMM_WORLD_SIZE"):
         wanted |= _ON_ONE_HOST
+    elif not any(name in environ for name in ("PMIX_RANK", "PMI_RANK")):
+        wanted |= _ALONE
     added = {name: value for name, value in wanted.items() if name not in environ}
     environ.update(added)
     return [f"{name}={value}" for name, value in added.items()]

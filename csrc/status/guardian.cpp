@@ -270,10 +270,11 @@ int run(int argc, char** argv) {
   for (const int signal : {SIGHUP, SIGINT, SIGTERM, SIGPIPE}) std::signal(signal, SIG_IGN);
   std::vector<Watched> ranks;
   for (int i = 3; i < argc; ++i) ranks.push_back(watched(argv[i]));
+  Guardian guardian(std::move(ranks), std::atol(argv[1]) * kMs, std::atol(argv[2]) != 0);
   const ssize_t told = write(STDOUT_FILENO, "w", 1);
   close(STDOUT_FILENO);
   if (told != 1) return 1;
-  Guardian(std::move(ranks), std::atol(argv[1]) * kMs, std::atol(argv[2]) != 0).watch();
+  guardian.watch();
   return 0;
 }
 

@@ -133,6 +133,11 @@ class Engine:
                 raise problem
             return result
 
+    def meet(self, version: str) -> None:
+        """Return when every rank runs this version and its guardian watches; first call of all."""
+        call = Call("init", f"ringcomm {version}")
+        self.execute("init", call.name, lambda: Plan(call, 0, lambda _: None))
+
     def note_step(self, step: int) -> None:
         """Write the number of completed training steps to the status page."""
         if self._page is not None:
@@ -211,7 +216,9 @@ class Engine:
                 "used any more. End this job"
             )
         if not isinstance(error, PeerFailedError | CommTimeoutError):
-            self.watch.announce_failed(self.rank, f"broke off {label}: {type(error).__name__}")
+            self.watch.announce_failed(
+                self.rank, f"broke off {label}: {type(error).__name__}: {error}"
+            )
 
 
 def _nothing() -> None:

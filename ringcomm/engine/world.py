@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ringcomm import config
+from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
 from ringcomm.errors import NotInitializedError
 from ringcomm.status.guardian import Guardian, Ward
@@ -60,16 +61,17 @@ def init(comm: MPI.Comm | None = None) -> None:
             fit the MPI library (every process would be "rank 0 of 1").
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
     """
-    global _world, _mpi  # noqa: PLW0603 - there is one world per process, as in MPI
+    global _world, _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
     _refuse_child()
     if _world is not None:
         return
     settings = config.settings()
-    from ringcomm.transport.mpi import MpiTransport, refuse_silent_singleton, start_mpi
+    from ringcomm.transport.mpi import MpiTransport, refuse_silent_singleton
 
-    _mpi = _mpi or start_mpi()
+    _mpi = _mpi or _start_mpi(settings)
     refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
-    is_first_time = not _is_exit_handled()
+    was_broken = _is_mpi_broken
+    _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all have come through
     transport = MpiTransport(_mpi.mpi, comm)
     engine = Engine(
         transport, settings, _topology(transport.places, transport.rank), transport.page
@@ -79,8 +81,8 @@ def init(comm: MPI.Comm | None = None) -> None:
     engine.on_start = words.take_back
     _world = _World(engine, transport, words, guardian)
     config.mark_children_of_this_rank()
-    if is_first_time:
-        atexit.register(_at_exit)
+    engine.meet(__version__)
+    _is_mpi_broken = was_broken
     transport.page.set_state(State.RUNNING)
     _say_what_came_too_late(_mpi, engine)
 
@@ -167,6 +169,14 @@ def _current() -> Engine | None:
     return None if _world is None else _world.engine
 
 
+def _start_mpi(settings: config.Settings) -> Started:
+    from ringcomm.transport.mpi import start_mpi
+
+    started = start_mpi(timeout_s=settings.timeout_or_inf)
+    atexit.register(_at_exit)  # it is the one that calls MPI_Finalize, or sees that nobody does
+    return started
+
+
 def _refuse_child() -> None:
     parent = config.parent_rank_pid()
     if parent is None:
@@ -225,15 +235,6 @@ def _tell_the_others(failure: Failure) -> None:
     watch.announce_failed(
         watch.transport.rank if failure.blames is None else failure.blames, failure.reason
     )
-
-
-_exit_handled = False
-
-
-def _is_exit_handled() -> bool:
-    global _exit_handled
-    was, _exit_handled = _exit_handled, True
-    return was
 
 
 def _at_exit() -> None:

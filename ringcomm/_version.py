@@ -1,0 +1,3 @@
+"""The version, for pyproject.toml to read and ranks to compare."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,151 @@
+"""broadcast_parameters, broadcast_optimizer_state, and torch tensors in the collectives."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from harness import run_ranks  # noqa: E402
+from torch import nn  # noqa: E402
+
+import ringcomm as rc  # noqa: E402
+import ringcomm.torch as hvd  # noqa: E402
+
+
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize("what", ["state_dict", "named_parameters"])
+def test_broadcast_parameters_copies_root_s_model(what, root):
+    replicas = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+    for rank, model in enumerate(replicas):
+        model[1].num_batches_tracked.fill_(rank)
+    expected = copy.deepcopy(replicas[root].state_dict())
+
+    def body(rank):
+        hvd.broadcast_parameters(getattr(replicas[rank], what)(), root_rank=root)
+
+    run_ranks(3, body)
+    for model in replicas:
+        for name, value in model.state_dict().items():
+            if what == "state_dict" or name in dict(model.named_parameters()):
+                assert torch.equal(value, expected[name]), name
+
+
+def test_broadcast_parameters_of_different_models_is_a_mismatch():
+    def body(rank):
+        with pytest.raises(rc.MismatchError, match=r"broadcast_\[weight\]"):
+            hvd.broadcast_parameters(nn.Linear(3 + rank, 2).named_parameters())
+
+    run_ranks(2, body)
+
+
+def trained(lr):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.5)
+    for _ in range(2):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_broadcast_optimizer_state_brings_state_and_settings_and_moves_no_weight():
+    root_model, root_optimizer = trained(lr=0.125)
+    fresh_model = nn.Linear(3, 2)
+    fresh = torch.optim.AdamW(fresh_model.parameters(), lr=9.0, weight_decay=0.5)
+    pairs = [(root_model, root_optimizer), (fresh_model, fresh), trained(lr=3.0)]
+    weights = [[p.detach().clone() for p in model.parameters()] for model, _ in pairs]
+
+    def body(rank):
+        hvd.broadcast_optimizer_state(pairs[rank][1])
+
+    expected = copy.deepcopy(root_optimizer.state_dict())
+    run_ranks(3, body)
+    for (model, optimizer), before in zip(pairs, weights, strict=True):
+        state = optimizer.state_dict()
+        assert state["param_groups"] == expected["param_groups"]
+        for index, slots in expected["state"].items():
+            for name, value in slots.items():
+                assert torch.equal(state["state"][index][name], value)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4)])
+def test_torch_tensors_come_back_as_torch_tensors(dtype, shape):
+    kind = getattr(torch, dtype)
+
+    def body(rank):
+        x = torch.full(shape, rank + 1, dtype=kind)
+        total = rc.allreduce(x)
+        assert (x == rank + 1).all()
+        assert (total.dtype, tuple(total.shape)) == (kind, shape)
+        assert (total == 6).all()
+        assert rc.allreduce_(x) is x
+        assert (x == 6).all()
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "complex64", "complex128", "uint16"])
+def test_any_tensor_can_be_moved(dtype):
+    def body(rank):
+        x = torch.tensor([rank, 1, 0]).to(getattr(torch, dtype))
+        root = rc.broadcast(x, 1)
+        assert root.tolist() == torch.tensor([1, 1, 0]).to(x.dtype).tolist()
+        assert rc.allgather(x).tolist()[3 * rank : 3 * rank + 3] == x.tolist()
+
+    run_ranks(3, body)
+
+
+def test_strided_conjugated_and_differentiable_tensors():
+    def body(rank):
+        x = (torch.arange(12.0).reshape(3, 4) + rank).requires_grad_()
+        total = rc.allreduce(x.t())
+        assert not total.requires_grad
+        assert torch.equal(total, 2 * torch.arange(12.0).reshape(3, 4).t() + 1)
+        z = torch.tensor([1 + 2j]).conj()
+        assert rc.broadcast(z).tolist() == [1 - 2j]
+        y = torch.zeros(4, 4)
+        rc.allreduce_(y[:, ::2].fill_(1))
+        assert y[:, ::2].eq(2).all()
+        assert y[:, 1::2].eq(0).all()
+
+    run_ranks(2, body)
+
+
+def test_autograd_learns_of_a_value_that_was_changed_in_place():
+    def body(rank):
+        w = torch.ones(3, requires_grad=True)
+        h = w * 2
+        y = h * h
+        rc.allreduce_(h)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.ones(2, device="meta"), "on meta"),
+        (lambda: torch.ones(2, 2).to_sparse(), "to_dense"),
+        (lambda: torch.ones(2).expand(3, 2), "overlap"),
+    ],
+)
+def test_tensors_that_cannot_be_reduced_say_why(make, message):
+    def body(rank):
+        with pytest.raises((TypeError, ValueError), match=message):
+            rc.allreduce_(make())
+
+    run_ranks(2, body)
+
+
+def test_numpy_and_torch_may_meet():
+    import numpy as np
+
+    def body(rank):
+        x = np.ones(3, np.float32) if rank else torch.ones(3)
+        return type(rc.allreduce(x))
+
+    assert run_ranks(2, body) == [torch.Tensor, np.ndarray]

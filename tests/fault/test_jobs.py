@@ -1,0 +1,377 @@
+"""Whole jobs that go wrong, beyond the safety matrix of ci/safety: one mpirun each."""
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from harness import IS_MPICH, finish_job, job_environment, run_script, start_job
+
+PRELUDE = """
+import os, signal, subprocess, sys, threading, time
+import numpy as np
+import ringcomm as rc
+X = np.ones(1000, np.float32)
+"""
+ULFM = ("--with-ft", "ulfm")
+needs_ulfm = pytest.mark.skipif(IS_MPICH, reason="ULFM is Open MPI's")
+
+
+def script(body):
+    return PRELUDE + textwrap.dedent(body)
+
+
+def last_lines(output, n=15):
+    return "\n".join([line for line in output.splitlines() if line.strip()][-n:])
+
+
+def report_of(output):
+    """Return the report without the launcher's own lines around it."""
+    return re.search(r"^x .*(?:\n  .*)*", output, re.MULTILINE).group(0)
+
+
+def test_a_rank_that_ends_early_is_named_as_having_left(tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    if rc.rank() == 1:
+        sys.exit(0)
+    rc.allreduce(X, name="second")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert job.seconds < 10
+    report = report_of(job.output)
+    assert re.search(r"x rank 1 .* left the job while others waited for it", report)
+    assert "ranks 0,2 in allreduce[second]" in report
+
+
+def test_system_exit_without_sys_exit_is_seen(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        raise SystemExit(3)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert "x rank 1" in report_of(job.output)
+
+
+def test_ranks_may_end_at_different_times(tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    if rc.rank() == 0:
+        time.sleep(1.5)  # e.g. a last evaluation on rank 0
+        print("evaluated", flush=True)
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "0.5"})
+    assert job.code == 0, job.output
+    assert "evaluated" in job.output
+    assert "x rank" not in job.output
+
+
+def test_the_same_exit_code_everywhere_is_the_job_s(tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    rc.barrier()
+    sys.exit(7)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code == 7
+    assert "called sys.exit" in report_of(job.output)
+
+
+def test_an_exception_before_init_ends_the_job(tmp_path):
+    body = """
+    if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == 1:
+        raise ValueError("no data")
+    rc.init()
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "2"})
+    assert job.code != 0
+    assert job.seconds < 10
+    assert "ValueError: no data" in job.output
+    if IS_MPICH:  # Open MPI's mpirun ends the job itself
+        assert "MPI did not start within 2 s: a rank ended before" in job.output
+
+
+def test_a_caught_peer_failure_lets_the_survivor_save_its_work(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        rc.allreduce(X)
+    except rc.PeerFailedError as error:
+        open(f"saved.{rc.rank()}", "w").write(f"{error.rank}")
+        raise
+    """
+    options = () if IS_MPICH else ULFM  # else mpirun may be faster than the survivor
+    job = run_script(3, script(body), cwd=tmp_path, options=options)
+    assert job.code != 0
+    if not IS_MPICH:
+        assert [(tmp_path / f"saved.{r}").read_text() for r in (0, 2)] == ["1", "1"]
+
+
+@needs_ulfm
+def test_under_ulfm_survivors_go_on_without_the_dead(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        rc.allreduce(X, name="w")
+    except rc.PeerFailedError as error:
+        time.sleep(1)
+        print(f"rank {rc.rank()} went on without {error.rank}", flush=True)
+    """
+    job = run_script(3, script(body), cwd=tmp_path, options=ULFM)
+    assert "rank 0 went on without 1" in job.output
+    assert "rank 2 went on without 1" in job.output
+    assert len(re.findall(r"^x rank 1", job.output, re.MULTILINE)) == 1
+
+
+def test_timeout_names_the_missing_rank_and_ends_the_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        time.sleep(60)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})
+    assert job.code != 0
+    assert job.seconds < 15
+    assert re.search(
+        r"CommTimeoutError: allreduce\[w\]: rank \d has waited .*for rank 1", job.output
+    )
+    assert "raised CommTimeoutError" in report_of(job.output)
+
+
+def test_a_stopped_rank_is_a_timeout_and_does_not_outlive_the_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})
+    assert job.code != 0
+    assert job.seconds < 20
+    assert "for rank 1, which did not answer" in job.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_within_5_s(number, tmp_path):
+    body = """
+    rc.init()
+    rc.barrier()
+    open(f"ready.{rc.rank()}", "w").close()
+    while True:
+        rc.allreduce(X)
+    """
+    (tmp_path / "script.py").write_text(script(body))
+    process = start_job(3, tmp_path / "script.py", cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 3)
+    start = time.monotonic()
+    process.send_signal(number)
+    job = finish_job(process, timeout_s=20)
+    assert time.monotonic() - start < 5
+    assert job.code != 0
+    assert "x rank" not in job.output  # nobody's fault
+
+
+def test_a_launcher_that_is_killed_leaves_no_rank_behind(tmp_path):
+    body = """
+    rc.init()
+    rc.barrier()
+    open(f"ready.{rc.rank()}.{os.getpid()}", "w").close()
+    while True:
+        rc.allreduce(X)
+    """
+    (tmp_path / "script.py").write_text(script(body))
+    process = start_job(2, tmp_path / "script.py", cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
+    pids = [int(path.name.split(".")[2]) for path in tmp_path.glob("ready.*")]
+    process.kill()
+    finish_job(process, timeout_s=20)
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_children_are_no_ranks_and_disturb_nobody(tmp_path):
+    body = """
+    import multiprocessing
+
+    def try_everything(queue):
+        texts = []
+        for call in (rc.init, rc.barrier, rc.rank, lambda: rc.allreduce(X)):
+            try:
+                call()
+                texts.append("no error")
+            except rc.NotInitializedError as error:
+                texts.append(str(error))
+            except Exception as error:
+                texts.append(repr(error))
+        queue.put(texts)
+        sys.exit(5)
+
+    if __name__ == "__main__":
+        rc.init()
+        for method in ("fork", "spawn"):
+            context = multiprocessing.get_context(method)
+            queue = context.Queue()
+            child = context.Process(target=try_everything, args=(queue,))
+            child.start()
+            texts = queue.get(timeout=30)
+            child.join(30)
+            assert child.exitcode == 5, child.exitcode
+            assert "is a child of" in texts[0], (method, texts)
+            assert "is a child of" in texts[1] or "call ringcomm.init()" in texts[1], texts
+            assert "no error" not in texts[3], (method, texts)
+            rc.allreduce(X)
+        done = subprocess.run(
+            [sys.executable, "-c", "import ringcomm; print('ok'); ringcomm.init()"],
+            capture_output=True, text=True, timeout=60,
+        )
+        assert done.stdout == "ok\\n" and "is a child of the rank" in done.stderr, done
+        assert rc.allreduce(X)[0] == rc.size()
+        print("fine", flush=True)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("fine") == 2
+    assert "x rank" not in job.output
+
+
+def test_a_forked_child_that_raises_or_exits_by_itself_is_no_failure(tmp_path):
+    body = """
+    rc.init()
+    for deed in (lambda: 1 / 0, lambda: sys.exit(4), lambda: os._exit(0)):
+        pid = os.fork()
+        if pid == 0:
+            deed()
+        os.waitpid(pid, 0)
+        rc.allreduce(X)
+    print("fine", flush=True)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("fine") == 2
+    assert "x rank" not in job.output
+
+
+def test_mpi_imported_first_is_told_and_still_safe(tmp_path):
+    body = """
+    import logging
+    logging.basicConfig()
+    from mpi4py import MPI
+    rc.init()
+    if rc.rank() == 1:
+        raise ValueError("boom")
+    rc.allreduce(X)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert job.seconds < 10
+    assert "raised ValueError" in report_of(job.output)
+    assert "came too late: OMPI_MCA_coll=^han" in job.output
+
+
+def test_mpi_imported_first_ends_in_order(tmp_path):
+    body = """
+    from mpi4py import MPI
+    rc.init()
+    assert rc.allreduce(X)[0] == MPI.COMM_WORLD.size
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
+def test_shutdown_before_the_end_is_in_order(tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    rc.shutdown()
+    rc.shutdown()
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output == ""
+
+
+def test_daemon_workers_of_a_failing_rank_end_with_it(tmp_path):
+    """Exit handlers of others still run: multiprocessing's ends its daemonic children."""
+    body = """
+    import multiprocessing
+    if __name__ == "__main__":
+        rc.init()
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
+        open(f"child.{child.pid}", "w").close()
+        rc.barrier()
+        if rc.rank() == 1:
+            raise ValueError("boom")
+        rc.allreduce(X)
+    """
+    options = () if IS_MPICH else ULFM  # where no launcher kills them first
+    run_script(2, script(body), cwd=tmp_path, options=options)
+    pids = [int(path.name.split(".")[1]) for path in tmp_path.glob("child.*")]
+    assert len(pids) == 2
+    if not IS_MPICH:
+        wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_single_process_needs_no_launcher(tmp_path):
+    code = script("rc.init(); assert rc.size() == 1; print(rc.allreduce(X)[0])")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env=job_environment(),
+    )
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
+
+
+def test_a_launcher_of_another_kind_is_refused(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", script("rc.init()")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env=job_environment({"SLURM_STEP_NUM_TASKS": "4"}),
+    )
+    assert done.returncode == 1
+    assert "SLURM_STEP_NUM_TASKS says that 4 processes were launched" in done.stderr
+
+
+def test_two_jobs_side_by_side_do_not_meet(tmp_path):
+    body = "rc.init(); assert rc.allreduce(X)[0] == rc.size(); time.sleep(0.3); rc.barrier()"
+    (tmp_path / "script.py").write_text(script(body))
+    jobs = [start_job(n, tmp_path / "script.py", cwd=tmp_path) for n in (2, 3)]
+    assert [finish_job(job).code for job in jobs] == [0, 0]

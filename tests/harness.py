@@ -1,0 +1,128 @@
+"""Ranks as threads, and jobs under mpirun: what every test tier stands on."""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringcomm.config import Settings
+from ringcomm.engine.engine import Engine
+from ringcomm.engine.world import entered
+from ringcomm.errors import PeerFailedError
+from ringcomm.transport.loopback import LoopbackHub
+
+HANG_S = 60.0
+
+
+def outcomes(size, body, *, hub=None, settings=None):
+    """Run body(rank) on `size` ranks as threads; return each rank's result, or its exception.
+
+    A rank that raises is dead to the others, as a process would be.
+    """
+    hub = hub or LoopbackHub(size)
+    results = [None] * size
+
+    def main(rank):
+        engine = Engine(hub.transport(rank), settings or Settings(timeout_s=20))
+        try:
+            with entered(engine):
+                results[rank] = body(rank)
+        except BaseException as error:
+            results[rank] = error
+            blames = error.rank if isinstance(error, PeerFailedError) else None
+            hub.kill(rank, f"raised {type(error).__name__}: {error}", blames=blames)
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + HANG_S
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0))
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback(all_threads=True)
+        raise AssertionError(f"ranks hang: {[t.is_alive() for t in threads]}")
+    return results
+
+
+def run_ranks(size, body, **kwargs):
+    """Run body(rank) on `size` ranks as threads; return the results, raise the first failure."""
+    results = outcomes(size, body, **kwargs)
+    failures = [r for r in results if isinstance(r, BaseException)]
+    followers = (PeerFailedError,)
+    for failure in sorted(failures, key=lambda error: isinstance(error, followers)):
+        raise failure
+    return results
+
+
+# --- jobs ---------------------------------------------------------------------------------------
+BIN = Path(sys.executable).parent
+IS_MPICH = "mpich" in subprocess.run(
+    [BIN / "mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30
+).stdout.lower().replace("hydra", "mpich")
+
+
+@dataclass
+class Job:
+    code: int
+    output: str
+    seconds: float
+
+
+def job_environment(extra=None):
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RINGCOMM_", "OMPI_", "PMI", "PYTEST"))
+    }
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    threads = {"OMP_NUM_THREADS": "1"}
+    return inherited | root | threads | (extra or {})
+
+
+def mpirun_command(n, *arguments, options=()):
+    oversubscribe = () if IS_MPICH else ("--oversubscribe",)
+    return [str(a) for a in (BIN / "mpirun", *oversubscribe, *options, "-np", n, *arguments)]
+
+
+def start_job(n, *arguments, cwd, env=None, options=()):
+    """Start `mpirun -np n python arguments...` in a session of its own; output is one pipe."""
+    return subprocess.Popen(
+        mpirun_command(n, BIN / "python", *arguments, options=options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        cwd=cwd,
+        env=job_environment(env),
+        start_new_session=True,
+    )
+
+
+def finish_job(process, timeout_s=HANG_S):
+    """Wait for a job; one that hangs is killed, and the test fails with its output."""
+    start = time.monotonic()
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"the job hangs; it printed:\n{output}") from None
+    return Job(process.returncode, output, time.monotonic() - start)
+
+
+def run_job(n, *arguments, cwd, env=None, options=(), timeout_s=HANG_S):
+    """Run `mpirun -np n python arguments...` to its end."""
+    return finish_job(start_job(n, *arguments, cwd=cwd, env=env, options=options), timeout_s)
+
+
+def run_script(n, text, *arguments, cwd, **kwargs):
+    """Run a script, given as text, on n ranks."""
+    path = Path(cwd) / "script.py"
+    path.write_text(text)
+    return run_job(n, path, *arguments, cwd=cwd, **kwargs)

@@ -1,0 +1,158 @@
+"""Tests that every rank of a job runs at once; started by test_spmd.py, not collected by itself."""
+
+import conformance
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import rc as mpi4py_rc
+
+import ringcomm as rc
+from ringcomm.engine import world
+from ringcomm.transport import mpi as mpi_transport
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job():
+    rc.init()
+    yield
+    rc.shutdown()
+
+
+@pytest.fixture
+def mpi():
+    from mpi4py import MPI
+
+    return MPI
+
+
+def test_ringcomm_owns_the_end_of_mpi(mpi):
+    assert mpi4py_rc.finalize is False
+    assert mpi.Query_thread() == mpi.THREAD_MULTIPLE
+
+
+def test_ranks_are_those_of_mpi(mpi):
+    assert (rc.rank(), rc.size()) == (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+    assert (rc.local_rank(), rc.local_size()) == (rc.rank(), rc.size())  # one host
+    assert (rc.cross_rank(), rc.cross_size()) == (0, 1)
+
+
+def test_init_twice_is_once():
+    before = world.engine()
+    rc.init()
+    assert world.engine() is before
+
+
+@pytest.mark.parametrize("body", conformance.BODIES, ids=lambda body: body.__name__)
+def test_transport(body, mpi):
+    if rc.size() == 1:
+        pytest.skip("needs a peer")
+    transport = mpi_transport.MpiTransport(mpi)
+    body(transport)
+    transport.close(is_clean=True)
+    rc.barrier()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_program_against_numpy(seed):
+    """The same random shapes, dtypes and operations on every rank, checked against numpy."""
+    rng = np.random.default_rng(seed)
+    for _ in range(8):
+        dtype = DTYPES[rng.integers(len(DTYPES))]
+        shape = tuple(int(n) for n in rng.integers(0, 9, rng.integers(1, 4)))
+        data = rng.integers(-8, 8, (rc.size(), *shape)).astype(dtype)
+        root = int(rng.integers(rc.size()))
+        total = data.astype(np.float64).sum(0).astype(dtype)
+        mine = data[rc.rank()]
+        assert np.array_equal(rc.allreduce(mine), total)
+        assert np.array_equal(rc.allgather(mine), np.concatenate(list(data)))
+        assert np.array_equal(rc.broadcast(mine, root), data[root])
+        assert np.array_equal(rc.allgather(rc.reduce_scatter(mine)), total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 4096, 300_001, 1 << 20])
+def test_large_allreduce(dtype, count):
+    x = ((np.arange(count) + rc.rank()) % 16).astype(dtype)
+    total = sum(((np.arange(count) + r) % 16) for r in range(rc.size())).astype(dtype)
+    assert np.array_equal(rc.allreduce(x), total)
+    assert np.array_equal(rc.allreduce_(x), total)
+
+
+def test_one_message_can_be_cut_into_many(monkeypatch):
+    monkeypatch.setattr(mpi_transport, "_SEGMENT", 1000)
+    x = np.arange(10_000, dtype=np.float32) + rc.rank()
+    total = rc.size() * np.arange(10_000) + sum(range(rc.size()))
+    assert np.array_equal(rc.allreduce(x), total)
+
+
+def test_mismatch_is_agreed_on_and_the_engine_works_on():
+    if rc.size() > 1:
+        with pytest.raises(rc.MismatchError, match="rank 1 sent float64"):
+            rc.allreduce(np.ones(3, np.float64 if rc.rank() == 1 else np.float32), name="w")
+        with pytest.raises(rc.MismatchError, match="barrier"):
+            rc.barrier() if rc.rank() == 0 else rc.allgather(np.ones(2))
+    assert rc.allreduce(np.ones(2))[0] == rc.size()
+
+
+def test_objects_travel():
+    assert rc.broadcast_object([rc.rank(), "x" * 100_000], rc.size() - 1)[0] == rc.size() - 1
+
+
+def test_the_status_page_says_what_the_rank_does():
+    rc.allreduce(np.ones(10), name="on the page")
+    world.engine().note_step(5)
+    seen = world._world.transport.page.snapshot()
+    assert (seen["rank"], seen["size"], seen["step"]) == (rc.rank(), rc.size(), 5)
+    assert seen["op_name"] == "allreduce[on the page]"
+    assert seen["op_nbytes"] == 80
+
+
+def test_neighbours_are_watched_and_their_pages_mapped():
+    transport = world._world.transport
+    assert sorted(transport._neighbours) == [r for r in range(rc.size()) if r != rc.rank()]
+    for rank, page in transport._neighbours.items():
+        assert page.snapshot()["rank"] == rank
+
+
+def test_operations_leave_no_request_behind():
+    import gc
+
+    for _ in range(50):
+        rc.allreduce(np.ones(100_000, np.float32))
+    gc.collect()
+    transport = world._world.transport
+    rc.barrier()
+    assert transport._grave == []
+    assert len(transport._outbox) <= rc.size()
+
+
+def test_torch_tensors_over_mpi():
+    torch = pytest.importorskip("torch")
+    x = torch.full((3, 4), rc.rank() + 1, dtype=torch.bfloat16)
+    total = rc.allreduce(x)
+    assert isinstance(total, torch.Tensor)
+    assert total.dtype == torch.bfloat16
+    assert (total == rc.size() * (rc.size() + 1) / 2).all()
+
+
+def test_shutdown_then_init_again(mpi):
+    for _ in range(3):
+        rc.shutdown()
+        assert not rc.is_initialized()
+        with pytest.raises(rc.NotInitializedError):
+            rc.barrier()
+        rc.init()
+        assert rc.allreduce(np.ones(1))[0] == rc.size()
+
+
+def test_a_communicator_of_some_ranks(mpi):
+    rc.shutdown()
+    half = mpi.COMM_WORLD.Split(mpi.COMM_WORLD.rank % 2)
+    rc.init(half)
+    assert (rc.rank(), rc.size()) == (half.rank, half.size)
+    assert rc.allreduce(np.ones(1))[0] == half.size
+    rc.shutdown()
+    half.Free()
+    rc.init()

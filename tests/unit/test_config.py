@@ -1,0 +1,102 @@
+"""Settings, and what the environment says of the launch."""
+
+import math
+import os
+
+import pytest
+
+from ringcomm import config
+from ringcomm.errors import ConfigError
+
+
+def test_defaults():
+    settings = config.settings({"PATH": "/bin"})
+    assert (settings.timeout_s, settings.stall_warning_s, settings.grace_s) == (600, 30, 2)
+
+
+def test_values_are_read():
+    assert config.settings({"RINGCOMM_TIMEOUT_S": "1.5"}).timeout_s == 1.5
+
+
+def test_zero_means_never():
+    settings = config.settings({"RINGCOMM_TIMEOUT_S": "0", "RINGCOMM_STALL_WARNING_S": "0"})
+    assert settings.timeout_or_inf == settings.stall_warning_or_inf == math.inf
+
+
+@pytest.mark.parametrize("value", ["-1", "soon", "", "nan"])
+def test_a_value_that_is_no_number_names_the_variable(value):
+    with pytest.raises(ConfigError, match=f"RINGCOMM_TIMEOUT_S is '{value}'"):
+        config.settings({"RINGCOMM_TIMEOUT_S": value})
+
+
+def test_an_unknown_setting_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"RINGCOMM_TIMOUT_S .*Did you mean RINGCOMM_TIMEOUT_S"):
+        config.settings({"RINGCOMM_TIMOUT_S": "1"})
+    with pytest.raises(ConfigError, match="Known: RINGCOMM_TIMEOUT_S, "):
+        config.settings({"RINGCOMM_XYZZY": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ("OMPI_COMM_WORLD_SIZE", 4)),
+        ({"PMI_SIZE": "2"}, ("PMI_SIZE", 2)),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, ("SLURM_STEP_NUM_TASKS", 8)),
+        ({"SLURM_NTASKS": "8"}, None),
+        ({"PMI_SIZE": "1"}, None),
+    ],
+)
+def test_launched_size(environ, expected):
+    assert config.launched_size(environ) == expected
+
+
+ONE_HOST = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+TWO_HOSTS = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "0",
+}
+
+
+def test_quick_start_settings_are_for_one_host_only():
+    here, there, direct = dict(ONE_HOST), dict(TWO_HOSTS), {"PMIX_RANK": "1"}
+    for environ in (here, there, direct):
+        config.set_mpi_defaults(environ)
+        assert environ["OMPI_MCA_coll"] == "^han"
+    assert here["OMPI_MCA_pml"] == "ob1"
+    assert "OMPI_MCA_pml" not in there
+    assert "OMPI_MCA_pml" not in direct  # srun says nothing of hosts
+
+
+def test_a_process_without_a_launcher_uses_no_shared_memory_of_mpi():
+    alone = {}
+    config.set_mpi_defaults(alone)
+    assert alone["OMPI_MCA_btl"] == "self,tcp"
+
+
+def test_the_user_s_own_mpi_setting_wins():
+    environ = ONE_HOST | {"OMPI_MCA_coll": "basic", "OMPI_MCA_pml": "ucx"}
+    added = config.set_mpi_defaults(environ)
+    assert environ["OMPI_MCA_coll"] == "basic"
+    assert environ["OMPI_MCA_pml"] == "ucx"
+    assert not any(line.startswith(("OMPI_MCA_coll", "OMPI_MCA_pml")) for line in added)
+    assert "OMPI_MCA_btl=self,sm,tcp" in added
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
+def test_fault_tolerance_is_what_mpirun_says(value, expected):
+    assert config.is_fault_tolerant({"OMPI_MCA_mpi_ft_enable": value}) is expected
+    assert not config.is_fault_tolerant({})
+
+
+def test_children_of_a_rank_know_it_and_jobs_started_by_a_rank_do_not():
+    environ = {"PMIX_NAMESPACE": "job1", "PMIX_RANK": "0"}
+    config.mark_children_of_this_rank(environ)
+    assert config.parent_rank_pid(environ) is None  # the rank itself
+    pid = str(os.getpid())
+    marked = environ["RINGCOMM_RANK_PROCESS"].replace(pid, "1", 1)
+    child = environ | {"RINGCOMM_RANK_PROCESS": marked}
+    assert config.parent_rank_pid(child) == 1
+    assert config.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
+    assert config.settings(child).timeout_s == 600  # the mark is no setting

@@ -1,0 +1,292 @@
+"""Death, departure and lateness, over ranks as threads: the right error, within its deadline."""
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+from harness import outcomes, run_ranks
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.engine.world import engine
+from ringcomm.transport.loopback import LoopbackHub
+
+X = np.ones(1000, np.float32)
+COLLECTIVES = {
+    "allreduce": lambda: rc.allreduce(X),
+    "allreduce 16 bit": lambda: rc.allreduce(X.astype(np.float16)),
+    "reduce_scatter": lambda: rc.reduce_scatter(X),
+    "allgather": lambda: rc.allgather(X),
+    "broadcast": lambda: rc.broadcast(X),
+    "broadcast_object": lambda: rc.broadcast_object(1),
+    "barrier": rc.barrier,
+}
+
+
+class DyingHub(LoopbackHub):
+    """Lets one rank die when it posts its nth message."""
+
+    def __init__(self, size, victim, nth):
+        super().__init__(size)
+        self.victim, self.left = victim, nth
+
+    def _count(self, rank):
+        if rank == self.victim:
+            self.left -= 1
+            if self.left < 0:
+                raise SystemExit("dies here")
+
+    def post_send(self, source, data, dest, tag):
+        self._count(source)
+        return super().post_send(source, data, dest, tag)
+
+    def post_receive(self, dest, out, source, tag):
+        self._count(dest)
+        return super().post_receive(dest, out, source, tag)
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2, 3, 5, 6, 8])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_death_at_any_message_reaches_every_other_rank(collective, nth):
+    def body(rank):
+        for _ in range(20):
+            COLLECTIVES[collective]()
+
+    results = outcomes(4, body, hub=DyingHub(4, victim=2, nth=nth))
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], rc.PeerFailedError), results
+        assert results[rank].rank == 2
+        assert "dies here" in results[rank].reason
+
+
+def test_whoever_waits_for_a_live_rank_hears_of_a_third_s_death():
+    """Ranks 0 and 1 wait for each other's next step, not for the dead rank 3."""
+    died = threading.Event()
+
+    def body(rank):
+        if rank == 3:
+            died.set()
+            raise RuntimeError("gone")
+        died.wait(10)
+        rc.allreduce(X)
+
+    results = outcomes(4, body)
+    assert [r.rank for r in results[:3]] == [3, 3, 3]
+
+
+def test_two_deaths_at_once_are_one_error_each():
+    def body(rank):
+        if rank in (1, 3):
+            raise RuntimeError(f"rank {rank} gone")
+        rc.allreduce(X)
+
+    results = outcomes(5, body)
+    for rank in (0, 2, 4):
+        assert isinstance(results[rank], rc.PeerFailedError)
+        assert results[rank].rank in (1, 3)
+
+
+def test_a_rank_that_followed_another_is_not_blamed():
+    """Rank 0 looks only after ranks 2, 3 have died of rank 1's failure: still rank 1 did it."""
+    followers = threading.Barrier(3)
+
+    def body(rank):
+        if rank == 1:
+            raise ValueError("the cause")
+        if rank == 0:
+            followers.wait(10)
+            time.sleep(0.05)  # not for synchronisation: lets the deaths of 2 and 3 be recorded
+        try:
+            rc.allreduce(X)
+        except rc.PeerFailedError:
+            if rank != 0:
+                followers.wait(10)
+            raise
+
+    assert outcomes(4, body)[0].rank == 1
+
+
+def test_the_engine_says_that_it_is_unusable():
+    def body(rank):
+        if rank == 1:
+            raise ValueError("boom")
+        with pytest.raises(rc.PeerFailedError):
+            rc.allreduce(X)
+        with pytest.raises(rc.PeerFailedError, match="boom") as again:
+            rc.barrier()
+        assert again.value.rank == 1
+        return "went on"
+
+    assert outcomes(3, body)[::2] == ["went on", "went on"]
+
+
+def test_departure_is_a_failure_for_who_still_needs_the_rank():
+    def body(rank):
+        if rank == 1:
+            rc.allreduce(X)
+            return engine().leave("left the job: its program ended")
+        rc.allreduce(X)
+        with pytest.raises(rc.PeerFailedError, match="rank 1 left the job") as caught:
+            rc.allreduce(X, name="one more")
+        assert caught.value.rank == 1
+        raise caught.value
+
+    results = outcomes(3, body)
+    assert results[1] is False  # not everybody left in order
+    assert all(isinstance(results[r], rc.PeerFailedError) for r in (0, 2))
+
+
+def test_departure_is_no_failure_for_the_operation_it_took_part_in():
+    """A rank may be out of its last collective, and away, while others are still inside it."""
+
+    def body(rank):
+        for _ in range(50):
+            rc.allreduce(X)
+        return engine().leave("done")
+
+    assert run_ranks(4, body) == [True] * 4
+
+
+def test_leaving_waits_for_the_last_rank_without_a_deadline():
+    released = threading.Event()
+
+    def body(rank):
+        if rank == 0:
+            released.wait(10)
+        else:
+            threading.Timer(0.6, released.set).start()
+        return engine().leave("done")
+
+    assert run_ranks(3, body, settings=Settings(timeout_s=0.1)) == [True] * 3
+
+
+def test_after_leaving_nothing_can_be_called():
+    def body(rank):
+        engine().leave("done")
+        with pytest.raises(rc.NotInitializedError, match="shut down"):
+            rc.barrier()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_timeout_is_the_same_error_on_all_who_wait_and_names_the_missing(collective):
+    over = threading.Barrier(3)
+
+    def body(rank):
+        if rank == 2:
+            over.wait(20)
+            return "never came"
+        start = time.monotonic()
+        with pytest.raises(rc.CommTimeoutError, match=r"for rank 2, which did not") as caught:
+            COLLECTIVES[collective]()
+        assert time.monotonic() - start < 5
+        over.wait(20)
+        return caught.value.missing
+
+    results = run_ranks(3, body, settings=Settings(timeout_s=0.3))
+    assert results == [(2,), (2,), "never came"]
+
+
+def test_a_late_rank_is_told_that_the_others_gave_up():
+    over = threading.Barrier(3)
+
+    def body(rank):
+        if rank == 2:
+            over.wait(20)
+        with pytest.raises(rc.CommTimeoutError) as caught:
+            rc.allreduce(X, name="w")
+        if rank != 2:
+            over.wait(20)
+        return caught.value.missing, str(caught.value)
+
+    start = time.monotonic()
+    settings = Settings(timeout_s=0.3)
+    results = run_ranks(3, body, settings=settings)
+    assert time.monotonic() - start < 10
+    assert {missing for missing, _ in results} == {(2,)}
+    assert all("allreduce[w]" in text for _, text in results)
+
+
+def test_timeout_is_a_timeout_error():
+    assert issubclass(rc.CommTimeoutError, TimeoutError)
+
+
+def test_zero_timeout_waits_for_ever():
+    late = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            late.wait(10)
+        else:
+            threading.Timer(0.4, late.set).start()
+        return float(rc.allreduce(np.ones(1))[0])
+
+    assert run_ranks(2, body, settings=Settings(timeout_s=0)) == [2.0, 2.0]
+
+
+def test_a_stalled_wait_is_reported_once_with_the_missing_ranks(caplog):
+    warned = threading.Event()
+
+    class Notice(logging.Handler):
+        def emit(self, record):
+            warned.set()
+
+    notice = Notice()
+    logging.getLogger("ringcomm").addHandler(notice)
+
+    def body(rank):
+        if rank == 1:
+            assert warned.wait(10)
+            time.sleep(0.2)  # long enough for a second warning, which must not come
+        return float(rc.allreduce(np.ones(1), name="slow")[0])
+
+    try:
+        with caplog.at_level(logging.WARNING, logger="ringcomm"):
+            settings = Settings(stall_warning_s=0.1)
+            assert run_ranks(2, body, settings=settings) == [2.0, 2.0]
+    finally:
+        logging.getLogger("ringcomm").removeHandler(notice)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 1
+    assert "allreduce[slow]: rank 0 has waited" in texts[0]
+    assert "for rank 1, which did not" in texts[0]
+
+
+def test_an_interrupt_in_mid_operation_breaks_the_engine_and_tells_the_others():
+    class InterruptingHub(LoopbackHub):
+        def post_send(self, source, data, dest, tag):
+            if source == 1:
+                raise KeyboardInterrupt
+            return super().post_send(source, data, dest, tag)
+
+    def body(rank):
+        if rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                rc.allreduce(X, name="w")
+            with pytest.raises(rc.RingcommError, match=r"KeyboardInterrupt.*cannot be used"):
+                rc.allreduce(X)
+            return "interrupted"
+        with pytest.raises(rc.PeerFailedError, match=r"rank 1 broke off allreduce\[w\]"):
+            rc.allreduce(X, name="w")
+        return "told"
+
+    assert outcomes(3, body, hub=InterruptingHub(3)) == ["told", "interrupted", "told"]
+
+
+def test_a_failure_in_another_thread_stops_the_wait_of_this_one():
+    release = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            release.wait(10)
+            raise RuntimeError("ends")
+        engine().watch.own_failure = "raised ValueError: boom in another thread"
+        with pytest.raises(rc.PeerFailedError, match="this rank raised ValueError: boom"):
+            rc.allreduce(X)
+        release.set()
+        return True
+
+    assert outcomes(2, body)[0] is True

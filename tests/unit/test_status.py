@@ -1,0 +1,338 @@
+"""Status page, last words and guardian, with real processes but without MPI."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ringcomm._core import StatusPage, monotonic_ns
+from ringcomm.status.guardian import Guardian, Ward
+from ringcomm.status.page import Ending, OpState, State, how_it_ended
+
+
+def page(nonce=7, **fields):
+    facts = {"job": "test", "host": "here", "rank": 0, "size": 1, "local_rank": 0} | fields
+    return StatusPage.create(**facts, nonce=nonce)
+
+
+def test_what_is_written_can_be_read_through_another_mapping():
+    mine = page(rank=3, size=5, local_rank=1)
+    mine.set_step(17)
+    mine.begin_op("allreduce[w]", 42, 4096)
+    theirs = StatusPage.open(os.getpid(), mine.fd, 7)
+    seen = theirs.snapshot()
+    assert (seen["job"], seen["host"], seen["pid"]) == ("test", "here", os.getpid())
+    assert (seen["rank"], seen["size"], seen["local_rank"]) == (3, 5, 1)
+    assert (seen["step"], seen["state"]) == (17, State.STARTING)
+    assert (seen["op_name"], seen["op_sequence"], seen["op_nbytes"]) == ("allreduce[w]", 42, 4096)
+    assert seen["op_state"] == OpState.RUNNING
+    assert 0 <= monotonic_ns() - seen["op_start_ns"] < 10e9
+    mine.end_op(OpState.IDLE)
+    assert theirs.snapshot()["op_state"] == OpState.IDLE
+
+
+def test_a_page_with_another_nonce_is_not_ours():
+    mine = page(nonce=7)
+    with pytest.raises(RuntimeError, match="belongs to another process"):
+        StatusPage.open(os.getpid(), mine.fd, 8)
+
+
+def test_something_else_is_no_page(tmp_path):
+    with open(tmp_path / "x", "w+b") as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        with pytest.raises(RuntimeError, match="another process"):
+            StatusPage.open(os.getpid(), file.fileno(), 7)
+
+
+def test_long_texts_are_cut_and_a_traceback_keeps_its_tail():
+    mine = page(host="h" * 500)
+    mine.begin_op("n" * 500, 1, 1)
+    mine.record_end(Ending.EXCEPTION, 1, "w" * 500, "x" * 5000, "a" * 20_000 + "THE END")
+    seen = mine.snapshot()
+    assert seen["host"] == "h" * 63
+    assert seen["op_name"] == "n" * 127
+    assert seen["end_trace"].endswith("aTHE END")
+
+
+def test_the_first_record_stands_unless_it_was_a_sys_exit():
+    mine = page()
+    assert mine.record_end(Ending.SYS_EXIT, 3, "SystemExit", "", "")
+    assert mine.record_end(Ending.EXCEPTION, 1, "ValueError", "", "")
+    assert not mine.record_end(Ending.EXCEPTION, 1, "KeyError", "", "")
+    assert mine.snapshot()["end_what"] == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "expected"),
+    [
+        (Ending.EXCEPTION, 1, "raised ValueError: boom"),
+        (Ending.SYS_EXIT, 3, "called sys.exit(3)"),
+        (Ending.OS_EXIT, 0, "called os._exit(0)"),
+        (Ending.FATAL_SIGNAL, signal.SIGSEGV, "died of SIGSEGV"),
+        (Ending.PEER_FAILED, 2, "stopped because rank 2 failed"),
+        (Ending.TERMINATED, 15, "was ended by SIGTERM"),
+    ],
+)
+def test_endings_in_words(kind, code, expected):
+    mine = page()
+    mine.record_end(kind, code, "ValueError", "File x\nValueError: boom", "")
+    assert how_it_ended(mine.snapshot()) == expected
+
+
+def test_no_record_is_a_death_without_a_word():
+    assert "without a word" in how_it_ended(page().snapshot())
+
+
+# --- a rank as a real process ---------------------------------------------------------------------
+RANK = """
+    import os, signal, sys, threading, time
+    from ringcomm._core import StatusPage
+    from ringcomm.errors import PeerFailedError
+    from ringcomm.status.last_words import LastWords
+    from ringcomm.status.page import OpState, State
+    page = StatusPage.create("test", "here", {rank}, 2, {rank}, {nonce})
+    words = LastWords(page, on_failure=lambda failure: print("told:", failure, flush=True))
+    print(page.fd, flush=True)
+    sys.stdin.readline()
+    page.set_step(17)
+    {body}
+"""
+
+
+class Rank:
+    def __init__(self, rank, body):
+        self.nonce = 1000 + rank
+        body = textwrap.indent(textwrap.dedent(body), "    ").strip()
+        code = textwrap.dedent(RANK.format(rank=rank, nonce=self.nonce, body=body))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.ward = Ward(self.process.pid, int(self.process.stdout.readline()), self.nonce)
+        self.page = StatusPage.open(self.ward.pid, self.ward.page_fd, self.nonce)
+
+    def go(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start_rank():
+    started = []
+
+    def start(rank, body):
+        started.append(Rank(rank, body))
+        return started[-1]
+
+    yield start
+    for rank in started:
+        rank.process.kill()
+        rank.process.communicate()
+
+
+WAITING = 'page.begin_op("allreduce[w]", 1, 4_200_000); time.sleep(60)'
+
+
+def guarded(capfd, culprit, bystander, *, grace_s=0.1, is_fault_tolerant=False):
+    """Run two ranks under a guardian until both are gone; return what the guardian wrote."""
+    guardian = Guardian(
+        [bystander.ward, culprit.ward], grace_s=grace_s, is_fault_tolerant=is_fault_tolerant
+    )
+    bystander.go()
+    deadline = time.monotonic() + 10
+    while bystander.page.snapshot()["op_state"] != OpState.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    culprit.go()
+    return guardian
+
+
+DEEDS = {
+    "exception": ('raise ValueError("boom")', "raised ValueError after step 17 - exit 1"),
+    "thread": (
+        "threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
+        "raised ZeroDivisionError after step 17 - exit 1",
+    ),
+    "sys.exit": (
+        "page.set_state(State.LEAVING); sys.exit(3)",
+        "called sys.exit after step 17 - exit 3",
+    ),
+    "os._exit": ("os._exit(0)", r"called os._exit(0) before ringcomm.shutdown() after step 17"),
+    "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV after step 17"),
+    "SIGABRT": ("os.abort()", "died of SIGABRT after step 17"),
+    "raise SystemExit": ("raise SystemExit(5)", "ended after step 17 - exit 5"),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_the_guardian_names_the_culprit_and_ends_the_others(deed, start_rank, capfd):
+    body, expected = DEEDS[deed]
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, body)
+    guardian = guarded(capfd, culprit, bystander)
+    assert bystander.end()[0] == -signal.SIGTERM
+    code, _, _ = culprit.end()
+    guardian.wait()
+    report = capfd.readouterr().err
+    assert f"x rank 1 (host here, pid {culprit.ward.pid}) {expected}" in report
+    assert "waiting at that moment: rank 0 in allreduce[w] (4.2 MB) for 0." in report
+    assert report.count("x rank") == 1
+    assert code != 0
+
+
+def test_sigkill_is_named(start_rank, capfd):
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, "time.sleep(60)")
+    guardian = guarded(capfd, culprit, bystander)
+    culprit.process.kill()
+    culprit.process.wait(10)
+    bystander.end()
+    guardian.wait()
+    report = capfd.readouterr().err
+    assert "x rank 1" in report
+    assert "was killed by SIGKILL" in report or "ended without a word" in report
+
+
+def test_the_report_shows_the_user_s_line_and_not_ours(start_rank, capfd):
+    body = """
+    def collate():
+        raise ValueError("boom")
+    collate()
+    """
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, body)
+    guardian = guarded(capfd, culprit, bystander)
+    culprit.end()
+    bystander.end()
+    guardian.wait()
+    report = capfd.readouterr().err
+    assert ", in collate\n    ValueError: boom\n" in report
+
+
+def test_a_rank_that_raised_but_lingers_is_ended(start_rank, capfd):
+    body = 'threading.Thread(target=time.sleep, args=(60,)).start(); raise ValueError("boom")'
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, body)
+    guardian = guarded(capfd, culprit, bystander)
+    assert culprit.end()[0] == -signal.SIGTERM
+    bystander.end()
+    guardian.wait()
+    assert "raised ValueError" in capfd.readouterr().err
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(start_rank, capfd):
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITING
+    bystander, culprit = start_rank(0, stubborn), start_rank(1, "os._exit(1)")
+    guardian = guarded(capfd, culprit, bystander)
+    assert bystander.end()[0] == -signal.SIGKILL
+    culprit.end()
+    guardian.wait()
+
+
+def test_under_fault_tolerance_nobody_else_is_ended(start_rank, capfd):
+    survivor = 'page.begin_op("allreduce[w]", 1, 8); page.wait_for_report(10); time.sleep(0.6); '
+    survivor += (
+        "page.end_op(OpState.IDLE); page.set_state(State.LEAVING); page.set_state(State.LEFT)"
+    )
+    bystander, culprit = start_rank(0, survivor), start_rank(1, "os._exit(1)")
+    guardian = guarded(capfd, culprit, bystander, is_fault_tolerant=True)
+    assert bystander.end()[0] == 0
+    culprit.end()
+    guardian.wait()
+    assert capfd.readouterr().err.count("x rank 1") == 1
+
+
+def test_the_one_that_left_while_others_waited_is_blamed(start_rank, capfd):
+    blaming = 'page.begin_op("allreduce[w]", 2, 8); page.wait_for_report(0.2); '
+    blaming += 'raise PeerFailedError("rank 1 left", rank=1, reason="left the job")'
+    bystander, culprit = start_rank(0, blaming), start_rank(1, "page.set_state(State.LEAVING)")
+    guardian = guarded(capfd, culprit, bystander)
+    assert culprit.end()[0] == 0
+    code, _, err = bystander.end()
+    guardian.wait()
+    assert code == 1
+    assert "ringcomm: stopped at File" in err
+    assert "Traceback" not in err
+    report = capfd.readouterr().err
+    assert "x rank 1" in report
+    assert "left the job after step 17 while others waited for it" in report
+
+
+def test_a_good_end_is_silent(start_rank, capfd):
+    leave = 'page.begin_op("x", 1, 1); page.end_op(OpState.IDLE); page.set_state(State.LEFT)'
+    ranks = [start_rank(r, leave) for r in range(2)]
+    guardian = Guardian([r.ward for r in ranks], grace_s=0.1, is_fault_tolerant=False)
+    for rank in ranks:
+        rank.go()
+        assert rank.end()[0] == 0
+    guardian.wait()
+    assert capfd.readouterr().err == ""
+
+
+def test_being_terminated_from_outside_is_no_rank_s_fault(start_rank, capfd):
+    ranks = [start_rank(r, WAITING) for r in range(2)]
+    guardian = Guardian([r.ward for r in ranks], grace_s=0.1, is_fault_tolerant=False)
+    for rank in ranks:
+        rank.go()
+    for rank in ranks:
+        rank.process.terminate()
+    assert [rank.end()[0] for rank in ranks] == [-signal.SIGTERM] * 2
+    guardian.wait()
+    assert "x the job was ended from outside (SIGTERM)" in capfd.readouterr().err
+
+
+def test_a_caught_sys_exit_is_no_failure(start_rank, capfd):
+    body = """
+    try:
+        sys.exit(3)
+    except SystemExit:
+        words.take_back()
+    assert words.failure is None
+    page.set_state(State.LEFT)
+    """
+    rank = start_rank(0, body)
+    guardian = Guardian([rank.ward], grace_s=0.1, is_fault_tolerant=False)
+    rank.go()
+    code, _, err = rank.end()
+    assert code == 0, err
+    guardian.wait()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_forked_child_does_not_speak_for_the_rank(start_rank):
+    body = """
+    pid = os.fork()
+    if pid == 0:
+        raise ValueError("in the child")
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert words.failure is None
+    assert page.snapshot()["end_kind"] == 0
+    """
+    rank = start_rank(0, body)
+    rank.go()
+    code, out, err = rank.end()
+    assert code == 0, err
+    assert "in the child" in err
+    assert "told" not in out
+
+
+def test_a_guardian_that_cannot_see_the_pages_says_so(start_rank, capfd):
+    rank = start_rank(0, "pass")
+    wrong = Ward(rank.ward.pid, rank.ward.page_fd, 999)
+    with pytest.raises(OSError, match="did not start to watch"):
+        Guardian([wrong], grace_s=0.1, is_fault_tolerant=False)
+    assert "belongs to another process" in capfd.readouterr().err
