@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Mapping, MutableMapping
@@ -55,6 +54,8 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         if not variable.startswith(_PREFIX) or variable == _RANK_PROCESS:
             continue
         if variable not in known:
+            import difflib  # only a mistake needs it
+
             close = difflib.get_close_matches(variable, known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise ConfigError(
@@ -149,8 +150,3 @@ def set_mpi_defaults(environ: MutableMapping[str, str] | None = None) -> list[st
     added = {name: value for name, value in wanted.items() if name not in environ}
     environ.update(added)
     return [f"{name}={value}" for name, value in added.items()]
-
-
-def slots_hint() -> str:
-    """Return the environment settings that root in a container needs for Open MPI's mpirun."""
-    return "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"

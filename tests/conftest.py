@@ -2,8 +2,11 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
+
+SHM = Path("/dev/shm")
 
 
 @pytest.fixture(autouse=True)
@@ -12,24 +15,45 @@ def nothing_is_left():
     if "PMIX_RANK" in os.environ or "PMI_RANK" in os.environ:  # inside a job of test_spmd.py
         yield
         return
-    before = set(os.listdir("/dev/shm"))
+    before = set(os.listdir(SHM))
     yield
     deadline = time.monotonic() + 5
-    while (left := (set(os.listdir("/dev/shm")) - before) | guardians()) and (
-        time.monotonic() < deadline
-    ):
+    while left := orphaned_files(before) | orphaned_guardians():
+        assert time.monotonic() < deadline, left
         time.sleep(0.02)
-    assert not left
 
 
-def guardians():
-    """Return the guardians that run on this machine for this user's jobs."""
+def orphaned_files(before):
+    """Return new files of /dev/shm that no process has mapped: jobs beside this one may run."""
+    new = set(os.listdir(SHM)) - before
+    return {name for name in new if not is_mapped(SHM / name)}
+
+
+def is_mapped(path):
+    return any(str(path) in read(pid, "maps") for pid in pids())
+
+
+def orphaned_guardians():
+    """Return guardians all of whose ranks are gone."""
     found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"ringcomm-guardian" in file.read().split(b"\0")[0]:
-                    found.add(f"guardian {pid}")
-        except OSError:
-            continue
+    for pid in pids():
+        program, *arguments = read(pid, "cmdline").split("\0")
+        wards = [a.split(":")[0] for a in arguments if a.count(":") == 2]
+        if program.endswith("ringcomm-guardian") and not any(map(is_alive, wards)):
+            found.add(f"guardian {pid}")
     return found
+
+
+def pids():
+    return filter(str.isdigit, os.listdir("/proc"))
+
+
+def is_alive(pid):
+    return read(pid, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+
+
+def read(pid, name):
+    try:
+        return Path("/proc", pid, name).read_text(errors="replace")
+    except OSError:
+        return ""

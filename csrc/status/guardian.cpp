@@ -19,7 +19,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
-#include <fstream>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -28,6 +27,7 @@
 
 #include "page.hpp"
 #include "report.hpp"
+#include "segments.hpp"
 
 namespace ringcomm {
 namespace {
@@ -95,7 +95,7 @@ class Guardian {
   Guardian(std::vector<Watched> ranks, std::int64_t grace_ns, bool fault_tolerant)
       : ranks_(std::move(ranks)), grace_ns_(grace_ns), fault_tolerant_(fault_tolerant) {
     for (const Watched& w : ranks_) {
-      note_shared_files(w.page->pid);
+      segments_.merge(mpi_segments_of(w.page->pid));
       w.page->is_guarded.store(1);
     }
   }
@@ -109,7 +109,7 @@ class Guardian {
     wait_until_reaped();
     report_faults();
     if (!is_reported_ && was_interrupted(facts())) say(interruption(facts()));
-    remove_shared_files();
+    remove_segments();
   }
 
  private:
@@ -215,26 +215,11 @@ class Guardian {
     }
   }
 
-  // MPI libraries leave their segments in /dev/shm when ranks are killed. Only files that a rank of
-  // ours has mapped, and only by the names that MPI libraries give them.
-  void note_shared_files(int pid) {
-    std::ifstream maps("/proc/" + std::to_string(pid) + "/maps");
-    for (std::string line; std::getline(maps, line);) {
-      const std::size_t start = line.find(" /dev/shm/");
-      if (start == std::string::npos) continue;
-      const std::string path = line.substr(start + 1);
-      const std::string name = path.substr(sizeof "/dev/shm/" - 1);
-      if (name.find(" (deleted)") != std::string::npos) continue;
-      for (const char* prefix : {"mpich_shm_", "sm_segment.", "vader_segment."})
-        if (name.rfind(prefix, 0) == 0) shared_files_.insert(path);
-    }
-  }
-
-  void remove_shared_files() const {
+  void remove_segments() const {
     const bool all_gone = std::all_of(ranks_.begin(), ranks_.end(),
                                       [](const Watched& w) { return w.is_gone; });
     if (!all_gone) return;  // they left in order, and MPI_Finalize does this
-    for (const std::string& path : shared_files_) unlink(path.c_str());
+    remove_files(segments_);
   }
 
   static void say(const std::string& text) {
@@ -254,7 +239,7 @@ class Guardian {
   std::vector<OpView> ops_;
   std::int64_t fault_ns_ = 0, news_ns_ = 0, term_ns_ = 0;
   bool is_reported_ = false;
-  std::set<std::string> shared_files_;
+  std::set<std::string> segments_;
 };
 
 Watched watched(const char* argument) {

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <utility>
 
+#include "segments.hpp"
+
 namespace ringcomm {
 
 Watchdog::Watchdog(double seconds, std::string message)
@@ -26,6 +28,7 @@ void Watchdog::wait(double seconds) {
     return;
   const ssize_t ignored = write(STDERR_FILENO, message_.data(), message_.size());
   static_cast<void>(ignored);
+  remove_files(mpi_segments_of(getpid()));
   _exit(1);
 }
 

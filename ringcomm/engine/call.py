@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,14 +33,14 @@ class Call:
 
     def fingerprint(self) -> int:
         """Return 64 bits that differ where calls differ."""
-        return int.from_bytes(hashlib.blake2b(self.pack(), digest_size=8).digest(), "little")
+        return int.from_bytes(_digest(self.pack(), 8), "little")
 
     def pack(self) -> bytes:
         """Return the wire form; names and errors are cut at 400 characters."""
         fields = asdict(self)
         for key in ("name", "error"):
             if fields[key] is not None and len(fields[key]) > _MAX_TEXT:
-                digest = hashlib.blake2b(fields[key].encode(), digest_size=6).hexdigest()
+                digest = _digest(fields[key].encode(), 6).hex()
                 fields[key] = f"{fields[key][:_MAX_TEXT]}...{digest}"
         return json.dumps(fields).encode()
 
@@ -56,6 +55,12 @@ class Call:
     def label(self, sequence: int) -> str:
         """Return "allreduce[layer3.weight]", or "allreduce #12" for an unnamed call."""
         return f"{self.kind} #{sequence}" if self.name is None else f"{self.kind}[{self.name}]"
+
+
+def _digest(data: bytes, nbytes: int) -> bytes:
+    import hashlib  # loads OpenSSL, 5 ms: not a cost of `import ringcomm`
+
+    return hashlib.blake2b(data, digest_size=nbytes).digest()
 
 
 def explain_mismatch(calls: Sequence[Call], sequence: int) -> str:

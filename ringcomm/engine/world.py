@@ -16,13 +16,13 @@ from ringcomm import config
 from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
 from ringcomm.errors import NotInitializedError
-from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from ringcomm.status.guardian import Guardian
     from ringcomm.transport.mpi import MpiTransport, Place, Started
 
 _log = logging.getLogger("ringcomm")
@@ -196,6 +196,8 @@ def _topology(places: list[Place], rank: int) -> Topology:
 
 def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guardian | None:
     """Let local rank 0 start the guardian of its node. A job of one needs none."""
+    from ringcomm.status.guardian import Guardian, Ward
+
     place = transport.place
     if place.local_rank != 0 or transport.size == 1:
         return None

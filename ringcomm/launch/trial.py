@@ -14,7 +14,7 @@ from ringcomm.launch.findings import Finding
 _DEADLINE_S = 60.0
 _CORRECT = "ringcomm-check: correct"
 _TAIL = 12  # lines of a failure's output
-# Integer values: exact in float32. 300007 elements: uneven chunks, and several messages.
+# Integer values are exact in float32; an odd count makes the chunks uneven.
 _JOB: Final = f"""
 import numpy as np
 import ringcomm as rc
