@@ -41,6 +41,11 @@ class Settings:
         return self.stall_warning_s or math.inf
 
 
+def environment() -> dict[str, str]:
+    """Return a copy of this process's environment, for a child that is to get another one."""
+    return dict(os.environ)
+
+
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of `environ` (this process's by default).
 

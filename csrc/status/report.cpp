@@ -94,7 +94,11 @@ std::string deed(const RankFacts& r) {
   if (r.killed_by == SIGKILL)
     return "was killed by SIGKILL (out of memory?)" + after_step(r);
   if (r.killed_by != 0) return "was killed by " + name_of(r.killed_by) + after_step(r);
-  if (r.exit_code > 0) return "ended" + after_step(r) + " - exit " + std::to_string(r.exit_code);
+  const std::string exit = " - exit " + std::to_string(r.exit_code);
+  if (r.exit_code > 0 && r.leaving_ns != 0) return "ended" + after_step(r) + exit;
+  if (r.exit_code > 0)
+    return "was ended inside C code" + after_step(r) + exit +
+           " (MPI does so when another host fails: see that host's report)";
   if (r.leaving_ns != 0) return "left the job" + after_step(r) + " while others waited for it";
   return "ended without a word (SIGKILL, out of memory, or _exit in C code)" + after_step(r);
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Sequence
 
+from ringcomm import config
 from ringcomm.launch.facts import gather
 from ringcomm.launch.findings import SUBJECTS, Finding, has_problem, judge
 from ringcomm.launch.trial import run_trial
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _examine(*, with_trial: bool) -> Iterator[Finding]:
-    environ = dict(os.environ)
+    environ = config.environment()
     facts = gather(environ)
     findings = judge(facts)
     yield from findings

@@ -1,0 +1,206 @@
+# shellcheck shell=bash
+# Sourced by ci/demo, ci/test and .ci/run: makes the virtual environments and puts ringcomm there.
+#
+#   require_tools                  exit 1, with the apt line, if this machine lacks something
+#   make_venv VENV GROUP...        VENV holds ringcomm's requirements and those of these extras
+#   install_ringcomm WERROR VENV.. each VENV holds the package built from these sources
+#
+# A second call costs a hash and asks no package index: stamps in each environment say what it
+# holds. A stamp is taken away before the work it vouches for starts, so an interrupted one is redone.
+
+set -euo pipefail
+shopt -s inherit_errexit # a failure inside $(...) counts too
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+PYTHON=${PYTHON:-python3}
+APT_PACKAGES="python3-dev python3-venv g++" # cmake and ninja come with the extra "build"
+CONSTRAINTS=$ROOT/ci/constraints.txt
+BUILDER=$ROOT/.venv # this environment builds the wheel for all of them
+
+# What is tested is what is installed: nothing may come in beside it.
+unset PYTHONPATH PYTHONHOME
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+if [[ $(id -u) == 0 ]]; then # in a container; Open MPI's mpirun wants to hear it twice
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+
+say() { printf '%s: %s\n' "${0##*/}" "$*"; }
+
+die() {
+  say "$*" >&2
+  exit 1
+}
+
+require_tools() {
+  local missing
+  missing=$(missing_tools)
+  [[ -z $missing ]] && return
+  printf '%s\n' "$missing" >&2
+  die "on Debian 12, Ubuntu 24.04 or newer: apt install $(apt_packages)"
+}
+
+# Print a line for each thing that is missing, nothing if all is there.
+missing_tools() {
+  if ! "$PYTHON" -c '' 2>/dev/null; then
+    echo "missing: Python 3.11 or newer ('$PYTHON' does not run)"
+  else
+    "$PYTHON" - <<'PY'
+import os, sys, sysconfig
+if sys.version_info < (3, 11):
+    print("missing: Python 3.11 or newer (%s is %d.%d; choose another with PYTHON=...)"
+          % ((sys.executable,) + sys.version_info[:2]))
+header = os.path.join(sysconfig.get_path("include"), "Python.h")
+if not os.path.exists(header):
+    print("missing: the headers of Python (%s)" % header)
+try:
+    import ensurepip, venv
+except ImportError as error:
+    print("missing: Python's venv and ensurepip (%s)" % error)
+PY
+  fi
+  if ! compiler >/dev/null; then
+    echo "missing: a C++ compiler (${CXX:-c++, g++ or clang++})"
+  fi
+}
+
+compiler() {
+  if [[ -n ${CXX:-} ]]; then
+    command -v "${CXX%% *}" # CXX may carry options
+  else
+    command -v c++ || command -v g++ || command -v clang++
+  fi
+}
+
+# Debian names the packages of a Python that is not the default one after its version.
+apt_packages() {
+  local name=${PYTHON##*/}
+  [[ $name =~ ^python3\.[0-9]+$ ]] || name=python3
+  printf '%s' "${APT_PACKAGES//python3/$name}"
+}
+
+make_venv() {
+  local venv=$1 group
+  shift
+  local have=() lacking=()
+  local id
+  id=$(requirements_id)
+  if [[ $(stamp "$venv" requirements | head -n 1) == "$id" ]]; then
+    mapfile -t have < <(stamp "$venv" requirements | tail -n +2)
+  else
+    new_venv "$venv"
+  fi
+  for group in required "$@"; do
+    [[ " ${have[*]:-} " == *" $group "* ]] || lacking+=("$group")
+  done
+  [[ ${#lacking[@]} == 0 ]] && return
+  say "installing into ${venv##*/}: ${lacking[*]} (details in ${venv##*/}/pip.log)"
+  clear_stamp "$venv" requirements
+  requirements "${lacking[@]}" >"$venv/requirements.txt"
+  pip_in "$venv" install --constraint "$CONSTRAINTS" --requirement "$venv/requirements.txt"
+  write_stamp "$venv" requirements "$id" "${have[@]}" "${lacking[@]}"
+}
+
+# Anything but what the stamp vouches for is made anew: a half-installed package, or one MPI left
+# beside the other, is not worth finding out about.
+new_venv() {
+  local venv=$1 base
+  if [[ -e $venv || -L $venv ]] && [[ ! -e $venv/made-by-ci ]]; then
+    die "$venv was not made by ci/setup.sh: move it away first"
+  fi
+  # From within an activated environment, $PYTHON may be the very one that is removed here.
+  base=$("$PYTHON" -c 'import sys; print(sys._base_executable)')
+  rm -rf "$venv"
+  mkdir "$venv"
+  touch "$venv/made-by-ci"
+  "$base" -m venv "$venv"
+}
+
+# Print the requirements in these groups: extras, or "required" for those of the package itself.
+requirements() {
+  "$PYTHON" - "$ROOT/pyproject.toml" "$@" <<'PY'
+import sys, tomllib
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+groups = {"required": project["dependencies"], **project["optional-dependencies"]}
+for group in sys.argv[2:]:
+    print(*groups[group], sep="\n")
+PY
+}
+
+# Scripts carry the path of their interpreter, so an environment is good for one folder only.
+requirements_id() {
+  {
+    "$PYTHON" - "$ROOT/pyproject.toml" <<'PY'
+import json, sys, tomllib
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+print(sys.version, sys.base_prefix)
+print(json.dumps([project["dependencies"], project["optional-dependencies"]]))
+PY
+    echo "$ROOT"
+    cat "$CONSTRAINTS"
+  } | digest
+}
+
+install_ringcomm() {
+  local werror=$1 id venv
+  shift
+  id=$(sources_id)
+  build_wheel "$id" "$werror"
+  for venv in "$@"; do
+    [[ $(stamp "$venv" ringcomm) == "$(stamp "$BUILDER" wheel)" ]] && continue
+    clear_stamp "$venv" ringcomm
+    # --force-reinstall, for the version is the same
+    pip_in "$venv" install --no-index --no-deps --force-reinstall "$BUILDER"/wheel/*.whl
+    pip_in "$venv" check
+    write_stamp "$venv" ringcomm "$(stamp "$BUILDER" wheel)"
+  done
+}
+
+# Leave the wheel in $BUILDER/wheel. One that was built under -Werror serves those who do not ask.
+build_wheel() {
+  local id=$1 werror=$2
+  case $(stamp "$BUILDER" wheel) in
+    "$id werror=ON" | "$id werror=$werror") return ;;
+  esac
+  say "building ringcomm (details in ${BUILDER##*/}/pip.log)"
+  clear_stamp "$BUILDER" wheel
+  rm -rf "$BUILDER/wheel"
+  # A build folder of its own, not the one under build/ that editable installs use: CMake keeps the
+  # interpreter it found there.
+  pip_in "$BUILDER" wheel --no-index --no-deps --no-build-isolation --wheel-dir "$BUILDER/wheel" \
+    --config-settings build-dir="$BUILDER/build" \
+    --config-settings cmake.define.RINGCOMM_WERROR="$werror" "$ROOT"
+  write_stamp "$BUILDER" wheel "$id werror=$werror"
+}
+
+sources_id() {
+  (
+    cd "$ROOT"
+    find ringcomm csrc CMakeLists.txt pyproject.toml README.md LICENSE -type f \
+      ! -name '*.pyc' ! -name '*.so' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+  ) | digest
+}
+
+digest() { sha256sum | cut -d ' ' -f 1; }
+
+# Run pip with its output in VENV/pip.log; show large downloads as they start, and the end on failure.
+pip_in() {
+  local venv=$1
+  shift
+  "$venv/bin/python" -m pip "$@" 2>&1 | tee -a "$venv/pip.log" |
+    { grep --line-buffered -oE 'Downloading .*\([0-9.]+ [MG]B\)' || true; } && return
+  tail -n 40 "$venv/pip.log" >&2
+  die "pip $1 failed in ${venv##*/}"
+}
+
+stamp() { cat "$1/$2.stamp" 2>/dev/null || true; }
+
+clear_stamp() { rm -f "$1/$2.stamp"; }
+
+write_stamp() {
+  local file=$1/$2.stamp
+  printf '%s\n' "${@:3}" >"$file.new"
+  mv "$file.new" "$file"
+}
