@@ -172,7 +172,14 @@ DEEDS = {
     "os._exit": ("os._exit(0)", r"called os._exit(0) before ringcomm.shutdown() after step 17"),
     "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV after step 17"),
     "SIGABRT": ("os.abort()", "died of SIGABRT after step 17"),
-    "raise SystemExit": ("raise SystemExit(5)", "ended after step 17 - exit 5"),
+    "raise SystemExit": (
+        "page.set_state(State.LEAVING); raise SystemExit(5)",
+        "ended after step 17 - exit 5",
+    ),
+    "exit in C code": (
+        "import ctypes; ctypes.CDLL(None).exit(14)",
+        "was ended inside C code after step 17 - exit 14 (MPI does so",
+    ),
 }
 
 
