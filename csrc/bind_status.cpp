@@ -2,7 +2,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <unistd.h>
+
+#include <csignal>
 #include <cstdint>
+#include <cstdio>
+#include <stdexcept>
 #include <string>
 
 #include "status/page.hpp"
@@ -14,12 +19,40 @@ using namespace nb::literals;
 namespace ringcomm {
 namespace {
 
+// Valid text even from a page that was torn in mid-write.
+nb::object text(const std::string& utf8) {
+  return nb::steal(PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()),
+                                        "replace"));
+}
+
+// How this process ends, once Python is gone and before the exit handlers of libraries that were
+// loaded earlier: mpi4py's would finalize, and hang when a rank is missing.
+enum class LastAct { none, exit, kill };
+LastAct last_act = LastAct::none;
+int last_code = 0;
+pid_t last_pid = 0;
+
+void act_at_last() {
+  if (last_act == LastAct::none || last_pid != getpid()) return;
+  std::fflush(nullptr);
+  if (last_act == LastAct::kill) std::raise(SIGKILL);
+  _exit(last_code);
+}
+
+void end_with(LastAct act, int code) {
+  if (last_pid == 0 && Py_AtExit(act_at_last) != 0)
+    throw std::runtime_error("Python takes no more exit functions");
+  last_act = act;
+  last_code = code;
+  last_pid = getpid();
+}
+
 nb::dict snapshot(const MappedPage& page) {
   const OpView op = page.op();
   const EndView end = page.end();
   nb::dict d;
-  d["job"] = std::string(page->job);
-  d["host"] = std::string(page->host);
+  d["job"] = text(page->job);
+  d["host"] = text(page->host);
   d["pid"] = page->pid;
   d["rank"] = page->rank;
   d["size"] = page->size;
@@ -27,16 +60,16 @@ nb::dict snapshot(const MappedPage& page) {
   d["state"] = static_cast<int>(page->state.load());
   d["step"] = page->step.load();
   d["op_state"] = static_cast<int>(op.state);
-  d["op_name"] = op.name;
+  d["op_name"] = text(op.name);
   d["op_sequence"] = op.sequence;
   d["op_nbytes"] = op.nbytes;
   d["op_start_ns"] = op.start_ns;
   d["end_kind"] = static_cast<int>(end.kind);
   d["end_code"] = end.code;
   d["end_time_ns"] = end.time_ns;
-  d["end_what"] = end.what;
-  d["end_where"] = end.where;
-  d["end_trace"] = end.trace;
+  d["end_what"] = text(end.what);
+  d["end_where"] = text(end.where);
+  d["end_trace"] = text(end.trace);
   d["leaving_ns"] = page->leaving_ns.load();
   d["exit_code"] = page->exit_code.load();
   d["gone_ns"] = page->gone_ns.load();
@@ -80,6 +113,8 @@ void bind_status(nb::module_& m) {
   nb::class_<Watchdog>(m, "Watchdog")
       .def(nb::init<double, std::string>(), "seconds"_a, "message"_a)
       .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());
+  m.def("exit_at_last", [](int code) { end_with(LastAct::exit, code); }, "code"_a);
+  m.def("kill_at_last", [] { end_with(LastAct::kill, 0); });
   m.def("monotonic_ns", &now_ns);
 }
 

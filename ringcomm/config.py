@@ -27,7 +27,7 @@ class Settings:
 
     timeout_s: float = 600.0
     stall_warning_s: float = 30.0
-    grace_s: float = 2.0
+    grace_s: float = 3.0
     fusion_mib: float = 25.0
 
     @property
@@ -121,7 +121,26 @@ def parent_rank_pid(environ: Mapping[str, str] | None = None) -> int | None:
     pid, _, launch = environ.get(_RANK_PROCESS, "").partition(" ")
     if not pid.isdigit() or int(pid) == os.getpid() or launch != _launch(environ):
         return None
-    return int(pid)
+    return None if _launcher_since(int(pid)) else int(pid)
+
+
+# MPICH numbers the ranks of every job alike, so its variables do not tell a job from one inside it.
+_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
+
+
+def _launcher_since(ancestor: int) -> bool:
+    """Return True if a launcher stands between this process and that ancestor."""
+    pid = os.getppid()
+    while pid not in (0, 1, ancestor):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+        except OSError:
+            return False
+        if name.startswith(_LAUNCHERS) or name in [launcher[:15] for launcher in _LAUNCHERS]:
+            return True
+        pid = int(rest.split()[1])
+    return False
 
 
 # --- what MPI must be told before it starts ------------------------------------------------------

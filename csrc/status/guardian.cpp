@@ -18,6 +18,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <set>
 #include <stdexcept>
@@ -48,7 +49,13 @@ static_assert(sizeof(PidfdInfo) == 64);
 constexpr std::uint64_t kInfoExit = 1u << 3;
 constexpr unsigned long kGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
-int pidfd_open(int pid) { return static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); }
+// -1 if there is no such process; any other trouble is no reason to believe that it is dead.
+int pidfd_open(int pid) {
+  const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (pidfd < 0 && errno != ESRCH)
+    throw std::runtime_error(std::string("pidfd_open: ") + std::strerror(errno));
+  return pidfd;
+}
 
 void pidfd_kill(int pidfd, int signal) {
   syscall(SYS_pidfd_send_signal, pidfd, signal, nullptr, 0);
@@ -60,6 +67,7 @@ struct Watched {
   bool is_gone = false;
   int killed_by = 0;
   bool is_reported = false;
+  std::int64_t term_ns = 0;  // when it was asked to end
 
   void ask_kernel_how() {
     PidfdInfo info{};
@@ -154,7 +162,9 @@ class Guardian {
     if (first == kNobody) return;
     note_fault(now);
     RankFacts& failed = now[static_cast<std::size_t>(first)];
-    if (!failed.is_gone && !others_have_spoken(now)) return;
+    const bool may_be_all = failed.end.kind == Ending::interrupted ||
+                            failed.end.kind == Ending::terminated;
+    if ((may_be_all || !failed.is_gone) && !others_have_spoken(now)) return;
     if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);
@@ -197,13 +207,18 @@ class Guardian {
   // Under fault tolerance only a failed rank that lingers is ended: MPI reports no other death.
   void end_the_rest() {
     const std::int64_t now = now_ns();
-    if (term_ns_ == 0) term_ns_ = now;
-    const int signal = now < term_ns_ + kTermToKill ? SIGTERM : SIGKILL;
     for (Watched& w : ranks_) {
       if (w.is_gone) continue;
-      if (fault_tolerant_ && w.page.end().kind != Ending::exception) continue;
-      pidfd_kill(w.pidfd, signal);
-      pidfd_kill(w.pidfd, SIGCONT);  // a stopped process dies only when it runs
+      const EndView end = w.page.end();
+      if (fault_tolerant_ && (end.kind != Ending::exception || now < end.time_ns + grace_ns_))
+        continue;
+      if (w.term_ns == 0) {
+        w.term_ns = now;
+        pidfd_kill(w.pidfd, SIGTERM);
+        pidfd_kill(w.pidfd, SIGCONT);  // a stopped process dies only when it runs
+      } else if (now > w.term_ns + kTermToKill) {
+        pidfd_kill(w.pidfd, SIGKILL);
+      }
     }
   }
 
@@ -237,7 +252,7 @@ class Guardian {
   std::int64_t grace_ns_;
   bool fault_tolerant_;
   std::vector<OpView> ops_;
-  std::int64_t fault_ns_ = 0, news_ns_ = 0, term_ns_ = 0;
+  std::int64_t fault_ns_ = 0, news_ns_ = 0;
   bool is_reported_ = false;
   std::set<std::string> segments_;
 };
@@ -247,7 +262,8 @@ Watched watched(const char* argument) {
   unsigned long long nonce = 0;
   if (std::sscanf(argument, "%d:%d:%llu", &pid, &fd, &nonce) != 3)
     throw std::runtime_error(std::string("not PID:FD:NONCE: ") + argument);
-  return {MappedPage::open(pid, fd, nonce), pidfd_open(pid)};
+  const int pidfd = pidfd_open(pid);  // before the page, whose nonce then proves whose it is
+  return {MappedPage::open(pid, fd, nonce), pidfd};
 }
 
 int run(int argc, char** argv) {

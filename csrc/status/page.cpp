@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -16,16 +17,22 @@
 namespace ringcomm {
 namespace {
 
+bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xc0) == 0x80; }
+
+// Texts are UTF-8 and are cut between characters, never within one.
 template <std::size_t N>
 void store_text(char (&field)[N], const std::string& text) {
-  const std::size_t n = std::min(text.size(), N - 1);
+  std::size_t n = std::min(text.size(), N - 1);
+  while (n > 0 && n < text.size() && is_continuation(text[n])) --n;
   std::memcpy(field, text.data(), n);
   field[n] = '\0';
 }
 
 template <std::size_t N>
 void store_tail(char (&field)[N], const std::string& text) {
-  store_text(field, text.size() < N ? text : text.substr(text.size() - (N - 1)));
+  std::size_t start = text.size() < N ? 0 : text.size() - (N - 1);
+  while (start < text.size() && is_continuation(text[start])) ++start;
+  store_text(field, text.substr(start));
 }
 
 template <std::size_t N>
@@ -42,12 +49,9 @@ Page* map(int fd) {
   throw std::runtime_error("status page: " + what + ": " + std::strerror(errno));
 }
 
-// A claim can be taken when nobody holds one, or over a sys.exit that may have been caught since.
 bool claim(Page::End& end) {
   std::uint32_t free = 0;
-  if (end.claimed.compare_exchange_strong(free, 1)) return true;
-  Ending soft = Ending::sys_exit;
-  return end.kind.compare_exchange_strong(soft, Ending::none);
+  return end.claimed.compare_exchange_strong(free, 1);
 }
 
 // --- what the kernel tells this process about itself ------------------------------------------
@@ -70,9 +74,15 @@ void on_signal(int signal) {
   raise(signal);
 }
 
+// A thread may have failed although the main thread ends well: that is no good end of a rank.
 void on_exit_code(int code, void*) {
-  if (recorded_page != nullptr && recorded_page->pid == getpid())
-    recorded_page->exit_code.store(code);
+  if (recorded_page == nullptr || recorded_page->pid != getpid()) return;
+  const bool has_failed = recorded_page->end.kind.load() == Ending::exception;
+  recorded_page->exit_code.store(code == 0 && has_failed ? 1 : code);
+  if (code == 0 && has_failed) {
+    std::fflush(nullptr);
+    _exit(1);
+  }
 }
 
 }  // namespace
@@ -138,6 +148,7 @@ MappedPage::~MappedPage() {
 void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes) {
   Page::Op& op = page_->op;
   op.version.fetch_add(1, std::memory_order_acq_rel);
+  std::atomic_thread_fence(std::memory_order_release);
   store_text(op.name, name);
   op.sequence = sequence;
   op.nbytes = nbytes;

@@ -22,7 +22,7 @@ enum class OpState : std::uint32_t { idle = 0, running, failed };
 enum class Ending : std::uint32_t {
   none = 0,
   exception,    // uncaught, in any thread
-  sys_exit,     // sys.exit(n) with n != 0; can still be caught by the caller
+  sys_exit,     // sys.exit(n) with n != 0 that nobody caught
   os_exit,      // os._exit before shutdown()
   fatal_signal,  // SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT
   peer_failed,  // uncaught PeerFailedError
@@ -48,7 +48,7 @@ struct Page {
   } op;
 
   struct End {
-    std::atomic<std::uint32_t> claimed;  // first writer wins, except over sys_exit
+    std::atomic<std::uint32_t> claimed;  // the first writer wins
     std::atomic<Ending> kind;            // stored last
     std::int64_t time_ns;
     std::int32_t code;                   // exit code, signal number, or the rank that is blamed

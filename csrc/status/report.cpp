@@ -16,7 +16,8 @@ constexpr std::size_t kMaxWhereLines = 4;
 constexpr std::size_t kMaxWaiting = 3;
 
 bool is_primary(Ending kind) {
-  return kind == Ending::exception || kind == Ending::os_exit || kind == Ending::fatal_signal;
+  return kind == Ending::exception || kind == Ending::sys_exit || kind == Ending::os_exit ||
+         kind == Ending::fatal_signal;
 }
 
 bool left_in_order(const RankFacts& r) { return r.state == State::left && r.exit_code <= 0; }
@@ -24,12 +25,37 @@ bool left_in_order(const RankFacts& r) { return r.state == State::left && r.exit
 // When this rank failed of its own accord; kNever if it did not.
 std::int64_t failure_time(const RankFacts& r) {
   if (is_primary(r.end.kind)) return r.end.time_ns;
-  if (r.end.kind == Ending::sys_exit)  // it may have been caught, until it really leaves
-    return (r.is_gone || r.leaving_ns != 0) && r.exit_code != 0 ? r.end.time_ns : kNever;
   if (!r.is_gone || left_in_order(r)) return kNever;
   if (r.end.kind != Ending::none) return kNever;
   if (r.exit_code > 0) return r.leaving_ns != 0 ? r.leaving_ns : r.gone_ns;
-  return r.exit_code == 0 ? kNever : r.gone_ns;
+  return r.exit_code == 0 && r.leaving_ns != 0 ? kNever : r.gone_ns;
+}
+
+// When this rank was told to end by SIGTERM or Ctrl-C; kNever if it was not.
+std::int64_t interruption_time(const RankFacts& r) {
+  const bool was = r.end.kind == Ending::interrupted || r.end.kind == Ending::terminated;
+  return was ? r.end.time_ns : kNever;
+}
+
+struct Earliest {
+  int index = kNobody;
+  std::int64_t time_ns = kNever;
+  std::size_t count = 0;
+};
+
+template <class Time>
+Earliest earliest(const std::vector<RankFacts>& ranks, Time time) {
+  Earliest first;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const std::int64_t t = time(ranks[i]);
+    if (t == kNever) continue;
+    ++first.count;
+    if (t < first.time_ns) {
+      first.index = static_cast<int>(i);
+      first.time_ns = t;
+    }
+  }
+  return first;
 }
 
 int index_of(const std::vector<RankFacts>& ranks, int rank) {
@@ -86,6 +112,10 @@ std::string deed(const RankFacts& r) {
       return "called sys.exit" + after_step(r) + " - exit " + code;
     case Ending::os_exit:
       return "called os._exit(" + code + ") before ringcomm.shutdown()" + after_step(r);
+    case Ending::interrupted:
+      return "raised KeyboardInterrupt" + after_step(r);
+    case Ending::terminated:
+      return "was ended by SIGTERM" + after_step(r);
     case Ending::fatal_signal:
       return "died of " + name_of(r.end.code) + after_step(r);
     default:
@@ -99,6 +129,8 @@ std::string deed(const RankFacts& r) {
   if (r.exit_code > 0)
     return "was ended inside C code" + after_step(r) + exit +
            " (MPI does so when another host fails: see that host's report)";
+  if (r.exit_code == 0 && r.leaving_ns == 0)
+    return "ended in its middle" + after_step(r) + " - exit 0 (exit or _exit in C code)";
   if (r.leaving_ns != 0) return "left the job" + after_step(r) + " while others waited for it";
   return "ended without a word (SIGKILL, out of memory, or _exit in C code)" + after_step(r);
 }
@@ -153,26 +185,22 @@ std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
 
 }  // namespace
 
-bool has_failed(const RankFacts& rank) { return failure_time(rank) != kNever; }
-
 int culprit(const std::vector<RankFacts>& ranks) {
-  int first = kNobody;
-  std::int64_t earliest = kNever;
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    const std::int64_t t = failure_time(ranks[i]);
-    if (t < earliest) {
-      earliest = t;
-      first = static_cast<int>(i);
-    }
-  }
-  return first != kNobody ? first : blamed(ranks);
+  const Earliest failed = earliest(ranks, failure_time);
+  const Earliest stopped = earliest(ranks, interruption_time);
+  if (stopped.index == kNobody)
+    return failed.index != kNobody ? failed.index : blamed(ranks);
+  if (failed.time_ns < stopped.time_ns) return failed.index;
+  // A launcher stops all ranks at once; a person who stops one rank is followed by the launcher
+  // with another signal. And a death without a record is seen a moment after it happened.
+  if (stopped.count == 1 && ranks.size() > 1) return stopped.index;
+  const bool is_odd_one_out = failed.count == 1 && failed.index != kNobody &&
+                              ranks[static_cast<std::size_t>(failed.index)].end.kind == Ending::none;
+  return is_odd_one_out ? failed.index : kNobody;
 }
 
 bool was_interrupted(const std::vector<RankFacts>& ranks) {
-  if (culprit(ranks) != kNobody) return false;
-  return std::any_of(ranks.begin(), ranks.end(), [](const RankFacts& r) {
-    return r.end.kind == Ending::interrupted || r.end.kind == Ending::terminated;
-  });
+  return culprit(ranks) == kNobody && earliest(ranks, interruption_time).index != kNobody;
 }
 
 std::string report(const std::vector<RankFacts>& ranks, int culprit,

@@ -24,9 +24,6 @@ struct RankFacts {
 
 constexpr int kNobody = -1;
 
-// True if this rank failed of its own accord.
-bool has_failed(const RankFacts& rank);
-
 // Index into `ranks` of the one that failed first, or kNobody. Later failures follow from it:
 // a PeerFailedError and a SIGTERM are never the cause.
 int culprit(const std::vector<RankFacts>& ranks);

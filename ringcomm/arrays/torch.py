@@ -46,7 +46,9 @@ class TorchAdapter:
 
     def flat(self, x: torch.Tensor) -> Flat:
         """Return x's memory."""
-        return Flat(x.detach().view(-1).view(torch.uint8).numpy(), self.dtype(x))
+        # as_strided, for torch calls tensors of 0 or 1 elements contiguous whatever their strides.
+        line = x.detach().as_strided((x.numel(),), (1,))
+        return Flat(line.view(torch.uint8).numpy(), self.dtype(x))
 
     def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy source into target; autograd does not see it."""
@@ -55,7 +57,8 @@ class TorchAdapter:
 
     def require_writable(self, x: torch.Tensor) -> None:
         """Raise ValueError for a tensor whose elements overlap (expand())."""
-        if any(step == 0 and n > 1 for step, n in zip(x.stride(), x.shape, strict=True)):
+        strides = zip(x.stride(), x.shape, strict=True)
+        if x.numel() and any(step == 0 and n > 1 for step, n in strides):
             raise ValueError("cannot reduce in place: elements overlap in memory. Pass x.clone()")
 
     def written(self, x: torch.Tensor) -> None:

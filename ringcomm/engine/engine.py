@@ -86,7 +86,6 @@ class Engine:
         self.topology = topology or Topology(self.rank, self.size, 0, 1)
         self.settings = settings
         self.watch = Watch(transport)
-        self.on_start: Callable[[], None] = _nothing
         self._transport = transport
         self._page = page
         self._pid = os.getpid()
@@ -113,17 +112,22 @@ class Engine:
         self._require_own_process()
         with self._lock:
             self._require_usable()
-            self.on_start()
             self.watch.sequence += 1
             sequence = self.watch.sequence
-            ready, problem = _try(kind, name, plan)
-            label = ready.call.label(sequence)
-            self._begin(label, sequence, ready.nbytes)
+            label = kind
+            channels: list[Channel] = []
+            problem: Exception | None = None
             try:
-                agree(ready.call, self._channel(label, sequence, AGREE))
+                ready, problem = _try(kind, name, plan)
+                label = ready.call.label(sequence)
+                self._begin(label, sequence, ready.nbytes)
+                channels += [self._channel(label, sequence, tag) for tag in (AGREE, DATA)]
+                agree(ready.call, channels[0])
                 if problem is None:
-                    result = ready.run(self._channel(label, sequence, DATA))
+                    result = ready.run(channels[1])
             except BaseException as error:
+                for channel in channels:
+                    channel.abandon()
                 self._fail(label, error)
                 if problem is not None:
                     raise error from problem
@@ -147,7 +151,7 @@ class Engine:
         """Say that this rank takes part in nothing more; return when no other does.
 
         There is no deadline: a rank may evaluate for hours after the others are done. Whoever
-        needs this rank after all gets a PeerFailedError, and its death ends this wait.
+        needs this rank after all gets a PeerFailedError, and a death ends this wait.
 
         Returns:
             True if every rank left in order, so that MPI can be finalized.
@@ -158,12 +162,10 @@ class Engine:
         self._set_state(State.LEAVING)
         self.watch.announce_left(how)
         if self._broken is None:
-            while self.watch.peers.still_here:
+            while self.watch.peers.still_here and not self.watch.peers.dead:
                 self._transport.park(_FAREWELL_NAP_S)
                 self.watch.poll()
         is_clean = self._broken is None and not self.watch.peers.dead
-        if is_clean:
-            self._set_state(State.LEFT)
         self._transport.close(is_clean=is_clean)
         return is_clean
 
@@ -192,6 +194,7 @@ class Engine:
 
     def _begin(self, label: str, sequence: int, nbytes: int) -> None:
         if self._page is not None:
+            label = label.encode(errors="replace").decode()  # a lone surrogate has no UTF-8
             self._page.begin_op(label, sequence, nbytes)
 
     def _end(self, state: OpState) -> None:
@@ -221,18 +224,21 @@ class Engine:
             )
 
 
-def _nothing() -> None:
-    return
-
-
 def _try(
     kind: str, name: str | None, plan: Callable[[], Plan[R]]
 ) -> tuple[Plan[R], Exception | None]:
     try:
+        _require_name(name)
         return plan(), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        name = name if isinstance(name, str) else None
         call = Call(kind, name, error=f"{type(error).__name__}: {error}")
         return Plan(call, 0, _never_run), error
+
+
+def _require_name(name: object) -> None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, not {name!r}")
 
 
 def _never_run(_: Channel) -> Any:

@@ -227,7 +227,7 @@ def broadcast_object(obj: Any = None, root: int = 0, *, name: str | None = None)
             tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
             return data
 
-        return Plan(Call("broadcast_object", name, root=root), len(packed), run)
+        return Plan(Call("broadcast_object", name, root=int(root)), len(packed), run)
 
     data = engine().execute("broadcast_object", name, plan)
     return obj if engine().rank == root else pickle.loads(data)
@@ -250,11 +250,11 @@ def _broadcast_call(
     kind: str, name: str | None, x: Array, root: int, adapter: ArrayAdapter
 ) -> Call:
     _require_root(root)
-    return Call(kind, name, dtype=str(adapter.dtype(x)), shape=adapter.shape(x), root=root)
+    return Call(kind, name, dtype=str(adapter.dtype(x)), shape=adapter.shape(x), root=int(root))
 
 
 def _require_root(root: int) -> None:
-    if isinstance(root, bool) or not isinstance(root, int):
+    if isinstance(root, bool) or not hasattr(root, "__index__"):
         raise TypeError(f"root must be a rank, an int, not {root!r}")
     if not 0 <= root < engine().size:
         raise ValueError(f"root is {root}; ranks are 0 to {engine().size - 1}")

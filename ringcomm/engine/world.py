@@ -6,16 +6,14 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ringcomm import config
+from ringcomm import _core, config
 from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
-from ringcomm.errors import NotInitializedError
+from ringcomm.errors import NotInitializedError, RingcommError
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
 
@@ -66,23 +64,37 @@ def init(comm: MPI.Comm | None = None) -> None:
     if _world is not None:
         return
     settings = config.settings()
-    from ringcomm.transport.mpi import MpiTransport, refuse_silent_singleton
+    from ringcomm.transport.mpi import (
+        MpiTransport,
+        refuse_late_settings,
+        refuse_silent_singleton,
+        start_deadline,
+    )
 
-    _mpi = _mpi or _start_mpi(settings)
-    refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
-    was_broken = _is_mpi_broken
-    _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all have come through
-    transport = MpiTransport(_mpi.mpi, comm)
+    if _is_mpi_broken:
+        raise RingcommError(
+            "ringcomm.init: a rank of this job has failed, so MPI cannot bring its ranks together "
+            "again. End this job"
+        )
+    with start_deadline(settings.timeout_or_inf):
+        _mpi = _mpi or _start_mpi()
+        refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
+        refuse_late_settings(_mpi, is_fault_tolerant=config.is_fault_tolerant())
+        _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all have come through
+        transport = MpiTransport(_mpi.mpi, comm)
     engine = Engine(
         transport, settings, _topology(transport.places, transport.rank), transport.page
     )
     words = LastWords(transport.page, on_failure=_tell_the_others)
     guardian = _start_guardian(transport, settings)
-    engine.on_start = words.take_back
     _world = _World(engine, transport, words, guardian)
     config.mark_children_of_this_rank()
-    engine.meet(__version__)
-    _is_mpi_broken = was_broken
+    try:
+        engine.meet(__version__)
+    except BaseException:
+        _world = None
+        raise
+    _is_mpi_broken = False
     transport.page.set_state(State.RUNNING)
     _say_what_came_too_late(_mpi, engine)
 
@@ -101,13 +113,15 @@ def shutdown() -> None:
     is_clean = world.engine.leave("called shutdown()")
     _is_mpi_broken = _is_mpi_broken or not is_clean
     world.words.disarm()
-    if world.guardian is not None and is_clean:
-        world.guardian.wait()
+    if is_clean:
+        world.transport.page.set_state(State.LEFT)
+    if world.guardian is not None:
+        world.guardian.wait() if is_clean else world.guardian.disown()
 
 
 def is_initialized() -> bool:
-    """Return True between init() and shutdown(), in the rank itself."""
-    return _current() is not None
+    """Return True between init() and shutdown(), in the rank itself; False in its children."""
+    return _current() is not None and config.parent_rank_pid() is None
 
 
 def engine() -> Engine:
@@ -169,10 +183,10 @@ def _current() -> Engine | None:
     return None if _world is None else _world.engine
 
 
-def _start_mpi(settings: config.Settings) -> Started:
+def _start_mpi() -> Started:
     from ringcomm.transport.mpi import start_mpi
 
-    started = start_mpi(timeout_s=settings.timeout_or_inf)
+    started = start_mpi()
     atexit.register(_at_exit)  # it is the one that calls MPI_Finalize, or sees that nobody does
     return started
 
@@ -241,50 +255,38 @@ def _tell_the_others(failure: Failure) -> None:
 
 def _at_exit() -> None:
     """End in order if this rank did its part and all others do theirs; never hang in Finalize."""
-    global _is_mpi_broken  # noqa: PLW0603
     if config.parent_rank_pid() is not None or _mpi is None:
         return
-    failure = None
-    if _world is not None:
-        failure = _world.words.failure
-        if failure is None:
-            is_clean = _world.engine.leave("left the job: its program ended")
-        else:
-            _tell_the_others(failure)
-            _world.transport.page.set_state(State.LEAVING)
-            _world.words.wait_for_report()
-            is_clean = False
-        _is_mpi_broken = _is_mpi_broken or not is_clean
-        if _world.guardian is not None:
-            _world.guardian.disown()
+    failure = None if _world is None else _leave_job(_world)
     if not _is_mpi_broken:
         if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
             _mpi.mpi.Finalize()
+        if _world is not None:
+            _world.transport.page.set_state(State.LEFT)
     elif failure is not None and failure.blames is None and _is_fault_tolerant():
-        _die_so_that_mpi_notices()
+        _core.kill_at_last()  # ULFM reports a death by signal to everybody, and no other (measured)
     elif not _mpi.is_ours_to_finalize:
-        _end_without_finalize(failure)
+        # mpi4py was imported first and would finalize after this, which hangs: a rank is missing.
+        _core.exit_at_last(0 if failure is None else failure.exit_code)
+
+
+def _leave_job(world: _World) -> Failure | None:
+    """Leave in order, or say how this rank failed; return its failure."""
+    global _is_mpi_broken  # noqa: PLW0603
+    world.words.notice_unseen_exception()
+    failure = world.words.failure
+    if failure is None:
+        is_clean = world.engine.leave("left the job: its program ended")
+    else:
+        _tell_the_others(failure)
+        world.transport.page.set_state(State.LEAVING)
+        world.words.wait_for_report()
+        is_clean = world.engine.size == 1
+    _is_mpi_broken = _is_mpi_broken or not is_clean
+    if world.guardian is not None:
+        world.guardian.disown()
+    return failure
 
 
 def _is_fault_tolerant() -> bool:
     return _world is not None and _world.transport.is_fault_tolerant
-
-
-def _die_so_that_mpi_notices() -> None:
-    """Under ULFM a death by signal is the only end that MPI reports to everybody (measured)."""
-    _run_other_exit_handlers()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _end_without_finalize(failure: Failure | None) -> None:
-    """mpi4py was imported first and would now finalize, which hangs when a rank is missing."""
-    _run_other_exit_handlers()
-    os._exit(1 if failure is not None else 0)
-
-
-def _run_other_exit_handlers() -> None:
-    atexit.unregister(_at_exit)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()

@@ -31,17 +31,19 @@ class Failure:
     Attributes:
         reason: in words, for the others ("raised ValueError: boom").
         blames: the rank whose failure this one followed; None if it failed by itself.
+        exit_code: of this process.
     """
 
     reason: str
     blames: int | None = None
+    exit_code: int = 1
 
 
 class LastWords:
     """Records this rank's failure on its page and tells `on_failure`, once.
 
     Attributes:
-        failure: what was recorded; None while all is well. sys.exit(n) counts until take_back().
+        failure: what was recorded; None while all is well.
     """
 
     def __init__(self, page: StatusPage, on_failure: Callable[[Failure], None]) -> None:
@@ -49,8 +51,8 @@ class LastWords:
         self._page = page
         self._on_failure = on_failure
         self._pid = os.getpid()
+        self._earlier_error = getattr(sys, "last_value", None)
         self._is_armed = True
-        self._is_soft = False
         self._excepthook = sys.excepthook
         self._thread_hook = threading.excepthook
         self._sys_exit = sys.exit
@@ -62,9 +64,17 @@ class LastWords:
         page.record_this_process()
 
     def disarm(self) -> None:
-        """After shutdown(): an end without a word is in order now; a failure is still recorded."""
+        """After shutdown(): every way out is in order now. Hooks set over these stay."""
         self._is_armed = False
         self._on_failure = _say_nothing
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+        if threading.excepthook == self._on_thread_exception:
+            threading.excepthook = self._thread_hook
+        if sys.exit == self._on_sys_exit:
+            sys.exit = self._sys_exit
+        if os._exit == self._on_os_exit:
+            os._exit = self._os_exit
 
     def wait_for_report(self) -> None:
         """Return when the guardian has said who failed, after a second at the latest.
@@ -73,10 +83,16 @@ class LastWords:
         """
         self._page.wait_for_report(_REPORT_S)
 
-    def take_back(self) -> None:
-        """The program goes on, so the sys.exit(n) that was recorded has been caught."""
-        if self._is_soft:
-            self.failure, self._is_soft = None, False
+    def notice_unseen_exception(self) -> None:
+        """Record the exception that ended the program if a later excepthook kept it from ours.
+
+        The interpreter leaves it in sys.last_value before it calls any hook.
+        """
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None or error is self._earlier_error or self.failure is not None:
+            return
+        if _ended_the_program(error):
+            self._record_exception(error)
 
     def _is_rank(self) -> bool:
         return os.getpid() == self._pid
@@ -99,8 +115,8 @@ class LastWords:
             self._record_exception(args.exc_value)
 
     def _record_exception(self, error: BaseException) -> None:
-        lines = _last_frames(error) + traceback.format_exception_only(error)[-1].splitlines()[:1]
-        words = (type(error).__name__, "\n".join(lines), _whole(error))
+        lines = [*_last_frames(error), _headline(error)]
+        words = tuple(map(_clean, (type(error).__name__, "\n".join(lines), _whole(error))))
         if isinstance(error, PeerFailedError):
             self._page.record_end(Ending.PEER_FAILED, error.rank, *words)
             self._tell(Failure(error.reason, error.rank))
@@ -110,14 +126,14 @@ class LastWords:
         self._tell(Failure(f"raised {lines[-1]}"))
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
-        code = status if isinstance(status, int) else int(status is not None)
         is_main = threading.current_thread() is threading.main_thread()
-        if code != 0 and is_main and self._is_rank() and self.failure is None:
-            where = _line_of(sys._getframe(1))
-            self._page.record_end(Ending.SYS_EXIT, code, "SystemExit", where, "")
-            # It may be caught: the others hear of it when this process really ends.
-            self.failure, self._is_soft = Failure(f"called sys.exit({code})"), True
-        self._sys_exit(status)
+        if status in (None, 0) or not is_main or not self._is_rank():
+            self._sys_exit(status)
+        raise _Exit(status, _line_of(sys._getframe(1)), self._on_real_exit)
+
+    def _on_real_exit(self, code: int, where: str) -> None:
+        self._page.record_end(Ending.SYS_EXIT, code, "SystemExit", where, "")
+        self._tell(Failure(f"called sys.exit({code})", exit_code=code))
 
     def _on_os_exit(self, status: int) -> NoReturn:
         if self._is_rank() and self._is_armed:
@@ -130,13 +146,68 @@ class LastWords:
         self._os_exit(status)
 
     def _tell(self, failure: Failure) -> None:
-        if self.failure is None or self._is_soft:
-            self.failure, self._is_soft = failure, False
+        if self.failure is None:
+            self.failure = failure
             self._on_failure(failure)
+
+
+class _Exit(SystemExit):
+    """What sys.exit(n) raises: it knows whether it was caught, or really ends the process.
+
+    When nobody has caught it, the interpreter reads its code, and no Python code is running then.
+    """
+
+    def __init__(self, status: Any, where: str, on_real_exit: Callable[[int, str], None]) -> None:
+        super().__init__(status)
+        self._status = status
+        self._where = where
+        self._on_real_exit = on_real_exit
+
+    @property
+    def code(self) -> Any:  # type: ignore[override]
+        """What was given to sys.exit()."""
+        if _is_called_by_interpreter():
+            code = self._status if isinstance(self._status, int) else 1
+            self._on_real_exit(code, self._where)
+        return self._status
+
+
+def _is_called_by_interpreter() -> bool:
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return True
+    return False
+
+
+def _ended_the_program(error: BaseException) -> bool:
+    """Return True if it came out of the main program, not out of a callback that C code printed."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    outermost = trace.tb_frame
+    return outermost.f_globals.get("__name__") == "__main__" or "runpy" in (
+        outermost.f_code.co_filename
+    )
 
 
 def _say_nothing(_: Failure) -> None:
     return
+
+
+def _headline(error: BaseException) -> str:
+    """Return "ValueError: boom", one line, whatever the error's own __str__ does."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - it is being reported for another reason already
+        text = "<its text cannot be shown>"
+    first = (text.splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _clean(text: str) -> str:
+    """Return text that can be encoded: a lone surrogate must not lose the record."""
+    return text.encode(errors="replace").decode()
 
 
 def _whole(error: BaseException) -> str:
@@ -148,13 +219,13 @@ def _line_of(frame: Any) -> str:
 
 
 def _last_frames(error: BaseException) -> list[str]:
-    """Return where the user's own code was, innermost last, without frames of this library."""
-    frames = [
-        f'File "{f.filename}", line {f.lineno}, in {f.name}'
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith(_OWN_FILES)
+    """Return where the user's own code was, innermost last; libraries only if there is no other."""
+    trace = traceback.extract_tb(error.__traceback__)
+    others = [f for f in trace if not f.filename.startswith((_OWN_FILES, threading.__file__))]
+    own = [f for f in others if "site-packages" not in f.filename]
+    return [
+        f'File "{f.filename}", line {f.lineno}, in {f.name}' for f in (own or others)[-_FRAMES:]
     ]
-    return frames[-_FRAMES:]
 
 
 def _place(error: BaseException) -> str:

@@ -55,7 +55,7 @@ def DistributedOptimizer(
     wrapped = object.__new__(kind)
     earlier_step = optimizer.__dict__.pop("step", None)
     wrapped.__dict__ = optimizer.__dict__
-    wrapped._reducer = GradientReducer(named, op)
+    wrapped._reducer = GradientReducer(wrapped, named, op)
     wrapped._reduction = op
     wrapped._n_steps = 0
     if hasattr(earlier_step, "_wrapped_by_lr_sched"):
@@ -101,13 +101,17 @@ class _Distributed(Optimizer):
             for i, p in enumerate(group["params"])
             if p.requires_grad
         ]
-        self._reducer = GradientReducer(named, self._reduction)
+        self._reducer = GradientReducer(self, named, self._reduction)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "a DistributedOptimizer cannot be pickled or copied: save optimizer.state_dict(), and "
             "load it into a new one"
         )
+
+
+# torch wraps the step() of a class to run its step hooks, and the base class's is wrapped already.
+_Distributed.step.hooked = True  # type: ignore[attr-defined]
 
 
 def _named(

@@ -28,6 +28,7 @@ class GradientReducer:
     """Owns the hooks and buckets of one optimizer's parameters.
 
     Args:
+        optimizer: the one that holds them.
         named_parameters: (name, parameter), alike on every rank and in the same order.
         op: rc.AVERAGE or rc.SUM.
 
@@ -36,7 +37,13 @@ class GradientReducer:
         parameters: in order of registration.
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], op: Op) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        op: Op,
+    ) -> None:
+        self._optimizer = optimizer
         self._op = op
         self.names = [name for name, _ in named_parameters]
         self.parameters = [p for _, p in named_parameters]
@@ -45,9 +52,11 @@ class GradientReducer:
             _require_reducible(name, parameter)
         self._buckets = make_buckets(self.parameters, engine().settings.fusion_mib * MIB)
         self._bucket_names = list(names_of(self._buckets, self.names))
-        self._fired: set[int] = set()
-        self._backward: int | None = None  # the autograd run that the reduction is queued in
+        # Which gradients are complete, per autograd run: reentrant checkpointing nests runs, and a
+        # run that raised leaves its entry until the next step.
+        self._fired: dict[int, set[int]] = {}
         self._is_reduced = False
+        self._is_spoiled = False
         self._final: dict[int, weakref.ref[torch.Tensor]] = {}
         self._handles: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
@@ -62,23 +71,30 @@ class GradientReducer:
     def begin_step(self) -> None:
         """Gradients start anew: after step() and zero_grad()."""
         self._is_reduced = False
+        self._is_spoiled = False
+        self._fired.clear()
         self._final.clear()
 
     def flush(self) -> None:
         """Take part in the reduction even if no backward() ran here since the last step."""
+        if self._is_spoiled:
+            raise RingcommError(
+                "DistributedOptimizer: step() after a backward() whose gradients could not be "
+                "reduced: call optimizer.zero_grad() and repeat the backward()"
+            )
         if not self._is_reduced:
-            self._reduce()
+            self._reduce(set())
+        self._refuse_unknown_gradients()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, torch.nn.Parameter)
         index = self._index[parameter]
         self._refuse_second_backward(index)
         run = torch._C._current_graph_task_id()
-        if run != self._backward:  # a run that raised has left its marks behind
-            self._backward = run
-            self._fired.clear()
-            Variable._execution_engine.queue_callback(self._reduce)
-        self._fired.add(index)
+        if run not in self._fired:
+            self._fired[run] = set()
+            Variable._execution_engine.queue_callback(lambda: self._reduce(self._fired.pop(run)))
+        self._fired[run].add(index)
 
     def _refuse_second_backward(self, index: int) -> None:
         reduced = self._final.get(index)
@@ -90,30 +106,40 @@ class GradientReducer:
             "losses up first, or call optimizer.step() or optimizer.zero_grad() in between"
         )
 
-    def _reduce(self) -> None:
-        self._backward = None
-        is_present = self._agree_on_presence()
+    def _refuse_unknown_gradients(self) -> None:
+        """Refuse a parameter that was unfrozen after the wrapping: nobody reduces its gradient."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._index:
+                    raise RingcommError(
+                        "DistributedOptimizer: a parameter of shape "
+                        f"{tuple(parameter.shape)} has a gradient but had requires_grad=False when "
+                        "the optimizer was wrapped, so it is not reduced: unfreeze it before"
+                    )
+
+    def _reduce(self, fired: set[int]) -> None:
+        self._is_spoiled = True  # until all has gone well
+        is_present = self._agree_on_presence(fired)
         for bucket, name in zip(self._buckets, self._bucket_names, strict=True):
             if any(is_present[member.index] for member in bucket.members):
                 bucket.fill(is_present)
                 ops.allreduce_(bucket.buffer, self._op, name=f"gradients of {name}")
                 bucket.empty(is_present)
         self._is_reduced = True
-        self._fired.clear()
+        self._is_spoiled = False
         for index, parameter in enumerate(self.parameters):
             if is_present[index] and parameter.grad is not None:
                 self._final[index] = weakref.ref(parameter.grad)
 
-    def _agree_on_presence(self) -> list[bool]:
+    def _agree_on_presence(self, fired: set[int]) -> list[bool]:
         """Return which parameters have a fresh gradient, on every rank alike."""
         present = torch.zeros(len(self.parameters), dtype=torch.int32)
-        present[list(self._fired)] = 1
-        for index in self._fired:
+        present[list(fired)] = 1
+        for index in fired:
             _require_dense(self.names[index], self.parameters[index])
         counts = ops.allreduce(present, name="which gradients are present")
         partial = [i for i, n in enumerate(counts.tolist()) if 0 < n < engine().size]
         if partial:
-            self._fired.clear()
             raise MismatchError(self._explain_partial(partial, counts))
         return [bool(n) for n in counts.tolist()]
 

@@ -55,18 +55,19 @@ class Channel:
         self.operation = operation
         self._watch = watch
         self._tag = tag
+        self._posted: set[Request] = set()
 
     def isend(self, data: Bytes, dest: int) -> Request:
         """Start to send `data`, which must not change until wait() has returned."""
         try:
-            return self.transport.isend(data, dest, self._tag)
+            return self._remember(self.transport.isend(data, dest, self._tag))
         except WireFault as fault:
             self._explain(fault)
 
     def irecv(self, out: Bytes, source: int) -> Request:
         """Start to receive exactly out.nbytes bytes."""
         try:
-            return self.transport.irecv(out, source, self._tag)
+            return self._remember(self.transport.irecv(out, source, self._tag))
         except WireFault as fault:
             self._explain(fault)
 
@@ -81,14 +82,20 @@ class Channel:
             PeerFailedError: a rank of this operation died, failed or left.
             CommTimeoutError: the deadline passed.
         """
-        pending = list(requests)
         try:
-            self._wait(pending)
+            self._wait(list(requests))
         except WireFault as fault:
             self._explain(fault)
-        finally:
-            if pending:
-                self.transport.abandon(pending)
+        self._posted.difference_update(requests)
+
+    def abandon(self) -> None:
+        """Give up on whatever is under way, after any error: its buffers must stay alive."""
+        self.transport.abandon(list(self._posted))
+        self._posted.clear()
+
+    def _remember(self, request: Request) -> Request:
+        self._posted.add(request)
+        return request
 
     def _wait(self, pending: list[Request]) -> None:
         start = time.monotonic()

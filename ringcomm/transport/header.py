@@ -45,18 +45,15 @@ class Header:
 
     def pack(self, text: str = "") -> bytes:
         """Return the wire form, followed by text."""
-        return (
-            _FORMAT.pack(
-                self.kind,
-                self.flag,
-                self.ring_epoch,
-                self.incarnation,
-                self.about,
-                self.sequence,
-                self.fingerprint,
-            )
-            + text.encode()
-        )
+        return _FORMAT.pack(
+            self.kind,
+            self.flag,
+            self.ring_epoch,
+            self.incarnation,
+            self.about,
+            self.sequence,
+            self.fingerprint,
+        ) + text.encode(errors="replace")
 
     @classmethod
     def unpack(cls, message: bytes) -> tuple[Header, str]:

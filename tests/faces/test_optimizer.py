@@ -327,6 +327,109 @@ def test_a_backward_that_raises_does_not_spoil_the_next():
     assert torch.equal(one, two)
 
 
+def test_reentrant_checkpointing_reduces_every_gradient_once():
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(5, 5).double() for _ in range(3))
+
+        def forward(self, x):
+            return self.c(checkpoint(self.b, self.a(x), use_reentrant=True))
+
+    first = Net()
+    replicas = [copy.deepcopy(first) for _ in range(2)]
+    x, _ = data(1, 2)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        model(x[0].chunk(2)[rank]).pow(2).mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    one, two = run_ranks(2, body)
+    first(x[0]).pow(2).mean().backward()
+    for a, b, p in zip(one, two, first.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.allclose(a, p.grad, rtol=1e-10)
+
+
+def test_step_after_a_failed_reduction_is_refused_until_zero_grad():
+    replicas = models(2)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        loss = (model if rank else model[:2])(torch.ones(1, 5, dtype=torch.float64)).sum()
+        with pytest.raises(rc.MismatchError):
+            loss.backward()
+        with pytest.raises(rc.RingcommError, match="zero_grad"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_unfrozen_after_wrapping_is_refused():
+    replicas = models(2)
+
+    def body(rank):
+        model = replicas[rank]
+        model[0].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        model[0].weight.requires_grad_(True)
+        model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+        with pytest.raises(rc.RingcommError, match=r"shape \(16, 5\) .*requires_grad=False"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_step_hooks_run_once():
+    (model,) = models(1)
+
+    def body(rank):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        train(model, optimizer, zip(*data(1, 1), strict=True))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(model, optimizer, zip(*data(1, 1), strict=True))
+        return len(calls)
+
+    assert run_ranks(1, body) == [2]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_float32_stays_within_ten_times_the_spread_of_reordered_sums(name):
+    """Two right answers in float32 differ by rounding: by how much, permuted batches tell."""
+    make, _ = OPTIMIZERS[name]
+    x, y = data(100, 2, torch.float32)
+    *alone, one, two = models(5, dtype=torch.float32)
+    orders = [
+        torch.randperm(2 * BATCH, generator=torch.Generator().manual_seed(s)) for s in range(3)
+    ]
+    runs = [
+        train(model, make(model.parameters()), zip(x[:, order], y[:, order], strict=True))
+        for model, order in zip(alone, orders, strict=True)
+    ]
+
+    def body(rank):
+        model = (one, two)[rank]
+        optimizer = make(model.parameters())
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        return train(model, optimizer, share(x, y, rank, 2))
+
+    result, _ = run_ranks(2, body)
+    for index, got in enumerate(result):
+        spread = max(float((a[index] - b[index]).abs().max()) for a in runs for b in runs)
+        assert float((got - runs[0][index]).abs().max()) <= 10 * spread
+
+
 def test_closures_work():
     x, y = data(8, 2)
     alone, *replicas = models(3)

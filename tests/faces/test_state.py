@@ -113,6 +113,19 @@ def test_strided_conjugated_and_differentiable_tensors():
     run_ranks(2, body)
 
 
+def test_tensors_of_no_or_one_element_work_whatever_their_strides():
+    import numpy as np
+
+    def body(rank):
+        one = torch.arange(10.0)[::3][:1] + 1
+        assert rc.allgather(torch.arange(10.0)[::3][:1]).tolist() == [0.0, 0.0]
+        assert rc.allreduce_(one).tolist() == [2.0]
+        assert rc.allreduce_(torch.from_numpy(np.empty(0))).numel() == 0
+        assert rc.allgather(torch.from_numpy(np.empty((0, 3)))).shape == (0, 3)
+
+    run_ranks(2, body)
+
+
 def test_autograd_learns_of_a_value_that_was_changed_in_place():
     def body(rank):
         w = torch.ones(3, requires_grad=True)

@@ -98,7 +98,7 @@ def test_an_exception_before_init_ends_the_job(tmp_path):
     assert job.seconds < 10
     assert "ValueError: no data" in job.output
     if IS_MPICH:  # Open MPI's mpirun ends the job itself
-        assert "MPI did not start within 2 s: a rank ended before" in job.output
+        assert "not all ranks came within 2 s: a rank ended before" in job.output
 
 
 def test_a_caught_peer_failure_lets_the_survivor_save_its_work(tmp_path):
@@ -304,6 +304,78 @@ def test_mpi_imported_first_ends_in_order(tmp_path):
     assert rc.allreduce(X)[0] == MPI.COMM_WORLD.size
     """
     job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
+def test_a_caught_sys_exit_is_no_failure(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        try:
+            sys.exit(3)
+        except SystemExit:
+            pass
+    rc.barrier()
+    time.sleep(3 if rc.rank() == 0 else 0)  # longer than the grace of a failed job
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert (job.code, job.output) == (0, "")
+
+
+def test_an_excepthook_that_replaces_ours_hides_nothing(tmp_path):
+    body = """
+    rc.init()
+    sys.excepthook = lambda kind, error, trace: print("my own hook:", error, file=sys.stderr)
+    if rc.rank() == 1:
+        raise ValueError("boom")
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert "my own hook: boom" in job.output
+    assert re.search(r"x rank 1 .* raised ValueError - exit 1", report_of(job.output))
+
+
+def test_a_rank_may_start_a_job_of_its_own(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 0 and "inner" not in sys.argv:
+        mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
+        more = [] if rc_is_mpich else ["--oversubscribe"]
+        inner = [mpirun, *more, "-np", "2", sys.executable, __file__, "inner"]
+        done = subprocess.run(inner, capture_output=True, text=True, timeout=40)
+        assert done.stdout.count("inner sum 2.0") == 2, done
+    if "inner" in sys.argv:
+        print("inner sum", rc.allreduce(X)[0], flush=True)
+    rc.barrier()
+    """
+    text = script(body).replace("rc_is_mpich", str(IS_MPICH))
+    job = run_script(2, text, cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
+def test_a_rank_that_never_calls_init_is_noticed_in_time(tmp_path):
+    body = """
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 1:
+        time.sleep(30)
+    rc.init()
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})
+    assert job.code != 0
+    assert job.seconds < 10
+    assert "not all ranks came within 1 s" in job.output
+
+
+def test_init_and_shutdown_leak_no_descriptor(tmp_path):
+    body = """
+    rc.init(); rc.shutdown()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        rc.init(); rc.barrier(); rc.shutdown()
+    assert len(os.listdir("/proc/self/fd")) <= before, (before, os.listdir("/proc/self/fd"))
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
     assert job.code == 0, job.output
 
 

@@ -8,7 +8,7 @@ from harness import run_job
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_suite_passes_on_every_rank(size, tmp_path):
     suite = ROOT / "tests" / "mpi" / "spmd_suite.py"
     options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-xq"]

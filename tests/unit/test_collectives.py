@@ -214,6 +214,58 @@ def test_reduce_scatter_gives_the_first_ranks_one_row_more(size, rows, dtype):
     assert np.array_equal(np.concatenate(pieces), expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int64])
+def test_reduce_scatter_averages(dtype):
+    pieces = run_ranks(3, lambda r: rc.reduce_scatter(whole_numbers(r, 8, dtype), rc.AVERAGE))
+    quotient = total(3, 8, np.float32) / np.float32(3)
+    expected = np.trunc(quotient) if dtype == np.int64 else total(3, 8, dtype) / dtype(3)
+    expected = quotient if dtype == np.float16 else expected
+    assert np.array_equal(np.concatenate(pieces), expected.astype(dtype))
+
+
+def test_strided_arrays_work_everywhere():
+    def body(rank):
+        whole = np.arange(24.0).reshape(6, 4) + 100 * rank
+        scattered = rc.reduce_scatter(whole[::2, ::2])
+        gathered = rc.allgather(whole[::3, 1])
+        target = np.zeros((6, 4)) + rank
+        rc.broadcast_(target[:, ::2], 1)
+        return scattered, gathered, target
+
+    results = run_ranks(2, body)
+    both = [np.arange(24.0).reshape(6, 4) + 100 * r for r in range(2)]
+    total_rows = (both[0] + both[1])[::2, ::2]
+    assert np.array_equal(np.concatenate([r[0] for r in results]), total_rows)
+    for rank, (_, gathered, target) in enumerate(results):
+        assert np.array_equal(gathered, np.concatenate([b[::3, 1] for b in both]))
+        assert (target[:, ::2] == 1).all()
+        assert (target[:, 1::2] == rank).all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 0, 5)])
+def test_empty_arrays_work_in_place_too(shape):
+    def body(rank):
+        x = np.ones(shape)
+        assert rc.allreduce_(x) is x
+        assert rc.broadcast_(x, 1) is x
+
+    run_ranks(2, body)
+
+
+def test_root_may_be_any_integer():
+    assert run_ranks(2, lambda r: int(rc.broadcast(np.array(r), np.int64(1)))) == [1, 1]
+
+
+@pytest.mark.parametrize("name", [5, b"w", ["w"]])
+def test_a_name_that_is_no_text_is_the_same_error_everywhere(name):
+    def body(rank):
+        with pytest.raises(rc.MismatchError, match="rank 1 could not take part: TypeError: name"):
+            rc.allreduce(np.ones(1), name=name if rank == 1 else "w")
+        return float(rc.allreduce(np.ones(1), name="\udcff")[0])
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
 def test_reduce_scatter_then_allgather_is_allreduce():
     data = np.random.default_rng(1).standard_normal((5, 11, 3))
 

@@ -11,7 +11,7 @@ from ringcomm.errors import ConfigError
 
 def test_defaults():
     settings = config.settings({"PATH": "/bin"})
-    assert (settings.timeout_s, settings.stall_warning_s, settings.grace_s) == (600, 30, 2)
+    assert (settings.timeout_s, settings.stall_warning_s, settings.grace_s) == (600, 30, 3)
 
 
 def test_values_are_read():
