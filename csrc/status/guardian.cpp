@@ -116,7 +116,6 @@ class Guardian {
     }
     wait_until_reaped();
     report_faults();
-    if (!is_reported_ && was_interrupted(facts())) say(interruption(facts()));
     remove_segments();
   }
 
@@ -159,20 +158,27 @@ class Guardian {
     for (std::size_t i = 0; i < now.size(); ++i)
       if (is_reported_ && ranks_[i].is_reported) now[i] = RankFacts{};
     const int first = culprit(now);
-    if (first == kNobody) return;
+    if (first == kNobody && (is_reported_ || !was_interrupted(now))) return;
     note_fault(now);
+    if (first == kNobody) {
+      if (others_have_spoken(now)) tell(interruption(now));
+      return;
+    }
     RankFacts& failed = now[static_cast<std::size_t>(first)];
-    const bool may_be_all = failed.end.kind == Ending::interrupted ||
-                            failed.end.kind == Ending::terminated;
+    const bool may_be_all = failed.end.kind == Ending::terminated;
     if ((may_be_all || !failed.is_gone) && !others_have_spoken(now)) return;
     if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);
-    say(report(now, first, ops_, time));
-    for (Watched& w : ranks_) w.page->is_reported.store(1);
     ranks_[static_cast<std::size_t>(first)].is_reported = true;
-    is_reported_ = true;
+    tell(report(now, first, ops_, time));
     ops_.clear();
+  }
+
+  void tell(const std::string& text) {
+    say(text);
+    for (Watched& w : ranks_) w.page->is_reported.store(1);
+    is_reported_ = true;
   }
 
   // At the first sign of a fault, keep what every rank was doing: soon they will have raised.

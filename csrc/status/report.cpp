@@ -112,8 +112,6 @@ std::string deed(const RankFacts& r) {
       return "called sys.exit" + after_step(r) + " - exit " + code;
     case Ending::os_exit:
       return "called os._exit(" + code + ") before ringcomm.shutdown()" + after_step(r);
-    case Ending::interrupted:
-      return "raised KeyboardInterrupt" + after_step(r);
     case Ending::terminated:
       return "was ended by SIGTERM" + after_step(r);
     case Ending::fatal_signal:
@@ -193,7 +191,10 @@ int culprit(const std::vector<RankFacts>& ranks) {
   if (failed.time_ns < stopped.time_ns) return failed.index;
   // A launcher stops all ranks at once; a person who stops one rank is followed by the launcher
   // with another signal. And a death without a record is seen a moment after it happened.
-  if (stopped.count == 1 && ranks.size() > 1) return stopped.index;
+  const bool is_by_key = stopped.index != kNobody &&
+                         ranks[static_cast<std::size_t>(stopped.index)].end.kind ==
+                             Ending::interrupted;
+  if (stopped.count == 1 && ranks.size() > 1 && !is_by_key) return stopped.index;
   const bool is_odd_one_out = failed.count == 1 && failed.index != kNobody &&
                               ranks[static_cast<std::size_t>(failed.index)].end.kind == Ending::none;
   return is_odd_one_out ? failed.index : kNobody;

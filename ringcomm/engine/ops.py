@@ -46,19 +46,7 @@ def allreduce(x: A, op: Op = SUM, *, name: str | None = None) -> A:
     Cost: 2 (size - 1) / size of x's bytes sent per rank, after one agreement round.
     """
 
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        call = _reduction("allreduce", name, op, x, adapter)
-        out: A = adapter.copy(x)
-        flat = adapter.flat(out)
-
-        def run(t: Channel) -> A:
-            _allreduce_flat(flat, t, op)
-            return out
-
-        return Plan(call, flat.bytes.nbytes, run)
-
-    return engine().execute("allreduce", name, plan)
+    return _allreduce(x, op, name, in_place=False)
 
 
 def allreduce_(x: A, op: Op = SUM, *, name: str | None = None) -> A:
@@ -66,21 +54,7 @@ def allreduce_(x: A, op: Op = SUM, *, name: str | None = None) -> A:
 
     After a PeerFailedError or CommTimeoutError the contents of x are undefined.
     """
-
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        call = _reduction("allreduce_", name, op, x, adapter)
-        adapter.require_writable(x)
-        work = _contiguous(x, adapter)
-        flat = adapter.flat(work)
-
-        def run(t: Channel) -> A:
-            _allreduce_flat(flat, t, op)
-            return _written(x, work, adapter)
-
-        return Plan(call, flat.bytes.nbytes, run)
-
-    return engine().execute("allreduce_", name, plan)
+    return _allreduce(x, op, name, in_place=True)
 
 
 def reduce_scatter(x: A, op: Op = SUM, *, name: str | None = None) -> A:
@@ -163,40 +137,12 @@ def broadcast(x: A, root: int = 0, *, name: str | None = None) -> A:
         A new array of x's shape and dtype.
     """
 
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        call = _broadcast_call("broadcast", name, x, root, adapter)
-        out: A = adapter.copy(x)
-        flat = adapter.flat(out)
-
-        def run(t: Channel) -> A:
-            tree.broadcast_(flat, root, t)
-            return out
-
-        return Plan(call, flat.bytes.nbytes, run)
-
-    return engine().execute("broadcast", name, plan)
+    return _broadcast(x, root, name, in_place=False)
 
 
 def broadcast_(x: A, root: int = 0, *, name: str | None = None) -> A:
     """Replace x by root's x and return it; see broadcast(). On root x is not touched."""
-
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        call = _broadcast_call("broadcast_", name, x, root, adapter)
-        is_root = engine().rank == root
-        if not is_root:
-            adapter.require_writable(x)
-        work = _contiguous(x, adapter)
-        flat = adapter.flat(work)
-
-        def run(t: Channel) -> A:
-            tree.broadcast_(flat, root, t)
-            return x if is_root else _written(x, work, adapter)
-
-        return Plan(call, flat.bytes.nbytes, run)
-
-    return engine().execute("broadcast_", name, plan)
+    return _broadcast(x, root, name, in_place=True)
 
 
 def barrier(*, name: str | None = None) -> None:
@@ -233,9 +179,50 @@ def broadcast_object(obj: Any = None, root: int = 0, *, name: str | None = None)
     return obj if engine().rank == root else pickle.loads(data)
 
 
-def _allreduce_flat(x: Flat, t: Channel, op: Op) -> None:
-    algorithm = direct if x.dtype.is_16bit_float else ring
-    algorithm.allreduce_(x, t, op)
+def _allreduce(x: A, op: Op, name: str | None, *, in_place: bool) -> A:
+    kind = "allreduce_" if in_place else "allreduce"
+
+    def plan() -> Plan[A]:
+        adapter = adapter_for(x)
+        call = _reduction(kind, name, op, x, adapter)
+        if in_place:
+            adapter.require_writable(x)
+        work: A = _contiguous(x, adapter) if in_place else adapter.copy(x)
+        flat = adapter.flat(work)
+
+        def run(t: Channel) -> A:
+            algorithm = direct if flat.dtype.is_16bit_float else ring
+            algorithm.allreduce_(flat, t, op)
+            return _written(x, work, adapter) if in_place else work
+
+        return Plan(call, flat.bytes.nbytes, run)
+
+    return engine().execute(kind, name, plan)
+
+
+def _broadcast(x: A, root: int, name: str | None, *, in_place: bool) -> A:
+    kind = "broadcast_" if in_place else "broadcast"
+
+    def plan() -> Plan[A]:
+        adapter = adapter_for(x)
+        _require_root(root)
+        dtype = str(adapter.dtype(x))
+        call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=int(root))
+        is_overwritten = in_place and engine().rank != root
+        if is_overwritten:
+            adapter.require_writable(x)
+        work: A = _contiguous(x, adapter) if in_place else adapter.copy(x)
+        flat = adapter.flat(work)
+
+        def run(t: Channel) -> A:
+            tree.broadcast_(flat, root, t)
+            if is_overwritten:
+                return _written(x, work, adapter)
+            return x if in_place else work
+
+        return Plan(call, flat.bytes.nbytes, run)
+
+    return engine().execute(kind, name, plan)
 
 
 def _reduction(kind: str, name: str | None, op: Op, x: Array, adapter: ArrayAdapter) -> Call:
@@ -244,13 +231,6 @@ def _reduction(kind: str, name: str | None, op: Op, x: Array, adapter: ArrayAdap
     dtype = adapter.dtype(x)
     op.require(dtype)
     return Call(kind, name, op=str(op), dtype=str(dtype), shape=adapter.shape(x))
-
-
-def _broadcast_call(
-    kind: str, name: str | None, x: Array, root: int, adapter: ArrayAdapter
-) -> Call:
-    _require_root(root)
-    return Call(kind, name, dtype=str(adapter.dtype(x)), shape=adapter.shape(x), root=int(root))
 
 
 def _require_root(root: int) -> None:

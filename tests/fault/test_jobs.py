@@ -316,9 +316,9 @@ def test_a_caught_sys_exit_is_no_failure(tmp_path):
         except SystemExit:
             pass
     rc.barrier()
-    time.sleep(3 if rc.rank() == 0 else 0)  # longer than the grace of a failed job
+    time.sleep(2 if rc.rank() == 0 else 0)  # longer than the grace of a failed job
     """
-    job = run_script(2, script(body), cwd=tmp_path)
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_GRACE_S": "0.5"})
     assert (job.code, job.output) == (0, "")
 
 
