@@ -7,7 +7,7 @@
 //   ringcomm-guardian GRACE_MS FAULT_TOLERANT(0|1) PID:FD:NONCE ...
 //
 // Writes one byte to stdout when it watches, and the report to stderr. Goes with the last rank.
-#include <poll.h>
+#include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -102,9 +102,18 @@ class Guardian {
  public:
   Guardian(std::vector<Watched> ranks, std::int64_t grace_ns, bool fault_tolerant)
       : ranks_(std::move(ranks)), grace_ns_(grace_ns), fault_tolerant_(fault_tolerant) {
-    for (const Watched& w : ranks_) {
+    if (epoll_ < 0) throw std::runtime_error(std::string("epoll: ") + std::strerror(errno));
+    for (std::size_t i = 0; i < ranks_.size(); ++i) {
+      Watched& w = ranks_[i];
       segments_.merge(mpi_segments_of(w.page->pid));
       w.page->is_guarded.store(1);
+      epoll_event event{};
+      event.events = EPOLLIN;
+      event.data.u64 = i;
+      if (w.pidfd < 0)
+        note_gone(w);
+      else if (epoll_ctl(epoll_, EPOLL_CTL_ADD, w.pidfd, &event) != 0)
+        throw std::runtime_error(std::string("epoll_ctl: ") + std::strerror(errno));
     }
   }
 
@@ -126,20 +135,19 @@ class Guardian {
     });
   }
 
+  // epoll, not poll: it hands deaths over in the order in which they happened, also when a launcher
+  // has killed the others before this process had its turn.
   void wait_for_news() {
-    std::vector<pollfd> fds;
-    std::vector<Watched*> owners;
-    for (Watched& w : ranks_) {
-      if (w.is_gone) continue;
-      fds.push_back({w.pidfd, POLLIN, 0});
-      owners.push_back(&w);
-    }
-    if (poll(fds.data(), fds.size(), kTickMs) < 0 && errno != EINTR) return;
-    for (std::size_t i = 0; i < fds.size(); ++i) {
-      if (fds[i].revents == 0 && fds[i].fd >= 0) continue;
-      owners[i]->is_gone = true;
-      owners[i]->page->gone_ns.store(now_ns());
-    }
+    std::vector<epoll_event> events(ranks_.size());
+    const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), kTickMs);
+    for (int i = 0; i < n; ++i) note_gone(ranks_[events[static_cast<std::size_t>(i)].data.u64]);
+  }
+
+  void note_gone(Watched& w) {
+    w.is_gone = true;
+    last_gone_ns_ = std::max(now_ns(), last_gone_ns_ + 1);
+    w.page->gone_ns.store(last_gone_ns_);
+    if (w.pidfd >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, w.pidfd, nullptr);
   }
 
   std::vector<RankFacts> facts() {
@@ -258,7 +266,8 @@ class Guardian {
   std::int64_t grace_ns_;
   bool fault_tolerant_;
   std::vector<OpView> ops_;
-  std::int64_t fault_ns_ = 0, news_ns_ = 0;
+  int epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  std::int64_t fault_ns_ = 0, news_ns_ = 0, last_gone_ns_ = 0;
   bool is_reported_ = false;
   std::set<std::string> segments_;
 };

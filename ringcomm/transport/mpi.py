@@ -271,7 +271,7 @@ class MpiTransport:
         self.places: list[Place] = self._data.allgather(mine)
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
-        self._poller = select.poll()
+        self._poller = select.epoll()
         for rank, place in enumerate(self.places):
             if rank != self.rank and place.node == mine.node:
                 self._watch_neighbour(rank, place)
@@ -291,7 +291,7 @@ class MpiTransport:
             return
         self._neighbours[rank] = page
         self._pidfds[pidfd] = rank
-        self._poller.register(pidfd, select.POLLIN)
+        self._poller.register(pidfd, select.EPOLLIN)
 
     @property
     def place(self) -> Place:
@@ -349,12 +349,13 @@ class MpiTransport:
     def poll(self) -> list[Event]:
         """Drive MPI's progress and return control messages, then deaths."""
         events = self._received()
-        dead = self._ended_neighbours() | self._failed_in_mpi()
+        dead = self._ended_neighbours() + self._failed_in_mpi()
         if dead:
             events += self._received()  # last words travel faster than the news of a death
-        for rank in sorted(dead - self._dead):
-            self._dead.add(rank)
-            events += self._death(rank)
+        for rank in dead:
+            if rank not in self._dead:
+                self._dead.add(rank)
+                events += self._death(rank)
         return events
 
     def park(self, seconds: float) -> None:
@@ -379,7 +380,7 @@ class MpiTransport:
             os.close(pidfd)
         self._pidfds.clear()
         self._neighbours.clear()
-        self._poller = select.poll()
+        self._poller.close()
         if not is_clean:
             _grave.extend(self._outbox)
             return
@@ -409,17 +410,18 @@ class MpiTransport:
                 self._control.Ack_failed()  # else a wildcard probe fails for ever
         return events
 
-    def _ended_neighbours(self) -> set[int]:
-        return {self._pidfds[fd] for fd, _ in self._poller.poll(0)}
+    def _ended_neighbours(self) -> list[int]:
+        """Return them in the order in which they ended, which is what epoll keeps."""
+        return [self._pidfds[fd] for fd, _ in self._poller.poll(0)]
 
-    def _failed_in_mpi(self) -> set[int]:
+    def _failed_in_mpi(self) -> list[int]:
         if not self.is_fault_tolerant:
-            return set()
+            return []
         failed: MPI.Group = self._control.Get_failed()
         if failed.size == 0:
-            return set()
+            return []
         everyone = self._control.Get_group()
-        return set(failed.Translate_ranks(None, everyone))
+        return list(failed.Translate_ranks(None, everyone))
 
     def _death(self, rank: int) -> list[Event]:
         for pidfd, owner in list(self._pidfds.items()):

@@ -1,6 +1,7 @@
 """Status page, last words and guardian, with real processes but without MPI."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -222,6 +223,21 @@ def test_sigkill_is_named(start_rank, capfd):
     report = capfd.readouterr().err
     assert "x rank 1" in report
     assert "was killed by SIGKILL" in report or "ended without a word" in report
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_deaths_the_first_is_named_however_late_the_guardian_looks(
+    first, start_rank, capfd
+):
+    ranks = [start_rank(r, WAITING) for r in range(2)]
+    guardian = guarded(capfd, ranks[1], ranks[0])
+    os.kill(guardian._process.pid, signal.SIGSTOP)
+    for rank in (ranks[first], ranks[1 - first]):
+        rank.process.kill()
+        rank.process.wait(10)
+    os.kill(guardian._process.pid, signal.SIGCONT)
+    guardian.wait()
+    assert re.findall(r"x rank (\d)", capfd.readouterr().err) == [str(first)]
 
 
 def test_the_report_shows_the_user_s_line_and_not_ours(start_rank, capfd):
