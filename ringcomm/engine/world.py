@@ -58,6 +58,7 @@ def init(comm: MPI.Comm | None = None) -> None:
         ConfigError: no MPI library, an unknown RINGCOMM_ variable, or a launcher that does not
             fit the MPI library (every process would be "rank 0 of 1").
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
+        RingcommError: a rank failed before this second init(); end the job.
     """
     global _world, _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
     _refuse_child()
