@@ -37,6 +37,7 @@ constexpr int kTickMs = 20;
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kTermToKill = 500 * kMs;
 constexpr std::int64_t kReapWait = 20 * kMs;
+constexpr std::int64_t kLetBury = 30 * kMs;
 constexpr std::int64_t kLetSpeak = 100 * kMs;
 
 // linux/pidfd.h of Linux 6.15, which older headers lack: how a process that is not our child ended.
@@ -175,6 +176,7 @@ class Guardian {
     RankFacts& failed = now[static_cast<std::size_t>(first)];
     const bool may_be_all = failed.end.kind == Ending::terminated;
     if ((may_be_all || !failed.is_gone) && !others_have_spoken(now)) return;
+    if (may_follow(now, first) && now_ns() < news_ns_ + kLetBury) return;
     if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);

@@ -14,6 +14,7 @@ namespace {
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::size_t kMaxWhereLines = 4;
 constexpr std::size_t kMaxWaiting = 3;
+constexpr std::int64_t kTogether = 100'000'000;
 
 bool is_primary(Ending kind) {
   return kind == Ending::exception || kind == Ending::sys_exit || kind == Ending::os_exit ||
@@ -181,10 +182,42 @@ std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
   return out;
 }
 
+bool was_waiting(const RankFacts& r) { return r.op.state == OpState::running; }
+
+// Deaths without a record that come together cannot be told apart by time: a launcher hears of the
+// first by a closed socket, and kills the others before the kernel has buried it. The one that was
+// not waiting for the others, or had got less far, was the first.
+Earliest likeliest(const std::vector<RankFacts>& ranks, Earliest first) {
+  if (first.index == kNobody) return first;
+  const auto worth = [&](int i) {
+    const RankFacts& r = ranks[static_cast<std::size_t>(i)];
+    return std::make_pair(was_waiting(r), r.op.sequence);
+  };
+  const auto is_silent = [&](const RankFacts& r) {
+    return r.is_gone && r.end.kind == Ending::none && failure_time(r) != kNever;
+  };
+  if (!is_silent(ranks[static_cast<std::size_t>(first.index)])) return first;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const bool is_together =
+        is_silent(ranks[i]) && failure_time(ranks[i]) < first.time_ns + kTogether;
+    if (is_together && worth(static_cast<int>(i)) < worth(first.index))
+      first.index = static_cast<int>(i);
+  }
+  return first;
+}
+
 }  // namespace
 
+bool may_follow(const std::vector<RankFacts>& ranks, int index) {
+  const RankFacts& r = ranks[static_cast<std::size_t>(index)];
+  if (!r.is_gone || r.end.kind != Ending::none || !was_waiting(r)) return false;
+  return std::any_of(ranks.begin(), ranks.end(), [&](const RankFacts& other) {
+    return !other.is_gone && (!was_waiting(other) || other.op.sequence < r.op.sequence);
+  });
+}
+
 int culprit(const std::vector<RankFacts>& ranks) {
-  const Earliest failed = earliest(ranks, failure_time);
+  const Earliest failed = likeliest(ranks, earliest(ranks, failure_time));
   const Earliest stopped = earliest(ranks, interruption_time);
   if (stopped.index == kNobody)
     return failed.index != kNobody ? failed.index : blamed(ranks);

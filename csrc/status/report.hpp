@@ -28,6 +28,10 @@ constexpr int kNobody = -1;
 // a PeerFailedError and a SIGTERM are never the cause.
 int culprit(const std::vector<RankFacts>& ranks);
 
+// True if this rank, dead without a record, may only have followed one whose death is still to be
+// seen: it was waiting, and a living one was not.
+bool may_follow(const std::vector<RankFacts>& ranks, int index);
+
 // True if nobody failed and someone was ended from outside (Ctrl-C, SIGTERM).
 bool was_interrupted(const std::vector<RankFacts>& ranks);
 
