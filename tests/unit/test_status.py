@@ -240,6 +240,19 @@ def test_of_several_deaths_the_first_is_named_however_late_the_guardian_looks(
     assert re.findall(r"x rank (\d)", capfd.readouterr().err) == [str(first)]
 
 
+def test_a_waiting_rank_that_was_buried_first_is_not_taken_for_the_first_to_die(start_rank, capfd):
+    """A launcher may kill the others before the kernel has told of the first death."""
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, "time.sleep(60)")
+    guardian = guarded(capfd, culprit, bystander)
+    os.kill(guardian._process.pid, signal.SIGSTOP)
+    for rank in (bystander, culprit):
+        rank.process.kill()
+        rank.process.wait(10)
+    os.kill(guardian._process.pid, signal.SIGCONT)
+    guardian.wait()
+    assert re.findall(r"x rank (\d)", capfd.readouterr().err) == ["1"]
+
+
 def test_the_report_shows_the_user_s_line_and_not_ours(start_rank, capfd):
     body = """
     def collate():
