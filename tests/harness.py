@@ -1,5 +1,6 @@
 """Ranks as threads, and jobs under mpirun: what every test tier stands on."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -74,10 +75,10 @@ class Job:
 
 
 def job_environment(extra=None):
+    # Without buffers print() writes a line in pieces, which mpirun mixes with another rank's.
+    foreign = ("RINGCOMM_", "OMPI_", "PMI", "PYTEST", "PYTHONUNBUFFERED")
     inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("RINGCOMM_", "OMPI_", "PMI", "PYTEST"))
+        name: value for name, value in os.environ.items() if not name.startswith(foreign)
     }
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     threads = {"OMP_NUM_THREADS": "1"}
@@ -110,10 +111,23 @@ def finish_job(process, timeout_s=HANG_S):
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        alive = _session_of(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"the job hangs; it printed:\n{output}") from None
+        raise AssertionError(f"the job hangs in {alive}; it printed:\n{output}") from None
     return Job(process.returncode, output, time.monotonic() - start)
+
+
+def _session_of(leader):
+    """Return pid, name and state of the processes that the job still consists of."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            name, _, rest = path.read_text().rpartition(")")
+            state, _, _, session, *_ = rest.split()
+            if session == str(leader):
+                found.append(f"{name}) {state}")
+    return found
 
 
 def run_job(n, *arguments, cwd, env=None, options=(), timeout_s=HANG_S):

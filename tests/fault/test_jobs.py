@@ -88,9 +88,14 @@ def test_the_same_exit_code_everywhere_is_the_job_s(tmp_path):
 
 
 def test_an_exception_before_init_ends_the_job(tmp_path):
+    # A rank that connects while prterun 5 ends the job can hang prterun: let rank 0 be inside.
     body = """
     if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == 1:
+        while not os.path.exists("rank0"):
+            time.sleep(0.01)
+        time.sleep(0.5)
         raise ValueError("no data")
+    open("rank0", "w").close()
     rc.init()
     """
     job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "2"})
