@@ -77,9 +77,7 @@ class Job:
 def job_environment(extra=None):
     # Without buffers print() writes a line in pieces, which mpirun mixes with another rank's.
     foreign = ("RINGCOMM_", "OMPI_", "PMI", "PYTEST", "PYTHONUNBUFFERED")
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(foreign)
-    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     threads = {"OMP_NUM_THREADS": "1"}
     return inherited | root | threads | (extra or {})
