@@ -24,7 +24,7 @@ std::size_t count_of(DType dtype, std::size_t nbytes, const void* data) {
   const std::size_t item = itemsize(dtype);
   if (nbytes % item != 0)
     throw std::invalid_argument(std::to_string(nbytes) + " bytes are no whole number of elements");
-  if (nbytes != 0 && reinterpret_cast<std::uintptr_t>(data) % item != 0)
+  if (nbytes != 0 && reinterpret_cast<std::uintptr_t>(data) % alignment(dtype) != 0)
     throw std::invalid_argument("buffer is not aligned to its element size");
   return nbytes / item;
 }
@@ -35,13 +35,13 @@ void require_same_size(std::size_t dst, std::size_t src) {
                                 std::to_string(src));
 }
 
-void py_add(Bytes dst, ConstBytes src, int code) {
+void py_combine(Bytes dst, ConstBytes src, int code, int op) {
   const auto dtype = static_cast<DType>(code);
   require_same_size(dst.nbytes(), src.nbytes());
   const std::size_t count = count_of(dtype, dst.nbytes(), dst.data());
   count_of(dtype, src.nbytes(), src.data());
   nb::gil_scoped_release unlocked;
-  add(dtype, dst.data(), src.data(), count);
+  combine(static_cast<Op>(op), dtype, dst.data(), src.data(), count);
 }
 
 void py_divide(Bytes data, std::size_t divisor, int code) {
@@ -52,8 +52,8 @@ void py_divide(Bytes data, std::size_t divisor, int code) {
   divide(dtype, data.data(), count, divisor);
 }
 
-void py_sum_rounded(Bytes out, const std::vector<ConstBytes>& sources, std::size_t divisor,
-                    int code) {
+void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& sources, int code, int op,
+                        std::size_t divisor) {
   if (divisor == 0) throw std::invalid_argument("divisor is 0");
   const auto dtype = static_cast<DType>(code);
   const std::size_t count = count_of(dtype, out.nbytes(), out.data());
@@ -65,16 +65,17 @@ void py_sum_rounded(Bytes out, const std::vector<ConstBytes>& sources, std::size
     pointers.push_back(source.data());
   }
   nb::gil_scoped_release unlocked;
-  sum_rounded(dtype, out.data(), pointers.data(), pointers.size(), count, divisor);
+  combine_rounded(static_cast<Op>(op), dtype, out.data(), pointers.data(), pointers.size(), count,
+                  divisor);
 }
 
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
-  m.def("add", &py_add, "dst"_a.noconvert(), "src"_a.noconvert(), "dtype"_a);
+  m.def("combine", &py_combine, "dst"_a.noconvert(), "src"_a.noconvert(), "dtype"_a, "op"_a);
   m.def("divide", &py_divide, "data"_a.noconvert(), "divisor"_a, "dtype"_a);
-  m.def("sum_rounded", &py_sum_rounded, "out"_a.noconvert(), "sources"_a.noconvert(), "divisor"_a,
-        "dtype"_a);
+  m.def("combine_rounded", &py_combine_rounded, "out"_a.noconvert(), "sources"_a.noconvert(),
+        "dtype"_a, "op"_a, "divisor"_a);
 }
 
 }  // namespace ringcomm

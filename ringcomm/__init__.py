@@ -8,16 +8,27 @@ Run with `mpirun -np 4 python train.py`. For torch: `import ringcomm.torch as hv
 """
 
 from ringcomm._version import __version__
-from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
 from ringcomm.engine.ops import (
     allgather,
+    allgather_object,
     allreduce,
     allreduce_,
+    alltoall,
     barrier,
     broadcast,
     broadcast_,
     broadcast_object,
+    gather,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_reduce_scatter,
+    reduce,
+    reduce_,
     reduce_scatter,
+    reduce_scatter_,
+    scatter,
 )
 from ringcomm.engine.world import (
     cross_rank,
@@ -42,6 +53,12 @@ from ringcomm.errors import (
 
 __all__ = [
     "AVERAGE",
+    "BAND",
+    "BOR",
+    "BXOR",
+    "MAX",
+    "MIN",
+    "PRODUCT",
     "SUM",
     "CommTimeoutError",
     "ConfigError",
@@ -53,20 +70,31 @@ __all__ = [
     "ServerLostError",
     "__version__",
     "allgather",
+    "allgather_object",
     "allreduce",
     "allreduce_",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_object",
     "cross_rank",
     "cross_size",
+    "gather",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reduce_scatter",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
     "rank",
+    "reduce",
+    "reduce_",
     "reduce_scatter",
+    "reduce_scatter_",
+    "scatter",
     "shutdown",
     "size",
 ]

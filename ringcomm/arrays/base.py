@@ -40,7 +40,13 @@ class Flat:
 
 
 class ArrayAdapter(Protocol):
-    """One per array library. `stream` is the seam for devices; on the CPU it is None."""
+    """One per array library. `stream` is the seam for devices; on the CPU it is None.
+
+    Attributes:
+        kind: "numpy" or "torch".
+    """
+
+    kind: str
 
     def dtype(self, x: Array) -> DType:
         """Return the dtype. Raises TypeError for a kind of array that cannot be sent."""
@@ -60,6 +66,10 @@ class ArrayAdapter(Protocol):
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
         """Return an uninitialised contiguous array of x's dtype and kind."""
+        ...
+
+    def make(self, dtype: DType, shape: tuple[int, ...]) -> Array:
+        """Return an uninitialised contiguous array. Raises TypeError for a dtype it lacks."""
         ...
 
     def flat(self, x: Array) -> Flat:

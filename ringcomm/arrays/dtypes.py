@@ -12,39 +12,51 @@ class DType:
     Attributes:
         name: as numpy and torch call it.
         itemsize: bytes per element.
-        kernel: code of the reduction kernels (csrc/kernels/dtype.hpp), None where there is none.
+        kernel: code of the reduction kernels (csrc/kernels/dtype.hpp).
     """
 
     name: str
     itemsize: int
-    kernel: int | None = None
+    kernel: int
 
     @property
     def is_16bit_float(self) -> bool:
-        """True for the types that are summed in float32 and rounded once."""
+        """True for the types that are reduced in float32 and rounded once."""
         return self.name in ("float16", "bfloat16")
+
+    @property
+    def is_complex(self) -> bool:
+        """True for complex64 and complex128."""
+        return self.name.startswith("complex")
+
+    @property
+    def is_float(self) -> bool:
+        """True for real floating-point types."""
+        return "float" in self.name
 
     def __str__(self) -> str:
         return self.name
 
 
+_ITEMSIZES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
 DTYPES: dict[str, DType] = {
-    d.name: d
-    for d in (
-        DType("float16", 2, 0),
-        DType("bfloat16", 2, 1),
-        DType("float32", 4, 2),
-        DType("float64", 8, 3),
-        DType("int32", 4, 4),
-        DType("int64", 8, 5),
-        DType("int8", 1),
-        DType("int16", 2),
-        DType("uint8", 1),
-        DType("uint16", 2),
-        DType("uint32", 4),
-        DType("uint64", 8),
-        DType("bool", 1),
-        DType("complex64", 8),
-        DType("complex128", 16),
-    )
+    name: DType(name, itemsize, kernel)
+    for kernel, (name, itemsize) in enumerate(_ITEMSIZES.items())
 }

@@ -14,6 +14,8 @@ from ringcomm.arrays.dtypes import DTYPES, DType
 class NumpyAdapter:
     """ArrayAdapter of numpy.ndarray."""
 
+    kind = "numpy"
+
     def dtype(self, x: NDArray[Any]) -> DType:
         """Return the dtype; foreign byte order, objects, text and dates are refused."""
         if hasattr(x, "mask"):  # a masked array; naming its class would import numpy.ma, 20 ms
@@ -45,6 +47,16 @@ class NumpyAdapter:
     def empty(self, like: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         """Return an uninitialised array of like's dtype."""
         return np.empty(shape, like.dtype)
+
+    def make(self, dtype: DType, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return an uninitialised array; bfloat16 needs ml_dtypes."""
+        if dtype.name != "bfloat16":
+            return np.empty(shape, dtype.name)
+        try:
+            from ml_dtypes import bfloat16
+        except ModuleNotFoundError as error:
+            raise TypeError("numpy has bfloat16 only with: pip install ml_dtypes") from error
+        return np.empty(shape, bfloat16)
 
     def flat(self, x: NDArray[Any]) -> Flat:
         """Return x's memory."""

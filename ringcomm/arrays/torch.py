@@ -13,6 +13,8 @@ _KNOWN = {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasat
 class TorchAdapter:
     """ArrayAdapter of dense torch.Tensors in host memory. Results carry no autograd history."""
 
+    kind = "torch"
+
     def dtype(self, x: torch.Tensor) -> DType:
         """Return the dtype; sparse, quantised and device tensors are refused."""
         if x.layout is not torch.strided:
@@ -43,6 +45,10 @@ class TorchAdapter:
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return an uninitialised tensor of like's dtype."""
         return torch.empty(shape, dtype=like.dtype)
+
+    def make(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return an uninitialised tensor."""
+        return torch.empty(shape, dtype=getattr(torch, dtype.name))
 
     def flat(self, x: torch.Tensor) -> Flat:
         """Return x's memory."""

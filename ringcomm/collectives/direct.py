@@ -1,25 +1,25 @@
 """All pairs at once: each owner gets every rank's part of its chunk and sums them in rank order.
 
-For 16-bit floats. A ring would round at every stop; here the sum is in float32 and rounded once
-(rms error over 64 ranks in bfloat16: ring 1.23e-2, here 2.1e-3). The volume is the ring's.
+For 16-bit floats and deterministic sums. A ring would round 16-bit floats at every stop; here the
+sum is in float32 and rounded once (rms error over 64 ranks in bfloat16: ring 1.23e-2, here
+2.1e-3), and a ring starts at another rank for every chunk. The volume is the ring's.
 """
 
 from __future__ import annotations
 
-from ringcomm import _core
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.op import SUM, Op, combine_all
 from ringcomm.collectives.schedule import chunks, shifted_pairs
 from ringcomm.transport.channel import Channel
 
 
 def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
-    """Replace x by its sum or average over all ranks; all ranks end up with the same bits.
+    """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
-        x: float16 or bfloat16, same count on every rank.
+        x: same count and dtype on every rank.
         t: all ranks; 2 (size - 1) messages in flight at a time.
-        op: SUM, or AVERAGE, which divides the float32 sum before it is rounded.
+        op: AVERAGE divides the float32 sum of 16-bit floats before it is rounded.
 
     Raises:
         PeerFailedError: a rank died; x is undefined.
@@ -45,11 +45,5 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
         requests.append(t.irecv(sources[source].bytes, source))
         requests.append(t.isend(x[parts[dest]].bytes, dest))
     t.wait(*requests)
-    sum_rounded(own, sources, divisor=t.size if op is AVERAGE else 1)
+    combine_all(own, sources, op)
     return own
-
-
-def sum_rounded(out: Flat, sources: list[Flat], *, divisor: int) -> None:
-    """Set out to (sources[0] + sources[1] + ...) / divisor, in float32, rounded once."""
-    assert out.dtype.kernel is not None, out.dtype
-    _core.sum_rounded(out.bytes, [s.bytes for s in sources], divisor, out.dtype.kernel)

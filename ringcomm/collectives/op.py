@@ -4,23 +4,75 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ringcomm.arrays.dtypes import DTYPES, DType
+from ringcomm import _core
+from ringcomm.arrays.base import Flat
+from ringcomm.arrays.dtypes import DType
 
 
 class Op(Enum):
-    """How the values of the ranks become one."""
+    """How the values of the ranks become one.
+
+    Integer SUM and PRODUCT wrap. AVERAGE is the sum divided by the number of ranks, of integers
+    truncated toward zero. For bool SUM and MAX are "or", PRODUCT and MIN are "and". NaN wins in MIN
+    and MAX. 16-bit floats are reduced in float32 and rounded once.
+    """
 
     SUM = "sum"
     AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
 
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def kernel(self) -> int:
+        """Code of the reduction kernels (csrc/kernels/dtype.hpp)."""
+        return _KERNELS.index(Op.SUM if self is Op.AVERAGE else self)
+
     def require(self, dtype: DType) -> None:
-        """Raise TypeError where this operator has no meaning, or no kernel, for `dtype`."""
-        if dtype.kernel is None:
-            known = ", ".join(d.name for d in DTYPES.values() if d.kernel is not None)
-            raise TypeError(f"{self} of {dtype} is not available; known: {known}")
+        """Raise TypeError where this operator has no meaning for `dtype`."""
+        if self is Op.AVERAGE and dtype.name == "bool":
+            raise TypeError("AVERAGE of bool has no meaning: pass op=rc.SUM (or), or cast")
+        if self in (Op.MIN, Op.MAX) and dtype.is_complex:
+            raise TypeError(f"{self} of {dtype} has no meaning: complex numbers have no order")
+        if self in (Op.BAND, Op.BOR, Op.BXOR) and (dtype.is_float or dtype.is_complex):
+            raise TypeError(f"{self} of {dtype} has no meaning: it takes integers or bool")
 
 
-SUM, AVERAGE = Op.SUM, Op.AVERAGE
+SUM, AVERAGE, MIN, MAX = Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX
+PRODUCT, BAND, BOR, BXOR = Op.PRODUCT, Op.BAND, Op.BOR, Op.BXOR
+_KERNELS = (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
+
+
+def combine(total: Flat, x: Flat, op: Op) -> None:
+    """Set total to total op x, element by element. Not for 16-bit floats."""
+    _core.combine(total.bytes, x.bytes, total.dtype.kernel, op.kernel)
+
+
+def finish(total: Flat, op: Op, size: int) -> None:
+    """Turn a sum into what `op` asks for, at the one owner of each element."""
+    if op is AVERAGE:
+        _core.divide(total.bytes, size, total.dtype.kernel)
+
+
+def combine_all(out: Flat, sources: list[Flat], op: Op) -> None:
+    """Set out, one of the sources or not, to ((sources[0] op sources[1]) op ...), finished.
+
+    The order is that of the list: the same bits whatever the size of the buffers.
+    """
+    if out.dtype.is_16bit_float:
+        divisor = len(sources) if op is AVERAGE else 1
+        raw = [source.bytes for source in sources]
+        _core.combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
+        return
+    total = sources[0].like(out.count)
+    total.bytes[:] = sources[0].bytes
+    for source in sources[1:]:
+        combine(total, source, op)
+    finish(total, op, len(sources))
+    out.bytes[:] = total.bytes

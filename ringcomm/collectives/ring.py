@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from ringcomm import _core
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.op import SUM, Op, combine, finish
 from ringcomm.collectives.schedule import allgather_steps, chunks, reduce_scatter_steps
 from ringcomm.transport.channel import Channel
 
 
 def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
-    """Replace x by its sum or average over all ranks; all ranks end up with the same bits.
+    """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
-        x: same count and dtype on every rank; float32, float64, int32 or int64.
+        x: same count and dtype on every rank; not 16-bit floats, see direct.py.
         t: the ring; two messages in flight at a time.
-        op: SUM, or AVERAGE, which divides each chunk once, at its owner.
+        op: AVERAGE divides each chunk once, at its owner.
 
     Raises:
         PeerFailedError: a rank died; x is undefined.
@@ -35,7 +34,7 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
         x: as in allreduce_. Overwritten.
         parts: the chunks, one per rank, alike on every rank.
         t: the ring.
-        op: SUM or AVERAGE.
+        op: the operator.
 
     Returns:
         View of x: chunk `rank` of the reduction.
@@ -46,10 +45,9 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
         mine = x[parts[step.receive]]
         arriving = scratch[: mine.count]
         t.exchange(x[parts[step.send]].bytes, right, arriving.bytes, left)
-        add(mine, arriving)
+        combine(mine, arriving, op)
     own = x[parts[t.rank]]
-    if op is AVERAGE:
-        divide(own, t.size)
+    finish(own, op, t.size)
     return own
 
 
@@ -58,18 +56,3 @@ def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
     left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
     for step in allgather_steps(t.rank, t.size):
         t.exchange(x[parts[step.send]].bytes, right, x[parts[step.receive]].bytes, left)
-
-
-def add(total: Flat, x: Flat) -> None:
-    """Add x to total, element by element; integers wrap."""
-    _core.add(total.bytes, x.bytes, _kernel(total))
-
-
-def divide(x: Flat, divisor: int) -> None:
-    """Divide x in place; integers truncate toward zero."""
-    _core.divide(x.bytes, divisor, _kernel(x))
-
-
-def _kernel(x: Flat) -> int:
-    assert x.dtype.kernel is not None, x.dtype
-    return x.dtype.kernel

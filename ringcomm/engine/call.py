@@ -20,6 +20,7 @@ class Call:
         dtype: element type.
         shape: None stands for a dimension in which ranks may differ.
         root: the rank that a broadcast comes from.
+        members: dtype and shape of each array of a grouped call.
         error: why this rank cannot take part; the others learn it instead of waiting.
     """
 
@@ -29,6 +30,7 @@ class Call:
     dtype: str | None = None
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
+    members: tuple[tuple[str, tuple[int | None, ...]], ...] | None = None
     error: str | None = None
 
     def fingerprint(self) -> int:
@@ -50,6 +52,8 @@ class Call:
         fields = json.loads(packed)
         if fields["shape"] is not None:
             fields["shape"] = tuple(fields["shape"])
+        if fields["members"] is not None:
+            fields["members"] = tuple((dtype, tuple(shape)) for dtype, shape in fields["members"])
         return cls(**fields)
 
     def label(self, sequence: int) -> str:
@@ -68,6 +72,8 @@ def explain_mismatch(calls: Sequence[Call], sequence: int) -> str:
     failed = {call.error for call in calls if call.error is not None}
     if failed:
         return _explain_errors(calls, sequence)
+    if len({call.members for call in calls}) > 1 and len({call.kind for call in calls}) == 1:
+        return _explain_members(calls, sequence)
     for field, advice in _ADVICE.items():
         if len({getattr(call, field) for call in calls}) > 1:
             return f"{_subject(calls, sequence, field)}: {_sides(calls, field, sequence)}. {advice}"
@@ -90,10 +96,14 @@ def _subject(calls: Sequence[Call], sequence: int, field: str) -> str:
 
 def _sides(calls: Sequence[Call], field: str, sequence: int) -> str:
     """Return "rank 0 sent float32 (2,), ranks 1, 2 sent float16 (2,)", at most four sides."""
-    groups: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        groups.setdefault(_value(call, field, sequence), []).append(rank)
     verb = "called" if field in ("kind", "name") else "sent" if field in _TENSOR else "passed"
+    return _by_value([_value(call, field, sequence) for call in calls], verb)
+
+
+def _by_value(values: Sequence[str], verb: str) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
     sides = [f"{ranks_text(ranks)} {verb} {value}" for value, ranks in groups.items()]
     return ", ".join(sides[:4]) + (f" and {len(sides) - 4} more variants" if len(sides) > 4 else "")
 
@@ -107,6 +117,20 @@ def _value(call: Call, field: str, sequence: int) -> str:
     if field in _TENSOR:
         return f"{call.dtype} {shape_text(call.shape)}"
     return f"{field}={getattr(call, field)}"
+
+
+def _explain_members(calls: Sequence[Call], sequence: int) -> str:
+    members = [call.members or () for call in calls]
+    label = calls[0].label(sequence)
+    if len(set(map(len, members))) > 1:
+        counts = _by_value([f"{len(each)} arrays" for each in members], "sent")
+        return f"{label}: {counts}. Pass as many arrays on every rank."
+    for index, each in enumerate(zip(*members, strict=True)):
+        if len(set(each)) > 1:
+            values = [f"{dtype} {shape_text(shape)}" for dtype, shape in each]
+            sides = _by_value(values, "sent")
+            return f"{label}: array {index}: {sides}. Pass the same arrays on every rank."
+    raise AssertionError("the members agree")
 
 
 def _explain_errors(calls: Sequence[Call], sequence: int) -> str:

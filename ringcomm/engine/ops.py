@@ -1,8 +1,10 @@
 """The collectives, each with its contract. Every rank must call the same ones in the same order.
 
-Common to all: `x` is a numpy array or a torch CPU tensor, and what comes back is of the same kind.
-What is passed in is left alone, except by the functions whose name ends in `_`. A strided array
-is copied. `name` is for error messages and for the others to compare; it may be None.
+Common to all: `x` is a numpy array or a torch CPU tensor of any dtype among float16, bfloat16,
+float32, float64, int8 to int64, uint8 to uint64, bool, complex64 and complex128, and what comes
+back is of the same kind. What is passed in is left alone, except by the functions whose name ends
+in `_`. A strided array is copied. `root` is a rank. `name` is for error messages and for the others
+to compare; it may be None. The operators of reductions are those of rc.Op, which see.
 
 Raises, all of them: MismatchError (the same on every rank, nothing was sent, the engine works on),
 PeerFailedError, CommTimeoutError (after both, the engine is unusable), NotInitializedError; and
@@ -11,85 +13,115 @@ TypeError or ValueError for an argument that is wrong in the same way on every r
 
 from __future__ import annotations
 
-import math
 import pickle
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
-import numpy as np
-
-from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for
-from ringcomm.collectives import direct, ring, tree
 from ringcomm.collectives.op import SUM, Op
-from ringcomm.collectives.schedule import chunks, consecutive
-from ringcomm.engine.agreement import gather_counts
-from ringcomm.engine.call import Call
+from ringcomm.engine import plans
 from ringcomm.engine.engine import Plan
 from ringcomm.engine.world import engine
-from ringcomm.transport.channel import Channel
 
 A = TypeVar("A", bound=Any)
 
 
-def allreduce(x: A, op: Op = SUM, *, name: str | None = None) -> A:
-    """Return the sum or average of x over all ranks; the same bits on every rank.
+def allreduce(x: A, op: Op = SUM, *, name: str | None = None, deterministic: bool = False) -> A:
+    """Return the reduction of x over all ranks; the same bits on every rank.
 
     Args:
-        x: any shape, also empty and 0-d; same shape and dtype on every rank. float16, bfloat16,
-            float32, float64, int32, int64. 16-bit floats are summed in float32 and rounded once.
-        op: rc.SUM (integers wrap) or rc.AVERAGE (the sum divided by size; integers truncate
-            toward zero).
+        x: any shape, also empty and 0-d; same shape and dtype on every rank.
+        op: rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
         name: see above.
+        deterministic: reduce each element as ((0 + 1) + 2) + ... in rank order: the same bits in
+            every run, for any size of buffer.
 
     Returns:
         A new array of x's shape and dtype.
 
     Cost: 2 (size - 1) / size of x's bytes sent per rank, after one agreement round.
     """
+    return engine().execute(
+        "allreduce",
+        name,
+        lambda: plans.allreduce(x, op, name, in_place=False, deterministic=deterministic),
+    )
 
-    return _allreduce(x, op, name, in_place=False)
 
-
-def allreduce_(x: A, op: Op = SUM, *, name: str | None = None) -> A:
-    """Replace x by its sum or average over all ranks and return it; see allreduce().
+def allreduce_(x: A, op: Op = SUM, *, name: str | None = None, deterministic: bool = False) -> A:
+    """Replace x by its reduction over all ranks and return it; see allreduce().
 
     After a PeerFailedError or CommTimeoutError the contents of x are undefined.
     """
-    return _allreduce(x, op, name, in_place=True)
+    return engine().execute(
+        "allreduce_",
+        name,
+        lambda: plans.allreduce(x, op, name, in_place=True, deterministic=deterministic),
+    )
 
 
-def reduce_scatter(x: A, op: Op = SUM, *, name: str | None = None) -> A:
-    """Return this rank's rows of the sum or average of x over all ranks.
+def reduce(
+    x: A, op: Op = SUM, root: int = 0, *, name: str | None = None, deterministic: bool = False
+) -> A | None:
+    """Return the reduction of x over all ranks on root, None on the others; see allreduce().
+
+    Cost: (size - 1) / size of x's bytes sent by each rank, then 1 / size of them to root.
+    """
+    return engine().execute(
+        "reduce",
+        name,
+        lambda: plans.reduce(x, op, root, name, in_place=False, deterministic=deterministic),
+    )
+
+
+def reduce_(
+    x: A, op: Op = SUM, root: int = 0, *, name: str | None = None, deterministic: bool = False
+) -> A:
+    """Replace root's x by its reduction over all ranks and return x; the others' is left alone."""
+    result = engine().execute(
+        "reduce_",
+        name,
+        lambda: plans.reduce(x, op, root, name, in_place=True, deterministic=deterministic),
+    )
+    return cast(A, result)
+
+
+def reduce_scatter(
+    x: A, op: Op = SUM, *, name: str | None = None, deterministic: bool = False
+) -> A:
+    """Return this rank's rows of the reduction of x over all ranks.
 
     Args:
-        x: at least one dimension; same shape and dtype on every rank, dtypes as in allreduce().
-        op: rc.SUM or rc.AVERAGE.
+        x: at least one dimension; same shape and dtype on every rank.
+        op: as in allreduce().
         name: see above.
+        deterministic: as in allreduce().
 
     Returns:
         A new array: the first dimension n is split, the first n % size ranks get one row more.
     """
+    return engine().execute(
+        "reduce_scatter",
+        name,
+        lambda: plans.reduce_scatter(x, op, name, in_place=False, deterministic=deterministic),
+    )
 
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        call = _reduction("reduce_scatter", name, op, x, adapter)
-        shape = adapter.shape(x)
-        _require_rows(shape, "reduce_scatter")
-        flat = adapter.flat(adapter.copy(x))
 
-        def run(t: Channel) -> A:
-            rows = chunks(shape[0], t.size)
-            width = math.prod(shape[1:])
-            parts = [slice(part.start * width, part.stop * width) for part in rows]
-            algorithm = direct if flat.dtype.is_16bit_float else ring
-            own = algorithm.reduce_scatter_(flat, parts, t, op)
-            mine = rows[t.rank]
-            out: A = adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
-            adapter.flat(out).bytes[:] = own.bytes
-            return out
+def reduce_scatter_(
+    x: A, op: Op = SUM, *, name: str | None = None, deterministic: bool = False
+) -> A:
+    """Return this rank's rows of the reduction as a view of x; see reduce_scatter().
 
-        return Plan(call, flat.bytes.nbytes, run)
-
-    return engine().execute("reduce_scatter", name, plan)
+    Args:
+        x: contiguous. Its other rows are undefined afterwards.
+        op: as in allreduce().
+        name: see above.
+        deterministic: as in allreduce().
+    """
+    return engine().execute(
+        "reduce_scatter_",
+        name,
+        lambda: plans.reduce_scatter(x, op, name, in_place=True, deterministic=deterministic),
+    )
 
 
 def allgather(x: A, *, name: str | None = None) -> A:
@@ -97,57 +129,140 @@ def allgather(x: A, *, name: str | None = None) -> A:
 
     Args:
         x: at least one dimension; same dtype on every rank, and same shape but for the first
-            dimension, which may differ and may be 0. Any dtype.
+            dimension, which may differ and may be 0.
         name: see above.
 
     Returns:
         A new array, shape (sum of first dimensions, *x.shape[1:]), in rank order.
     """
+    return engine().execute("allgather", name, lambda: plans.allgather(x, name))
 
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        shape = adapter.shape(x)
-        _require_rows(shape, "allgather")
-        call = Call("allgather", name, dtype=str(adapter.dtype(x)), shape=(None, *shape[1:]))
-        mine = adapter.flat(_contiguous(x, adapter))
 
-        def run(t: Channel) -> A:
-            rows = gather_counts(shape[0], t)
-            out: A = adapter.empty(x, (sum(rows), *shape[1:]))
-            flat = adapter.flat(out)
-            parts = consecutive([n * math.prod(shape[1:]) for n in rows])
-            flat[parts[t.rank]].bytes[:] = mine.bytes
-            ring.allgather_(flat, parts, t)
-            return out
+def gather(x: A, root: int = 0, *, name: str | None = None) -> A | None:
+    """Return what allgather() returns on root, None on the others."""
+    return engine().execute("gather", name, lambda: plans.gather(x, root, name))
 
-        return Plan(call, mine.bytes.nbytes, run)
 
-    return engine().execute("allgather", name, plan)
+def scatter(x: A | None = None, root: int = 0, *, name: str | None = None) -> A:
+    """Return this rank's rows of root's x.
+
+    Args:
+        x: at least one dimension; looked at on root only, None will do elsewhere.
+        root: the rank whose rows all get.
+        name: see above.
+
+    Returns:
+        A new array of root's kind and dtype: the first dimension n is split, the first n % size
+        ranks get one row more.
+    """
+    return engine().execute("scatter", name, lambda: plans.scatter(x, root, name))
+
+
+def alltoall(
+    x: A,
+    splits: Sequence[int] | None = None,
+    return_splits: bool = False,
+    *,
+    name: str | None = None,
+) -> Any:
+    """Return the rows that every rank has for this one, one after another in rank order.
+
+    Args:
+        x: at least one dimension; same dtype on every rank, and same shape but for the first
+            dimension.
+        splits: how many rows of x go to each rank; None: as many to each, which must be possible.
+            May differ between ranks.
+        return_splits: return (rows, splits), too: how many came from each rank, a list of ints.
+        name: see above.
+
+    Returns:
+        A new array, shape (rows received, *x.shape[1:]).
+    """
+    return engine().execute(
+        "alltoall", name, lambda: plans.alltoall(x, splits, name, return_splits=return_splits)
+    )
 
 
 def broadcast(x: A, root: int = 0, *, name: str | None = None) -> A:
     """Return root's x on every rank.
 
     Args:
-        x: same shape and dtype on every rank, any dtype; its values matter on root only.
+        x: same shape and dtype on every rank; its values matter on root only.
         root: the rank whose values all get.
         name: see above.
 
     Returns:
         A new array of x's shape and dtype.
     """
-
-    return _broadcast(x, root, name, in_place=False)
+    return engine().execute(
+        "broadcast", name, lambda: plans.broadcast(x, root, name, in_place=False)
+    )
 
 
 def broadcast_(x: A, root: int = 0, *, name: str | None = None) -> A:
     """Replace x by root's x and return it; see broadcast(). On root x is not touched."""
-    return _broadcast(x, root, name, in_place=True)
+    return engine().execute(
+        "broadcast_", name, lambda: plans.broadcast(x, root, name, in_place=True)
+    )
 
 
 def barrier(*, name: str | None = None) -> None:
     """Return when every rank has called it."""
-    engine().execute("barrier", name, lambda: Plan(Call("barrier", name), 0, lambda t: None))
+    engine().execute("barrier", name, lambda: plans.barrier(name))
+
+
+def grouped_allreduce(
+    xs: Sequence[A], op: Op = SUM, *, name: str | None = None, deterministic: bool = False
+) -> list[A]:
+    """Return the reductions of several arrays, agreed on at once and fused where dtypes are alike.
+
+    Args:
+        xs: list or tuple; as many, of the same shapes and dtypes, on every rank. May be empty.
+        op: as in allreduce().
+        name: of the whole call.
+        deterministic: as in allreduce(): the bits do not depend on what is fused.
+
+    Returns:
+        A new array for each.
+    """
+    return engine().execute(
+        "grouped_allreduce",
+        name,
+        lambda: plans.grouped_allreduce(xs, op, name, in_place=False, deterministic=deterministic),
+    )
+
+
+def grouped_allreduce_(
+    xs: Sequence[A], op: Op = SUM, *, name: str | None = None, deterministic: bool = False
+) -> list[A]:
+    """Replace each of xs by its reduction over all ranks; see grouped_allreduce()."""
+    return engine().execute(
+        "grouped_allreduce_",
+        name,
+        lambda: plans.grouped_allreduce(xs, op, name, in_place=True, deterministic=deterministic),
+    )
+
+
+def grouped_allgather(xs: Sequence[A], *, name: str | None = None) -> list[A]:
+    """Return allgather() of each of xs, agreed on at once."""
+    kind = "grouped_allgather"
+    result: list[A] = engine().execute(
+        kind, name, lambda: plans.grouped(kind, name, xs, lambda x: plans.allgather(x, None))
+    )
+    return result
+
+
+def grouped_reduce_scatter(
+    xs: Sequence[A], op: Op = SUM, *, name: str | None = None, deterministic: bool = False
+) -> list[A]:
+    """Return reduce_scatter() of each of xs, agreed on at once."""
+    kind = "grouped_reduce_scatter"
+
+    def one(x: A) -> Plan[A]:
+        return plans.reduce_scatter(x, op, None, deterministic=deterministic)
+
+    result: list[A] = engine().execute(kind, name, lambda: plans.grouped(kind, name, xs, one))
+    return result
 
 
 def broadcast_object(obj: Any = None, root: int = 0, *, name: str | None = None) -> Any:
@@ -160,99 +275,17 @@ def broadcast_object(obj: Any = None, root: int = 0, *, name: str | None = None)
 
     Unpickling runs code that root chose: the ranks of a job must trust each other.
     """
-
-    def plan() -> Plan[Any]:
-        _require_root(root)
-        is_root = engine().rank == root
-        packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
-
-        def run(t: Channel) -> Any:
-            nbytes = np.array([len(packed)], np.int64)
-            tree.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
-            data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-            tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
-            return data
-
-        return Plan(Call("broadcast_object", name, root=int(root)), len(packed), run)
-
-    data = engine().execute("broadcast_object", name, plan)
+    data = engine().execute(
+        "broadcast_object", name, lambda: plans.broadcast_object(obj, root, name)
+    )
     return obj if engine().rank == root else pickle.loads(data)
 
 
-def _allreduce(x: A, op: Op, name: str | None, *, in_place: bool) -> A:
-    kind = "allreduce_" if in_place else "allreduce"
+def allgather_object(obj: Any, *, name: str | None = None) -> list[Any]:
+    """Return every rank's object, in rank order, pickled on the way; this rank's is `obj` itself.
 
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        call = _reduction(kind, name, op, x, adapter)
-        if in_place:
-            adapter.require_writable(x)
-        work: A = _contiguous(x, adapter) if in_place else adapter.copy(x)
-        flat = adapter.flat(work)
-
-        def run(t: Channel) -> A:
-            algorithm = direct if flat.dtype.is_16bit_float else ring
-            algorithm.allreduce_(flat, t, op)
-            return _written(x, work, adapter) if in_place else work
-
-        return Plan(call, flat.bytes.nbytes, run)
-
-    return engine().execute(kind, name, plan)
-
-
-def _broadcast(x: A, root: int, name: str | None, *, in_place: bool) -> A:
-    kind = "broadcast_" if in_place else "broadcast"
-
-    def plan() -> Plan[A]:
-        adapter = adapter_for(x)
-        _require_root(root)
-        dtype = str(adapter.dtype(x))
-        call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=int(root))
-        is_overwritten = in_place and engine().rank != root
-        if is_overwritten:
-            adapter.require_writable(x)
-        work: A = _contiguous(x, adapter) if in_place else adapter.copy(x)
-        flat = adapter.flat(work)
-
-        def run(t: Channel) -> A:
-            tree.broadcast_(flat, root, t)
-            if is_overwritten:
-                return _written(x, work, adapter)
-            return x if in_place else work
-
-        return Plan(call, flat.bytes.nbytes, run)
-
-    return engine().execute(kind, name, plan)
-
-
-def _reduction(kind: str, name: str | None, op: Op, x: Array, adapter: ArrayAdapter) -> Call:
-    if not isinstance(op, Op):
-        raise TypeError(f"op must be ringcomm.SUM or ringcomm.AVERAGE, not {op!r}")
-    dtype = adapter.dtype(x)
-    op.require(dtype)
-    return Call(kind, name, op=str(op), dtype=str(dtype), shape=adapter.shape(x))
-
-
-def _require_root(root: int) -> None:
-    if isinstance(root, bool) or not hasattr(root, "__index__"):
-        raise TypeError(f"root must be a rank, an int, not {root!r}")
-    if not 0 <= root < engine().size:
-        raise ValueError(f"root is {root}; ranks are 0 to {engine().size - 1}")
-
-
-def _require_rows(shape: tuple[int, ...], kind: str) -> None:
-    if not shape:
-        raise ValueError(f"{kind} needs at least one dimension; use x.reshape(1) for a number")
-
-
-def _contiguous(x: A, adapter: ArrayAdapter) -> A:
-    copied: A = x if adapter.is_contiguous(x) else adapter.copy(x)
-    return copied
-
-
-def _written(x: A, work: A, adapter: ArrayAdapter) -> A:
-    if work is x:
-        adapter.written(x)
-    else:
-        adapter.assign(x, work)
-    return x
+    Unpickling runs code that the others chose: the ranks of a job must trust each other.
+    """
+    packed = engine().execute("allgather_object", name, lambda: plans.allgather_object(obj, name))
+    mine = engine().rank
+    return [obj if r == mine else pickle.loads(each) for r, each in enumerate(packed)]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcomm.collectives.fusion import Item, plan_fusion
+
 MIB = 1 << 20
 
 
@@ -21,17 +23,10 @@ def plan_buckets(sizes: Sequence[tuple[int, object]], max_nbytes: float) -> list
     Returns:
         Indices, last tensor first: backward produces gradients roughly in that order.
     """
-    buckets: list[list[int]] = []
-    open_by_dtype: dict[object, tuple[list[int], int]] = {}
-    for index in reversed(range(len(sizes))):
-        nbytes, dtype = sizes[index]
-        bucket, filled = open_by_dtype.get(dtype, ([], 0))
-        if not bucket or filled + nbytes > max_nbytes:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(index)
-        open_by_dtype[dtype] = (bucket, filled + nbytes)
-    return buckets
+    last_first = [Item(nbytes, dtype) for nbytes, dtype in reversed(sizes)]
+    return [
+        [len(sizes) - 1 - index for index in batch] for batch in plan_fusion(last_first, max_nbytes)
+    ]
 
 
 @dataclass(frozen=True)

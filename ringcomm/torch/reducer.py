@@ -49,7 +49,7 @@ class GradientReducer:
         self.parameters = [p for _, p in named_parameters]
         self._index = {p: i for i, p in enumerate(self.parameters)}
         for name, parameter in named_parameters:
-            _require_reducible(name, parameter)
+            _require_reducible(name, parameter, op)
         self._buckets = make_buckets(self.parameters, engine().settings.fusion_mib * MIB)
         self._bucket_names = list(names_of(self._buckets, self.names))
         # Which gradients are complete, per autograd run: reentrant checkpointing nests runs, and a
@@ -156,14 +156,14 @@ class GradientReducer:
         )
 
 
-def _require_reducible(name: str, parameter: torch.nn.Parameter) -> None:
+def _require_reducible(name: str, parameter: torch.nn.Parameter, op: Op) -> None:
     if parameter.device.type != "cpu":
         raise TypeError(
             f"DistributedOptimizer: {name} is on {parameter.device}; this version reduces "
             "gradients in host memory only. Keep the model on the CPU"
         )
     try:
-        Op.SUM.require(TORCH.dtype(parameter))
+        op.require(TORCH.dtype(parameter))
     except TypeError as error:
         raise TypeError(f"DistributedOptimizer: {name}: {error}") from error
 

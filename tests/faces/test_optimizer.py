@@ -525,7 +525,7 @@ def test_the_step_is_on_the_status_page():
         ([], ValueError, "6 of the optimizer's 6 parameters are not in named_parameters"),
         ("twice", ValueError, "not unique: 0.weight"),
         ("meta", TypeError, "is on meta"),
-        ("complex", TypeError, "SUM of complex64"),
+        ("or", TypeError, r"^DistributedOptimizer: 0.weight: BOR of float64 has no meaning"),
     ],
 )
 def test_what_cannot_be_wrapped_is_refused(named, error, message):
@@ -534,14 +534,29 @@ def test_what_cannot_be_wrapped_is_refused(named, error, message):
         named = [("0.weight", p) for p in model.parameters()]
     elif named == "meta":
         model, named = nn.Linear(2, 2, device="meta"), None
-    elif named == "complex":
-        model, named = nn.Linear(2, 2, dtype=torch.complex64), None
+    op = rc.AVERAGE
+    if named == "or":
+        named, op = list(model.named_parameters()), rc.BOR
 
     def body(rank):
         with pytest.raises(error, match=message):
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), named)
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), named, op=op)
 
     run_ranks(1, body)
+
+
+def test_complex_parameters_are_averaged():
+    gradients = torch.tensor([[1 + 2j, -3j], [5 + 0j, 1 + 1j]])
+
+    def body(rank):
+        parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1))
+        (parameter * gradients[rank].conj()).real.sum().backward()
+        optimizer.step()
+        return parameter.detach()
+
+    for parameter in run_ranks(2, body):
+        assert torch.equal(parameter, -gradients.mean(0))
 
 
 def test_wrapping_twice_pickling_and_copying_are_refused():

@@ -69,6 +69,21 @@ def test_random_program_against_numpy(seed):
         assert np.array_equal(rc.allgather(mine), np.concatenate(list(data)))
         assert np.array_equal(rc.broadcast(mine, root), data[root])
         assert np.array_equal(rc.allgather(rc.reduce_scatter(mine)), total)
+        assert np.array_equal(rc.allreduce(mine, rc.MAX, deterministic=True), data.max(0))
+        reduced, gathered = rc.reduce(mine, root=root), rc.gather(mine, root)
+        if rc.rank() == root:
+            assert np.array_equal(reduced, total)
+            assert np.array_equal(gathered, np.concatenate(list(data)))
+        rows = rc.scatter(mine if rc.rank() == root else None, root)
+        assert np.array_equal(rc.allgather(rows), data[root])
+        splits = rng.multinomial(shape[0], np.ones(rc.size()) / rc.size(), rc.size())
+        received = [
+            data[r][splits[r][: rc.rank()].sum() :][: splits[r][rc.rank()]]
+            for r in range(rc.size())
+        ]
+        assert np.array_equal(rc.alltoall(mine, splits[rc.rank()]), np.concatenate(received))
+        for each in rc.grouped_allreduce([mine, mine[:1]]):
+            assert np.array_equal(each, total[: len(each)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +113,7 @@ def test_mismatch_is_agreed_on_and_the_engine_works_on():
 
 def test_objects_travel():
     assert rc.broadcast_object([rc.rank(), "x" * 100_000], rc.size() - 1)[0] == rc.size() - 1
+    assert [len(each) for each in rc.allgather_object("x" * rc.rank())] == list(range(rc.size()))
 
 
 def test_the_status_page_says_what_the_rank_does():

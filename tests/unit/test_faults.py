@@ -22,6 +22,13 @@ COLLECTIVES = {
     "broadcast": lambda: rc.broadcast(X),
     "broadcast_object": lambda: rc.broadcast_object(1),
     "barrier": rc.barrier,
+    "reduce": lambda: rc.reduce(X, root=1),
+    "allreduce, deterministic": lambda: rc.allreduce(X, deterministic=True),
+    "gather": lambda: rc.gather(X, root=1),
+    "scatter": lambda: rc.scatter(X, root=1),
+    "alltoall": lambda: rc.alltoall(X),
+    "grouped_allreduce": lambda: rc.grouped_allreduce([X, X]),
+    "allgather_object": lambda: rc.allgather_object(1),
 }
 
 

@@ -1,0 +1,48 @@
+"""Which small reductions share a message. Pure: every rank comes to the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to be reduced.
+
+    Attributes:
+        nbytes: its size.
+        key: what must be alike to share a message: dtype, operator, group.
+        is_barrier: nothing after it may share a message with anything before it.
+    """
+
+    nbytes: int
+    key: object
+    is_barrier: bool = False
+
+
+def plan_fusion(items: Sequence[Item], max_nbytes: float) -> list[list[int]]:
+    """Return the indices of the items that share a message, message by message.
+
+    Args:
+        items: in the order in which they are wanted.
+        max_nbytes: a message is closed when the next item would take it beyond; an item that is
+            larger has a message of its own.
+
+    Returns:
+        Every index but those of barriers once, ascending within a message; messages in the order
+        of their first item.
+    """
+    batches: list[list[int]] = []
+    open_by_key: dict[object, tuple[list[int], int]] = {}
+    for index, item in enumerate(items):
+        if item.is_barrier:
+            open_by_key.clear()
+            continue
+        batch, filled = open_by_key.get(item.key, ([], 0))
+        if not batch or filled + item.nbytes > max_nbytes:
+            batch, filled = [], 0
+            batches.append(batch)
+        batch.append(index)
+        open_by_key[item.key] = (batch, filled + item.nbytes)
+    return batches

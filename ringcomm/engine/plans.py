@@ -1,0 +1,387 @@
+"""How each collective checks its arguments and is carried out: one body for all of its forms.
+
+Each function here returns a Plan: what all ranks must agree on, and what to do once they have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adapter_of_kind
+from ringcomm.collectives import direct, exchange, ring, tree
+from ringcomm.collectives.fusion import Item, plan_fusion
+from ringcomm.collectives.op import Op
+from ringcomm.collectives.schedule import chunks, consecutive
+from ringcomm.engine.agreement import gather_bytes, gather_counts
+from ringcomm.engine.call import Call
+from ringcomm.engine.engine import Plan
+from ringcomm.engine.world import engine
+from ringcomm.transport.channel import Channel
+
+A = TypeVar("A", bound=Any)
+MIB = 1 << 20
+
+
+def allreduce(
+    x: A, op: Op, name: str | None, *, in_place: bool = False, deterministic: bool = False
+) -> Plan[A]:
+    """Plan an allreduce; the result is x itself if in_place."""
+    adapter = adapter_for(x)
+    kind = "allreduce_" if in_place else "allreduce"
+    call = _reduction(kind, name, op, x, adapter, deterministic=deterministic)
+    work = _working_copy(x, adapter, in_place=in_place)
+    flat = adapter.flat(work)
+
+    def run(t: Channel) -> A:
+        _algorithm(flat, deterministic=deterministic).allreduce_(flat, t, op)
+        return _written(x, work, adapter) if in_place else work
+
+    return Plan(call, flat.bytes.nbytes, run)
+
+
+def reduce(
+    x: A, op: Op, root: int, name: str | None, *, in_place: bool, deterministic: bool
+) -> Plan[A | None]:
+    """Plan a reduction whose result root alone gets; in place the others' x is left alone."""
+    adapter = adapter_for(x)
+    _require_rank(root, "root")
+    kind = "reduce_" if in_place else "reduce"
+    call = _reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
+    is_root = engine().rank == root
+    work = _working_copy(x, adapter, in_place=in_place and is_root)
+    flat = adapter.flat(work)
+
+    def run(t: Channel) -> A | None:
+        parts = chunks(flat.count, t.size)
+        own = _algorithm(flat, deterministic=deterministic).reduce_scatter_(flat, parts, t, op)
+        exchange.gather_(flat if is_root else None, own, parts, root, t)
+        if in_place:
+            return _written(x, work, adapter) if is_root else x
+        return work if is_root else None
+
+    return Plan(call, flat.bytes.nbytes, run)
+
+
+def reduce_scatter(
+    x: A, op: Op, name: str | None, *, in_place: bool = False, deterministic: bool = False
+) -> Plan[A]:
+    """Plan a reduction of which each rank gets its rows; in place they stand in x, as a view."""
+    adapter = adapter_for(x)
+    kind = "reduce_scatter_" if in_place else "reduce_scatter"
+    call = _reduction(kind, name, op, x, adapter, deterministic=deterministic)
+    shape = adapter.shape(x)
+    _require_rows(shape, kind)
+    if in_place and not adapter.is_contiguous(x):
+        raise ValueError(f"{kind} returns a view of x, so x must be contiguous: pass x.copy()")
+    work = _working_copy(x, adapter, in_place=in_place)
+    flat = adapter.flat(work)
+
+    def run(t: Channel) -> A:
+        rows = chunks(shape[0], t.size)
+        width = math.prod(shape[1:])
+        parts = [slice(part.start * width, part.stop * width) for part in rows]
+        own = _algorithm(flat, deterministic=deterministic).reduce_scatter_(flat, parts, t, op)
+        mine = rows[t.rank]
+        if in_place:
+            view: A = _written(x, work, adapter)[mine]
+            return view
+        out: A = adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
+        adapter.flat(out).bytes[:] = own.bytes
+        return out
+
+    return Plan(call, flat.bytes.nbytes, run)
+
+
+def allgather(x: A, name: str | None) -> Plan[A]:
+    """Plan the concatenation of all ranks' rows."""
+    adapter, call, mine = _rows_of(x, "allgather", name)
+    shape = adapter.shape(x)
+
+    def run(t: Channel) -> A:
+        rows = gather_counts(shape[0], t)
+        out: A = adapter.empty(x, (sum(rows), *shape[1:]))
+        flat = adapter.flat(out)
+        parts = consecutive([n * math.prod(shape[1:]) for n in rows])
+        flat[parts[t.rank]].bytes[:] = mine.bytes
+        ring.allgather_(flat, parts, t)
+        return out
+
+    return Plan(call, mine.bytes.nbytes, run)
+
+
+def gather(x: A, root: int, name: str | None) -> Plan[A | None]:
+    """Plan the concatenation of all ranks' rows on root."""
+    _require_rank(root, "root")
+    adapter, call, mine = _rows_of(x, "gather", name, root=int(root))
+    shape = adapter.shape(x)
+
+    def run(t: Channel) -> A | None:
+        rows = gather_counts(shape[0], t)
+        parts = consecutive([n * math.prod(shape[1:]) for n in rows])
+        if t.rank != root:
+            exchange.gather_(None, mine, parts, root, t)
+            return None
+        out: A = adapter.empty(x, (sum(rows), *shape[1:]))
+        flat = adapter.flat(out)
+        flat[parts[t.rank]].bytes[:] = mine.bytes
+        exchange.gather_(flat, flat[parts[t.rank]], parts, root, t)
+        return out
+
+    return Plan(call, mine.bytes.nbytes, run)
+
+
+def scatter(x: A | None, root: int, name: str | None) -> Plan[A]:
+    """Plan the distribution of root's rows."""
+    _require_rank(root, "root")
+    is_root = engine().rank == root
+    call = Call("scatter", name, root=int(root))
+    whole = None
+    outline = b""
+    if is_root:
+        adapter = adapter_for(x)
+        shape, dtype = adapter.shape(x), adapter.dtype(x)
+        _require_rows(shape, "scatter")
+        whole = adapter.flat(_contiguous(x, adapter))
+        outline = json.dumps([adapter.kind, dtype.name, shape]).encode()
+
+    def run(t: Channel) -> A:
+        kind, dtype_name, shape = json.loads(_broadcast_bytes(outline, root, t))
+        adapter = adapter_of_kind(kind)
+        rows = chunks(shape[0], t.size)
+        width = math.prod(shape[1:])
+        mine = rows[t.rank]
+        out: A = adapter.make(DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:]))
+        parts = [slice(part.start * width, part.stop * width) for part in rows]
+        exchange.scatter_(whole, adapter.flat(out), parts, root, t)
+        return out
+
+    return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
+
+
+def alltoall(
+    x: A, splits: Sequence[int] | None, name: str | None, *, return_splits: bool
+) -> Plan[A | tuple[A, list[int]]]:
+    """Plan the exchange of rows between all pairs of ranks."""
+    adapter, call, mine = _rows_of(x, "alltoall", name)
+    shape = adapter.shape(x)
+    width = math.prod(shape[1:])
+    sent = _splits(splits, shape[0], engine().size)
+
+    def run(t: Channel) -> A | tuple[A, list[int]]:
+        received = exchange.alltoall_counts(sent, t)
+        out: A = adapter.empty(x, (sum(received), *shape[1:]))
+        exchange.alltoall_(
+            mine,
+            consecutive([n * width for n in sent]),
+            adapter.flat(out),
+            consecutive([n * width for n in received]),
+            t,
+        )
+        return (out, received) if return_splits else out
+
+    return Plan(call, mine.bytes.nbytes, run)
+
+
+def broadcast(x: A, root: int, name: str | None, *, in_place: bool) -> Plan[A]:
+    """Plan the copy of root's x to all."""
+    adapter = adapter_for(x)
+    _require_rank(root, "root")
+    kind = "broadcast_" if in_place else "broadcast"
+    dtype = str(adapter.dtype(x))
+    call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=int(root))
+    is_overwritten = in_place and engine().rank != root
+    if is_overwritten:
+        adapter.require_writable(x)
+    work: A = _contiguous(x, adapter) if in_place else adapter.copy(x)
+    flat = adapter.flat(work)
+
+    def run(t: Channel) -> A:
+        tree.broadcast_(flat, root, t)
+        if is_overwritten:
+            return _written(x, work, adapter)
+        return x if in_place else work
+
+    return Plan(call, flat.bytes.nbytes, run)
+
+
+def barrier(name: str | None) -> Plan[None]:
+    """Plan nothing: the agreement is the barrier."""
+    return Plan(Call("barrier", name), 0, lambda _: None)
+
+
+def broadcast_object(obj: Any, root: int, name: str | None) -> Plan[Any]:
+    """Plan the copy of root's object to all."""
+    _require_rank(root, "root")
+    is_root = engine().rank == root
+    packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
+
+    def run(t: Channel) -> Any:
+        return _broadcast_bytes(packed, root, t)
+
+    return Plan(Call("broadcast_object", name, root=int(root)), len(packed), run)
+
+
+def allgather_object(obj: Any, name: str | None) -> Plan[list[bytes]]:
+    """Plan the exchange of one object per rank, pickled."""
+    packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    call = Call("allgather_object", name)
+    return Plan(call, len(packed), lambda t: gather_bytes(packed, t))
+
+
+def grouped(kind: str, name: str | None, xs: Sequence[A], one: Callable[[A], Plan[A]]) -> Plan[Any]:
+    """Plan several collectives as one, with one agreement for all of them."""
+    plans = [one(x) for x in _listed(kind, xs)]
+    call = _grouped_call(kind, name, [plan.call for plan in plans])
+    nbytes = sum(plan.nbytes for plan in plans)
+    return Plan(call, nbytes, lambda t: [plan.run(t) for plan in plans])
+
+
+def grouped_allreduce(
+    xs: Sequence[A], op: Op, name: str | None, *, in_place: bool, deterministic: bool
+) -> Plan[list[A]]:
+    """Plan an allreduce of several arrays, fused where they share a dtype."""
+    kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
+    adapters = [adapter_for(x) for x in _listed(kind, xs)]
+    calls = [
+        _reduction(kind, None, op, x, adapter, deterministic=deterministic)
+        for x, adapter in zip(xs, adapters, strict=True)
+    ]
+    work = [
+        _working_copy(x, adapter, in_place=in_place)
+        for x, adapter in zip(xs, adapters, strict=True)
+    ]
+    flats = [adapter.flat(each) for each, adapter in zip(work, adapters, strict=True)]
+    items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
+    batches = plan_fusion(items, engine().settings.fusion_mib * MIB)
+
+    def run(t: Channel) -> list[A]:
+        for batch in batches:
+            together = [flats[i] for i in batch]
+            fused = together[0] if len(together) == 1 else _fused(together)
+            _algorithm(fused, deterministic=deterministic).allreduce_(fused, t, op)
+            if len(together) > 1:
+                _unfuse(fused, together)
+        if not in_place:
+            return work
+        return [_written(x, w, a) for x, w, a in zip(xs, work, adapters, strict=True)]
+
+    return Plan(_grouped_call(kind, name, calls), sum(item.nbytes for item in items), run)
+
+
+def _fused(flats: list[Flat]) -> Flat:
+    return Flat(np.concatenate([flat.bytes for flat in flats]), flats[0].dtype)
+
+
+def _unfuse(fused: Flat, flats: list[Flat]) -> None:
+    for flat, part in zip(flats, consecutive([flat.count for flat in flats]), strict=True):
+        flat.bytes[:] = fused[part].bytes
+
+
+def _algorithm(flat: Flat, *, deterministic: bool) -> Any:
+    """Return the module: a ring would round 16-bit floats at every stop, and rotates the order."""
+    return direct if deterministic or flat.dtype.is_16bit_float else ring
+
+
+def _reduction(
+    kind: str,
+    name: str | None,
+    op: Op,
+    x: Array,
+    adapter: ArrayAdapter,
+    *,
+    root: int | None = None,
+    deterministic: bool = False,
+) -> Call:
+    if not isinstance(op, Op):
+        raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
+    dtype = adapter.dtype(x)
+    op.require(dtype)
+    how = f"{op}, deterministic" if deterministic else str(op)
+    return Call(kind, name, op=how, dtype=str(dtype), shape=adapter.shape(x), root=root)
+
+
+def _rows_of(
+    x: Array, kind: str, name: str | None, root: int | None = None
+) -> tuple[ArrayAdapter, Call, Flat]:
+    adapter = adapter_for(x)
+    shape = adapter.shape(x)
+    _require_rows(shape, kind)
+    call = Call(kind, name, dtype=str(adapter.dtype(x)), shape=(None, *shape[1:]), root=root)
+    return adapter, call, adapter.flat(_contiguous(x, adapter))
+
+
+def _listed(kind: str, xs: Sequence[A]) -> Sequence[A]:
+    if not isinstance(xs, list | tuple):
+        raise TypeError(f"{kind} takes a list or tuple of arrays, not {type(xs).__qualname__}")
+    return xs
+
+
+def _grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
+    ops = {call.op for call in calls}
+    members = tuple((call.dtype or "", call.shape or ()) for call in calls)
+    return Call(kind, name, op=ops.pop() if ops else None, members=members)
+
+
+def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
+    if splits is None:
+        if n_rows % size:
+            raise ValueError(
+                f"alltoall: {n_rows} rows cannot be shared evenly by {size} ranks: pass splits="
+            )
+        return [n_rows // size] * size
+    rows = [int(n) for n in splits]
+    if len(rows) != size or sum(rows) != n_rows or min(rows) < 0:
+        raise ValueError(
+            f"alltoall: splits={rows} must be {size} numbers >= 0, one per rank, with the sum "
+            f"{n_rows}, the rows of x"
+        )
+    return rows
+
+
+def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
+    nbytes = np.array([len(packed)], np.int64)
+    tree.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    is_root = t.rank == root
+    data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
+    tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    return data.tobytes()
+
+
+def _require_rank(rank: int, what: str) -> None:
+    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+        raise TypeError(f"{what} must be a rank, an int, not {rank!r}")
+    if not 0 <= rank < engine().size:
+        raise ValueError(f"{what} is {rank}; ranks are 0 to {engine().size - 1}")
+
+
+def _require_rows(shape: tuple[int, ...], kind: str) -> None:
+    if not shape:
+        raise ValueError(f"{kind} needs at least one dimension; use x.reshape(1) for a number")
+
+
+def _contiguous(x: A, adapter: ArrayAdapter) -> A:
+    copied: A = x if adapter.is_contiguous(x) else adapter.copy(x)
+    return copied
+
+
+def _working_copy(x: A, adapter: ArrayAdapter, *, in_place: bool) -> A:
+    """Return contiguous memory to reduce in: x itself only where x is to be overwritten."""
+    if not in_place:
+        copied: A = adapter.copy(x)
+        return copied
+    adapter.require_writable(x)
+    return _contiguous(x, adapter)
+
+
+def _written(x: A, work: A, adapter: ArrayAdapter) -> A:
+    if work is x:
+        adapter.written(x)
+    else:
+        adapter.assign(x, work)
+    return x
