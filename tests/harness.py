@@ -15,21 +15,25 @@ from ringcomm.config import Settings
 from ringcomm.engine.engine import Engine
 from ringcomm.engine.world import entered
 from ringcomm.errors import PeerFailedError
+from ringcomm.transport.faulty import FaultyTransport
 from ringcomm.transport.loopback import LoopbackHub
 
 HANG_S = 60.0
 
 
-def outcomes(size, body, *, hub=None, settings=None):
+def outcomes(size, body, *, hub=None, settings=None, faults=None):
     """Run body(rank) on `size` ranks as threads; return each rank's result, or its exception.
 
-    A rank that raises is dead to the others, as a process would be.
+    A rank that raises is dead to the others, as a process would be. faults: {rank: Faults}.
     """
     hub = hub or LoopbackHub(size)
     results = [None] * size
 
     def main(rank):
-        engine = Engine(hub.transport(rank), settings or Settings(timeout_s=20))
+        transport = hub.transport(rank)
+        if faults is not None and rank in faults:
+            transport = FaultyTransport(transport, faults[rank])
+        engine = Engine(transport, settings or Settings(timeout_s=20))
         try:
             with entered(engine):
                 results[rank] = body(rank)

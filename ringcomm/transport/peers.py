@@ -42,7 +42,7 @@ class PeerTable:
         dead: process gone, or said to have failed -> reason. Never shrinks.
         left: rank -> (number of its last operation, how it left).
         entered: rank -> number of the latest operation it said it has entered.
-        gave_up: the first rank whose deadline passed, None while all are patient.
+        gave_up: the earliest operation in which a deadline passed, None while all are patient.
     """
 
     rank: int
@@ -74,8 +74,9 @@ class PeerTable:
         self.entered[rank] = max(sequence, self.entered.get(rank, 0))
 
     def note_gave_up(self, gave_up: GaveUp) -> None:
-        """Some rank's deadline passed; the first one counts."""
-        self.gave_up = self.gave_up or gave_up
+        """Some rank's deadline passed; the earliest operation counts, then the first to say so."""
+        if self.gave_up is None or gave_up.sequence < self.gave_up.sequence:
+            self.gave_up = gave_up
 
     def obstacle(self, sequence: int) -> Obstacle | None:
         """Return why operation `sequence` cannot complete, None if nothing stands in its way.

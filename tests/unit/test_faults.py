@@ -11,6 +11,7 @@ from harness import outcomes, run_ranks
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.world import engine
+from ringcomm.transport.faulty import Faults, PlannedDeath
 from ringcomm.transport.loopback import LoopbackHub
 
 X = np.ones(1000, np.float32)
@@ -26,46 +27,91 @@ COLLECTIVES = {
     "allreduce, deterministic": lambda: rc.allreduce(X, deterministic=True),
     "gather": lambda: rc.gather(X, root=1),
     "scatter": lambda: rc.scatter(X, root=1),
-    "alltoall": lambda: rc.alltoall(X),
+    "alltoall": lambda: rc.alltoall(X[:996]),
     "grouped_allreduce": lambda: rc.grouped_allreduce([X, X]),
     "allgather_object": lambda: rc.allgather_object(1),
 }
 
 
-class DyingHub(LoopbackHub):
-    """Lets one rank die when it posts its nth message."""
+def repeat(call):
+    for _ in range(20):
+        call()
 
-    def __init__(self, size, victim, nth):
-        super().__init__(size)
-        self.victim, self.left = victim, nth
 
-    def _count(self, rank):
-        if rank == self.victim:
-            self.left -= 1
-            if self.left < 0:
-                raise SystemExit("dies here")
-
-    def post_send(self, source, data, dest, tag):
-        self._count(source)
-        return super().post_send(source, data, dest, tag)
-
-    def post_receive(self, dest, out, source, tag):
-        self._count(dest)
-        return super().post_receive(dest, out, source, tag)
+SOON = Settings(timeout_s=0.15)
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2, 3, 5, 6, 8])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_death_at_any_message_reaches_every_other_rank(collective, nth):
     def body(rank):
-        for _ in range(20):
-            COLLECTIVES[collective]()
+        repeat(COLLECTIVES[collective])
 
-    results = outcomes(4, body, hub=DyingHub(4, victim=2, nth=nth))
+    results = outcomes(4, body, faults={2: Faults(die=nth)})
     for rank in (0, 1, 3):
         assert isinstance(results[rank], rc.PeerFailedError), results
         assert results[rank].rank == 2
-        assert "dies here" in results[rank].reason
+        assert f"dies at message {nth}" in results[rank].reason
+    assert isinstance(results[2], PlannedDeath)
+
+
+@pytest.mark.parametrize("nth", [0, 1, 3, 6])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_lost_message_is_a_timeout_everywhere_and_the_engine_says_it_is_unusable(collective, nth):
+    def body(rank):
+        start = time.monotonic()
+        with pytest.raises(rc.CommTimeoutError, match=r"RINGCOMM_TIMEOUT_S=0.15 is over"):
+            repeat(COLLECTIVES[collective])
+        assert time.monotonic() - start < 5
+        with pytest.raises(rc.CommTimeoutError, match="cannot be used any more"):
+            rc.barrier()
+        return "told"
+
+    assert outcomes(3, body, faults={1: Faults(drop=nth)}, settings=SOON) == ["told"] * 3
+
+
+def test_without_control_messages_every_rank_still_ends_by_its_own_deadline():
+    def body(rank):
+        with pytest.raises(rc.CommTimeoutError):
+            repeat(lambda: rc.allreduce(X[:996]))  # chunks of one size: the wire sees no gap
+        return "over"
+
+    mute = {r: Faults(drop_control=True, drop=3 if r == 1 else -1) for r in range(3)}
+    assert outcomes(3, body, faults=mute, settings=SOON) == ["over"] * 3
+
+
+def answers(rank):
+    """One of everything, on values that tell the ranks apart."""
+    x = np.arange(12.0).reshape(6, 2) + rank
+    results = [
+        rc.allreduce(x),
+        rc.allreduce(x.astype(np.float16), rc.MAX),
+        rc.allreduce(x, deterministic=True),
+        rc.reduce(x, root=1),
+        rc.broadcast(x, 2),
+        rc.reduce_scatter(x),
+        rc.allgather(x[:rank]),
+        rc.gather(x, 2),
+        rc.scatter(x, 1),
+        rc.alltoall(x, [1, 2, 3]),
+        *rc.grouped_allreduce([x, x[0]]),
+    ]
+    return [result if result is None else result.tolist() for result in results], (
+        rc.allgather_object(rank),
+        rc.broadcast_object(rank, 1),
+    )
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_messages_that_overtake_each_other_change_nothing(seed):
+    faults = {r: Faults(reorder_seed=3 * seed + r) for r in range(3)}
+    assert run_ranks(3, answers, faults=faults) == run_ranks(3, answers)
+
+
+@pytest.mark.parametrize("nth", range(0, 60, 4))
+def test_a_late_message_changes_nothing(nth):
+    faults = {1: Faults(delay=nth, delay_s=0.05)}
+    assert run_ranks(3, answers, faults=faults) == run_ranks(3, answers)
 
 
 def test_whoever_waits_for_a_live_rank_hears_of_a_third_s_death():

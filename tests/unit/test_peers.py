@@ -75,6 +75,14 @@ def test_the_first_to_give_up_counts():
     assert peers.gave_up is first
 
 
+def test_a_later_give_up_in_an_earlier_operation_is_heard():
+    """Else the one that gave up in the earlier operation would wait in it for ever."""
+    peers = table()
+    peers.note_gave_up(GaveUp(3, (2,), "in 3"))
+    peers.note_gave_up(GaveUp(2, (), "in 2"))
+    assert peers.gave_up == GaveUp(2, (), "in 2")
+
+
 @pytest.mark.parametrize("missing", [(), (2,), (1, 5)])
 def test_giving_up_survives_the_wire(missing):
     gave_up = GaveUp(9, missing, "two\nlines")
