@@ -40,6 +40,8 @@ from ringcomm.engine.world import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from ringcomm.errors import (
     CommTimeoutError,
@@ -97,4 +99,6 @@ __all__ = [
     "scatter",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from ringcomm.errors import ConfigError
 
@@ -23,12 +24,14 @@ class Settings:
         stall_warning_s: a wait of this many seconds is reported once; 0 = never.
         grace_s: after a rank failed, the seconds the others of its node have to end by themselves.
         fusion_mib: gradients are fused into buckets of at most this many MiB.
+        timeline: each rank writes a Chrome trace to `<timeline>.<rank>.json`; "" = none.
     """
 
     timeout_s: float = 600.0
     stall_warning_s: float = 30.0
     grace_s: float = 3.0
     fusion_mib: float = 25.0
+    timeline: str = ""
 
     @property
     def timeout_or_inf(self) -> float:
@@ -53,8 +56,8 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         ConfigError: a RINGCOMM_ variable that is not known, or is no number >= 0.
     """
     environ = os.environ if environ is None else environ
-    known = {_PREFIX + f.name.upper(): f.name for f in fields(Settings)}
-    values: dict[str, float] = {}
+    known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
+    values: dict[str, Any] = {}
     for variable in environ:
         if not variable.startswith(_PREFIX) or variable == _RANK_PROCESS:
             continue
@@ -66,7 +69,8 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
             raise ConfigError(
                 f"{variable} is not a setting of ringcomm.{hint} Known: {', '.join(known)}."
             )
-        values[known[variable]] = _number(variable, environ[variable])
+        field, text = known[variable], environ[variable]
+        values[field.name] = text if field.type == "str" else _number(variable, text)
     return Settings(**values)
 
 

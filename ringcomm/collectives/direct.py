@@ -45,5 +45,6 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
         requests.append(t.irecv(sources[source].bytes, source))
         requests.append(t.isend(x[parts[dest]].bytes, dest))
     t.wait(*requests)
-    combine_all(own, sources, op)
+    with t.phase("reduce"):
+        combine_all(own, sources, op)
     return own

@@ -45,7 +45,8 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
         mine = x[parts[step.receive]]
         arriving = scratch[: mine.count]
         t.exchange(x[parts[step.send]].bytes, right, arriving.bytes, left)
-        combine(mine, arriving, op)
+        with t.phase("reduce"):
+            combine(mine, arriving, op)
     own = x[parts[t.rank]]
     finish(own, op, t.size)
     return own

@@ -14,6 +14,7 @@ from ringcomm._core import StatusPage
 from ringcomm.config import Settings
 from ringcomm.engine.agreement import agree
 from ringcomm.engine.call import Call
+from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
     CommTimeoutError,
     MismatchError,
@@ -72,6 +73,7 @@ class Engine:
         topology: ranks of this host, and hosts.
         settings: deadlines and bucket size.
         watch: what is known of the other ranks.
+        timeline: where its operations are recorded, or None.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Engine:
         self.topology = topology or Topology(self.rank, self.size, 0, 1)
         self.settings = settings
         self.watch = Watch(transport)
+        self.timeline = Timeline(settings.timeline, self.rank) if settings.timeline else None
         self._transport = transport
         self._page = page
         self._pid = os.getpid()
@@ -122,7 +125,8 @@ class Engine:
                 label = ready.call.label(sequence)
                 self._begin(label, sequence, ready.nbytes)
                 channels += [self._channel(label, sequence, tag) for tag in (AGREE, DATA)]
-                agree(ready.call, channels[0])
+                with channels[0].phase("negotiation"):
+                    agree(ready.call, channels[0])
                 if problem is None:
                     result = ready.run(channels[1])
             except BaseException as error:
@@ -147,6 +151,12 @@ class Engine:
         if self._page is not None:
             self._page.set_step(step)
 
+    def record(self, timeline: Timeline | None) -> None:
+        """Record operations from now on in `timeline`, or nowhere; closes the one before."""
+        before, self.timeline = self.timeline, timeline
+        if before is not None:
+            before.close()
+
     def leave(self, how: str) -> bool:
         """Say that this rank takes part in nothing more; return when no other does.
 
@@ -160,6 +170,7 @@ class Engine:
             return False
         self._is_closed = True
         self._set_state(State.LEAVING)
+        self.record(None)
         self.watch.announce_left(how)
         if self._broken is None:
             while self.watch.peers.still_here and not self.watch.peers.dead:
@@ -190,14 +201,18 @@ class Engine:
             timeout_s=self.settings.timeout_or_inf,
             stall_warning_s=self.settings.stall_warning_or_inf,
         )
-        return Channel(self._transport, self.watch, operation, tag)
+        return Channel(self._transport, self.watch, operation, tag, self.timeline)
 
     def _begin(self, label: str, sequence: int, nbytes: int) -> None:
         if self._page is not None:
             label = label.encode(errors="replace").decode()  # a lone surrogate has no UTF-8
             self._page.begin_op(label, sequence, nbytes)
+        if self.timeline is not None:
+            self.timeline.begin(label, nbytes)
 
     def _end(self, state: OpState) -> None:
+        if self.timeline is not None:
+            self.timeline.end(state.name.lower())
         if self._page is not None:
             self._page.end_op(state)
 

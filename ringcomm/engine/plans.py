@@ -40,7 +40,7 @@ def allreduce(
 
     def run(t: Channel) -> A:
         _algorithm(flat, deterministic=deterministic).allreduce_(flat, t, op)
-        return _written(x, work, adapter) if in_place else work
+        return _written(x, work, adapter, t) if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
 
@@ -62,7 +62,7 @@ def reduce(
         own = _algorithm(flat, deterministic=deterministic).reduce_scatter_(flat, parts, t, op)
         exchange.gather_(flat if is_root else None, own, parts, root, t)
         if in_place:
-            return _written(x, work, adapter) if is_root else x
+            return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -89,10 +89,11 @@ def reduce_scatter(
         own = _algorithm(flat, deterministic=deterministic).reduce_scatter_(flat, parts, t, op)
         mine = rows[t.rank]
         if in_place:
-            view: A = _written(x, work, adapter)[mine]
+            view: A = _written(x, work, adapter, t)[mine]
             return view
         out: A = adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
-        adapter.flat(out).bytes[:] = own.bytes
+        with t.phase("copy"):
+            adapter.flat(out).bytes[:] = own.bytes
         return out
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -108,7 +109,8 @@ def allgather(x: A, name: str | None) -> Plan[A]:
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
-        flat[parts[t.rank]].bytes[:] = mine.bytes
+        with t.phase("copy"):
+            flat[parts[t.rank]].bytes[:] = mine.bytes
         ring.allgather_(flat, parts, t)
         return out
 
@@ -129,7 +131,8 @@ def gather(x: A, root: int, name: str | None) -> Plan[A | None]:
             return None
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
-        flat[parts[t.rank]].bytes[:] = mine.bytes
+        with t.phase("copy"):
+            flat[parts[t.rank]].bytes[:] = mine.bytes
         exchange.gather_(flat, flat[parts[t.rank]], parts, root, t)
         return out
 
@@ -204,7 +207,7 @@ def broadcast(x: A, root: int, name: str | None, *, in_place: bool) -> Plan[A]:
     def run(t: Channel) -> A:
         tree.broadcast_(flat, root, t)
         if is_overwritten:
-            return _written(x, work, adapter)
+            return _written(x, work, adapter, t)
         return x if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -263,13 +266,15 @@ def grouped_allreduce(
     def run(t: Channel) -> list[A]:
         for batch in batches:
             together = [flats[i] for i in batch]
-            fused = together[0] if len(together) == 1 else _fused(together)
+            with t.phase("copy"):
+                fused = together[0] if len(together) == 1 else _fused(together)
             _algorithm(fused, deterministic=deterministic).allreduce_(fused, t, op)
             if len(together) > 1:
-                _unfuse(fused, together)
+                with t.phase("copy"):
+                    _unfuse(fused, together)
         if not in_place:
             return work
-        return [_written(x, w, a) for x, w, a in zip(xs, work, adapters, strict=True)]
+        return [_written(x, w, a, t) for x, w, a in zip(xs, work, adapters, strict=True)]
 
     return Plan(_grouped_call(kind, name, calls), sum(item.nbytes for item in items), run)
 
@@ -379,9 +384,10 @@ def _working_copy(x: A, adapter: ArrayAdapter, *, in_place: bool) -> A:
     return _contiguous(x, adapter)
 
 
-def _written(x: A, work: A, adapter: ArrayAdapter) -> A:
+def _written(x: A, work: A, adapter: ArrayAdapter, t: Channel) -> A:
     if work is x:
         adapter.written(x)
     else:
-        adapter.assign(x, work)
+        with t.phase("copy"):
+            adapter.assign(x, work)
     return x

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ringcomm import _core, config
 from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
+from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import NotInitializedError, RingcommError
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
@@ -155,6 +156,25 @@ def rank() -> int:
 def size() -> int:
     """Return the number of ranks."""
     return engine().size
+
+
+def start_timeline(prefix: str) -> None:
+    """Record this rank's operations from now on in `<prefix>.<rank>.json`, for ui.perfetto.dev.
+
+    Local: each rank decides for itself. The same as RINGCOMM_TIMELINE=prefix from the start. A
+    timeline that is being written ends.
+
+    Raises:
+        OSError: the file cannot be made; its folder must exist.
+        NotInitializedError: init() has not run.
+    """
+    current = engine()
+    current.record(Timeline(prefix, current.rank))
+
+
+def stop_timeline() -> None:
+    """Record nothing more; does nothing if nothing is recorded."""
+    engine().record(None)
 
 
 def local_rank() -> int:

@@ -6,10 +6,12 @@ that waits for a live one hears of a third's death, and no wait outlasts RINGCOM
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
@@ -43,11 +45,27 @@ class Operation:
     stall_warning_s: float
 
 
+class Phases(Protocol):
+    """Who keeps the time of what an operation does; see ringcomm.engine.timeline."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that records its block."""
+        ...
+
+
+_UNSEEN = contextlib.nullcontext()
+
+
 class Channel:
     """Messages of one operation among all ranks."""
 
     def __init__(
-        self, transport: Transport, watch: Watch, operation: Operation, tag: int = DATA
+        self,
+        transport: Transport,
+        watch: Watch,
+        operation: Operation,
+        tag: int = DATA,
+        phases: Phases | None = None,
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size
@@ -55,7 +73,12 @@ class Channel:
         self.operation = operation
         self._watch = watch
         self._tag = tag
+        self._phases = phases
         self._posted: set[Request] = set()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that puts its block on the timeline: "wait", "reduce", "copy"."""
+        return _UNSEEN if self._phases is None else self._phases.phase(name)
 
     def isend(self, data: Bytes, dest: int) -> Request:
         """Start to send `data`, which must not change until wait() has returned."""
@@ -83,7 +106,8 @@ class Channel:
             CommTimeoutError: the deadline passed.
         """
         try:
-            self._wait(list(requests))
+            with self.phase("wait"):
+                self._wait(list(requests))
         except WireFault as fault:
             self._explain(fault)
         self._posted.difference_update(requests)

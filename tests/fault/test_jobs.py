@@ -1,5 +1,6 @@
 """Whole jobs that go wrong, beyond the safety matrix of ci/safety: one mpirun each."""
 
+import json
 import re
 import signal
 import subprocess
@@ -452,3 +453,22 @@ def test_two_jobs_side_by_side_do_not_meet(tmp_path):
     (tmp_path / "script.py").write_text(script(body))
     jobs = [start_job(n, tmp_path / "script.py", cwd=tmp_path) for n in (2, 3)]
     assert [finish_job(job).code for job in jobs] == [0, 0]
+
+
+def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        rc.allreduce(X, name="w")
+    """
+    environ = {"RINGCOMM_TIMELINE": str(tmp_path / "trace")}
+    job = run_script(2, script(body), cwd=tmp_path, env=environ)
+    assert job.code != 0
+    for rank in range(2):
+        opening, *lines = (tmp_path / f"trace.{rank}.json").read_text().split("\n")
+        assert opening == "["
+        events = [json.loads(line.removesuffix(",")) for line in lines[:-1]]  # the complete lines
+        assert sum(event.get("name") == "allreduce[w]" for event in events) > 10
+        assert {"negotiation", "wait", "reduce"} <= {event.get("name") for event in events}

@@ -18,6 +18,11 @@ def test_values_are_read():
     assert config.settings({"RINGCOMM_TIMEOUT_S": "1.5"}).timeout_s == 1.5
 
 
+def test_a_text_is_read_as_it_is():
+    assert config.settings({"RINGCOMM_TIMELINE": "/tmp/1"}).timeline == "/tmp/1"
+    assert config.settings({}).timeline == ""
+
+
 def test_zero_means_never():
     settings = config.settings({"RINGCOMM_TIMEOUT_S": "0", "RINGCOMM_STALL_WARNING_S": "0"})
     assert settings.timeout_or_inf == settings.stall_warning_or_inf == math.inf

@@ -1,0 +1,85 @@
+"""What this rank did when, as a Chrome trace that Perfetto (ui.perfetto.dev) loads.
+
+One JSON object per line after an opening bracket, as the format allows: no closing bracket is
+needed, and each line is written at once and whole, so what a killed rank leaves can be read. Lanes
+of one rank are its operations in flight; times are microseconds of the host's wall clock.
+
+Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+_log = logging.getLogger("ringcomm")
+
+PHASES = ("negotiation", "wait", "reduce", "copy")
+
+
+class Timeline:
+    """The trace of one rank.
+
+    Args:
+        prefix: the file is `<prefix>.<rank>.json`, overwritten; its folder must exist.
+        rank: of this process.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, prefix: str, rank: int) -> None:
+        self.path = f"{prefix}.{rank}.json"
+        self._rank = rank
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(self.path, flags, 0o644)
+        self._lock = threading.Lock()
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        os.write(self._fd, b"[\n")
+        self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
+
+    def begin(self, label: str, nbytes: int) -> None:
+        """An operation begins; one that never ends is shown as unfinished."""
+        kind = label.partition("[")[0].partition(" ")[0]
+        event = {"name": label, "cat": kind, "ph": "B", "args": {"nbytes": nbytes}}
+        self._write(event | {"ts": self._now()})
+
+    def end(self, outcome: str) -> None:
+        """The operation that began last is over."""
+        self._write({"ph": "E", "ts": self._now(), "args": {"outcome": outcome}})
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the block as one of PHASES within the operation."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            duration = self._now() - start
+            self._write({"name": name, "cat": "phase", "ph": "X", "ts": start, "dur": duration})
+
+    def close(self) -> None:
+        """Write nothing more."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+    def _now(self) -> float:
+        return (time.monotonic_ns() + self._offset_ns) / 1000
+
+    def _write(self, event: dict[str, Any]) -> None:
+        line = json.dumps({"pid": self._rank, "tid": 0} | event) + ",\n"
+        try:
+            with self._lock:
+                if self._fd >= 0:
+                    os.write(self._fd, line.encode())
+        except OSError as error:
+            self.close()
+            _log.warning("the timeline ends here: %s: %s. Training goes on", self.path, error)

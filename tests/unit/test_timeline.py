@@ -1,0 +1,101 @@
+"""The Chrome trace: whole lines, balanced slices, the phases of an operation."""
+
+import json
+import logging
+import os
+
+import numpy as np
+import pytest
+from harness import outcomes, run_ranks
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.engine.timeline import PHASES, Timeline
+
+
+def events_of(path):
+    """Return the events of a trace that has no closing bracket."""
+    opening, *lines = path.read_text().splitlines()
+    assert opening == "["
+    assert all(line.endswith("},") for line in lines)
+    return [json.loads(line[:-1]) for line in lines]
+
+
+def test_each_rank_writes_its_operations_with_their_phases(tmp_path):
+    def body(rank):
+        rc.allreduce(np.ones((6, 4))[:, ::2], name="w")
+        rc.allreduce_(np.ones((6, 4))[:, ::2])
+        rc.barrier()
+        rc.stop_timeline()
+        rc.allgather(np.ones(3))
+
+    run_ranks(3, body, settings=Settings(timeline=str(tmp_path / "trace")))
+    for rank in range(3):
+        events = events_of(tmp_path / f"trace.{rank}.json")
+        assert {event["pid"] for event in events} == {rank}
+        begun = [event for event in events if event["ph"] == "B"]
+        assert [event["name"] for event in begun] == ["allreduce[w]", "allreduce_ #2", "barrier #3"]
+        assert [event["cat"] for event in begun] == ["allreduce", "allreduce_", "barrier"]
+        assert [event["args"]["nbytes"] for event in begun] == [96, 96, 0]
+        phases = [event["name"] for event in events if event["ph"] == "X"]
+        assert set(phases) == set(PHASES)
+        assert phases.count("negotiation") == 3
+
+
+def test_slices_are_balanced_and_phases_lie_inside_them(tmp_path):
+    def body(rank):
+        rc.start_timeline(str(tmp_path / "trace"))
+        for _ in range(5):
+            rc.allreduce(np.ones(1000))
+        rc.stop_timeline()
+
+    run_ranks(2, body)
+    for rank in range(2):
+        start, n_inside = None, 0
+        for event in events_of(tmp_path / f"trace.{rank}.json")[1:]:
+            if event["ph"] == "B":
+                assert start is None
+                start, n_inside = event["ts"], 0
+            elif event["ph"] == "X":
+                n_inside += 1
+                assert event["ts"] >= start
+                last = event["ts"] + event["dur"]
+            else:
+                assert event["ph"] == "E"
+                assert n_inside > 0
+                assert event["ts"] >= last
+                assert event["args"]["outcome"] == "idle"
+                start = None
+        assert start is None
+
+
+def test_a_failed_operation_says_so(tmp_path):
+    def body(rank):
+        if rank == 1:
+            raise ValueError("boom")
+        rc.allreduce(np.ones(3), name="w")
+
+    outcomes(2, body, settings=Settings(timeline=str(tmp_path / "trace")))
+    events = events_of(tmp_path / "trace.0.json")
+    assert events[-1]["ph"] == "E"
+    assert events[-1]["args"]["outcome"] == "failed"
+
+
+def test_a_folder_that_is_missing_is_an_error(tmp_path):
+    def body(rank):
+        with pytest.raises(FileNotFoundError):
+            rc.start_timeline(str(tmp_path / "no" / "trace"))
+        return float(rc.allreduce(np.ones(1))[0])
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_training(tmp_path, caplog):
+    timeline = Timeline(str(tmp_path / "trace"), 0)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, timeline._fd)
+    os.close(full)
+    with caplog.at_level(logging.WARNING, logger="ringcomm"):
+        timeline.begin("allreduce[w]", 8)
+        timeline.end("idle")
+    assert [record.getMessage().count("the timeline ends here") for record in caplog.records] == [1]
