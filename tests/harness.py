@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -102,9 +103,18 @@ def start_job(n, *arguments, cwd, env=None, options=()):
         text=True,
         errors="replace",
         cwd=cwd,
-        env=job_environment(env),
+        env=job_environment({"TMPDIR": _session_folder(cwd)} | (env or {})),
         start_new_session=True,
     )
+
+
+def _session_folder(cwd):
+    """Return a new folder for mpirun's files.
+
+    In /tmp prterun 5 names them after its pid and leaves them when it is killed; the next one of
+    that pid then ends with 213, "The PMIx server's listener thread failed to start".
+    """
+    return tempfile.mkdtemp(prefix="mpi", dir=cwd)
 
 
 def finish_job(process, timeout_s=HANG_S):
