@@ -136,7 +136,7 @@ class Engine:
                 if problem is not None:
                     raise error from problem
                 raise
-            self._end(OpState.IDLE)
+            self._end(OpState.IDLE, "done" if problem is None else "refused")
             if problem is not None:
                 raise problem
             return result
@@ -210,9 +210,9 @@ class Engine:
         if self.timeline is not None:
             self.timeline.begin(label, nbytes)
 
-    def _end(self, state: OpState) -> None:
+    def _end(self, state: OpState, outcome: str) -> None:
         if self.timeline is not None:
-            self.timeline.end(state.name.lower())
+            self.timeline.end(outcome)
         if self._page is not None:
             self._page.end_op(state)
 
@@ -223,9 +223,9 @@ class Engine:
     def _fail(self, label: str, error: BaseException) -> None:
         """Decide whether the engine survives `error`, which came out of an operation."""
         if isinstance(error, MismatchError):
-            self._end(OpState.IDLE)
+            self._end(OpState.IDLE, "mismatch")
             return  # agreed on by all: no message is left over
-        self._end(OpState.FAILED)
+        self._end(OpState.FAILED, "failed")
         if isinstance(error, RingcommError):
             self._broken = error
         else:

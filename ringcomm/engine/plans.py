@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -50,7 +51,7 @@ def reduce(
 ) -> Plan[A | None]:
     """Plan a reduction whose result root alone gets; in place the others' x is left alone."""
     adapter = adapter_for(x)
-    _require_rank(root, "root")
+    _require_root(root)
     kind = "reduce_" if in_place else "reduce"
     call = _reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
     is_root = engine().rank == root
@@ -119,7 +120,7 @@ def allgather(x: A, name: str | None) -> Plan[A]:
 
 def gather(x: A, root: int, name: str | None) -> Plan[A | None]:
     """Plan the concatenation of all ranks' rows on root."""
-    _require_rank(root, "root")
+    _require_root(root)
     adapter, call, mine = _rows_of(x, "gather", name, root=int(root))
     shape = adapter.shape(x)
 
@@ -141,7 +142,7 @@ def gather(x: A, root: int, name: str | None) -> Plan[A | None]:
 
 def scatter(x: A | None, root: int, name: str | None) -> Plan[A]:
     """Plan the distribution of root's rows."""
-    _require_rank(root, "root")
+    _require_root(root)
     is_root = engine().rank == root
     call = Call("scatter", name, root=int(root))
     whole = None
@@ -194,7 +195,7 @@ def alltoall(
 def broadcast(x: A, root: int, name: str | None, *, in_place: bool) -> Plan[A]:
     """Plan the copy of root's x to all."""
     adapter = adapter_for(x)
-    _require_rank(root, "root")
+    _require_root(root)
     kind = "broadcast_" if in_place else "broadcast"
     dtype = str(adapter.dtype(x))
     call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=int(root))
@@ -220,7 +221,7 @@ def barrier(name: str | None) -> Plan[None]:
 
 def broadcast_object(obj: Any, root: int, name: str | None) -> Plan[Any]:
     """Plan the copy of root's object to all."""
-    _require_rank(root, "root")
+    _require_root(root)
     is_root = engine().rank == root
     packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
 
@@ -340,7 +341,7 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
                 f"alltoall: {n_rows} rows cannot be shared evenly by {size} ranks: pass splits="
             )
         return [n_rows // size] * size
-    rows = [int(n) for n in splits]
+    rows = [operator.index(n) for n in splits]  # 1.5 is refused, not cut
     if len(rows) != size or sum(rows) != n_rows or min(rows) < 0:
         raise ValueError(
             f"alltoall: splits={rows} must be {size} numbers >= 0, one per rank, with the sum "
@@ -358,11 +359,11 @@ def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
     return data.tobytes()
 
 
-def _require_rank(rank: int, what: str) -> None:
-    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-        raise TypeError(f"{what} must be a rank, an int, not {rank!r}")
-    if not 0 <= rank < engine().size:
-        raise ValueError(f"{what} is {rank}; ranks are 0 to {engine().size - 1}")
+def _require_root(root: int) -> None:
+    if isinstance(root, bool) or not hasattr(root, "__index__"):
+        raise TypeError(f"root must be a rank, an int, not {root!r}")
+    if not 0 <= root < engine().size:
+        raise ValueError(f"root is {root}; ranks are 0 to {engine().size - 1}")
 
 
 def _require_rows(shape: tuple[int, ...], kind: str) -> None:

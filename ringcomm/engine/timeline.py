@@ -1,8 +1,8 @@
 """What this rank did when, as a Chrome trace that Perfetto (ui.perfetto.dev) loads.
 
 One JSON object per line after an opening bracket, as the format allows: no closing bracket is
-needed, and each line is written at once and whole, so what a killed rank leaves can be read. Lanes
-of one rank are its operations in flight; times are microseconds of the host's wall clock.
+needed, and each line is written at once and whole, so what a killed rank leaves can be read. Times
+are microseconds of the host's wall clock.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -51,7 +51,7 @@ class Timeline:
         self._write(event | {"ts": self._now()})
 
     def end(self, outcome: str) -> None:
-        """The operation that began last is over."""
+        """The operation that began last is "done", "refused", a "mismatch" or "failed"."""
         self._write({"ph": "E", "ts": self._now(), "args": {"outcome": outcome}})
 
     @contextlib.contextmanager

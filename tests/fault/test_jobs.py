@@ -94,7 +94,7 @@ def test_an_exception_before_init_ends_the_job(tmp_path):
     if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == 1:
         while not os.path.exists("rank0"):
             time.sleep(0.01)
-        time.sleep(0.5)
+        time.sleep(0.5)  # MPI_Init tells nobody how far it has come
         raise ValueError("no data")
     open("rank0", "w").close()
     rc.init()
@@ -364,7 +364,7 @@ def test_a_rank_that_never_calls_init_is_noticed_in_time(tmp_path):
     body = """
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 1:
-        time.sleep(30)
+        time.sleep(30)  # "never": the job must end long before
     rc.init()
     """
     job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})

@@ -42,6 +42,7 @@ def available_gib():
 
 
 def test_more_than_2_gib_in_one_call(tmp_path):
+    # Two ranks hold 2 GiB each and 1 GiB of scratch: less memory would swap or be killed.
     if available_gib() < NEEDED_GIB:
         pytest.skip(f"needs {NEEDED_GIB} GiB of memory, {available_gib():.1f} are available")
     job = run_script(2, BODY, cwd=tmp_path, timeout_s=180)

@@ -135,6 +135,14 @@ def test_wrong_splits_are_told(rows, splits, message):
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
+def test_splits_that_are_no_whole_numbers_are_refused():
+    def body(rank):
+        with pytest.raises(TypeError, match="interpreted as an integer"):
+            rc.alltoall(np.ones(5), [2.5, 2.5])
+
+    run_ranks(2, body)
+
+
 MIXED = [
     ((3, 2), "float32"),
     ((), "float64"),
@@ -225,7 +233,7 @@ def test_a_number_has_no_rows(kind):
 
 
 def test_torch_tensors_come_back_as_torch_tensors():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="the core works, and is tested, without torch")
 
     def body(rank):
         x = torch.full((4, 2), float(rank), dtype=torch.bfloat16)

@@ -153,6 +153,7 @@ def start_rank():
         rank.process.communicate()
 
 
+# A rank that only a signal ends sleeps for longer than any test lasts.
 WAITING = 'page.begin_op("allreduce[w]", 1, 4_200_000); time.sleep(60)'
 
 
@@ -347,7 +348,7 @@ def test_a_caught_sys_exit_is_no_failure(start_rank, capfd):
         assert caught.code == 3
     assert words.failure is None
     page.set_state(State.LEAVING)
-    time.sleep(0.2)  # the guardian looks several times
+    time.sleep(0.2)  # that nothing happens cannot be waited for: the guardian looks several times
     page.set_state(State.LEFT)
     """
     rank = start_rank(0, body)

@@ -64,7 +64,7 @@ def test_slices_are_balanced_and_phases_lie_inside_them(tmp_path):
                 assert event["ph"] == "E"
                 assert n_inside > 0
                 assert event["ts"] >= last
-                assert event["args"]["outcome"] == "idle"
+                assert event["args"]["outcome"] == "done"
                 start = None
         assert start is None
 
@@ -79,6 +79,19 @@ def test_a_failed_operation_says_so(tmp_path):
     events = events_of(tmp_path / "trace.0.json")
     assert events[-1]["ph"] == "E"
     assert events[-1]["args"]["outcome"] == "failed"
+
+
+def test_what_was_not_carried_out_says_so(tmp_path):
+    def body(rank):
+        with pytest.raises(rc.MismatchError):
+            rc.allreduce(np.ones(2 + rank))
+        with pytest.raises(TypeError):
+            rc.allreduce("no array")
+        rc.barrier()
+
+    run_ranks(2, body, settings=Settings(timeline=str(tmp_path / "trace")))
+    ends = [e for e in events_of(tmp_path / "trace.1.json") if e["ph"] == "E"]
+    assert [e["args"]["outcome"] for e in ends] == ["mismatch", "refused", "done"]
 
 
 def test_a_folder_that_is_missing_is_an_error(tmp_path):
@@ -97,5 +110,5 @@ def test_a_full_disk_ends_the_timeline_and_not_the_training(tmp_path, caplog):
     os.close(full)
     with caplog.at_level(logging.WARNING, logger="ringcomm"):
         timeline.begin("allreduce[w]", 8)
-        timeline.end("idle")
+        timeline.end("done")
     assert [record.getMessage().count("the timeline ends here") for record in caplog.records] == [1]
