@@ -32,7 +32,7 @@ class Op(Enum):
     @property
     def kernel(self) -> int:
         """Code of the reduction kernels (csrc/kernels/dtype.hpp)."""
-        return _KERNELS.index(Op.SUM if self is Op.AVERAGE else self)
+        return _KERNELS[self]
 
     def require(self, dtype: DType) -> None:
         """Raise TypeError where this operator has no meaning for `dtype`."""
@@ -46,7 +46,7 @@ class Op(Enum):
 
 SUM, AVERAGE, MIN, MAX = Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX
 PRODUCT, BAND, BOR, BXOR = Op.PRODUCT, Op.BAND, Op.BOR, Op.BXOR
-_KERNELS = (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
+_KERNELS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MIN: 2, MAX: 3, BAND: 4, BOR: 5, BXOR: 6}
 
 
 def combine(total: Flat, x: Flat, op: Op) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 _MAX_TEXT = 400
 
@@ -39,7 +39,7 @@ class Call:
 
     def pack(self) -> bytes:
         """Return the wire form; names and errors are cut at 400 characters."""
-        fields = asdict(self)
+        fields = vars(self).copy()  # asdict() copies deeply: 21 us against 0.2
         for key in ("name", "error"):
             if fields[key] is not None and len(fields[key]) > _MAX_TEXT:
                 digest = _digest(fields[key].encode(), 6).hex()
