@@ -42,6 +42,8 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
             results[rank] = error
             blames = error.rank if isinstance(error, PeerFailedError) else None
             hub.kill(rank, f"raised {type(error).__name__}: {error}", blames=blames)
+        finally:
+            engine.stop()
 
     threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
     for thread in threads:

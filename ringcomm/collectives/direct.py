@@ -13,7 +13,7 @@ from ringcomm.collectives.schedule import chunks, shifted_pairs
 from ringcomm.transport.channel import Channel
 
 
-def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
@@ -28,15 +28,15 @@ def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     Cost: 2 (size - 1) messages, 2 (size - 1) / size * nbytes sent, nbytes of scratch.
     """
     parts = chunks(x.count, t.size)
-    own = reduce_scatter_(x, parts, t, op)
+    own = await reduce_scatter_(x, parts, t, op)
     requests = []
     for dest, source in shifted_pairs(t.rank, t.size):
         requests.append(t.irecv(x[parts[source]].bytes, source))
         requests.append(t.isend(own.bytes, dest))
-    t.wait(*requests)
+    await t.wait(*requests)
 
 
-def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
     own = x[parts[t.rank]]
     sources = [own if rank == t.rank else own.like(own.count) for rank in range(t.size)]
@@ -44,7 +44,7 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
     for dest, source in shifted_pairs(t.rank, t.size):
         requests.append(t.irecv(sources[source].bytes, source))
         requests.append(t.isend(x[parts[dest]].bytes, dest))
-    t.wait(*requests)
+    await t.wait(*requests)
     with t.phase("reduce"):
         combine_all(own, sources, op)
     return own

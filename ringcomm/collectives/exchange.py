@@ -10,7 +10,7 @@ from ringcomm.collectives.schedule import consecutive, shifted_pairs
 from ringcomm.transport.channel import Channel
 
 
-def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Channel) -> None:
+async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Channel) -> None:
     """Fill root's x with every rank's `own`; parts[r] is the place of rank r's.
 
     Args:
@@ -21,23 +21,25 @@ def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Channel
         t: all ranks; root has size - 1 messages in flight.
     """
     if t.rank != root:
-        t.wait(t.isend(own.bytes, root))
+        await t.wait(t.isend(own.bytes, root))
         return
     assert x is not None
-    t.wait(*[t.irecv(x[parts[r]].bytes, r) for r in range(t.size) if r != root])
+    await t.wait(*[t.irecv(x[parts[r]].bytes, r) for r in range(t.size) if r != root])
 
 
-def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Channel) -> None:
+async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Channel) -> None:
     """Fill every rank's `out` with its part of root's x."""
     if t.rank != root:
-        t.wait(t.irecv(out.bytes, root))
+        await t.wait(t.irecv(out.bytes, root))
         return
     assert x is not None
     out.bytes[:] = x[parts[root]].bytes
-    t.wait(*[t.isend(x[parts[r]].bytes, r) for r in range(t.size) if r != root])
+    await t.wait(*[t.isend(x[parts[r]].bytes, r) for r in range(t.size) if r != root])
 
 
-def alltoall_(x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Channel) -> None:
+async def alltoall_(
+    x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Channel
+) -> None:
     """Send x[sent[r]] to each rank r, and receive out[received[r]] from it.
 
     Cost: size - 1 messages in flight each way, in shifted order.
@@ -47,13 +49,13 @@ def alltoall_(x: Flat, sent: list[slice], out: Flat, received: list[slice], t: C
     for dest, source in shifted_pairs(t.rank, t.size):
         requests.append(t.irecv(out[received[source]].bytes, source))
         requests.append(t.isend(x[sent[dest]].bytes, dest))
-    t.wait(*requests)
+    await t.wait(*requests)
 
 
-def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
+async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
     """Send counts[r] to each rank r; return what each rank sent to this one."""
     mine, theirs = (Flat(np.empty(8 * t.size, np.uint8), DTYPES["int64"]) for _ in range(2))
     mine.bytes.view(np.int64)[:] = counts
     one_each = consecutive([1] * t.size)
-    alltoall_(mine, one_each, theirs, one_each, t)
+    await alltoall_(mine, one_each, theirs, one_each, t)
     return [int(n) for n in theirs.bytes.view(np.int64)]

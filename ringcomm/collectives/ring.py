@@ -8,7 +8,7 @@ from ringcomm.collectives.schedule import allgather_steps, chunks, reduce_scatte
 from ringcomm.transport.channel import Channel
 
 
-def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
@@ -23,11 +23,11 @@ def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     Cost: 2 (size - 1) messages, 2 (size - 1) / size * nbytes sent.
     """
     parts = chunks(x.count, t.size)
-    reduce_scatter_(x, parts, t, op)
-    allgather_(x, parts, t)
+    await reduce_scatter_(x, parts, t, op)
+    await allgather_(x, parts, t)
 
 
-def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk of x; the rest of x is left half-reduced.
 
     Args:
@@ -44,7 +44,7 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
     for step in reduce_scatter_steps(t.rank, t.size):
         mine = x[parts[step.receive]]
         arriving = scratch[: mine.count]
-        t.exchange(x[parts[step.send]].bytes, right, arriving.bytes, left)
+        await t.exchange(x[parts[step.send]].bytes, right, arriving.bytes, left)
         with t.phase("reduce"):
             combine(mine, arriving, op)
     own = x[parts[t.rank]]
@@ -52,8 +52,8 @@ def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Fl
     return own
 
 
-def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
     """Fill x with every rank's chunk, this rank's being in its place already."""
     left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
     for step in allgather_steps(t.rank, t.size):
-        t.exchange(x[parts[step.send]].bytes, right, x[parts[step.receive]].bytes, left)
+        await t.exchange(x[parts[step.send]].bytes, right, x[parts[step.receive]].bytes, left)

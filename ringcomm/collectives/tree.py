@@ -7,12 +7,12 @@ from ringcomm.collectives.schedule import binomial_tree
 from ringcomm.transport.channel import Channel
 
 
-def broadcast_(x: Flat, root: int, t: Channel) -> None:
+async def broadcast_(x: Flat, root: int, t: Channel) -> None:
     """Replace x on every rank by root's x.
 
     Cost: ceil(log2 size) rounds; the root sends nbytes in each of them.
     """
     parent, children = binomial_tree(t.rank, t.size, root)
     if parent is not None:
-        t.wait(t.irecv(x.bytes, parent))
-    t.wait(*[t.isend(x.bytes, child) for child in children])
+        await t.wait(t.irecv(x.bytes, parent))
+    await t.wait(*[t.isend(x.bytes, child) for child in children])

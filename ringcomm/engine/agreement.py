@@ -1,10 +1,13 @@
-"""The round in which all ranks agree on what they are about to do, before any payload moves.
+"""The round in which the ranks of a group agree on what they are about to do.
 
-ceil(log2 size) messages of 32 bytes per rank: each rank passes on its fingerprint, and whether all
-that it has heard of agree. Only a disagreement costs more: then the calls themselves go round.
+ceil(log2 size) control messages per rank: each passes on its fingerprint, whether all that it has
+heard of agree, and the largest value proposed. Only a disagreement costs more: then the calls
+themselves go round.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,57 +17,74 @@ from ringcomm.collectives.schedule import consecutive, dissemination_steps
 from ringcomm.engine.call import Call, explain_mismatch
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.header import NBYTES, Header, Kind
+from ringcomm.transport.header import Kind
 
 
-def agree(call: Call, t: Channel) -> None:
-    """Return when every rank is known to make the same call; a barrier, too.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks know after a round: the same on each.
 
-    Raises:
-        MismatchError: the same on every rank, with the values that differ.
+    Attributes:
+        is_agreed: all make the same call.
+        value: the largest that was proposed.
     """
-    sequence = t.operation.sequence
-    mine = call.fingerprint()
-    all_agree = True
-    theirs = np.empty(NBYTES, np.uint8)
-    for dest, source in dissemination_steps(t.rank, t.size):
-        header = Header(
-            Kind.AGREE,
-            t.transport.ring_epoch,
-            t.transport.incarnation,
-            sequence,
-            fingerprint=mine,
-            flag=all_agree,
-        )
-        t.exchange(np.frombuffer(header.pack(), np.uint8), dest, theirs, source)
-        heard, _ = Header.unpack(theirs.tobytes())
-        all_agree = all_agree and heard.flag and _matches(heard, mine, sequence)
-    if not all_agree:
-        raise MismatchError(explain_mismatch(_everybodys(call, t), sequence))
+
+    is_agreed: bool
+    value: int
 
 
-def _matches(heard: Header, fingerprint: int, sequence: int) -> bool:
-    return heard.fingerprint == fingerprint and heard.sequence == sequence
+async def agree(fingerprint: int, proposal: int, t: Channel) -> Verdict:
+    """Return once every rank has entered this operation, with what they say; a barrier, too."""
+    all_agree, value = True, proposal
+    with t.phase("negotiation"):
+        for round_, (dest, source) in enumerate(dissemination_steps(t.rank, t.size)):
+            t.tell(
+                dest,
+                Kind.AGREE,
+                key=t.key,
+                fingerprint=fingerprint,
+                value=value,
+                flag=all_agree,
+                round=round_,
+            )
+            heard = (await t.hear(Kind.AGREE, t.key, source, round_)).header
+            assert heard is not None
+            all_agree = all_agree and heard.flag and heard.fingerprint == fingerprint
+            value = max(value, heard.value)
+    return Verdict(all_agree, value)
 
 
-def _everybodys(call: Call, t: Channel) -> list[Call]:
-    packed = gather_bytes(call.pack(), t)
-    return [Call.unpack(each) for each in packed]
+async def mismatch(
+    call: Call, number: int, t: Channel, *, has_moved: bool = False
+) -> MismatchError:
+    """Return the error that tells what each rank called, the same on all of them.
+
+    Args:
+        call: this rank's.
+        number: of the operation, for the label of an unnamed one.
+        t: a channel on which nothing but calls is sent.
+        has_moved: ranks that took it for a call agreed on before may have sent data already.
+    """
+    calls = [Call.unpack(each) for each in await gather_bytes(call.pack(), t)]
+    text = explain_mismatch(calls, number, t.members)
+    if has_moved and any(each.kind.endswith("_") for each in calls):
+        text += " What it was to overwrite is undefined now, for this name had been agreed on."
+    return MismatchError(text)
 
 
-def gather_counts(count: int, t: Channel) -> list[int]:
+async def gather_counts(count: int, t: Channel) -> list[int]:
     """Return every rank's count."""
     counts = np.zeros(t.size, np.int64)
     counts[t.rank] = count
     one_each = consecutive([1] * t.size)
-    allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
+    await allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
     return [int(n) for n in counts]
 
 
-def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
+async def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
     """Return every rank's bytes, in rank order."""
-    parts = consecutive(gather_counts(len(mine), t))
+    parts = consecutive(await gather_counts(len(mine), t))
     everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
     everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
-    allgather_(everything, parts, t)
+    await allgather_(everything, parts, t)
     return [everything[part].bytes.tobytes() for part in parts]

@@ -67,16 +67,23 @@ def _digest(data: bytes, nbytes: int) -> bytes:
     return hashlib.blake2b(data, digest_size=nbytes).digest()
 
 
-def explain_mismatch(calls: Sequence[Call], sequence: int) -> str:
-    """Return what is wrong, with the values and the ranks, and what to do; calls[r] is rank r's."""
+def explain_mismatch(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
+    """Return what is wrong, with the values and the ranks, and what to do.
+
+    Args:
+        calls: what the ranks of a group called; they differ.
+        sequence: number of the operation among those that have no name.
+        ranks: whose they are.
+    """
     failed = {call.error for call in calls if call.error is not None}
     if failed:
-        return _explain_errors(calls, sequence)
+        return _explain_errors(calls, sequence, ranks)
     if len({call.members for call in calls}) > 1 and len({call.kind for call in calls}) == 1:
-        return _explain_members(calls, sequence)
+        return _explain_members(calls, sequence, ranks)
     for field, advice in _ADVICE.items():
         if len({getattr(call, field) for call in calls}) > 1:
-            return f"{_subject(calls, sequence, field)}: {_sides(calls, field, sequence)}. {advice}"
+            sides = _sides(calls, field, sequence, ranks)
+            return f"{_subject(calls, sequence, field)}: {sides}. {advice}"
     return f"{calls[0].label(sequence)}: ranks disagree, but not in what they call. Report a bug."
 
 
@@ -94,15 +101,15 @@ def _subject(calls: Sequence[Call], sequence: int, field: str) -> str:
     return f"operation #{sequence}" if field in ("kind", "name") else calls[0].label(sequence)
 
 
-def _sides(calls: Sequence[Call], field: str, sequence: int) -> str:
+def _sides(calls: Sequence[Call], field: str, sequence: int, ranks: Sequence[int]) -> str:
     """Return "rank 0 sent float32 (2,), ranks 1, 2 sent float16 (2,)", at most four sides."""
     verb = "called" if field in ("kind", "name") else "sent" if field in _TENSOR else "passed"
-    return _by_value([_value(call, field, sequence) for call in calls], verb)
+    return _by_value([_value(call, field, sequence) for call in calls], verb, ranks)
 
 
-def _by_value(values: Sequence[str], verb: str) -> str:
+def _by_value(values: Sequence[str], verb: str, ranks: Sequence[int]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         groups.setdefault(value, []).append(rank)
     sides = [f"{ranks_text(ranks)} {verb} {value}" for value, ranks in groups.items()]
     return ", ".join(sides[:4]) + (f" and {len(sides) - 4} more variants" if len(sides) > 4 else "")
@@ -119,23 +126,24 @@ def _value(call: Call, field: str, sequence: int) -> str:
     return f"{field}={getattr(call, field)}"
 
 
-def _explain_members(calls: Sequence[Call], sequence: int) -> str:
+def _explain_members(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
     members = [call.members or () for call in calls]
     label = calls[0].label(sequence)
     if len(set(map(len, members))) > 1:
-        counts = _by_value([f"{len(each)} arrays" for each in members], "sent")
+        counts = _by_value([f"{len(each)} arrays" for each in members], "sent", ranks)
         return f"{label}: {counts}. Pass as many arrays on every rank."
     for index, each in enumerate(zip(*members, strict=True)):
         if len(set(each)) > 1:
             values = [f"{dtype} {shape_text(shape)}" for dtype, shape in each]
-            sides = _by_value(values, "sent")
+            sides = _by_value(values, "sent", ranks)
             return f"{label}: array {index}: {sides}. Pass the same arrays on every rank."
     raise AssertionError("the members agree")
 
 
-def _explain_errors(calls: Sequence[Call], sequence: int) -> str:
-    rank, call = next((r, c) for r, c in enumerate(calls) if c.error is not None)
-    bad = [r for r, c in enumerate(calls) if c.error is not None]
+def _explain_errors(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
+    failed = [(r, c) for r, c in zip(ranks, calls, strict=True) if c.error is not None]
+    rank, call = failed[0]
+    bad = [r for r, _ in failed]
     return (
         f"{call.label(sequence)}: {ranks_text(bad)} could not take part: {call.error}"
         + (f" (so says rank {rank})" if len(bad) > 1 else "")

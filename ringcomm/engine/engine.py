@@ -1,20 +1,26 @@
-"""Runs one collective at a time: agree, carry out, and know whether the next one can be trusted."""
+"""One rank's operations: which is which, agreed on, carried out; and whether the next can be."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ringcomm._core import StatusPage
 from ringcomm.config import Settings
-from ringcomm.engine.agreement import agree
+from ringcomm.engine.agreement import agree, mismatch
 from ringcomm.engine.call import Call
-from ringcomm.engine.timeline import Timeline
+from ringcomm.engine.group import Group
+from ringcomm.engine.handle import Handle
+from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, Ledger, Ticket, base_of
+from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
+from ringcomm.engine.progress import Progress, Strand, Task
+from ringcomm.engine.timeline import Lane, Timeline
 from ringcomm.errors import (
     CommTimeoutError,
     MismatchError,
@@ -23,12 +29,12 @@ from ringcomm.errors import (
     RingcommError,
 )
 from ringcomm.status.page import OpState, State
-from ringcomm.transport.base import AGREE, DATA, Transport
-from ringcomm.transport.channel import Channel, Operation
+from ringcomm.transport.base import CALLS, DATA, N_CONTEXTS, Transport
+from ringcomm.transport.channel import Channel
 from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
-_FAREWELL_NAP_S = 1e-3
+_GROUPS = 1 << 32  # no context of a group: names of groups to be made
 R = TypeVar("R")
 
 
@@ -44,7 +50,7 @@ class Plan(Generic[R]):
 
     call: Call
     nbytes: int
-    run: Callable[[Channel], R]
+    run: Callable[[Channel], Coroutine[Any, Any, R]]
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,25 @@ class Topology:
     cross_size: int
 
 
+@dataclass
+class _Work:
+    """A task, and what the engine keeps with it."""
+
+    task: Task
+    ledger: Ledger | None
+    ticket: Ticket
+    nbytes: int
+    problem: Exception | None = None
+    lane: Lane | None = None
+
+
 class Engine:
     """The collectives of one rank.
 
     Attributes:
         rank: of this process, 0..size-1.
         size: number of ranks.
+        world: the default group.
         topology: ranks of this host, and hosts.
         settings: deadlines and bucket size.
         watch: what is known of the other ranks.
@@ -88,22 +107,39 @@ class Engine:
         self.topology = topology or Topology(self.rank, self.size, 0, 1)
         self.settings = settings
         self.watch = Watch(transport)
+        self.watch.whereabouts = self
         self.timeline = Timeline(settings.timeline, self.rank) if settings.timeline else None
+        self.world = Group._of_all(self, self.size)
+        self._progress = Progress(self.watch, settings, self._on_over)
         self._transport = transport
         self._page = page
+        self._shown: int | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._pending: dict[int, _Work] = {}
+        self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
+        self._next_context = 1
+        self._n_founded: dict[tuple[int, ...], int] = {}
+        self._n_serial = 0
         self._broken: RingcommError | None = None
         self._is_closed = False
+        self._has_warned_of_names = False
 
-    def execute(self, kind: str, name: str | None, plan: Callable[[], Plan[R]]) -> R:
-        """Carry out one collective; blocks. Collective: every rank calls it.
+    def execute(
+        self,
+        kind: str,
+        name: str | None,
+        plan: Callable[[Group], Plan[R]],
+        group: Group | None = None,
+    ) -> R:
+        """Carry out one collective; blocks. Every rank of the group calls it.
 
         Args:
             kind: name of the collective, for a rank whose plan() fails.
             name: the user's name for it.
             plan: checks the arguments and says what to do. If it raises, this rank still takes
                 part in the agreement, so that the others get a MismatchError instead of waiting.
+            group: None: all ranks.
 
         Raises:
             TypeError, ValueError, ...: plan() raised, in the same way on every rank.
@@ -112,39 +148,100 @@ class Engine:
             CommTimeoutError: a rank did not come within RINGCOMM_TIMEOUT_S.
             NotInitializedError: after shutdown(), or in a child of this rank.
         """
+        task = self._enqueue(kind, name, plan, group)
+        result: R = self.result_of(task)
+        return result
+
+    def start(
+        self,
+        kind: str,
+        name: str | None,
+        plan: Callable[[Group], Plan[R]],
+        group: Group | None = None,
+    ) -> Handle[R]:
+        """Begin one collective and return at once; see execute().
+
+        Raises:
+            ValueError: an operation of that name is pending, or this rank is not in the group.
+            NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
+        """
+        self._progress.work_in_background()
+        return Handle(self, self._enqueue(kind, name, plan, group))
+
+    def result_of(self, task: Task, timeout_s: float | None = None) -> Any:
+        """Return what a task comes to; see Handle.wait()."""
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
+        if not task.is_over:
+            self._require_own_process()
+            limit = math.inf if timeout_s is None else timeout_s
+            if not self._progress.wait(task, limit) and not self._is_answered(task, limit):
+                text = describe_wait(task, self.watch, limit)
+                missing = self.watch.peers.missing(task.key, task.members)
+                raise CommTimeoutError(
+                    f"{text} It is still under way, and the engine works on: wait again, or pass "
+                    "a larger timeout_s.",
+                    missing=missing,
+                )
+        if isinstance(task.error, RingcommError):
+            raise copy.copy(task.error) from task.error.__cause__  # each waiter has its traceback
+        if task.error is not None:
+            raise task.error
+        return task.result
+
+    def converse(
+        self, label: str, members: tuple[int, ...], talk: Callable[[Task, int], Strand]
+    ) -> Task:
+        """Begin to speak with other ranks about what no collective agrees on; see result_of().
+
+        Args:
+            label: "recv(source=3, tag=0)".
+            members: the ranks of the job whose death ends it, this one among them.
+            talk: returns what to do, given the task and a serial number of this rank's.
+        """
         self._require_own_process()
         with self._lock:
             self._require_usable()
-            self.watch.sequence += 1
-            sequence = self.watch.sequence
-            label = kind
-            channels: list[Channel] = []
-            problem: Exception | None = None
-            try:
-                ready, problem = _try(kind, name, plan)
-                label = ready.call.label(sequence)
-                self._begin(label, sequence, ready.nbytes)
-                channels += [self._channel(label, sequence, tag) for tag in (AGREE, DATA)]
-                with channels[0].phase("negotiation"):
-                    agree(ready.call, channels[0])
-                if problem is None:
-                    result = ready.run(channels[1])
-            except BaseException as error:
-                for channel in channels:
-                    channel.abandon()
-                self._fail(label, error)
-                if problem is not None:
-                    raise error from problem
-                raise
-            self._end(OpState.IDLE, "done" if problem is None else "refused")
-            if problem is not None:
-                raise problem
-            return result
+            self._require_room()
+            self._n_serial += 1
+            ticket = Ticket(None, base_of(_GROUPS, f"rank {self.rank}"), self._n_serial)
+            task = Task(label, ticket, members)
+            task.start(talk(task, self._n_serial))
+            self._register(_Work(task, None, ticket, 0))
+            self._progress.submit(task)
+        return task
+
+    def found(self, group: Group) -> Ledger:
+        """Return the ledger of a new group, agreed on by its members; blocks."""
+        members = tuple(sorted(group.ranks))
+        self._require_own_process()
+        with self._lock:
+            self._require_usable()
+            number = self._n_founded[members] = self._n_founded.get(members, 0) + 1
+            ticket = Ticket(None, base_of(_GROUPS, str(members)), number)
+            task = Task(f"{group!r}", ticket, members)
+            call = Call("Group", str(list(group.ranks)))
+            task.start(self._found(task, call, number))
+            self._register(_Work(task, None, ticket, 0))
+            self._progress.submit(task)
+        context: int = self.result_of(task)
+        if context >= N_CONTEXTS:
+            raise RingcommError(
+                f"{group!r}: this would be group {context} of this job, and {N_CONTEXTS - 1} are "
+                "the limit: make groups once and keep them"
+            )
+        ledger = Ledger(context, is_first=group.rank == 0)
+        self._ledgers[base_of(context, None)] = ledger
+        return ledger
 
     def meet(self, version: str) -> None:
         """Return when every rank runs this version and its guardian watches; first call of all."""
-        call = Call("init", f"ringcomm {version}")
-        self.execute("init", call.name, lambda: Plan(call, 0, lambda _: None))
+        call = Call(f"init[ringcomm {version}]")
+
+        async def nothing(_: Channel) -> None:
+            return None
+
+        self.execute("init", None, lambda _: Plan(call, 0, nothing))
 
     def note_step(self, step: int) -> None:
         """Write the number of completed training steps to the status page."""
@@ -157,28 +254,151 @@ class Engine:
         if before is not None:
             before.close()
 
-    def leave(self, how: str) -> bool:
-        """Say that this rank takes part in nothing more; return when no other does.
+    def work_in_background(self) -> None:
+        """Let this rank answer others, and operations advance, while it computes."""
+        self._progress.work_in_background()
 
-        There is no deadline: a rank may evaluate for hours after the others are done. Whoever
-        needs this rank after all gets a PeerFailedError, and a death ends this wait.
+    def leave(self, how: str) -> bool:
+        """Complete what was started and say that this rank takes part in nothing more.
+
+        Returns when no other rank does. There is no deadline: a rank may evaluate for hours after
+        the others are done. Whoever needs this rank after all gets a PeerFailedError, and a death
+        ends this wait.
 
         Returns:
             True if every rank left in order, so that MPI can be finalized.
         """
         if self._is_closed or os.getpid() != self._pid:
             return False
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
+        for work in list(self._pending.values()):
+            self._progress.wait(work.task)
+        self._progress.stop()
         self._set_state(State.LEAVING)
         self.record(None)
         self.watch.announce_left(how)
         if self._broken is None:
-            while self.watch.peers.still_here and not self.watch.peers.dead:
-                self._transport.park(_FAREWELL_NAP_S)
-                self.watch.poll()
+            self._progress.run_until(
+                lambda: not self.watch.peers.still_here or bool(self.watch.peers.dead)
+            )
         is_clean = self._broken is None and not self.watch.peers.dead
         self._transport.close(is_clean=is_clean)
+        self.watch.whereabouts = None  # no cycle may keep the page's descriptor
+        self._progress.close()
         return is_clean
+
+    def stop(self) -> None:
+        """End the thread in the background: this rank takes part in nothing more, and failed."""
+        self._progress.stop()
+
+    def has_entered(self, key: int, base: int, number: int) -> bool:
+        """Return True if this rank is, or was, in that operation; see Whereabouts."""
+        if key in self._pending:
+            return True
+        return any(ledger.has_entered(base, number) for ledger in list(self._ledgers.values()))
+
+    def is_in(self) -> str:
+        """Return the label of the oldest operation that is pending, "" if there is none."""
+        return next((work.task.label for work in list(self._pending.values())), "")
+
+    def _enqueue(
+        self, kind: str, name: str | None, plan: Callable[[Group], Plan[R]], group: Group | None
+    ) -> Task:
+        self._require_own_process()
+        self._require_usable()
+        if group is None:
+            group = self.world
+        elif not isinstance(group, Group):
+            raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+        ledger = group.ledger_for(self)
+        ready, problem = _try(kind, name, group, plan)
+        with self._lock:
+            self._require_usable()
+            self._require_room()
+            ticket = ledger.enter(ready.call.name)
+            task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
+            work = _Work(task, ledger, ticket, ready.nbytes, problem)
+            self._register(work)
+            task.start(*self._strands(work, ready))
+            self._progress.submit(task)
+        return task
+
+    def _strands(self, work: _Work, plan: Plan[Any]) -> tuple[Strand, ...]:
+        """Return how to carry out a plan: agree first, or beside it if all did so before."""
+        ledger, ticket = work.ledger, work.ticket
+        assert ledger is not None
+        fingerprint = plan.call.fingerprint()
+        stream = ledger.cached_stream(ticket, fingerprint)
+        if stream is None or work.problem is not None:
+            return (self._agree_and_run(work, plan, fingerprint),)
+        run = plan.run(self._channel(work, stream, DATA))
+        return run, self._agree_beside(work, plan, fingerprint, stream)
+
+    async def _agree_and_run(self, work: _Work, plan: Plan[Any], fingerprint: int) -> Any:
+        ledger, ticket = work.ledger, work.ticket
+        assert ledger is not None
+        talk = self._channel(work, 0, CALLS)
+        has_moved = ledger.is_cached(ticket)  # other ranks may take this for what was agreed on
+        verdict = await agree(fingerprint, ledger.proposal(ticket), talk)
+        is_good = verdict.is_agreed and work.problem is None
+        ledger.settle(ticket, verdict.value, fingerprint if is_good else None)
+        if not verdict.is_agreed:
+            raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
+        if work.problem is not None:
+            raise work.problem
+        return await plan.run(self._channel(work, verdict.value, DATA))
+
+    async def _agree_beside(
+        self, work: _Work, plan: Plan[Any], fingerprint: int, stream: int
+    ) -> None:
+        """Agree while the data moves; a rank that does not agree poisons what has moved."""
+        assert work.ledger is not None
+        verdict = await agree(fingerprint, stream, self._channel(work, 0, CALLS))
+        if not verdict.is_agreed:
+            work.ledger.settle(work.ticket, stream, None)
+            raise await self._mismatch(work, plan, stream, has_moved=True)
+
+    async def _mismatch(
+        self, work: _Work, plan: Plan[Any], stream: int, *, has_moved: bool
+    ) -> MismatchError:
+        talk = self._channel(work, stream, CALLS)
+        error = await mismatch(plan.call, work.ticket.number, talk, has_moved=has_moved)
+        error.__cause__ = work.problem
+        return error
+
+    async def _found(self, task: Task, call: Call, number: int) -> int:
+        talk = Channel(self.watch, task.key, task.members)
+        task.channels.append(talk)
+        verdict = await agree(call.fingerprint(), self._next_context, talk)
+        context = verdict.value
+        self._next_context = context + 1
+        if not verdict.is_agreed:
+            calls = Channel(
+                self.watch, task.key, task.members, context=context % N_CONTEXTS, channel=CALLS
+            )
+            task.channels.append(calls)
+            raise await mismatch(call, number, calls)
+        return context
+
+    def _channel(self, work: _Work, stream: int, channel: int) -> Channel:
+        assert work.ledger is not None
+        made = Channel(
+            self.watch,
+            work.task.key,
+            work.task.members,
+            context=work.ledger.context,
+            stream=stream,
+            channel=channel,
+            phases=work.lane,
+        )
+        work.task.channels.append(made)
+        return made
+
+    def _is_answered(self, task: Task, waited_s: float) -> bool:
+        """Ask who is missing; True if the task was over before the answers came."""
+        ask_around(task, self.watch)
+        return self._progress.wait(task, min(ANSWER_S, waited_s))
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
@@ -194,57 +414,110 @@ class Engine:
         if self._broken is not None:
             raise copy.copy(self._broken) from self._broken
 
-    def _channel(self, label: str, sequence: int, tag: int) -> Channel:
-        operation = Operation(
-            label,
-            sequence,
-            timeout_s=self.settings.timeout_or_inf,
-            stall_warning_s=self.settings.stall_warning_or_inf,
-        )
-        return Channel(self._transport, self.watch, operation, tag, self.timeline)
+    def _require_room(self) -> None:
+        if len(self._pending) >= MAX_PENDING:
+            raise RingcommError(
+                f"{len(self._pending)} operations are pending on rank {self.rank}, which is the "
+                "limit: wait for some of their handles first"
+            )
 
-    def _begin(self, label: str, sequence: int, nbytes: int) -> None:
-        if self._page is not None:
-            label = label.encode(errors="replace").decode()  # a lone surrogate has no UTF-8
-            self._page.begin_op(label, sequence, nbytes)
+    def _register(self, work: _Work) -> None:
+        self._pending[work.ticket.key] = work
         if self.timeline is not None:
-            self.timeline.begin(label, nbytes)
+            work.lane = self.timeline.begin(work.task.label, work.nbytes)
+        if self._shown is None:
+            self._show(work)
 
-    def _end(self, state: OpState, outcome: str) -> None:
-        if self.timeline is not None:
-            self.timeline.end(outcome)
+    def _show(self, work: _Work) -> None:
+        """Write the oldest pending operation to the status page."""
+        self._shown = work.ticket.key
         if self._page is not None:
-            self._page.end_op(state)
+            label = work.task.label.encode(errors="replace").decode()  # lone surrogates
+            self._page.begin_op(label, work.ticket.number, work.nbytes)
+
+    def _on_over(self, task: Task, error: BaseException | None) -> None:
+        """Take note that a task is over, and decide whether the engine survives its error."""
+        with self._lock:
+            work = self._pending.pop(task.key)
+            if work.ledger is not None:
+                work.ledger.finish(work.ticket)
+                self._warn_of_names(work.ledger)
+            is_fatal = error is not None and not self._is_harmless(work, error)
+            if work.lane is not None:
+                work.lane.end(_outcome(work, error, is_fatal=is_fatal))
+            if is_fatal and self._broken is None:
+                assert error is not None
+                self._broken = _lasting(task.label, error)
+            if self._shown == task.key:
+                self._show_next(is_fatal=is_fatal)
+        self.watch.peers.forget(task.key)
+        task.error = error
+        task.is_over = True
+        if is_fatal and self._broken is not None:
+            self._spread(task, error)
+
+    def _is_harmless(self, work: _Work, error: BaseException) -> bool:
+        """Agreed on by all, or by nobody else's business: no message is left over."""
+        return isinstance(error, MismatchError) or error is work.problem
+
+    def _spread(self, task: Task, error: BaseException | None) -> None:
+        """The engine is broken: tell the others, and end what else is under way."""
+        if not isinstance(error, PeerFailedError | CommTimeoutError):
+            self.watch.announce_failed(
+                self.rank, f"broke off {task.label}: {type(error).__name__}: {error}"
+            )
+        self._progress.fail_all(lambda: copy.copy(self._broken or RingcommError()))
+
+    def _show_next(self, *, is_fatal: bool) -> None:
+        if self._page is not None:
+            self._page.end_op(OpState.FAILED if is_fatal else OpState.IDLE)
+        self._shown = None
+        if not is_fatal:
+            for work in self._pending.values():
+                self._show(work)
+                return
+
+    def _warn_of_names(self, ledger: Ledger) -> None:
+        if ledger.has_overflown and not self._has_warned_of_names and self.rank == 0:
+            _log.warning(
+                "more than %d names are in use: further ones cost a round of agreement each time. "
+                "Names that are new in every call, with a step number in them, do that.",
+                MAX_CACHED,
+            )
+            self._has_warned_of_names = True
 
     def _set_state(self, state: State) -> None:
         if self._page is not None:
             self._page.set_state(state)
 
-    def _fail(self, label: str, error: BaseException) -> None:
-        """Decide whether the engine survives `error`, which came out of an operation."""
-        if isinstance(error, MismatchError):
-            self._end(OpState.IDLE, "mismatch")
-            return  # agreed on by all: no message is left over
-        self._end(OpState.FAILED, "failed")
-        if isinstance(error, RingcommError):
-            self._broken = error
-        else:
-            self._broken = RingcommError(
-                f"{label}: was broken off by {type(error).__name__}: {error}; the engine cannot be "
-                "used any more. End this job"
-            )
-        if not isinstance(error, PeerFailedError | CommTimeoutError):
-            self.watch.announce_failed(
-                self.rank, f"broke off {label}: {type(error).__name__}: {error}"
-            )
+
+def _lasting(label: str, error: BaseException) -> RingcommError:
+    """Return what every later call raises."""
+    if isinstance(error, RingcommError):
+        return error
+    return RingcommError(
+        f"{label}: was broken off by {type(error).__name__}: {error}; the engine cannot be "
+        "used any more. End this job"
+    )
+
+
+def _outcome(work: _Work, error: BaseException | None, *, is_fatal: bool) -> str:
+    if error is None:
+        return "done"
+    return "failed" if is_fatal else "refused" if error is work.problem else "mismatch"
+
+
+def _label(call: Call, ticket: Ticket, group: Group, world: Group) -> str:
+    label = call.label(ticket.number)
+    return label if group is world else f"{label} of {group!r}"
 
 
 def _try(
-    kind: str, name: str | None, plan: Callable[[], Plan[R]]
+    kind: str, name: str | None, group: Group, plan: Callable[[Group], Plan[R]]
 ) -> tuple[Plan[R], Exception | None]:
     try:
         _require_name(name)
-        return plan(), None
+        return plan(group), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         name = name if isinstance(name, str) else None
         call = Call(kind, name, error=f"{type(error).__name__}: {error}")
@@ -256,5 +529,5 @@ def _require_name(name: object) -> None:
         raise TypeError(f"name must be a str or None, not {name!r}")
 
 
-def _never_run(_: Channel) -> Any:
+async def _never_run(_: Channel) -> Any:
     raise AssertionError("a call that could not be planned must not run")

@@ -1,6 +1,7 @@
 """How each collective checks its arguments and is carried out: one body for all of its forms.
 
-Each function here returns a Plan: what all ranks must agree on, and what to do once they have.
+Each function here returns a Plan: what all ranks must agree on, and what to do once they have. The
+arguments are those of the public function (ringcomm.engine.ops), behind the group and the name.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import math
 import operator
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine.agreement import gather_bytes, gather_counts
 from ringcomm.engine.call import Call
 from ringcomm.engine.engine import Plan
+from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 from ringcomm.transport.channel import Channel
 
@@ -30,7 +32,13 @@ MIB = 1 << 20
 
 
 def allreduce(
-    x: A, op: Op, name: str | None, *, in_place: bool = False, deterministic: bool = False
+    group: Group,
+    name: str | None,
+    x: A,
+    op: Op,
+    *,
+    in_place: bool = False,
+    deterministic: bool = False,
 ) -> Plan[A]:
     """Plan an allreduce; the result is x itself if in_place."""
     adapter = adapter_for(x)
@@ -39,29 +47,38 @@ def allreduce(
     work = _working_copy(x, adapter, in_place=in_place)
     flat = adapter.flat(work)
 
-    def run(t: Channel) -> A:
-        _algorithm(flat, deterministic=deterministic).allreduce_(flat, t, op)
+    async def run(t: Channel) -> A:
+        await _algorithm(flat, deterministic=deterministic).allreduce_(flat, t, op)
         return _written(x, work, adapter, t) if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
 
 
 def reduce(
-    x: A, op: Op, root: int, name: str | None, *, in_place: bool, deterministic: bool
+    group: Group,
+    name: str | None,
+    x: A,
+    op: Op,
+    root: int,
+    *,
+    in_place: bool = False,
+    deterministic: bool = False,
 ) -> Plan[A | None]:
     """Plan a reduction whose result root alone gets; in place the others' x is left alone."""
     adapter = adapter_for(x)
-    _require_root(root)
+    _require_root(root, group)
     kind = "reduce_" if in_place else "reduce"
     call = _reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
-    is_root = engine().rank == root
+    is_root = group.rank == root
     work = _working_copy(x, adapter, in_place=in_place and is_root)
     flat = adapter.flat(work)
 
-    def run(t: Channel) -> A | None:
+    async def run(t: Channel) -> A | None:
         parts = chunks(flat.count, t.size)
-        own = _algorithm(flat, deterministic=deterministic).reduce_scatter_(flat, parts, t, op)
-        exchange.gather_(flat if is_root else None, own, parts, root, t)
+        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
+            flat, parts, t, op
+        )
+        await exchange.gather_(flat if is_root else None, own, parts, root, t)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
@@ -70,7 +87,13 @@ def reduce(
 
 
 def reduce_scatter(
-    x: A, op: Op, name: str | None, *, in_place: bool = False, deterministic: bool = False
+    group: Group,
+    name: str | None,
+    x: A,
+    op: Op,
+    *,
+    in_place: bool = False,
+    deterministic: bool = False,
 ) -> Plan[A]:
     """Plan a reduction of which each rank gets its rows; in place they stand in x, as a view."""
     adapter = adapter_for(x)
@@ -83,11 +106,13 @@ def reduce_scatter(
     work = _working_copy(x, adapter, in_place=in_place)
     flat = adapter.flat(work)
 
-    def run(t: Channel) -> A:
+    async def run(t: Channel) -> A:
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        own = _algorithm(flat, deterministic=deterministic).reduce_scatter_(flat, parts, t, op)
+        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
+            flat, parts, t, op
+        )
         mine = rows[t.rank]
         if in_place:
             view: A = _written(x, work, adapter, t)[mine]
@@ -100,50 +125,51 @@ def reduce_scatter(
     return Plan(call, flat.bytes.nbytes, run)
 
 
-def allgather(x: A, name: str | None) -> Plan[A]:
+def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     """Plan the concatenation of all ranks' rows."""
+    del group  # any will do
     adapter, call, mine = _rows_of(x, "allgather", name)
     shape = adapter.shape(x)
 
-    def run(t: Channel) -> A:
-        rows = gather_counts(shape[0], t)
+    async def run(t: Channel) -> A:
+        rows = await gather_counts(shape[0], t)
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        ring.allgather_(flat, parts, t)
+        await ring.allgather_(flat, parts, t)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
 
 
-def gather(x: A, root: int, name: str | None) -> Plan[A | None]:
+def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     """Plan the concatenation of all ranks' rows on root."""
-    _require_root(root)
+    _require_root(root, group)
     adapter, call, mine = _rows_of(x, "gather", name, root=int(root))
     shape = adapter.shape(x)
 
-    def run(t: Channel) -> A | None:
-        rows = gather_counts(shape[0], t)
+    async def run(t: Channel) -> A | None:
+        rows = await gather_counts(shape[0], t)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         if t.rank != root:
-            exchange.gather_(None, mine, parts, root, t)
+            await exchange.gather_(None, mine, parts, root, t)
             return None
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        exchange.gather_(flat, flat[parts[t.rank]], parts, root, t)
+        await exchange.gather_(flat, flat[parts[t.rank]], parts, root, t)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
 
 
-def scatter(x: A | None, root: int, name: str | None) -> Plan[A]:
+def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
     """Plan the distribution of root's rows."""
-    _require_root(root)
-    is_root = engine().rank == root
+    _require_root(root, group)
+    is_root = group.rank == root
     call = Call("scatter", name, root=int(root))
     whole = None
     outline = b""
@@ -154,33 +180,38 @@ def scatter(x: A | None, root: int, name: str | None) -> Plan[A]:
         whole = adapter.flat(_contiguous(x, adapter))
         outline = json.dumps([adapter.kind, dtype.name, shape]).encode()
 
-    def run(t: Channel) -> A:
-        kind, dtype_name, shape = json.loads(_broadcast_bytes(outline, root, t))
+    async def run(t: Channel) -> A:
+        kind, dtype_name, shape = json.loads(await _broadcast_bytes(outline, root, t))
         adapter = adapter_of_kind(kind)
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         mine = rows[t.rank]
         out: A = adapter.make(DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:]))
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        exchange.scatter_(whole, adapter.flat(out), parts, root, t)
+        await exchange.scatter_(whole, adapter.flat(out), parts, root, t)
         return out
 
     return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
 
 
 def alltoall(
-    x: A, splits: Sequence[int] | None, name: str | None, *, return_splits: bool
+    group: Group,
+    name: str | None,
+    x: A,
+    splits: Sequence[int] | None,
+    *,
+    return_splits: bool,
 ) -> Plan[A | tuple[A, list[int]]]:
     """Plan the exchange of rows between all pairs of ranks."""
     adapter, call, mine = _rows_of(x, "alltoall", name)
     shape = adapter.shape(x)
     width = math.prod(shape[1:])
-    sent = _splits(splits, shape[0], engine().size)
+    sent = _splits(splits, shape[0], group.size)
 
-    def run(t: Channel) -> A | tuple[A, list[int]]:
-        received = exchange.alltoall_counts(sent, t)
+    async def run(t: Channel) -> A | tuple[A, list[int]]:
+        received = await exchange.alltoall_counts(sent, t)
         out: A = adapter.empty(x, (sum(received), *shape[1:]))
-        exchange.alltoall_(
+        await exchange.alltoall_(
             mine,
             consecutive([n * width for n in sent]),
             adapter.flat(out),
@@ -192,21 +223,23 @@ def alltoall(
     return Plan(call, mine.bytes.nbytes, run)
 
 
-def broadcast(x: A, root: int, name: str | None, *, in_place: bool) -> Plan[A]:
+def broadcast(
+    group: Group, name: str | None, x: A, root: int, *, in_place: bool = False
+) -> Plan[A]:
     """Plan the copy of root's x to all."""
     adapter = adapter_for(x)
-    _require_root(root)
+    _require_root(root, group)
     kind = "broadcast_" if in_place else "broadcast"
     dtype = str(adapter.dtype(x))
     call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=int(root))
-    is_overwritten = in_place and engine().rank != root
+    is_overwritten = in_place and group.rank != root
     if is_overwritten:
         adapter.require_writable(x)
     work: A = _contiguous(x, adapter) if in_place else adapter.copy(x)
     flat = adapter.flat(work)
 
-    def run(t: Channel) -> A:
-        tree.broadcast_(flat, root, t)
+    async def run(t: Channel) -> A:
+        await tree.broadcast_(flat, root, t)
         if is_overwritten:
             return _written(x, work, adapter, t)
         return x if in_place else work
@@ -214,44 +247,68 @@ def broadcast(x: A, root: int, name: str | None, *, in_place: bool) -> Plan[A]:
     return Plan(call, flat.bytes.nbytes, run)
 
 
-def barrier(name: str | None) -> Plan[None]:
+def barrier(group: Group, name: str | None) -> Plan[None]:
     """Plan nothing: the agreement is the barrier."""
-    return Plan(Call("barrier", name), 0, lambda _: None)
+    del group
+
+    async def run(_: Channel) -> None:
+        return None
+
+    return Plan(Call("barrier", name), 0, run)
 
 
-def broadcast_object(obj: Any, root: int, name: str | None) -> Plan[Any]:
+def broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Plan[Any]:
     """Plan the copy of root's object to all."""
-    _require_root(root)
-    is_root = engine().rank == root
+    _require_root(root, group)
+    is_root = group.rank == root
     packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
 
-    def run(t: Channel) -> Any:
-        return _broadcast_bytes(packed, root, t)
+    async def run(t: Channel) -> Any:
+        return await _broadcast_bytes(packed, root, t)
 
     return Plan(Call("broadcast_object", name, root=int(root)), len(packed), run)
 
 
-def allgather_object(obj: Any, name: str | None) -> Plan[list[bytes]]:
+def allgather_object(group: Group, name: str | None, obj: Any) -> Plan[list[bytes]]:
     """Plan the exchange of one object per rank, pickled."""
+    del group
     packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     call = Call("allgather_object", name)
     return Plan(call, len(packed), lambda t: gather_bytes(packed, t))
 
 
-def grouped(kind: str, name: str | None, xs: Sequence[A], one: Callable[[A], Plan[A]]) -> Plan[Any]:
-    """Plan several collectives as one, with one agreement for all of them."""
-    plans = [one(x) for x in _listed(kind, xs)]
-    call = _grouped_call(kind, name, [plan.call for plan in plans])
-    nbytes = sum(plan.nbytes for plan in plans)
-    return Plan(call, nbytes, lambda t: [plan.run(t) for plan in plans])
+def grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
+    """Plan several allgathers as one."""
+    kind = "grouped_allgather"
+    return _grouped(kind, name, [allgather(group, None, x) for x in _listed(kind, xs)])
+
+
+def grouped_reduce_scatter(
+    group: Group, name: str | None, xs: Sequence[A], op: Op, *, deterministic: bool = False
+) -> Plan[list[A]]:
+    """Plan several reduce_scatters as one."""
+    kind = "grouped_reduce_scatter"
+    plans = [
+        reduce_scatter(group, None, x, op, deterministic=deterministic) for x in _listed(kind, xs)
+    ]
+    return _grouped(kind, name, plans)
 
 
 def grouped_allreduce(
-    xs: Sequence[A], op: Op, name: str | None, *, in_place: bool, deterministic: bool
+    group: Group,
+    name: str | None,
+    xs: Sequence[A],
+    op: Op,
+    *,
+    in_place: bool = False,
+    deterministic: bool = False,
 ) -> Plan[list[A]]:
     """Plan an allreduce of several arrays, fused where they share a dtype."""
     kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
+    del group
     adapters = [adapter_for(x) for x in _listed(kind, xs)]
+    if in_place and len({id(x) for x in xs}) < len(xs):
+        raise ValueError(f"{kind}: the same array is passed twice: it can be reduced but once")
     calls = [
         _reduction(kind, None, op, x, adapter, deterministic=deterministic)
         for x, adapter in zip(xs, adapters, strict=True)
@@ -264,12 +321,12 @@ def grouped_allreduce(
     items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
     batches = plan_fusion(items, engine().settings.fusion_mib * MIB)
 
-    def run(t: Channel) -> list[A]:
+    async def run(t: Channel) -> list[A]:
         for batch in batches:
             together = [flats[i] for i in batch]
             with t.phase("copy"):
                 fused = together[0] if len(together) == 1 else _fused(together)
-            _algorithm(fused, deterministic=deterministic).allreduce_(fused, t, op)
+            await _algorithm(fused, deterministic=deterministic).allreduce_(fused, t, op)
             if len(together) > 1:
                 with t.phase("copy"):
                     _unfuse(fused, together)
@@ -277,7 +334,18 @@ def grouped_allreduce(
             return work
         return [_written(x, w, a, t) for x, w, a in zip(xs, work, adapters, strict=True)]
 
-    return Plan(_grouped_call(kind, name, calls), sum(item.nbytes for item in items), run)
+    nbytes = sum(item.nbytes for item in items)
+    return Plan(_grouped_call(kind, name, calls), nbytes, run)
+
+
+def _grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
+    """Plan several collectives as one, with one agreement for all of them."""
+
+    async def run(t: Channel) -> list[A]:
+        return [await plan.run(t) for plan in plans]
+
+    call = _grouped_call(kind, name, [plan.call for plan in plans])
+    return Plan(call, sum(plan.nbytes for plan in plans), run)
 
 
 def _fused(flats: list[Flat]) -> Flat:
@@ -350,20 +418,20 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
     return rows
 
 
-def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
+async def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
     nbytes = np.array([len(packed)], np.int64)
-    tree.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    await tree.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
     is_root = t.rank == root
     data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-    tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    await tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
     return data.tobytes()
 
 
-def _require_root(root: int) -> None:
+def _require_root(root: int, group: Group) -> None:
     if isinstance(root, bool) or not hasattr(root, "__index__"):
         raise TypeError(f"root must be a rank, an int, not {root!r}")
-    if not 0 <= root < engine().size:
-        raise ValueError(f"root is {root}; ranks are 0 to {engine().size - 1}")
+    if not 0 <= root < group.size:
+        raise ValueError(f"root is {root}; ranks are 0 to {group.size - 1}")
 
 
 def _require_rows(shape: tuple[int, ...], kind: str) -> None:

@@ -10,6 +10,7 @@ Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhY
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,27 @@ from typing import Any
 _log = logging.getLogger("ringcomm")
 
 PHASES = ("negotiation", "wait", "reduce", "copy")
+
+
+class Lane:
+    """One operation on the timeline: a row of its own, for others may be in flight."""
+
+    def __init__(self, timeline: Timeline, number: int) -> None:
+        self._timeline = timeline
+        self.number = number
+
+    def end(self, outcome: str) -> None:
+        """The operation is "done", "refused", a "mismatch" or "failed"."""
+        self._timeline.end(self, outcome)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the block as one of PHASES within the operation."""
+        start = self._timeline.now()
+        try:
+            yield
+        finally:
+            self._timeline.span(self, name, start)
 
 
 class Timeline:
@@ -40,29 +62,35 @@ class Timeline:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o644)
         self._lock = threading.Lock()
+        self._lanes: set[int] = set()
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         os.write(self._fd, b"[\n")
         self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 
-    def begin(self, label: str, nbytes: int) -> None:
+    def begin(self, label: str, nbytes: int) -> Lane:
         """An operation begins; one that never ends is shown as unfinished."""
+        with self._lock:
+            number = next(n for n in itertools.count() if n not in self._lanes)
+            self._lanes.add(number)
         kind = label.partition("[")[0].partition(" ")[0]
         event = {"name": label, "cat": kind, "ph": "B", "args": {"nbytes": nbytes}}
-        self._write(event | {"ts": self._now()})
+        self._write(event | {"ts": self.now(), "tid": number})
+        return Lane(self, number)
 
-    def end(self, outcome: str) -> None:
-        """The operation that began last is "done", "refused", a "mismatch" or "failed"."""
-        self._write({"ph": "E", "ts": self._now(), "args": {"outcome": outcome}})
+    def end(self, lane: Lane, outcome: str) -> None:
+        """See Lane.end()."""
+        self._write({"ph": "E", "ts": self.now(), "tid": lane.number, "args": {"outcome": outcome}})
+        with self._lock:
+            self._lanes.discard(lane.number)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record the block as one of PHASES within the operation."""
-        start = self._now()
-        try:
-            yield
-        finally:
-            duration = self._now() - start
-            self._write({"name": name, "cat": "phase", "ph": "X", "ts": start, "dur": duration})
+    def span(self, lane: Lane, name: str, start: float) -> None:
+        """Record a phase that began at `start` and ends now."""
+        event = {"name": name, "cat": "phase", "ph": "X", "ts": start, "tid": lane.number}
+        self._write(event | {"dur": self.now() - start})
+
+    def now(self) -> float:
+        """Return microseconds of the host's wall clock, which never runs backwards here."""
+        return (time.monotonic_ns() + self._offset_ns) / 1000
 
     def close(self) -> None:
         """Write nothing more."""
@@ -70,9 +98,6 @@ class Timeline:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1
-
-    def _now(self) -> float:
-        return (time.monotonic_ns() + self._offset_ns) / 1000
 
     def _write(self, event: dict[str, Any]) -> None:
         line = json.dumps({"pid": self._rank, "tid": 0} | event) + ",\n"

@@ -97,6 +97,7 @@ def init(comm: MPI.Comm | None = None) -> None:
         _world = None
         raise
     _is_mpi_broken = False
+    engine.work_in_background()
     transport.page.set_state(State.RUNNING)
     _say_what_came_too_late(_mpi, engine)
 
@@ -300,6 +301,7 @@ def _leave_job(world: _World) -> Failure | None:
         is_clean = world.engine.leave("left the job: its program ended")
     else:
         _tell_the_others(failure)
+        world.engine.stop()
         world.transport.page.set_state(State.LEAVING)
         world.words.wait_for_report()
         is_clean = world.engine.size == 1

@@ -8,7 +8,19 @@ from typing import Protocol
 from ringcomm.arrays.base import Bytes
 
 ANY_SOURCE = -1
-DATA, AGREE = 0, 1  # tag channels; the ring_epoch is part of every tag
+DATA, CALLS, P2P = 0, 1, 2  # what a message holds: payload of a collective, calls, of send()
+N_CONTEXTS, N_STREAMS = 1 << 10, 1 << 16
+
+
+def tag_of(context: int, stream: int, channel: int) -> int:
+    """Return the tag of a message, 28 bits, which is what MPICH has over libfabric.
+
+    Args:
+        context: of the group, below N_CONTEXTS.
+        stream: of the operation among those in flight, below N_STREAMS.
+        channel: DATA, CALLS or P2P.
+    """
+    return (context << 18) | (stream << 2) | channel
 
 
 class WireFault(Exception):
@@ -71,11 +83,12 @@ class Transport(Protocol):
 
     Messages of one (source, tag) arrive in the order they were sent. Nothing here blocks: waiting,
     with its deadline and its watch on peers, is the business of ringcomm.transport.channel alone.
-    Thread-safe for one thread of data and any number that call control().
+    Thread-safe for one thread at a time, and any number that call control() and wake().
     """
 
     rank: int
     size: int
+    is_threaded: bool  # more than one thread may use it, one at a time
     ring_epoch: int  # version of the membership
     incarnation: int  # life of this rank
 
@@ -104,7 +117,11 @@ class Transport(Protocol):
         ...
 
     def park(self, seconds: float) -> None:
-        """Sleep for at most `seconds`, less if something may have arrived."""
+        """Sleep for at most `seconds`, less if something may have arrived or wake() is called."""
+        ...
+
+    def wake(self) -> None:
+        """End the park() of another thread, or let its next one return at once."""
         ...
 
     def abandon(self, requests: list[Request]) -> None:

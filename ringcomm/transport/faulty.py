@@ -2,7 +2,8 @@
 
 It wraps any Transport and does to the messages that this rank sends what networks, and MPI within
 its rules, do: loses them, holds them back, lets those of different peers or tags overtake each
-other; or lets the rank die at a chosen one.
+other; or lets the rank die at a chosen one. Control messages of an agreement or of send() and
+recv() count as messages, for operations depend on them; the others, which speak of faults, do not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import Any
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Event, PersistentRequest, Request, Transport
+from ringcomm.transport.header import LETTERS, Header
+
+_CONTROL = -1  # stands for a tag: control messages of one peer do not overtake each other
 
 
 class PlannedDeath(BaseException):
@@ -27,13 +31,12 @@ class Faults:
     """What is to go wrong at one rank. Messages are counted from 0; -1 stands for none.
 
     Attributes:
-        drop: the data message that is lost; its sender believes that it was sent.
-        drop_control: every control message is lost.
-        delay: the data message that is held back, and with it those behind it for the same peer
-            and tag.
+        drop: the message that is lost; its sender believes that it was sent.
+        drop_control: every control message is lost that speaks of faults.
+        delay: the message that is held back, and with it those behind it for the same peer and tag.
         delay_s: for how long, in seconds.
-        reorder_seed: if not None, every data message is held back for a random number of looks at
-            it, so that messages of different (peer, tag) overtake each other, as MPI allows.
+        reorder_seed: if not None, every message is held back for a random number of looks at it,
+            so that messages of different (peer, tag) overtake each other, as MPI allows.
         die: the message, sent or received, at which `kill` is called.
         kill: by default raises PlannedDeath.
     """
@@ -51,11 +54,12 @@ class Faults:
 class _Held:
     """A send that is not on the wire yet."""
 
-    post: Callable[[], Request]
+    post: Callable[[], Request | None]
     line: deque[_Held]  # sends of the same peer and tag, oldest first: these never overtake
     looks: int = 0
     not_before: float = 0.0
     sent: Request | None = None
+    is_out: bool = False
     source: int = field(default=-1)
 
     def test(self) -> bool:
@@ -63,7 +67,8 @@ class _Held:
         while self.line and self.line[0].is_due():
             held = self.line.popleft()
             held.sent = held.post()
-        return self.sent is not None and self.sent.test()
+            held.is_out = True
+        return self.is_out and (self.sent is None or self.sent.test())
 
     def is_due(self) -> bool:
         return self.looks <= 0 and time.monotonic() >= self.not_before
@@ -101,20 +106,7 @@ class FaultyTransport:
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send, or not."""
-        self._count()
-        number = self._n_sent
-        self._n_sent += 1
-        if number == self._faults.drop:
-            return _Lost()
-        line = self._lines.setdefault((dest, tag), deque())
-        held = _Held(lambda: self._inner.isend(data, dest, tag), line)
-        if number == self._faults.delay:
-            held.not_before = time.monotonic() + self._faults.delay_s
-        if self._faults.reorder_seed is not None:
-            held.looks = self._random.randrange(8)
-        line.append(held)
-        held.test()
-        return held
+        return self._send(lambda: self._inner.isend(data, dest, tag), (dest, tag))
 
     def irecv(self, out: Bytes, source: int, tag: int) -> Request:
         """Start to receive."""
@@ -130,12 +122,18 @@ class FaultyTransport:
         return self._inner.recv_init(out, source, tag)
 
     def control(self, dest: int, message: bytes) -> None:
-        """Send a control message, unless all of them are lost."""
-        if not self._faults.drop_control:
+        """Send a control message, or not."""
+        header, _ = Header.unpack(message)
+        if header.kind in LETTERS:
+            self._send(lambda: self._inner.control(dest, message), (dest, _CONTROL))
+        elif not self._faults.drop_control:
             self._inner.control(dest, message)
 
     def poll(self) -> list[Event]:
         """Return what happened since the last call."""
+        for line in list(self._lines.values()):
+            for held in tuple(line):
+                held.test()
         return self._inner.poll()
 
     def abandon(self, requests: list[Request]) -> None:
@@ -149,6 +147,22 @@ class FaultyTransport:
             elif not isinstance(request, _Lost):
                 inner.append(request)
         self._inner.abandon(inner)
+
+    def _send(self, post: Callable[[], Request | None], lane: tuple[int, int]) -> Request:
+        self._count()
+        number = self._n_sent
+        self._n_sent += 1
+        if number == self._faults.drop:
+            return _Lost()
+        line = self._lines.setdefault(lane, deque())
+        held = _Held(post, line)
+        if number == self._faults.delay:
+            held.not_before = time.monotonic() + self._faults.delay_s
+        if self._faults.reorder_seed is not None:
+            held.looks = self._random.randrange(8)
+        line.append(held)
+        held.test()
+        return held
 
     def _count(self) -> None:
         number = self._n_messages

@@ -6,60 +6,83 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-_FORMAT = struct.Struct("<HHIIIQQ")
-NBYTES = _FORMAT.size  # 32
+_FORMAT = struct.Struct("<HBBIIIQQQ")
+NBYTES = _FORMAT.size  # 40
 
 
 class Kind(IntEnum):
     """What a header announces."""
 
-    AGREE = 1  # `fingerprint` is what this rank is about to do; `flag` says that all so far agree
-    ASK = 2  # who has entered operation `sequence`?
-    HERE = 3  # this rank has entered operation `sequence`
-    LEFT = 4  # this rank leaves; `sequence` was its last operation; text says how
-    FAILED = 5  # rank `about` failed; text says how
-    GAVE_UP = 6  # this rank's deadline passed in operation `sequence`; text: see GaveUp
+    AGREE = 1  # this rank is in operation `key`: `fingerprint`, `flag` (all agree so far), `value`
+    ASK = 2  # who has entered operation `key`? It is number `value` of those that `fingerprint` is
+    HERE = 3  # this rank has entered operation `key`
+    ELSEWHERE = 4  # this rank has not; text says what it is in
+    ABSENT = 5  # this rank has left and will never enter operation `key`; text says how it left
+    LEFT = 6  # this rank leaves; text says how
+    FAILED = 7  # rank `about` failed; text says how
+    GAVE_UP = 8  # this rank's deadline passed; text: see GaveUp
+    OFFER = 9  # send(): a message for whoever receives `key`; `value` is its serial number
+    ANSWER = 10  # recv(): the offer `key` is taken if `flag`; else text says why not
 
 
-@dataclass(frozen=True)
+LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
-    """32 bytes, little-endian.
+    """40 bytes, little-endian.
 
     Attributes:
         kind: what it announces.
         ring_epoch: version of the membership; a message of an older one is dropped.
         incarnation: life of the sender.
-        sequence: number of the operation, counted alike on all ranks.
+        key: 64 bits that name an operation, alike on all ranks.
         fingerprint: 64-bit hash of what the sender does in that operation.
+        value: see Kind.
         about: the rank it speaks of.
-        flag: see Kind.AGREE.
+        flag: see Kind.
+        round: of an agreement.
     """
 
     kind: Kind
     ring_epoch: int
     incarnation: int
-    sequence: int
+    key: int = 0
     fingerprint: int = 0
+    value: int = 0
     about: int = 0
     flag: bool = False
+    round: int = 0
 
     def pack(self, text: str = "") -> bytes:
         """Return the wire form, followed by text."""
         return _FORMAT.pack(
             self.kind,
             self.flag,
+            self.round,
             self.ring_epoch,
             self.incarnation,
             self.about,
-            self.sequence,
+            self.key,
             self.fingerprint,
+            self.value,
         ) + text.encode(errors="replace")
 
     @classmethod
     def unpack(cls, message: bytes) -> tuple[Header, str]:
         """Return the header and the text behind it."""
-        kind, flag, ring_epoch, incarnation, about, sequence, fingerprint = _FORMAT.unpack_from(
-            message
+        kind, flag, round_, ring_epoch, incarnation, about, key, fingerprint, value = (
+            _FORMAT.unpack_from(message)
         )
-        header = cls(Kind(kind), ring_epoch, incarnation, sequence, fingerprint, about, bool(flag))
+        header = cls(
+            Kind(kind),
+            ring_epoch,
+            incarnation,
+            key,
+            fingerprint,
+            value,
+            about,
+            bool(flag),
+            round_,
+        )
         return header, message[NBYTES:].decode(errors="replace")

@@ -145,6 +145,11 @@ class LoopbackHub:
         with self._news:
             self._news.wait(seconds)
 
+    def announce(self) -> None:
+        """Let all who wait for news look again."""
+        with self._news:
+            self._news.notify_all()
+
     def _deliver(self, message: _Message, receive: _Message) -> None:
         if message.buffer.nbytes != receive.buffer.nbytes:
             message.fault = receive.fault = (
@@ -160,6 +165,7 @@ class LoopbackHub:
 class LoopbackTransport:
     """Transport of one rank of a LoopbackHub."""
 
+    is_threaded = True
     ring_epoch = 0
     incarnation = 0
 
@@ -167,6 +173,7 @@ class LoopbackTransport:
         self.rank = rank
         self.size = hub.size
         self._hub = hub
+        self._is_woken = False
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send; complete when matched."""
@@ -194,7 +201,14 @@ class LoopbackTransport:
 
     def park(self, seconds: float) -> None:
         """Sleep until there is news."""
-        self._hub.wait_for_news(seconds)
+        if not self._is_woken:
+            self._hub.wait_for_news(seconds)
+        self._is_woken = False
+
+    def wake(self) -> None:
+        """Let park() return."""
+        self._is_woken = True
+        self._hub.announce()
 
     def abandon(self, requests: list[Request]) -> None:
         """Withdraw receives; Python keeps the buffers of sends alive."""

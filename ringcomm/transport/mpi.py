@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _CONTROL_TAG = 1
 _CONTROL_MAX = 4096
-_CHANNELS = 16  # tags per ring_epoch
+_LOOK_FOR_DEATHS_S = 1e-3
 _LONGEST_WAIT_S = 1e9
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
 
@@ -242,8 +242,11 @@ class MpiTransport:
         self.rank: int = self._data.rank
         self.size: int = self._data.size
         self.is_fault_tolerant = config.is_fault_tolerant()
-        self._is_threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.is_threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._thread = threading.get_ident()
+        self._bell = threading.Lock()  # locked while nobody has called wake()
+        self._bell.acquire()
+        self._look_for_deaths_at = 0.0
         self._status = mpi.Status()
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
         self._outbox_lock = threading.Lock()
@@ -303,7 +306,7 @@ class MpiTransport:
         try:
             return _MpiRequest(
                 self._mpi,
-                [self._data.Isend(part, dest, self._tag(tag)) for part in _segments(data)],
+                [self._data.Isend(part, dest, tag) for part in _segments(data)],
                 data,
                 is_receive=False,
             )
@@ -316,7 +319,7 @@ class MpiTransport:
         try:
             return _MpiRequest(
                 self._mpi,
-                [self._data.Irecv(part, source, self._tag(tag)) for part in _segments(out)],
+                [self._data.Irecv(part, source, tag) for part in _segments(out)],
                 out,
                 is_receive=True,
             )
@@ -325,18 +328,18 @@ class MpiTransport:
 
     def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
         """Return a send that can be started many times."""
-        requests = [self._data.Send_init(part, dest, self._tag(tag)) for part in _segments(data)]
+        requests = [self._data.Send_init(part, dest, tag) for part in _segments(data)]
         return _MpiPersistent(self._mpi, requests, data, is_receive=False)
 
     def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
         """Return a receive that can be started many times."""
         source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
-        requests = [self._data.Recv_init(part, source, self._tag(tag)) for part in _segments(out)]
+        requests = [self._data.Recv_init(part, source, tag) for part in _segments(out)]
         return _MpiPersistent(self._mpi, requests, out, is_receive=True)
 
     def control(self, dest: int, message: bytes) -> None:
         """Send a control message; best effort."""
-        if not self._is_threaded and threading.get_ident() != self._thread:
+        if not self.is_threaded and threading.get_ident() != self._thread:
             return
         buffer = np.frombuffer(message[:_CONTROL_MAX], np.uint8)
         try:
@@ -349,6 +352,10 @@ class MpiTransport:
     def poll(self) -> list[Event]:
         """Drive MPI's progress and return control messages, then deaths."""
         events = self._received()
+        now = time.monotonic()
+        if now < self._look_for_deaths_at:
+            return events
+        self._look_for_deaths_at = now + _LOOK_FOR_DEATHS_S
         dead = self._ended_neighbours() + self._failed_in_mpi()
         if dead:
             events += self._received()  # last words travel faster than the news of a death
@@ -360,7 +367,12 @@ class MpiTransport:
 
     def park(self, seconds: float) -> None:
         """Sleep."""
-        time.sleep(seconds)
+        self._bell.acquire(timeout=seconds)
+
+    def wake(self) -> None:
+        """End the sleep."""
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._bell.release()
 
     def abandon(self, requests: list[Request]) -> None:
         """Cancel receives; keep all of them, peers may still write into the buffers."""
@@ -389,9 +401,6 @@ class MpiTransport:
         self._outbox.clear()
         self._data.Free()
         self._control.Free()
-
-    def _tag(self, tag: int) -> int:
-        return (self.ring_epoch % (1 << 16)) * _CHANNELS + tag
 
     def _received(self) -> list[Event]:
         events: list[Event] = []

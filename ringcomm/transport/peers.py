@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -15,9 +16,8 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """A rank's deadline passed: all ranks of that operation raise what it raised."""
+    """A rank's deadline passed: all ranks that still need it raise what it raised."""
 
-    sequence: int
     missing: tuple[int, ...]
     message: str
 
@@ -26,10 +26,10 @@ class GaveUp:
         return ",".join(map(str, self.missing)) + "\n" + self.message
 
     @classmethod
-    def of_text(cls, sequence: int, text: str) -> GaveUp:
+    def of_text(cls, text: str) -> GaveUp:
         """Read the wire form."""
         ranks, _, message = text.partition("\n")
-        return cls(sequence, tuple(int(r) for r in ranks.split(",") if r), message)
+        return cls(tuple(int(r) for r in ranks.split(",") if r), message)
 
 
 @dataclass
@@ -40,17 +40,19 @@ class PeerTable:
         rank: this rank.
         size: number of ranks.
         dead: process gone, or said to have failed -> reason. Never shrinks.
-        left: rank -> (number of its last operation, how it left).
-        entered: rank -> number of the latest operation it said it has entered.
-        gave_up: the earliest operation in which a deadline passed, None while all are patient.
+        left: rank -> how it left.
+        absent: key of an operation -> the rank that left and will never enter it, and how it left.
+        gave_up: rank -> what it raised when its deadline passed; it takes part in nothing more.
     """
 
     rank: int
     size: int
     dead: dict[int, str] = field(default_factory=dict)
-    left: dict[int, tuple[int, str]] = field(default_factory=dict)
-    entered: dict[int, int] = field(default_factory=dict)
-    gave_up: GaveUp | None = None
+    left: dict[int, str] = field(default_factory=dict)
+    absent: dict[int, Obstacle] = field(default_factory=dict)
+    gave_up: dict[int, GaveUp] = field(default_factory=dict)
+    _entered: dict[int, set[int]] = field(default_factory=dict)
+    _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
     _followers: set[int] = field(default_factory=set)
 
     def note_dead(self, rank: int, reason: str, *, blames: int) -> None:
@@ -65,39 +67,58 @@ class PeerTable:
         self.dead[rank] = reason
         self._followers.discard(rank)
 
-    def note_left(self, rank: int, sequence: int, how: str) -> None:
-        """`rank` takes part in no operation after `sequence`."""
-        self.left[rank] = (sequence, how)
+    def note_left(self, rank: int, how: str) -> None:
+        """`rank` enters no operation any more; those it has entered it completed."""
+        self.left[rank] = how
 
-    def note_entered(self, rank: int, sequence: int) -> None:
-        """`rank` has entered operation `sequence`."""
-        self.entered[rank] = max(sequence, self.entered.get(rank, 0))
+    def note_absent(self, rank: int, key: int, how: str) -> None:
+        """`rank` left before it entered operation `key`."""
+        self.absent.setdefault(key, Obstacle(rank, how))
 
-    def note_gave_up(self, gave_up: GaveUp) -> None:
-        """Some rank's deadline passed; the earliest operation counts, then the first to say so."""
-        if self.gave_up is None or gave_up.sequence < self.gave_up.sequence:
-            self.gave_up = gave_up
+    def note_entered(self, rank: int, key: int) -> None:
+        """`rank` has entered operation `key`."""
+        self._entered.setdefault(key, set()).add(rank)
+        self._elsewhere.get(key, {}).pop(rank, None)
 
-    def obstacle(self, sequence: int) -> Obstacle | None:
-        """Return why operation `sequence` cannot complete, None if nothing stands in its way.
+    def note_elsewhere(self, rank: int, key: int, where: str) -> None:
+        """`rank` was asked for operation `key`, which it had not entered; it was `where`."""
+        self._elsewhere.setdefault(key, {})[rank] = where
 
-        The cause is named before those who followed it. A rank that left counts only if it left
-        before that operation.
+    def note_gave_up(self, rank: int, gave_up: GaveUp) -> None:
+        """The deadline of `rank` passed; what it said first counts."""
+        self.gave_up.setdefault(rank, gave_up)
+
+    def forget(self, key: int) -> None:
+        """Operation `key` is over."""
+        self._entered.pop(key, None)
+        self._elsewhere.pop(key, None)
+
+    def obstacle(self, key: int, members: Collection[int]) -> Obstacle | None:
+        """Return why operation `key` of these ranks cannot complete, None if nothing hinders it.
+
+        The cause is named before those who followed it.
         """
-        causes = {r: why for r, why in self.dead.items() if r not in self._followers}
-        departed = {r: how for r, (last, how) in self.left.items() if last < sequence}
-        for reasons in (causes, departed, self.dead):
+        dead = {r: why for r, why in self.dead.items() if r in members}
+        causes = {r: why for r, why in dead.items() if r not in self._followers}
+        absent = self.absent.get(key)
+        departed = {absent.rank: absent.reason} if absent else {}
+        for reasons in (causes, departed, dead):
             for rank, reason in reasons.items():
                 return Obstacle(rank, departed.get(rank, reason))
         return None
 
-    def missing(self, sequence: int) -> list[int]:
-        """Return the ranks that have not said that they entered operation `sequence`."""
-        return [
-            r
-            for r in range(self.size)
-            if r != self.rank and self.entered.get(r, -1) < sequence and r not in self.dead
-        ]
+    def quitter(self, members: Collection[int]) -> GaveUp | None:
+        """Return what the first of these ranks said whose deadline passed."""
+        return next((said for rank, said in self.gave_up.items() if rank in members), None)
+
+    def missing(self, key: int, members: Collection[int]) -> list[int]:
+        """Return those of `members` that have not said that they entered operation `key`."""
+        entered = self._entered.get(key, set())
+        return [r for r in members if r != self.rank and r not in entered and r not in self.dead]
+
+    def whereabouts(self, key: int) -> dict[int, str]:
+        """Return what the ranks that were asked for operation `key` were in instead."""
+        return dict(sorted(self._elsewhere.get(key, {}).items()))
 
     @property
     def still_here(self) -> list[int]:

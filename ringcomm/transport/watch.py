@@ -1,26 +1,77 @@
-"""Hears what the others say beside the data: who failed, who left, who waits."""
+"""Hears what the others say beside the data: who agrees to what, who failed, left or waits."""
 
 from __future__ import annotations
 
-from ringcomm.transport.base import Arrived, Died, Transport
-from ringcomm.transport.header import Header, Kind
-from ringcomm.transport.peers import GaveUp, Obstacle, PeerTable
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Transport
+from ringcomm.transport.header import LETTERS, Header, Kind
+from ringcomm.transport.peers import GaveUp, PeerTable
+
+
+class Whereabouts(Protocol):
+    """What this rank is doing, to answer those who ask."""
+
+    def has_entered(self, key: int, base: int, number: int) -> bool:
+        """Return True if this rank is, or was, in that operation: the number-th of `base`."""
+        ...
+
+    def is_in(self) -> str:
+        """Return "allreduce[w]", or "" for no operation."""
+        ...
+
+
+_Address = tuple[Kind, int, int]  # kind, key and round
+_Boxes = dict[_Address, deque[tuple[int, Header, str]]]
+
+
+@dataclass(eq=False)
+class Letter:
+    """A control message that is waited for; used like a receive. Its header is there once it is."""
+
+    boxes: _Boxes
+    address: _Address
+    wanted: int
+    source: int = ANY_SOURCE
+    header: Header | None = None
+    text: str = ""
+
+    def test(self) -> bool:
+        """Return True once it has come; it is taken out of its box then."""
+        if self.header is not None:
+            return True
+        box = self.boxes.get(self.address)
+        for index, (source, header, text) in enumerate(box or ()):
+            if box and self.wanted in (source, ANY_SOURCE):
+                del box[index]
+                if not box:
+                    del self.boxes[self.address]
+                self.source, self.header, self.text = source, header, text
+                return True
+        return False
+
+    def cancel(self) -> None:
+        """Do nothing: nobody else writes into a letter."""
 
 
 class Watch:
-    """Feeds one PeerTable from the control channel and the deaths that the transport sees.
+    """Feeds one PeerTable, and the letter boxes, from the control channel and the deaths seen.
 
     Attributes:
         peers: what is known.
-        sequence: the operation this rank is in, or was in last.
         own_failure: set when another thread of this rank failed; whoever waits stops.
+        whereabouts: answers those who ask where this rank is.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.peers = PeerTable(transport.rank, transport.size)
-        self.sequence = 0
         self.own_failure: str | None = None
+        self.whereabouts: Whereabouts | None = None
+        self._left: str | None = None
+        self._boxes: _Boxes = {}
 
     def poll(self) -> None:
         """Take in what has happened; never blocks."""
@@ -31,40 +82,41 @@ class Watch:
             else:
                 self._hear(event)
 
-    def obstacle(self) -> Obstacle | None:
-        """Return why the operation at hand cannot complete."""
-        if self.own_failure is not None:
-            return Obstacle(self.transport.rank, self.own_failure)
-        return self.peers.obstacle(self.sequence)
+    def letter(self, kind: Kind, key: int, source: int, round_: int = 0) -> Letter:
+        """Return the next message of this kind about `key`, to be waited for."""
+        return Letter(self._boxes, (kind, key, round_), source)
 
-    def ask_who_is_here(self) -> None:
-        """Ask every rank whether it has entered this operation; the answers come by poll()."""
-        self._tell_all(Header(Kind.ASK, *self._life, self.sequence))
+    def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
+        """Send a control message to one rank."""
+        self.transport.control(dest, self._pack(kind, text, **fields))
 
-    def announce_gave_up(self, missing: list[int], message: str) -> GaveUp:
-        """Tell every rank that this one's deadline has passed, and return what they are told."""
-        gave_up = GaveUp(self.sequence, tuple(missing), message)
-        self._tell_all(Header(Kind.GAVE_UP, *self._life, self.sequence), gave_up.text())
-        self.peers.note_gave_up(gave_up)
-        return gave_up
-
-    def announce_left(self, how: str) -> None:
-        """Tell every rank that this one takes part in nothing more."""
-        self._tell_all(Header(Kind.LEFT, *self._life, self.sequence), how)
-
-    def announce_failed(self, rank: int, reason: str) -> None:
-        """Tell every rank that `rank` (this one, or the one it followed) failed."""
-        self._tell_all(Header(Kind.FAILED, *self._life, self.sequence, about=rank), reason)
-
-    @property
-    def _life(self) -> tuple[int, int]:
-        return self.transport.ring_epoch, self.transport.incarnation
-
-    def _tell_all(self, header: Header, text: str = "") -> None:
-        message = header.pack(text)
+    def tell_all(self, kind: Kind, text: str = "", **fields: Any) -> None:
+        """Send a control message to every rank that is not dead."""
+        message = self._pack(kind, text, **fields)
         for rank in range(self.transport.size):
             if rank != self.transport.rank and rank not in self.peers.dead:
                 self.transport.control(rank, message)
+
+    def announce_gave_up(self, gave_up: GaveUp) -> None:
+        """Tell every rank that this one's deadline has passed."""
+        self.tell_all(Kind.GAVE_UP, gave_up.text())
+        self.peers.note_gave_up(self.transport.rank, gave_up)
+
+    def announce_left(self, how: str) -> None:
+        """Tell every rank that this one enters nothing more; answers those who need it after."""
+        self._left = how
+        self.tell_all(Kind.LEFT, how)
+        for kind, key, _ in self._boxes:
+            if kind is Kind.AGREE:
+                self._say_absent(key)
+
+    def announce_failed(self, rank: int, reason: str) -> None:
+        """Tell every rank that `rank` (this one, or the one it followed) failed."""
+        self.tell_all(Kind.FAILED, reason, about=rank)
+
+    def _pack(self, kind: Kind, text: str, **fields: Any) -> bytes:
+        epoch, life = self.transport.ring_epoch, self.transport.incarnation
+        return Header(kind, epoch, life, **fields).pack(text)
 
     def _forward(self, death: Died) -> None:
         """Other nodes cannot see this death: one who sees it tells them."""
@@ -75,15 +127,39 @@ class Watch:
         header, text = Header.unpack(event.message)
         if header.ring_epoch != self.transport.ring_epoch:
             return  # a message from before the ring was repaired
-        if header.kind is Kind.ASK:
-            if self.sequence >= header.sequence:
-                answer = Header(Kind.HERE, *self._life, self.sequence)
-                self.transport.control(event.source, answer.pack())
-        elif header.kind is Kind.HERE:
-            self.peers.note_entered(event.source, header.sequence)
-        elif header.kind is Kind.GAVE_UP:
-            self.peers.note_gave_up(GaveUp.of_text(header.sequence, text))
-        elif header.kind is Kind.LEFT:
-            self.peers.note_left(event.source, header.sequence, text)
-        elif header.kind is Kind.FAILED and header.about != self.transport.rank:
-            self.peers.note_failed(header.about, text)
+        kind, peers, source = header.kind, self.peers, event.source
+        if kind in LETTERS:
+            self._deliver(source, header, text)
+        elif kind is Kind.ASK:
+            self._answer(source, header)
+        elif kind is Kind.HERE:
+            peers.note_entered(source, header.key)
+        elif kind is Kind.ELSEWHERE:
+            peers.note_elsewhere(source, header.key, text)
+        elif kind is Kind.ABSENT:
+            peers.note_absent(source, header.key, text)
+        elif kind is Kind.GAVE_UP:
+            peers.note_gave_up(source, GaveUp.of_text(text))
+        elif kind is Kind.LEFT:
+            peers.note_left(source, text)
+        elif kind is Kind.FAILED and header.about != self.transport.rank:
+            peers.note_failed(header.about, text)
+
+    def _deliver(self, source: int, header: Header, text: str) -> None:
+        box = self._boxes.setdefault((header.kind, header.key, header.round), deque())
+        box.append((source, header, text))
+        if self._left is not None and header.kind is Kind.AGREE:
+            self._say_absent(header.key)
+
+    def _say_absent(self, key: int) -> None:
+        """This rank completed all it had entered, so whoever sends it this waits in vain."""
+        assert self._left is not None
+        self.tell_all(Kind.ABSENT, self._left, key=key)
+
+    def _answer(self, source: int, ask: Header) -> None:
+        if self.whereabouts is None:
+            return
+        if self.whereabouts.has_entered(ask.key, ask.fingerprint, ask.value):
+            self.tell(source, Kind.HERE, key=ask.key)
+        else:
+            self.tell(source, Kind.ELSEWHERE, self.whereabouts.is_in(), key=ask.key)

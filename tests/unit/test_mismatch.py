@@ -5,6 +5,7 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
+from ringcomm.config import Settings
 from ringcomm.engine.call import Call, explain_mismatch
 
 CASES = {
@@ -29,16 +30,16 @@ CASES = {
         "ranks 0, 1 passed root=0, rank 2 passed root=1.",
     ),
     "kind": (
-        lambda r: rc.barrier() if r == 1 else rc.allreduce(np.ones(2), name="w"),
-        "ranks 0, 2 called allreduce[w], rank 1 called barrier #1. Every rank must call",
+        lambda r: rc.barrier() if r == 1 else rc.allreduce(np.ones(2)),
+        "ranks 0, 2 called allreduce #1, rank 1 called barrier #1. Every rank must call",
+    ),
+    "kind under one name": (
+        lambda r: rc.barrier(name="w") if r == 1 else rc.allreduce(np.ones(2), name="w"),
+        "ranks 0, 2 called allreduce[w], rank 1 called barrier[w]. Every rank must call",
     ),
     "in place on some": (
         lambda r: rc.allreduce_(np.ones(2)) if r == 1 else rc.allreduce(np.ones(2)),
         "called allreduce_ #1",
-    ),
-    "name": (
-        lambda r: rc.allreduce(np.ones(2), name=f"layer{r}"),
-        "rank 0 called allreduce[layer0], rank 1 called allreduce[layer1], rank 2 called",
     ),
     "trailing dimensions of allgather": (
         lambda r: rc.allgather(np.ones((r, 2 + (r == 0))), name="w"),
@@ -97,6 +98,18 @@ def test_in_place_argument_is_untouched_by_a_mismatch():
     assert all((x == 5).all() for x in run_ranks(2, body))
 
 
+def test_other_names_are_other_operations_and_both_are_named_at_the_deadline():
+    """They may be started in any order, so nobody can know before that it is no mere delay."""
+
+    def body(rank):
+        with pytest.raises(rc.CommTimeoutError) as caught:
+            rc.allreduce(np.ones(2), name=f"layer{rank}")
+        return str(caught.value)
+
+    texts = run_ranks(2, body, settings=Settings(timeout_s=0.2))
+    assert any("layer0" in text and "layer1" in text for text in texts), texts
+
+
 def test_fingerprints_differ_where_calls_differ():
     base = Call("allreduce", "w", op="SUM", dtype="float32", shape=(2, 3), root=None)
     others = [
@@ -123,6 +136,6 @@ def test_calls_survive_the_wire():
 
 def test_many_variants_are_cut_short():
     calls = [Call("allreduce", "w", op="SUM", dtype="float32", shape=(n,)) for n in range(40)]
-    text = explain_mismatch(calls, 1)
+    text = explain_mismatch(calls, 1, range(40))
     assert "36 more variants" in text
     assert len(text) < 500

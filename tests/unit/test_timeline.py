@@ -34,7 +34,7 @@ def test_each_rank_writes_its_operations_with_their_phases(tmp_path):
         events = events_of(tmp_path / f"trace.{rank}.json")
         assert {event["pid"] for event in events} == {rank}
         begun = [event for event in events if event["ph"] == "B"]
-        assert [event["name"] for event in begun] == ["allreduce[w]", "allreduce_ #2", "barrier #3"]
+        assert [event["name"] for event in begun] == ["allreduce[w]", "allreduce_ #1", "barrier #2"]
         assert [event["cat"] for event in begun] == ["allreduce", "allreduce_", "barrier"]
         assert [event["args"]["nbytes"] for event in begun] == [96, 96, 0]
         phases = [event["name"] for event in events if event["ph"] == "X"]
@@ -109,6 +109,5 @@ def test_a_full_disk_ends_the_timeline_and_not_the_training(tmp_path, caplog):
     os.dup2(full, timeline._fd)
     os.close(full)
     with caplog.at_level(logging.WARNING, logger="ringcomm"):
-        timeline.begin("allreduce[w]", 8)
-        timeline.end("done")
+        timeline.begin("allreduce[w]", 8).end("done")
     assert [record.getMessage().count("the timeline ends here") for record in caplog.records] == [1]

@@ -1,6 +1,6 @@
 """The control channel, with a transport that only records."""
 
-from ringcomm.transport.base import Arrived, Died
+from ringcomm.transport.base import ANY_SOURCE, Arrived, Died
 from ringcomm.transport.header import Header, Kind
 from ringcomm.transport.watch import Watch
 
@@ -20,11 +20,27 @@ class Recorder:
         self.sent.append((dest, header.kind, header.about, text))
 
 
+class Somewhere:
+    def has_entered(self, key, base, number):
+        return (key, base, number) == (5, 50, 500)
+
+    def is_in(self):
+        return "barrier #3"
+
+
+def asked(key):
+    return Arrived(1, Header(Kind.ASK, 7, 0, key, fingerprint=50, value=500).pack())
+
+
+def agreed(source, key):
+    return Arrived(source, Header(Kind.AGREE, 7, 0, key).pack())
+
+
 def hear(*events):
     transport = Recorder()
     transport.events = list(events)
     watch = Watch(transport)
-    watch.sequence = 5
+    watch.whereabouts = Somewhere()
     watch.poll()
     return watch, transport
 
@@ -40,13 +56,33 @@ def test_a_follower_s_death_is_not_spread_as_a_cause():
 
 
 def test_messages_of_an_older_ring_are_dropped():
-    old = Header(Kind.FAILED, 6, 0, 5, about=1).pack("long ago")
-    new = Header(Kind.FAILED, 7, 0, 5, about=2).pack("now")
+    old = Header(Kind.FAILED, 6, 0, about=1).pack("long ago")
+    new = Header(Kind.FAILED, 7, 0, about=2).pack("now")
     watch, _ = hear(Arrived(1, old), Arrived(1, new))
     assert watch.peers.dead == {2: "now"}
 
 
-def test_a_rank_answers_only_for_operations_it_has_entered():
-    asked = [Arrived(1, Header(Kind.ASK, 7, 0, n).pack()) for n in (5, 6)]
-    _, transport = hear(*asked)
-    assert transport.sent == [(1, Kind.HERE, 0, "")]
+def test_a_rank_says_where_it_is_instead():
+    _, transport = hear(asked(5), asked(6))
+    assert transport.sent == [(1, Kind.HERE, 0, ""), (1, Kind.ELSEWHERE, 0, "barrier #3")]
+
+
+def test_letters_are_taken_once_in_order_from_whom_they_are_wanted():
+    watch, _ = hear(agreed(2, 9), agreed(1, 9), agreed(1, 9))
+    first, second = (watch.letter(Kind.AGREE, 9, 1) for _ in range(2))
+    assert first.test()
+    assert second.test()
+    assert not watch.letter(Kind.AGREE, 9, 1).test()
+    anyone = watch.letter(Kind.AGREE, 9, ANY_SOURCE)
+    assert anyone.test()
+    assert anyone.source == 2
+    assert watch._boxes == {}
+
+
+def test_a_rank_that_has_left_tells_all_what_it_will_never_enter():
+    watch, transport = hear(agreed(2, 9))
+    watch.announce_left("called shutdown()")
+    transport.events = [agreed(1, 10)]
+    watch.poll()
+    absences = [(dest, text) for dest, kind, _, text in transport.sent if kind is Kind.ABSENT]
+    assert absences == [(1, "called shutdown()"), (2, "called shutdown()")] * 2

@@ -1,0 +1,99 @@
+"""Some of the ranks of a job, numbered among themselves."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ringcomm.engine.ledger import Ledger
+
+if TYPE_CHECKING:
+    from ringcomm.engine.engine import Engine
+
+
+class Group:
+    """Ranks that communicate among themselves: pass it as `group=`.
+
+    Collective among its members, which make their groups in the same order; the others need not
+    call it. A member may be in any number of groups. Operations of different groups may be started
+    in another order on each rank.
+
+    Args:
+        ranks: ranks of the default group, in the order in which they are numbered within this
+            one; the same on every member.
+
+    Attributes:
+        ranks: as passed.
+        rank: index of this process in `ranks`, None if it is no member.
+        size: number of ranks.
+
+    Raises:
+        ValueError: a rank that does not exist, or the same one twice, or none.
+        MismatchError: members passed the ranks in different order.
+        RingcommError: more than 1023 groups in this job.
+    """
+
+    rank: int | None
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        from ringcomm.engine.world import engine
+
+        current = engine()
+        self._join(current, _checked(ranks, current.size))
+        if self.rank is not None:
+            self._ledger = current.found(self)
+
+    @classmethod
+    def _of_all(cls, engine: Engine, size: int) -> Group:
+        """Return the default group, which needs no agreement."""
+        group = cls.__new__(cls)
+        group._join(engine, tuple(range(size)))
+        group._ledger = Ledger(0, is_first=engine.rank == 0)
+        return group
+
+    def _join(self, engine: Engine, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(engine.rank) if engine.rank in ranks else None
+        self._engine = weakref.ref(engine)
+
+    def __repr__(self) -> str:
+        return f"Group({list(self.ranks)})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a Group belongs to this process: send its ranks and make it anew")
+
+    def ledger_for(self, engine: Engine) -> Ledger:
+        """Return what numbers its operations, if this process may use it.
+
+        Raises:
+            ValueError: this process is no member, or the group is of an earlier init().
+        """
+        if self.rank is None:
+            raise ValueError(
+                f"rank {engine.rank} is no member of {self!r}, so it cannot take part: let its "
+                "members alone make this call"
+            )
+        if self._engine() is not engine:
+            raise ValueError(f"{self!r} is of an earlier ringcomm.init(): make it anew")
+        return self._ledger
+
+    @property
+    def index(self) -> int:
+        """`rank` of a member."""
+        assert self.rank is not None
+        return self.rank
+
+
+def _checked(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+    members = tuple(operator.index(rank) for rank in ranks)
+    outside = [rank for rank in members if not 0 <= rank < size]
+    if outside:
+        raise ValueError(f"Group: there is no rank {outside[0]}; ranks are 0 to {size - 1}")
+    if len(set(members)) != len(members):
+        raise ValueError(f"Group: a rank appears twice in {list(members)}")
+    if not members:
+        raise ValueError("Group: needs at least one rank")
+    return members

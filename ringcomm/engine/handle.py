@@ -1,0 +1,48 @@
+"""What an asynchronous operation returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from ringcomm.engine.engine import Engine
+    from ringcomm.engine.progress import Task
+
+R = TypeVar("R")
+
+
+class Handle(Generic[R]):
+    """An operation under way. It goes on whether or not anybody waits for it.
+
+    Any thread of the rank may wait, in any order, more than once, and after shutdown(), which
+    completes what was started. A handle may be dropped; the operation is carried out all the same.
+    Until it is over, what was passed in must not be changed, and in-place arguments not be read.
+    """
+
+    def __init__(self, engine: Engine, task: Task) -> None:
+        self._engine = engine
+        self._task = task
+
+    def wait(self, timeout_s: float | None = None) -> R:
+        """Return the result of the operation.
+
+        Args:
+            timeout_s: how long this call waits, in seconds; None: until RINGCOMM_TIMEOUT_S ends
+                the operation. After a shorter one the operation is still under way.
+
+        Raises:
+            CommTimeoutError: timeout_s is over; the engine works on, and one can wait again. Or
+                RINGCOMM_TIMEOUT_S is over, and the engine is unusable; the text says which.
+            MismatchError, PeerFailedError, ...: as the synchronous form raises.
+            ValueError: timeout_s is negative or not a number.
+        """
+        result: R = self._engine.result_of(self._task, timeout_s)
+        return result
+
+    def done(self) -> bool:
+        """Return True once wait() would return or raise at once; never blocks."""
+        return self._task.is_over
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done() else "failed" if self._task.error else "done"
+        return f"<Handle of {self._task.label}: {state}>"

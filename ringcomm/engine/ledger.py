@@ -1,0 +1,161 @@
+"""Which operation is which: the order of a group's unnamed operations, the uses of its names. Pure.
+
+Every rank of a group keeps one ledger, and all come to the same entries: what is written here
+depends only on what a rank enters and on what all agreed to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringcomm.transport.base import N_STREAMS
+
+MAX_PENDING = N_STREAMS // 4  # so that two ranks never have operations of one stream in flight
+MAX_CACHED = 4096
+_UNNAMED = N_STREAMS // 2  # streams below are for unnamed operations, by their place
+_FIRST_PASSING = _UNNAMED + MAX_CACHED  # streams from here on are for names that are not cached
+_ODD = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One operation of a group.
+
+    Attributes:
+        name: the user's, or None.
+        base: 64 bits for the group and the name, alike on all ranks.
+        number: which of the group's unnamed operations, or which use of the name; from 1 on. 0 for
+            every use of a name that is not cached.
+    """
+
+    name: str | None
+    base: int
+    number: int
+
+    @property
+    def key(self) -> int:
+        """64 bits for this very operation."""
+        return (self.base + self.number * _ODD) % (1 << 64)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A name that all ranks know: its last use, its stream, and the call agreed on, if any."""
+
+    number: int = 1
+    stream: int | None = None
+    fingerprint: int | None = None
+
+
+class Ledger:
+    """The operations of one group, as one of its ranks keeps them.
+
+    Args:
+        context: of the group.
+        is_first: this rank is the group's rank 0, which hands out the streams of names.
+    """
+
+    def __init__(self, context: int, *, is_first: bool) -> None:
+        self.context = context
+        self._is_first = is_first
+        self._place = 0
+        self._unnamed = base_of(context, None)
+        self._entries: dict[str, _Entry] = {}
+        self._bases: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._pending: set[str] = set()
+        self._next_cached = _UNNAMED
+        self._next_passing = _FIRST_PASSING
+        self.has_overflown = False
+
+    def enter(self, name: str | None) -> Ticket:
+        """Return the ticket of an operation that begins on this rank.
+
+        Raises:
+            ValueError: an operation of this name is pending.
+        """
+        if name is None:
+            self._place += 1
+            return Ticket(None, self._unnamed, self._place)
+        if name in self._pending:
+            raise ValueError(
+                f"an operation named {name!r} is pending on this rank: wait for its handle first, "
+                "or pass another name"
+            )
+        self._pending.add(name)
+        entry = self._entries.get(name)
+        if entry is None:
+            return Ticket(name, base_of(self.context, name), 0)
+        entry.number += 1
+        return Ticket(name, self._bases[name], entry.number)
+
+    def finish(self, ticket: Ticket) -> None:
+        """The operation is over on this rank."""
+        if ticket.name is not None:
+            self._pending.discard(ticket.name)
+
+    def is_cached(self, ticket: Ticket) -> bool:
+        """Return True if all ranks have agreed on a call of this name before."""
+        entry = self._entries.get(ticket.name) if ticket.name is not None else None
+        return entry is not None and entry.fingerprint is not None
+
+    def cached_stream(self, ticket: Ticket, fingerprint: int) -> int | None:
+        """Return the stream of a call that all ranks have agreed on before, else None."""
+        entry = self._entries.get(ticket.name) if ticket.name is not None else None
+        return entry.stream if entry and entry.fingerprint == fingerprint else None
+
+    def proposal(self, ticket: Ticket) -> int:
+        """Return the stream that this rank proposes; the largest of all ranks' is taken."""
+        if ticket.name is None:
+            return ticket.number % _UNNAMED
+        entry = self._entries.get(ticket.name)
+        if entry is not None and entry.stream is not None:
+            return entry.stream
+        return self._new_stream() if self._is_first else 0
+
+    def settle(self, ticket: Ticket, stream: int, fingerprint: int | None) -> None:
+        """All ranks have taken `stream`; they agreed on a call, or on none (None).
+
+        A name that was agreed on before and is not now loses its stream, for messages that nobody
+        will take may be on it.
+        """
+        if ticket.name is None:
+            return
+        entry = self._entries.get(ticket.name)
+        if entry is None:
+            if stream >= _FIRST_PASSING:
+                self.has_overflown = True
+                return
+            entry = self._entries[ticket.name] = _Entry()
+            self._bases[ticket.name] = ticket.base
+            self._names[ticket.base] = ticket.name
+        is_spoiled = fingerprint is None and entry.fingerprint is not None
+        is_lasting = stream < _FIRST_PASSING and not is_spoiled
+        entry.stream = stream if is_lasting else None
+        entry.fingerprint = fingerprint if is_lasting else None
+
+    def has_entered(self, base: int, number: int) -> bool:
+        """Return True if this rank is, or was, in that operation, as far as it is remembered."""
+        if base == self._unnamed:
+            return number <= self._place
+        name = self._names.get(base)
+        return name is not None and number <= self._entries[name].number
+
+    def _new_stream(self) -> int:
+        if self._next_cached < _FIRST_PASSING:
+            self._next_cached += 1
+            return self._next_cached - 1
+        stream = self._next_passing
+        self._next_passing = _FIRST_PASSING + (stream + 1 - _FIRST_PASSING) % (
+            N_STREAMS - _FIRST_PASSING
+        )
+        return stream
+
+
+def base_of(context: int, name: str | None) -> int:
+    """Return 64 bits for a name in a group, or for its unnamed operations."""
+    import hashlib  # loads OpenSSL, 5 ms: not a cost of `import ringcomm`
+
+    text = f"{context}" if name is None else f"{context}:{name}"
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

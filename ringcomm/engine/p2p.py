@@ -1,0 +1,211 @@
+"""send(), recv() and sendrecv(): one rank to another, matched in software.
+
+The sender offers its message on the control channel, the receiver answers, then the data moves. So
+a mismatch is the same error on both sides, ANY_SOURCE needs no wildcard on the wire, and a send()
+that returns has been received.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from ringcomm.arrays import Array, ArrayAdapter, Flat, adapter_for
+from ringcomm.engine.call import shape_text
+from ringcomm.engine.group import Group
+from ringcomm.engine.ledger import base_of
+from ringcomm.engine.progress import Strand, Task
+from ringcomm.engine.world import engine
+from ringcomm.errors import MismatchError
+from ringcomm.transport.base import ANY_SOURCE, N_STREAMS, P2P
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.header import Kind
+from ringcomm.transport.watch import Watch
+
+_MAILBOXES = 1 << 33  # no context of a group: names of (group, tag)
+
+
+def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
+    """Send x to another rank; returns when that rank has received it.
+
+    Args:
+        x: numpy array or torch CPU tensor; a strided one is copied.
+        dest: rank within the group, not this one.
+        tag: any int; recv() names the same one.
+        group: None: all ranks.
+
+    Raises:
+        MismatchError: the receiver's array is of another shape or dtype; raised there, too, and
+            the engine works on.
+        ValueError, TypeError: a bad argument.
+        PeerFailedError: a rank of the group died, or the receiver left.
+        CommTimeoutError: nobody received it within RINGCOMM_TIMEOUT_S; the engine is unusable.
+    """
+    engine().result_of(_begin_send(x, dest, tag, group, may_be_self=False))
+
+
+def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | None = None) -> int:
+    """Fill `out` with what a rank has sent, and return that rank.
+
+    Args:
+        out: array of the shape and dtype that was sent. Overwritten; may be strided.
+        source: rank within the group, not this one, or rc.ANY_SOURCE: whoever sends first.
+        tag: as passed to send().
+        group: None: all ranks.
+
+    Messages of one rank and tag arrive in the order in which they were sent. Raises: see send().
+    """
+    source = engine().result_of(_begin_recv(out, source, tag, group, may_be_self=False))
+    return source
+
+
+def sendrecv(
+    x: Array,
+    dest: int,
+    out: Array,
+    source: int,
+    *,
+    sendtag: int = 0,
+    recvtag: int = 0,
+    group: Group | None = None,
+) -> int:
+    """Send x to one rank while receiving `out` from another, and return the latter; see send().
+
+    dest and source may be any ranks, this one too; x and out must not overlap.
+    """
+    receiving = _begin_recv(out, source, recvtag, group, may_be_self=True)
+    sending = _begin_send(x, dest, sendtag, group, may_be_self=True)
+    current = engine()
+    try:
+        source = current.result_of(receiving)
+    finally:
+        current.result_of(sending)
+    return source
+
+
+@dataclass(frozen=True)
+class _Side:
+    """This rank's side of a conversation.
+
+    Attributes:
+        watch: the control channel.
+        group: in which the ranks are numbered.
+        context: of the group.
+        mailbox: 64 bits for the group and the tag.
+        adapter: of the array that is sent or received.
+    """
+
+    watch: Watch
+    group: Group
+    context: int
+    mailbox: int
+    adapter: ArrayAdapter
+
+    @classmethod
+    def of(cls, x: Array, tag: int, group: Group | None) -> _Side:
+        """Check the arguments."""
+        current = engine()
+        group = group or current.world
+        context = group.ledger_for(current).context
+        mailbox = base_of(_MAILBOXES, f"{context}:{operator.index(tag)}")
+        return cls(current.watch, group, context, mailbox, adapter_for(x))
+
+    def outline(self, x: Array) -> str:
+        """Return "float32 (2, 3)"."""
+        return f"{self.adapter.dtype(x)} {shape_text(self.adapter.shape(x))}"
+
+    def channel(self, task: Task, serial: int) -> Channel:
+        """Return the messages of the sender's serial-th conversation."""
+        channel = Channel(
+            self.watch,
+            task.key,
+            self.group.ranks,
+            context=self.context,
+            stream=serial % N_STREAMS,
+            channel=P2P,
+        )
+        task.channels.append(channel)
+        return channel
+
+
+def _begin_send(x: Array, dest: int, tag: int, group: Group | None, *, may_be_self: bool) -> Task:
+    side = _Side.of(x, tag, group)
+    dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
+    outline = side.outline(x)
+    flat = side.adapter.flat(x if side.adapter.is_contiguous(x) else side.adapter.copy(x))
+
+    def talk(task: Task, serial: int) -> Strand:
+        return _send(side, side.channel(task, serial), flat, outline, dest=dest, serial=serial)
+
+    label = f"send(dest={dest}, tag={tag})"
+    return engine().converse(label, _pair(side.group, dest), talk)
+
+
+def _begin_recv(
+    out: Array, source: int, tag: int, group: Group | None, *, may_be_self: bool
+) -> Task:
+    side = _Side.of(out, tag, group)
+    side.adapter.require_writable(out)
+    if source != ANY_SOURCE:
+        source = _peer("source", source, side.group, may_be_self=may_be_self)
+    name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
+    members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
+    return engine().converse(
+        f"recv(source={name}, tag={tag})", members, lambda task, _: _recv(side, task, out, source)
+    )
+
+
+async def _send(
+    side: _Side, t: Channel, flat: Flat, outline: str, *, dest: int, serial: int
+) -> None:
+    t.tell(dest, Kind.OFFER, outline, key=side.mailbox, value=serial)
+    t.awaited = (t.members[dest],)
+    answer = await t.hear(Kind.ANSWER, serial, dest)
+    t.awaited = ()
+    assert answer.header is not None
+    if not answer.header.flag:
+        raise MismatchError(answer.text)
+    await t.wait(t.isend(flat.bytes, dest))
+
+
+async def _recv(side: _Side, task: Task, out: Array, source: int) -> int:
+    t = side.channel(task, 0)
+    senders = t.members if source == ANY_SOURCE else (t.members[source],)
+    t.awaited = tuple(rank for rank in senders if rank != t.members[t.rank])
+    offer = await t.hear(Kind.OFFER, side.mailbox, source)
+    t.awaited = ()
+    assert offer.header is not None
+    serial = offer.header.value
+    sender = t.members.index(offer.source)
+    wanted = side.outline(out)
+    if offer.text != wanted:
+        text = (
+            f"{task.label}: rank {offer.source} sent {offer.text}, rank {t.members[t.rank]} "
+            f"receives {wanted}. Receive into an array of the shape and dtype that is sent."
+        )
+        t.tell(sender, Kind.ANSWER, text, key=serial, flag=False)
+        raise MismatchError(text)
+    work = out if side.adapter.is_contiguous(out) else side.adapter.copy(out)
+    data = side.channel(task, serial)
+    t.tell(sender, Kind.ANSWER, key=serial, flag=True)
+    await data.wait(data.irecv(side.adapter.flat(work).bytes, sender))
+    if work is out:
+        side.adapter.written(out)
+    else:
+        side.adapter.assign(out, work)
+    return sender
+
+
+def _pair(group: Group, peer: int) -> tuple[int, ...]:
+    return tuple({group.ranks[group.index], group.ranks[peer]})
+
+
+def _peer(what: str, rank: int, group: Group, *, may_be_self: bool) -> int:
+    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+        raise TypeError(f"{what} must be a rank, an int, not {rank!r}")
+    rank = operator.index(rank)
+    if not 0 <= rank < group.size:
+        raise ValueError(f"{what} is {rank}; ranks are 0 to {group.size - 1}")
+    if rank == group.rank and not may_be_self:
+        raise ValueError(f"{what} is this rank itself, which would wait for ever: use sendrecv()")
+    return rank
