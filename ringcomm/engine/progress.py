@@ -26,8 +26,10 @@ from ringcomm.transport.watch import Watch
 _SPINS = 64  # polls before the first nap of a thread that waits
 _BACKGROUND_SPINS = 4  # of the thread that works beside the user's
 _LOOK_EVERY = 16
-# A nap of 20 us burns 26-38 % of a core, 200 us 5 %, 1 ms 2 % (measured over Open MPI).
-_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
+# A nap of 20 us burns 26-38 % of a core, 1 ms 2-4 %, 5 ms 1 % (measured, ci/idle.py). So naps grow
+# to 1 ms at once, and from there on to 5 ms, half a percent of the time waited so far.
+_NAP_S, _LONG_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3, 5e-3
+_NAP_SHARE = 1 / 200
 _IDLE_LOOK_S = 0.25  # an idle rank answers who asks where it is, and hears of deaths
 _CONFIRM_S = 2.0  # time for a refused message to turn out as a death
 
@@ -247,18 +249,19 @@ class Progress:
         return bool(self._tasks or self._inbox) and not (self._n_waiting or self._is_stopping)
 
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
-        polls, nap = 0, _NAP_S
+        polls, nap, moved_at = 0, _NAP_S, time.monotonic()
         self._watch.poll()
         while not is_enough():
             if self._advance():
-                polls, nap = 0, _NAP_S
+                polls, nap, moved_at = 0, _NAP_S, time.monotonic()
                 continue
             polls += 1
+            now = time.monotonic()
             if polls >= spins or polls % _LOOK_EVERY == 0:
-                self._look_around(time.monotonic())
+                self._look_around(now)
             if polls >= spins:
                 self._transport.park(nap)
-                nap = min(nap * 1.5, _LONGEST_NAP_S)
+                nap = _longer(nap, now - moved_at)
 
     def _advance(self) -> bool:
         self._admit()
@@ -312,6 +315,12 @@ class Progress:
             else:
                 if now >= task.fault_until:
                     self._finish(task, _refused(task))
+
+
+def _longer(nap_s: float, waited_s: float) -> float:
+    """Return how long to sleep after a nap that was in vain."""
+    limit = min(max(_LONG_NAP_S, waited_s * _NAP_SHARE), _LONGEST_NAP_S)
+    return min(nap_s * 1.5, limit)
 
 
 def _ignore(_task: Task, _error: BaseException | None) -> None:
