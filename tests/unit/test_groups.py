@@ -1,0 +1,211 @@
+"""Groups: some of the ranks, numbered among themselves."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+from harness import outcomes, run_ranks
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.engine import engine as engine_module
+from ringcomm.engine.world import engine
+
+
+def only(rank, ranks):
+    """Make a group as its members do."""
+    return rc.Group(ranks) if rank in ranks else None
+
+
+@pytest.mark.parametrize("ranks", [[0], [2], [0, 2], [3, 1], [1, 2, 3], [3, 2, 1, 0]])
+def test_ranks_root_and_order_are_those_of_the_group(ranks):
+    def body(rank):
+        group = only(rank, ranks)
+        if group is None:
+            return None
+        assert group.ranks == tuple(ranks)
+        assert (group.rank, group.size) == (ranks.index(rank), len(ranks))
+        root = len(ranks) - 1
+        return (
+            rc.allreduce(np.array([rank]), group=group).item(),
+            rc.allgather(np.array([rank]), group=group).tolist(),
+            rc.broadcast(np.array([rank]), root, group=group).item(),
+            rc.broadcast_object(rank, root, group=group),
+            rc.allgather_object(rank, group=group),
+            rc.scatter(np.arange(len(ranks)), root, group=group).tolist(),
+            rc.alltoall(np.full(len(ranks), rank), group=group).tolist(),
+        )
+
+    results = run_ranks(4, body)
+    for rank, result in enumerate(results):
+        if rank not in ranks:
+            assert result is None
+            continue
+        last = ranks[-1]
+        assert result == (sum(ranks), ranks, last, last, ranks, [ranks.index(rank)], ranks)
+
+
+def test_a_group_may_be_made_by_all_and_used_by_its_members_alone():
+    def body(rank):
+        group = rc.Group([0, 2])
+        if rank != 1:
+            return rc.allreduce(np.ones(1), group=group).item()
+        assert group.rank is None
+        for call in (rc.allreduce, rc.allreduce_async, rc.allgather_object):
+            with pytest.raises(ValueError, match=r"rank 1 is no member of Group\(\[0, 2\]\)"):
+                call(np.ones(1), group=group)
+        with pytest.raises(ValueError, match="rank 1 is no member"):
+            rc.send(np.ones(1), 0, group=group)
+        return None
+
+    assert run_ranks(3, body) == [2.0, None, 2.0]
+
+
+def test_nested_and_overlapping_groups_do_not_mix():
+    def body(rank):
+        groups = [only(rank, r) for r in ([0, 1, 2, 3], [0, 1], [1, 2], [2, 3], [1, 2], [0, 3])]
+        handles = []
+        order = [i for i, group in enumerate(groups) if group is not None]
+        random.Random(rank).shuffle(order)
+        for i in order:
+            handles += [
+                (i, rc.allreduce_async(np.full(9, 10**i), group=groups[i])) for _ in range(3)
+            ]
+        return {i: handle.wait()[0] for i, handle in handles}
+
+    def want(rank):
+        sizes = {0: (4, range(4)), 1: (2, (0, 1)), 2: (2, (1, 2)), 3: (2, (2, 3)), 4: (2, (1, 2))}
+        sizes[5] = (2, (0, 3))
+        return {i: n * 10**i for i, (n, members) in sizes.items() if rank in members}
+
+    assert run_ranks(4, body) == [want(rank) for rank in range(4)]
+
+
+def test_operations_of_two_groups_may_start_in_other_order_on_each_rank():
+    def body(rank):
+        first, second = rc.Group([0, 1]), rc.Group([0, 1])
+        order = [first, second] if rank else [second, first]
+        handles = {id(g): rc.allreduce_async(np.ones(1), group=g) for g in order}
+        return [handles[id(g)].wait().item() for g in (first, second)]
+
+    assert run_ranks(2, body) == [[2.0, 2.0]] * 2
+
+
+def test_members_that_order_the_ranks_differently_all_hear_of_it():
+    def body(rank):
+        with pytest.raises(rc.MismatchError, match=r"\[0, 1\].*\[1, 0\]"):
+            rc.Group([0, 1] if rank == 0 else [1, 0])
+        return rc.allreduce(np.ones(1), group=rc.Group([1, 0])).item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([0, 2], "there is no rank 2"),
+        ([-1], "there is no rank -1"),
+        ([0, 0], "twice"),
+        ([], "at least one"),
+    ],
+)
+def test_bad_ranks_are_refused(ranks, message):
+    def body(rank):
+        with pytest.raises(ValueError, match=message):
+            rc.Group(ranks)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("group", [[0, 1], 3, "world"])
+def test_a_group_that_is_none_is_refused(group):
+    def body(rank):
+        with pytest.raises(TypeError, match=r"group must be a ringcomm\.Group"):
+            rc.allreduce(np.ones(1), group=group)
+
+    run_ranks(2, body)
+
+
+def test_mismatch_in_a_group_names_the_ranks_of_the_job():
+    def body(rank):
+        group = only(rank, [3, 1])
+        if group is None:
+            return None
+        with pytest.raises(rc.MismatchError) as caught:
+            rc.allreduce(np.ones(1 + (rank == 1)), group=group, name="w")
+        return str(caught.value), rc.allreduce(np.ones(1), group=group).item()
+
+    results = run_ranks(4, body)
+    assert results[1] == results[3]
+    assert "rank 3 sent float64 (1,), rank 1 sent float64 (2,)" in results[1][0]
+
+
+def test_a_root_outside_the_group_is_refused():
+    def body(rank):
+        group = only(rank, [1, 2])
+        if group is not None:
+            with pytest.raises(ValueError, match="root is 2; ranks are 0 to 1"):
+                rc.broadcast(np.ones(1), 2, group=group)
+
+    run_ranks(3, body)
+
+
+def test_a_death_outside_the_group_does_not_hinder_it():
+    def body(rank):
+        group, alone = only(rank, [0, 1]), rc.Group([rank])
+        rc.barrier()
+        if rank == 2:
+            raise ValueError("boom")
+        while 2 not in engine().watch.peers.dead:
+            rc.barrier(group=alone)
+        assert rc.allreduce(np.ones(1), group=group).item() == 2
+        with pytest.raises(rc.PeerFailedError, match="boom"):
+            rc.barrier()
+        return True
+
+    assert outcomes(3, body)[:2] == [True, True]
+
+
+def test_a_group_waits_for_its_own_members_and_names_them():
+    def body(rank):
+        group = only(rank, [0, 1])
+        if rank == 0:
+            with pytest.raises(
+                rc.CommTimeoutError, match=r"of Group\(\[0, 1\]\).* rank 1,"
+            ) as told:
+                rc.barrier(group=group)
+            return told.value.missing
+        return None
+
+    assert run_ranks(3, body, settings=Settings(timeout_s=0.2))[0] == (1,)
+
+
+def test_a_group_cannot_be_sent_or_used_by_another_engine():
+    groups = []
+
+    def body(rank):
+        group = rc.Group([0, 1])
+        with pytest.raises(TypeError, match="belongs to this process"):
+            pickle.dumps(group)
+        if rank == 0:
+            groups.append((group, engine()))
+
+    def again(rank):
+        with pytest.raises(ValueError, match=r"of an earlier ringcomm\.init"):
+            rc.barrier(group=groups[0][0])
+
+    run_ranks(2, body)
+    run_ranks(1, again)
+
+
+def test_more_groups_than_there_are_contexts_are_refused(monkeypatch):
+    monkeypatch.setattr(engine_module, "N_CONTEXTS", 3)
+
+    def body(rank):
+        groups = [rc.Group([0, 1]) for _ in range(2)]
+        with pytest.raises(rc.RingcommError, match="would be group 3 of this job, and 2 are"):
+            rc.Group([0, 1])
+        return rc.allreduce(np.ones(1), group=groups[1]).item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]
