@@ -38,6 +38,8 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
         try:
             with entered(engine):
                 results[rank] = body(rank)
+            if faults is not None and rank in faults:
+                transport.flush()
         except BaseException as error:
             results[rank] = error
             blames = error.rank if isinstance(error, PeerFailedError) else None

@@ -1,8 +1,11 @@
 """Tests that every rank of a job runs at once; started by test_spmd.py, not collected by itself."""
 
+import random
+
 import conformance
 import ml_dtypes
 import numpy as np
+import programs
 import pytest
 from mpi4py import rc as mpi4py_rc
 
@@ -84,6 +87,50 @@ def test_random_program_against_numpy(seed):
         assert np.array_equal(rc.alltoall(mine, splits[rc.rank()]), np.concatenate(received))
         for each in rc.grouped_allreduce([mine, mine[:1]]):
             assert np.array_equal(each, total[: len(each)])
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_random_programs_with_groups_and_asynchronous_operations(seed):
+    programs.run_program(programs.make_program(seed, rc.size()), rc.rank(), seed)
+
+
+def test_many_named_operations_start_in_another_order_on_each_rank():
+    counts = [0, 1, 1000, 100_000]
+    for turn in range(3):
+        order = [(i, counts[i % 4]) for i in range(24)]
+        random.Random(f"{rc.rank()} {turn}").shuffle(order)
+        handles = {
+            i: rc.allreduce_async_(np.full(n, i + rc.rank(), np.float32), name=f"many {i}")
+            for i, n in order
+        }
+        for i, handle in handles.items():
+            assert (handle.wait() == rc.size() * i + sum(range(rc.size()))).all()
+
+
+@pytest.mark.parametrize("count", [4, 300_000])
+def test_a_stale_name_is_poisoned_and_nothing_is_left_on_the_wire(count):
+    """Also where the data waits for its receive: the stream is never used again."""
+    if rc.size() == 1:
+        pytest.skip("needs a peer")
+    name = f"stale {count}"
+    for _ in range(3):
+        assert rc.allreduce(np.ones(count), name=name)[-1] == rc.size()
+        rc.allreduce(np.ones(count), name=name)
+        with pytest.raises(rc.MismatchError, match="rank 1 sent"):
+            rc.allreduce_(np.ones(count + (rc.rank() == 1)), name=name)
+
+
+@pytest.mark.parametrize("count", [0, 3, 1 << 20])
+def test_messages_between_pairs(count):
+    right, left = (rc.rank() + 1) % rc.size(), (rc.rank() - 1) % rc.size()
+    out = np.zeros(count, np.float32)
+    assert rc.sendrecv(np.full(count, rc.rank(), np.float32), right, out, left) == left
+    assert (out == left).all()
+    if rc.rank() == 0:
+        sources = {rc.recv(out, rc.ANY_SOURCE, tag=5) for _ in range(rc.size() - 1)}
+        assert sources == set(range(1, rc.size()))
+    else:
+        rc.send(out, 0, tag=5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

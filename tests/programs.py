@@ -1,0 +1,274 @@
+"""Random programs of collectives, and what numpy says their results are.
+
+A program is the same on every rank but for the order in which named operations are started. Values
+are small integers, so every result is exact in every dtype.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+import ringcomm as rc
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+OTHERS = [np.bool_, np.complex64, np.complex128]
+REDUCTIONS = ["allreduce", "allreduce_", "reduce", "reduce_scatter", "grouped_allreduce"]
+KINDS = [*REDUCTIONS, "broadcast", "broadcast_", "allgather", "gather", "scatter", "alltoall"]
+OPS = {
+    rc.SUM: lambda a: a.sum(0),
+    rc.MIN: lambda a: a.min(0),
+    rc.MAX: lambda a: a.max(0),
+    rc.PRODUCT: lambda a: a.prod(0),
+    rc.AVERAGE: lambda a: a.sum(0) / len(a),
+    rc.BAND: np.bitwise_and.reduce,
+    rc.BOR: np.bitwise_or.reduce,
+    rc.BXOR: np.bitwise_xor.reduce,
+}
+BITWISE = (rc.BAND, rc.BOR, rc.BXOR)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective; `members` are ranks of the job, `group` is an index, None for all ranks."""
+
+    number: int
+    kind: str
+    dtype: object
+    shape: tuple
+    op: object
+    root: int
+    group: int | None
+    members: tuple
+    name: str | None
+    is_async: bool
+    is_deterministic: bool
+
+    def argument(self, rank, shape=None):
+        """Return what `rank` passes; arrays of one program differ by operation and rank."""
+        rng = np.random.default_rng([self.number, rank])
+        high = 2 if self.op is rc.PRODUCT or self.dtype is np.bool_ else 4
+        return np.asarray(rng.integers(0, high, self.shape if shape is None else shape), self.dtype)
+
+    def rows(self, rank):
+        """Return the shape that `rank` passes to operations that allow another number of rows."""
+        return ((self.number + rank) % 4, *self.shape[1:])
+
+
+def make_program(seed, size, n_operations=25):
+    """Return (groups, segments): lists of operations that may be in flight together."""
+    rng = random.Random(seed)
+    groups = [
+        tuple(rng.sample(range(size), rng.randint(1, size))) for _ in range(rng.randint(0, 4))
+    ]
+    segments, number = [], 0
+    while number < n_operations:
+        n = rng.randint(1, 6)
+        segments.append([_operation(rng, number + i, size, groups) for i in range(n)])
+        number += n
+    return groups, segments
+
+
+def _operation(rng, number, size, groups):
+    kind = rng.choice(KINDS)
+    dtype = rng.choice(FLOATS + INTEGERS + OTHERS)
+    shape = tuple(rng.choice([0, 1, 2, 3, 7, 40]) for _ in range(rng.randint(0, 3)))
+    if kind in ("reduce_scatter", "allgather", "gather", "scatter", "alltoall") and not shape:
+        shape = (5,)
+    group = rng.choice([None, None, *range(len(groups))])
+    members = tuple(range(size)) if group is None else groups[group]
+    name = rng.choice([None, f"op {number}", f"again {number % 2}"])
+    is_repeated = name is not None and name.startswith("again")
+    if is_repeated:  # one call under one name: agreed on once, then cached
+        kind, dtype, shape = "allreduce", np.float32, (33,)
+    op = rng.choice(_ops_of(dtype)) if kind in REDUCTIONS else None
+    return Operation(
+        number,
+        kind,
+        dtype,
+        shape,
+        rc.SUM if is_repeated else op,
+        rng.randrange(len(members)),
+        group,
+        members,
+        name,
+        is_async=rng.random() < 0.7,
+        is_deterministic=rng.random() < 0.3 and not is_repeated,
+    )
+
+
+def _ops_of(dtype):
+    if dtype in (np.complex64, np.complex128):
+        return [rc.SUM, rc.PRODUCT, rc.AVERAGE]
+    if dtype is np.bool_:
+        return [rc.SUM, rc.PRODUCT, rc.MIN, rc.MAX, *BITWISE]
+    if dtype in INTEGERS:
+        return list(OPS)
+    return [rc.SUM, rc.PRODUCT, rc.MIN, rc.MAX, rc.AVERAGE]
+
+
+def run_program(program, rank, seed):
+    """Run this rank's part; raises AssertionError with the operation whose result is wrong."""
+    ranks_of_groups, segments = program
+    groups = [rc.Group(ranks) if rank in ranks else None for ranks in ranks_of_groups]
+    rng = random.Random(f"{seed} {rank}")
+    for segment in segments:
+        mine = [op for op in segment if rank in op.members]
+        _run_segment(_own_order(mine, rng), groups, rank, rng)
+
+
+def _own_order(operations, rng):
+    """Return them shuffled, but unnamed ones of one group, and of one name, in their order."""
+    order = list(operations)
+    rng.shuffle(order)
+    lanes = {}
+    for op in operations:
+        lanes.setdefault((op.group, op.name), []).append(op)
+    return [lanes[op.group, op.name].pop(0) for op in order]
+
+
+def _run_segment(operations, groups, rank, rng):
+    """Start all, each name once at a time, and wait in another order.
+
+    Ranks differ in what they start first, so whatever blocks comes after all that does not.
+    """
+    handles, later, names = [], [], set()
+    for op in operations:
+        is_pending = op.name is not None and (op.group, op.name) in names
+        if is_pending or not op.is_async:
+            later.append(op)
+            continue
+        names.add((op.group, op.name))
+        x = _passed(op, rank)
+        handles.append((op, x, _call(op, x, groups, "async")))
+    rng.shuffle(handles)
+    for op, x, handle in handles:
+        check(op, rank, x, handle.wait())
+    for op in sorted(later, key=lambda op: op.number):
+        x = _passed(op, rank)
+        check(op, rank, x, _call(op, x, groups, "sync"))
+
+
+def _passed(op, rank):
+    if op.kind in ("allgather", "gather"):
+        return op.argument(rank, op.rows(rank))
+    if op.kind == "alltoall":
+        return op.argument(rank, (sum(_splits(op, rank)), *op.shape[1:]))
+    if op.kind == "grouped_allreduce":
+        return [op.argument(rank), op.argument(rank, (3,))]
+    if op.kind == "scatter" and op.members[op.root] != rank:
+        return None
+    return op.argument(rank)
+
+
+def _splits(op, rank):
+    return [(op.number + rank + 2 * dest) % 3 for dest in op.members]
+
+
+def _call(op, x, groups, form):
+    group = None if op.group is None else groups[op.group]
+    name = op.kind
+    if form == "async":
+        name = f"{name[:-1]}_async_" if name.endswith("_") else f"{name}_async"
+    call = getattr(rc, name)
+    options = {"name": op.name, "group": group}
+    if op.kind in REDUCTIONS:
+        options["deterministic"] = op.is_deterministic
+        if op.kind == "reduce":
+            return call(x, op.op, op.root, **options)
+        return call(x, op.op, **options)
+    if op.kind == "alltoall":
+        me = rc.rank()
+        return call(x, _splits(op, me), **options)
+    if op.kind == "allgather":
+        return call(x, **options)
+    return call(x, op.root, **options)
+
+
+def check(op, rank, x, result):
+    """Compare with numpy, bit by bit."""
+    want = _expected(op, rank)
+    if isinstance(want, list):
+        assert len(result) == len(want), op
+        for each, wanted in zip(result, want, strict=True):
+            _same(op, each, wanted)
+        return
+    if want is None:
+        assert result is None, op
+        return
+    _same(op, result, want)
+    if op.kind.endswith("_"):
+        assert result is x, op
+
+
+def _same(op, result, want):
+    assert result.dtype == want.dtype, (op, result.dtype)
+    assert result.shape == want.shape, (op, result.shape, want.shape)
+    assert np.array_equal(result, want), (op, result, want)
+
+
+def _expected(op, rank):
+    root = op.members[op.root]
+    index = op.members.index(rank)
+    if op.kind in REDUCTIONS:
+        return _reduced(op, rank, root, index)
+    if op.kind.startswith("broadcast"):
+        return op.argument(root)
+    if op.kind in ("allgather", "gather"):
+        if op.kind == "gather" and rank != root:
+            return None
+        return np.concatenate([op.argument(r, op.rows(r)) for r in op.members])
+    if op.kind == "scatter":
+        return np.array_split(op.argument(root), len(op.members))[index]
+    parts = []
+    for source in op.members:
+        sent = _splits(op, source)
+        rows = op.argument(source, (sum(sent), *op.shape[1:]))
+        start = sum(sent[:index])
+        parts.append(rows[start : start + sent[index]])
+    return np.concatenate(parts)
+
+
+def _reduced(op, rank, root, index):
+    if op.kind == "grouped_allreduce":
+        return [_combined(op, None), _combined(op, (3,))]
+    total = _combined(op, None)
+    if op.kind == "reduce":
+        return total if rank == root else None
+    if op.kind == "reduce_scatter":
+        return np.array_split(total, len(op.members))[index]
+    return total
+
+
+def _combined(op, shape):
+    stack = np.stack([op.argument(r, shape) for r in op.members])
+    wide = stack
+    if op.dtype is np.bool_:
+        wide = stack if op.op in BITWISE else stack.astype(np.int64)
+    elif op.dtype in FLOATS:
+        wide = stack.astype(np.float64)
+    elif op.dtype in INTEGERS and op.op not in BITWISE:
+        wide = stack.astype(object) if stack.size == 0 else stack.astype(np.int64)
+    if stack.size == 0:
+        return np.zeros(stack.shape[1:], op.dtype)
+    result = OPS[op.op](wide)
+    if op.op is rc.AVERAGE:
+        result = _averaged(op, wide)
+    return np.asarray(result).astype(op.dtype)
+
+
+def _averaged(op, wide):
+    """Divide as the contract says: truncated for integers, in float32 for 16-bit floats."""
+    total = wide.sum(0)
+    if op.dtype in INTEGERS:
+        return total // len(wide)  # values are not negative
+    if op.dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        return total.astype(np.float32) / np.float32(len(wide))
+    if op.dtype in OTHERS:  # numpy's complex division is not correctly rounded
+        size = np.ones(1, op.dtype).real.dtype.type(len(wide))
+        return total.real / size + 1j * (total.imag / size)
+    return total / len(wide)
