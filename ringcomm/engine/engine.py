@@ -148,7 +148,7 @@ class Engine:
             CommTimeoutError: a rank did not come within RINGCOMM_TIMEOUT_S.
             NotInitializedError: after shutdown(), or in a child of this rank.
         """
-        task = self._enqueue(kind, name, plan, group)
+        task = self._enqueue(kind, name, plan, group, is_awaited=True)
         result: R = self.result_of(task)
         return result
 
@@ -166,7 +166,7 @@ class Engine:
             NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
         """
         self._progress.work_in_background()
-        return Handle(self, self._enqueue(kind, name, plan, group))
+        return Handle(self, self._enqueue(kind, name, plan, group, is_awaited=False))
 
     def result_of(self, task: Task, timeout_s: float | None = None) -> Any:
         """Return what a task comes to; see Handle.wait()."""
@@ -208,7 +208,7 @@ class Engine:
             task = Task(label, ticket, members)
             task.start(talk(task, self._n_serial))
             self._register(_Work(task, None, ticket, 0))
-            self._progress.submit(task)
+            self._progress.submit(task, is_awaited=True)
         return task
 
     def found(self, group: Group) -> Ledger:
@@ -223,7 +223,7 @@ class Engine:
             call = Call("Group", str(list(group.ranks)))
             task.start(self._found(task, call, number))
             self._register(_Work(task, None, ticket, 0))
-            self._progress.submit(task)
+            self._progress.submit(task, is_awaited=True)
         context: int = self.result_of(task)
         if context >= N_CONTEXTS:
             raise RingcommError(
@@ -303,7 +303,13 @@ class Engine:
         return next((work.task.label for work in list(self._pending.values())), "")
 
     def _enqueue(
-        self, kind: str, name: str | None, plan: Callable[[Group], Plan[R]], group: Group | None
+        self,
+        kind: str,
+        name: str | None,
+        plan: Callable[[Group], Plan[R]],
+        group: Group | None,
+        *,
+        is_awaited: bool,
     ) -> Task:
         self._require_own_process()
         self._require_usable()
@@ -321,7 +327,7 @@ class Engine:
             work = _Work(task, ledger, ticket, ready.nbytes, problem)
             self._register(work)
             task.start(*self._strands(work, ready))
-            self._progress.submit(task)
+            self._progress.submit(task, is_awaited=is_awaited)
         return task
 
     def _strands(self, work: _Work, plan: Plan[Any]) -> tuple[Strand, ...]:

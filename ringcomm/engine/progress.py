@@ -142,13 +142,18 @@ class Progress:
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, task: Task) -> None:
-        """Let a task begin; any thread."""
+    def submit(self, task: Task, *, is_awaited: bool) -> None:
+        """Let a task begin; any thread.
+
+        Args:
+            task: what is to be done.
+            is_awaited: this thread is going to wait for it, so no other need be woken.
+        """
         self._inbox.append(task)
         with self._turn:
             if self._is_driven:
                 self._transport.wake()
-            elif self._thread is not None and not self._n_waiting:
+            elif not is_awaited:
                 self._turn.notify_all()
 
     def work_in_background(self) -> None:
@@ -168,12 +173,12 @@ class Progress:
                 self._transport.wake()
         try:
             while self._take_turn(task, deadline):
-                self._take_part(lambda: task.is_over or time.monotonic() >= deadline, _SPINS)
+                self._take_part(_end_of(task, deadline), _SPINS)
             return task.is_over
         finally:
             with self._turn:
                 self._n_waiting -= 1
-                self._turn.notify_all()
+                self._hand_over()
 
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         """Drive in this thread until is_enough(); waits for its turn first."""
@@ -224,7 +229,12 @@ class Progress:
         finally:
             with self._turn:
                 self._is_driven = False
-                self._turn.notify_all()
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Wake who may drive now; nobody if there is nothing to do, for waking costs 10 us."""
+        if self._tasks or self._inbox or self._n_waiting:
+            self._turn.notify_all()
 
     def _run(self) -> None:
         """Drive while there is something to do and nobody who waits does it."""
@@ -315,6 +325,12 @@ class Progress:
             else:
                 if now >= task.fault_until:
                     self._finish(task, _refused(task))
+
+
+def _end_of(task: Task, deadline: float) -> Callable[[], bool]:
+    if deadline == math.inf:
+        return lambda: task.is_over
+    return lambda: task.is_over or time.monotonic() >= deadline
 
 
 def _longer(nap_s: float, waited_s: float) -> float:

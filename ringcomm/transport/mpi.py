@@ -344,6 +344,8 @@ class MpiTransport:
         buffer = np.frombuffer(message[:_CONTROL_MAX], np.uint8)
         try:
             request = self._control.Isend(buffer, dest, _CONTROL_TAG)
+            if request.Test():
+                return
         except self._mpi.Exception:
             return  # the dead set will tell why
         with self._outbox_lock:
@@ -406,7 +408,8 @@ class MpiTransport:
         events: list[Event] = []
         try:
             with self._outbox_lock:
-                self._outbox = [each for each in self._outbox if not each[0].Test()]
+                if self._outbox:
+                    self._outbox = [each for each in self._outbox if not each[0].Test()]
             while message := self._control.Improbe(
                 self._mpi.ANY_SOURCE, _CONTROL_TAG, self._status
             ):
