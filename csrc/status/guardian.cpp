@@ -65,6 +65,8 @@ void pidfd_kill(int pidfd, int signal) {
 struct Watched {
   MappedPage page;
   int pidfd;
+  int lifeline = -1;
+  std::int64_t closed_ns = 0;
   bool is_gone = false;
   int killed_by = 0;
   bool is_reported = false;
@@ -92,6 +94,7 @@ struct Watched {
     f.end = page.end();
     f.is_gone = is_gone;
     f.gone_ns = page->gone_ns.load();
+    f.closed_ns = closed_ns;
     f.leaving_ns = page->leaving_ns.load();
     f.exit_code = page->exit_code.load();
     f.killed_by = killed_by;
@@ -115,6 +118,10 @@ class Guardian {
         note_gone(w);
       else if (epoll_ctl(epoll_, EPOLL_CTL_ADD, w.pidfd, &event) != 0)
         throw std::runtime_error(std::string("epoll_ctl: ") + std::strerror(errno));
+      event.events = 0;  // a hang-up is told all the same
+      event.data.u64 = i + ranks_.size();
+      w.lifeline = w.page.open_lifeline(w.page->pid);
+      if (w.lifeline >= 0) epoll_ctl(epoll_, EPOLL_CTL_ADD, w.lifeline, &event);
     }
   }
 
@@ -139,9 +146,21 @@ class Guardian {
   // epoll, not poll: it hands deaths over in the order in which they happened, also when a launcher
   // has killed the others before this process had its turn.
   void wait_for_news() {
-    std::vector<epoll_event> events(ranks_.size());
+    std::vector<epoll_event> events(2 * ranks_.size());
     const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), kTickMs);
-    for (int i = 0; i < n; ++i) note_gone(ranks_[events[static_cast<std::size_t>(i)].data.u64]);
+    for (int i = 0; i < n; ++i) {
+      const std::size_t which = events[static_cast<std::size_t>(i)].data.u64;
+      if (which < ranks_.size())
+        note_gone(ranks_[which]);
+      else
+        note_closed(ranks_[which - ranks_.size()]);
+    }
+  }
+
+  void note_closed(Watched& w) {
+    last_gone_ns_ = std::max(now_ns(), last_gone_ns_ + 1);
+    w.closed_ns = last_gone_ns_;
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, w.lifeline, nullptr);
   }
 
   void note_gone(Watched& w) {

@@ -1,6 +1,7 @@
 #include "page.hpp"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <cstring>
 #include <ctime>
 #include <stdexcept>
+#include <utility>
 
 namespace ringcomm {
 namespace {
@@ -47,6 +49,30 @@ Page* map(int fd) {
 
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error("status page: " + what + ": " + std::strerror(errno));
+}
+
+// A forked child must not keep its parent's lifeline open, or the parent would seem to live on.
+std::atomic<int> lifelines[64];
+
+void close_lifelines_of_parent() {
+  for (std::atomic<int>& each : lifelines)
+    if (const int fd = each.exchange(0); fd != 0) close(fd);
+}
+
+void keep_from_children(int fd) {
+  static const int registered = pthread_atfork(nullptr, nullptr, close_lifelines_of_parent);
+  if (registered != 0) return;
+  for (std::atomic<int>& each : lifelines) {
+    int free = 0;
+    if (each.compare_exchange_strong(free, fd)) return;
+  }
+}
+
+void forget_lifeline(int fd) {
+  for (std::atomic<int>& each : lifelines) {
+    int mine = fd;
+    if (each.compare_exchange_strong(mine, 0)) return;
+  }
 }
 
 bool claim(Page::End& end) {
@@ -116,7 +142,11 @@ MappedPage MappedPage::create(const std::string& job, const std::string& host, i
   page->size = size;
   page->local_rank = local_rank;
   page->exit_code.store(-1);
-  return MappedPage(page, fd);
+  MappedPage made(page, fd);
+  if (pipe2(made.lifeline_, O_CLOEXEC) != 0) fail("pipe2");
+  page->lifeline_fd = made.lifeline_[0];
+  keep_from_children(made.lifeline_[1]);
+  return made;
 }
 
 MappedPage MappedPage::open(int pid, int fd, std::uint64_t nonce) {
@@ -135,14 +165,24 @@ MappedPage MappedPage::open(int pid, int fd, std::uint64_t nonce) {
   return MappedPage(page, own);
 }
 
+int MappedPage::open_lifeline(int pid) const {
+  const std::string path =
+      "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(page_->lifeline_fd);
+  return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+}
+
 MappedPage::MappedPage(MappedPage&& other) noexcept : page_(other.page_), fd_(other.fd_) {
   other.page_ = nullptr;
   other.fd_ = -1;
+  for (int i = 0; i < 2; ++i) lifeline_[i] = std::exchange(other.lifeline_[i], -1);
 }
 
 MappedPage::~MappedPage() {
   if (page_ != nullptr && page_ != recorded_page) munmap(page_, sizeof(Page));
   if (fd_ >= 0) close(fd_);
+  if (lifeline_[1] >= 0) forget_lifeline(lifeline_[1]);
+  for (const int each : lifeline_)
+    if (each >= 0) close(each);
 }
 
 void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes) {

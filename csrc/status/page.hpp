@@ -36,6 +36,7 @@ struct Page {
   char job[64];
   char host[64];
   std::int32_t pid, rank, size, local_rank;
+  std::int32_t lifeline_fd;  // of the rank: a pipe whose other end the kernel closes when it dies
   std::atomic<State> state;
   std::atomic<std::uint64_t> step;
 
@@ -94,6 +95,10 @@ class MappedPage {
   MappedPage& operator=(MappedPage&&) = delete;
   ~MappedPage();
 
+  // Returns a descriptor that hangs up when the rank `pid` dies: before its death can be seen, and
+  // before a launcher that hears of it kills the others. -1 if it cannot be had.
+  int open_lifeline(int pid) const;
+
   int fd() const { return fd_; }
   Page* operator->() const { return page_; }
   Page* get() const { return page_; }
@@ -111,6 +116,7 @@ class MappedPage {
   MappedPage(Page* page, int fd) : page_(page), fd_(fd) {}
   Page* page_;
   int fd_;
+  int lifeline_[2] = {-1, -1};
 };
 
 // Returns once the guardian has reported a failure, at the latest after timeout_ns, and at once where

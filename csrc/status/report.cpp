@@ -14,7 +14,6 @@ namespace {
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::size_t kMaxWhereLines = 4;
 constexpr std::size_t kMaxWaiting = 3;
-constexpr std::int64_t kTogether = 100'000'000;
 
 bool is_primary(Ending kind) {
   return kind == Ending::exception || kind == Ending::sys_exit || kind == Ending::os_exit ||
@@ -23,13 +22,17 @@ bool is_primary(Ending kind) {
 
 bool left_in_order(const RankFacts& r) { return r.state == State::left && r.exit_code <= 0; }
 
+// A launcher hears of the first death by a closed socket, and kills the others before the kernel has
+// buried it: so the order in which descriptors were closed counts.
+std::int64_t death_time(const RankFacts& r) { return r.closed_ns != 0 ? r.closed_ns : r.gone_ns; }
+
 // When this rank failed of its own accord; kNever if it did not.
 std::int64_t failure_time(const RankFacts& r) {
   if (is_primary(r.end.kind)) return r.end.time_ns;
   if (!r.is_gone || left_in_order(r)) return kNever;
   if (r.end.kind != Ending::none) return kNever;
-  if (r.exit_code > 0) return r.leaving_ns != 0 ? r.leaving_ns : r.gone_ns;
-  return r.exit_code == 0 && r.leaving_ns != 0 ? kNever : r.gone_ns;
+  if (r.exit_code > 0) return r.leaving_ns != 0 ? r.leaving_ns : death_time(r);
+  return r.exit_code == 0 && r.leaving_ns != 0 ? kNever : death_time(r);
 }
 
 // When this rank was told to end by SIGTERM or Ctrl-C; kNever if it was not.
@@ -182,42 +185,18 @@ std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
   return out;
 }
 
-bool was_waiting(const RankFacts& r) { return r.op.state == OpState::running; }
-
-// Deaths without a record that come together cannot be told apart by time: a launcher hears of the
-// first by a closed socket, and kills the others before the kernel has buried it. The one that was
-// not waiting for the others, or had got less far, was the first.
-Earliest likeliest(const std::vector<RankFacts>& ranks, Earliest first) {
-  if (first.index == kNobody) return first;
-  const auto worth = [&](int i) {
-    const RankFacts& r = ranks[static_cast<std::size_t>(i)];
-    return std::make_pair(was_waiting(r), r.op.sequence);
-  };
-  const auto is_silent = [&](const RankFacts& r) {
-    return r.is_gone && r.end.kind == Ending::none && failure_time(r) != kNever;
-  };
-  if (!is_silent(ranks[static_cast<std::size_t>(first.index)])) return first;
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    const bool is_together =
-        is_silent(ranks[i]) && failure_time(ranks[i]) < first.time_ns + kTogether;
-    if (is_together && worth(static_cast<int>(i)) < worth(first.index))
-      first.index = static_cast<int>(i);
-  }
-  return first;
-}
-
 }  // namespace
 
 bool may_follow(const std::vector<RankFacts>& ranks, int index) {
   const RankFacts& r = ranks[static_cast<std::size_t>(index)];
-  if (!r.is_gone || r.end.kind != Ending::none || !was_waiting(r)) return false;
+  if (!r.is_gone || r.end.kind != Ending::none) return false;
   return std::any_of(ranks.begin(), ranks.end(), [&](const RankFacts& other) {
-    return !other.is_gone && (!was_waiting(other) || other.op.sequence < r.op.sequence);
+    return !other.is_gone && other.closed_ns != 0 && other.closed_ns < death_time(r);
   });
 }
 
 int culprit(const std::vector<RankFacts>& ranks) {
-  const Earliest failed = likeliest(ranks, earliest(ranks, failure_time));
+  const Earliest failed = earliest(ranks, failure_time);
   const Earliest stopped = earliest(ranks, interruption_time);
   if (stopped.index == kNobody)
     return failed.index != kNobody ? failed.index : blamed(ranks);

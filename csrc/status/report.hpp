@@ -17,6 +17,7 @@ struct RankFacts {
   EndView end;
   bool is_gone = false;         // the process is no more
   std::int64_t gone_ns = 0;     // when that was seen
+  std::int64_t closed_ns = 0;   // when the kernel closed its descriptors; 0: not seen
   std::int64_t leaving_ns = 0;  // 0: never said it leaves
   int exit_code = -1;           // -1: not known
   int killed_by = 0;            // signal, as the kernel says; 0: not known, or none
@@ -29,7 +30,7 @@ constexpr int kNobody = -1;
 int culprit(const std::vector<RankFacts>& ranks);
 
 // True if this rank, dead without a record, may only have followed one whose death is still to be
-// seen: it was waiting, and a living one was not.
+// seen: that one's descriptors were closed before.
 bool may_follow(const std::vector<RankFacts>& ranks, int index);
 
 // True if nobody failed and someone was ended from outside (Ctrl-C, SIGTERM).

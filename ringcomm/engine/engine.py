@@ -79,6 +79,7 @@ class _Work:
     ticket: Ticket
     nbytes: int
     problem: Exception | None = None
+    order: int = 0  # among all that this rank has entered
     lane: Lane | None = None
 
 
@@ -121,6 +122,7 @@ class Engine:
         self._next_context = 1
         self._n_founded: dict[tuple[int, ...], int] = {}
         self._n_serial = 0
+        self._n_entered = 0
         self._broken: RingcommError | None = None
         self._is_closed = False
         self._has_warned_of_names = False
@@ -429,6 +431,8 @@ class Engine:
 
     def _register(self, work: _Work) -> None:
         self._pending[work.ticket.key] = work
+        self._n_entered += 1
+        work.order = self._n_entered
         if self.timeline is not None:
             work.lane = self.timeline.begin(work.task.label, work.nbytes)
         if self._shown is None:
@@ -439,7 +443,7 @@ class Engine:
         self._shown = work.ticket.key
         if self._page is not None:
             label = work.task.label.encode(errors="replace").decode()  # lone surrogates
-            self._page.begin_op(label, work.ticket.number, work.nbytes)
+            self._page.begin_op(label, work.order, work.nbytes)
 
     def _on_over(self, task: Task, error: BaseException | None) -> None:
         """Take note that a task is over, and decide whether the engine survives its error."""

@@ -53,19 +53,19 @@ class PeerTable:
     gave_up: dict[int, GaveUp] = field(default_factory=dict)
     _entered: dict[int, set[int]] = field(default_factory=dict)
     _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
-    _followers: set[int] = field(default_factory=set)
+    _followed: dict[int, int] = field(default_factory=dict)
 
     def note_dead(self, rank: int, reason: str, *, blames: int) -> None:
         """`rank` is dead because of `blames`, itself unless it merely followed another."""
         if blames != rank:
-            self._followers.add(rank)
+            self._followed[rank] = blames
             reason = f"stopped because rank {blames} failed"
         self.dead.setdefault(rank, reason)
 
     def note_failed(self, rank: int, reason: str) -> None:
         """`rank` was said to have failed, with better words than a bare death has."""
         self.dead[rank] = reason
-        self._followers.discard(rank)
+        self._followed.pop(rank, None)
 
     def note_left(self, rank: int, how: str) -> None:
         """`rank` enters no operation any more; those it has entered it completed."""
@@ -96,15 +96,19 @@ class PeerTable:
     def obstacle(self, key: int, members: Collection[int]) -> Obstacle | None:
         """Return why operation `key` of these ranks cannot complete, None if nothing hinders it.
 
-        The cause is named before those who followed it.
+        The cause is named before those who followed it, a member or not.
         """
         dead = {r: why for r, why in self.dead.items() if r in members}
-        causes = {r: why for r, why in dead.items() if r not in self._followers}
+        first = {self._followed.get(r, r) for r in dead}
+        causes = {r: why for r, why in self.dead.items() if r in first - self._followed.keys()}
         absent = self.absent.get(key)
         departed = {absent.rank: absent.reason} if absent else {}
-        for reasons in (causes, departed, dead):
+        for reasons in (causes, departed):
             for rank, reason in reasons.items():
                 return Obstacle(rank, departed.get(rank, reason))
+        for rank in dead:
+            cause = self._followed[rank]
+            return Obstacle(cause, f"failed, and rank {rank} stopped because of it")
         return None
 
     def quitter(self, members: Collection[int]) -> GaveUp | None:

@@ -32,10 +32,18 @@ def test_the_cause_is_named_before_its_followers():
     assert peers.obstacle(KEY, ALL) == Obstacle(4, "raised ValueError")
 
 
+def test_the_cause_is_named_although_it_is_no_member():
+    peers = table()
+    peers.note_dead(2, "raised PeerFailedError", blames=4)
+    peers.note_dead(4, "raised ValueError", blames=4)
+    assert peers.obstacle(KEY, (0, 2)) == Obstacle(4, "raised ValueError")
+    assert peers.obstacle(KEY, (0, 1)) is None
+
+
 def test_a_follower_alone_points_at_the_cause():
     peers = table()
     peers.note_dead(2, "whatever", blames=4)
-    assert peers.obstacle(KEY, ALL) == Obstacle(2, "stopped because rank 4 failed")
+    assert peers.obstacle(KEY, ALL) == Obstacle(4, "failed, and rank 2 stopped because of it")
 
 
 def test_words_are_better_than_a_bare_death():
@@ -115,7 +123,7 @@ def test_a_rank_that_left_is_named_before_those_who_failed_for_want_of_it():
     peers.note_dead(1, "raised PeerFailedError", blames=3)
     peers.note_absent(3, KEY, "left the job")
     assert peers.obstacle(KEY, ALL) == Obstacle(3, "left the job")
-    assert peers.obstacle(OTHER, ALL).rank == 1
+    assert peers.obstacle(OTHER, ALL) == Obstacle(3, "failed, and rank 1 stopped because of it")
 
 
 def test_a_rank_that_left_and_then_died_is_said_to_have_left():

@@ -241,14 +241,36 @@ def test_of_several_deaths_the_first_is_named_however_late_the_guardian_looks(
     assert re.findall(r"x rank (\d)", capfd.readouterr().err) == [str(first)]
 
 
-def test_a_waiting_rank_that_was_buried_first_is_not_taken_for_the_first_to_die(start_rank, capfd):
-    """A launcher may kill the others before the kernel has told of the first death."""
-    bystander, culprit = start_rank(0, WAITING), start_rank(1, "time.sleep(60)")
+def test_who_is_buried_first_is_not_taken_for_the_first_to_die(start_rank, capfd):
+    """A launcher hears of a closed socket, and kills the others before the first is buried."""
+    bystander = start_rank(0, WAITING)
+    culprit = start_rank(1, "os.closerange(3, 100); " + WAITING)
     guardian = guarded(capfd, culprit, bystander)
+    deadline = time.monotonic() + 10
+    while culprit.page.snapshot()["op_state"] != OpState.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     os.kill(guardian._process.pid, signal.SIGSTOP)
     for rank in (bystander, culprit):
         rank.process.kill()
         rank.process.wait(10)
+    os.kill(guardian._process.pid, signal.SIGCONT)
+    guardian.wait()
+    assert re.findall(r"x rank (\d)", capfd.readouterr().err) == ["1"]
+
+
+def test_a_forked_child_does_not_keep_its_parent_s_lifeline(start_rank, capfd):
+    forking = "os.fork() or time.sleep(1) or os._exit(0); " + WAITING
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, forking)
+    guardian = guarded(capfd, culprit, bystander)
+    deadline = time.monotonic() + 10
+    while culprit.page.snapshot()["op_state"] != OpState.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(guardian._process.pid, signal.SIGSTOP)
+    for rank in (culprit, bystander):
+        rank.process.kill()
+        os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
     os.kill(guardian._process.pid, signal.SIGCONT)
     guardian.wait()
     assert re.findall(r"x rank (\d)", capfd.readouterr().err) == ["1"]

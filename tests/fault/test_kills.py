@@ -1,0 +1,57 @@
+"""SIGKILL in mid-collective: the others hear of it at once, in sync and async operations alike."""
+
+import pytest
+from harness import IS_MPICH, run_script
+
+SCRIPT = """
+import glob, os, random, signal, sys, threading, time
+import numpy as np
+import ringcomm as rc
+
+form, seed = sys.argv[1], int(sys.argv[2])
+rc.init()
+x = np.ones(1 << 20, np.float32)
+parts = np.array_split(x, 12)
+
+def synchronous():
+    rc.allreduce_(x)
+
+def named():
+    order = list(range(12))
+    random.shuffle(order)
+    for handle in [rc.allreduce_async_(parts[i], rc.MAX, name=f"n{i}") for i in order]:
+        handle.wait()
+
+def grouped():
+    for ranks in ([0, 1, 2, 3], [2, 3, 1, 0]):
+        rc.alltoall(x, group=groups[tuple(ranks)])
+
+groups = {r: rc.Group(r) for r in ((0, 1, 2, 3), (2, 3, 1, 0))}
+rc.barrier()
+if rc.rank() == 2:
+    after_s = random.Random(seed).uniform(0, 0.2)
+    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+try:
+    while True:
+        {"sync": synchronous, "named": named, "grouped": grouped}[form]()
+except rc.PeerFailedError as error:
+    open(f"heard.{rc.rank()}", "w").write(str(error.rank))
+    deadline = time.monotonic() + 10  # a launcher ends the others once one of them ends
+    while time.monotonic() < deadline and len(glob.glob("heard.*")) < 3:
+        time.sleep(0.01)
+    raise
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("form", ["sync", "named", "grouped"])
+def test_a_kill_in_mid_collective_is_heard_by_all(form, seed, tmp_path):
+    # Only under ULFM does a launcher leave the others the time to say what they heard.
+    options = () if IS_MPICH else ("--with-ft", "ulfm")
+    job = run_script(4, SCRIPT, form, seed, cwd=tmp_path, options=options, timeout_s=30)
+    assert job.code != 0
+    assert job.seconds < 10
+    assert "x rank 2 " in job.output, job.output
+    if not IS_MPICH:
+        heard = {path.name: path.read_text() for path in tmp_path.glob("heard.*")}
+        assert heard == {f"heard.{r}": "2" for r in (0, 1, 3)}, job.output
