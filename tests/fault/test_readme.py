@@ -12,10 +12,10 @@ BLOCKS = re.findall(
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "torch"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "async", "torch"])
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
         pytest.importorskip("torch")
