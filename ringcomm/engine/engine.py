@@ -120,6 +120,7 @@ class Engine:
         self._pending: dict[int, _Work] = {}
         self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
         self._next_context = 1
+        self._founding = threading.Lock()  # one group at a time: each takes the next context
         self._n_founded: dict[tuple[int, ...], int] = {}
         self._n_serial = 0
         self._n_entered = 0
@@ -215,26 +216,9 @@ class Engine:
 
     def found(self, group: Group) -> Ledger:
         """Return the ledger of a new group, agreed on by its members; blocks."""
-        members = tuple(sorted(group.ranks))
         self._require_own_process()
-        with self._lock:
-            self._require_usable()
-            number = self._n_founded[members] = self._n_founded.get(members, 0) + 1
-            ticket = Ticket(None, base_of(_GROUPS, str(members)), number)
-            task = Task(f"{group!r}", ticket, members)
-            call = Call("Group", str(list(group.ranks)))
-            task.start(self._found(task, call, number))
-            self._register(_Work(task, None, ticket, 0))
-            self._progress.submit(task, is_awaited=True)
-        context: int = self.result_of(task)
-        if context >= N_CONTEXTS:
-            raise RingcommError(
-                f"{group!r}: this would be group {context} of this job, and {N_CONTEXTS - 1} are "
-                "the limit: make groups once and keep them"
-            )
-        ledger = Ledger(context, is_first=group.rank == 0)
-        self._ledgers[base_of(context, None)] = ledger
-        return ledger
+        with self._founding:
+            return self._found_alone(group)
 
     def meet(self, version: str) -> None:
         """Return when every rank runs this version and its guardian watches; first call of all."""
@@ -374,6 +358,27 @@ class Engine:
         error = await mismatch(plan.call, work.ticket.number, talk, has_moved=has_moved)
         error.__cause__ = work.problem
         return error
+
+    def _found_alone(self, group: Group) -> Ledger:
+        members = tuple(sorted(group.ranks))
+        with self._lock:
+            self._require_usable()
+            number = self._n_founded[members] = self._n_founded.get(members, 0) + 1
+            ticket = Ticket(None, base_of(_GROUPS, str(members)), number)
+            task = Task(f"{group!r}", ticket, members)
+            call = Call("Group", str(list(group.ranks)))
+            task.start(self._found(task, call, number))
+            self._register(_Work(task, None, ticket, 0))
+            self._progress.submit(task, is_awaited=True)
+        context: int = self.result_of(task)
+        if context >= N_CONTEXTS:
+            raise RingcommError(
+                f"{group!r}: this would be group {context} of this job, and {N_CONTEXTS - 1} are "
+                "the limit: make groups once and keep them"
+            )
+        ledger = Ledger(context, is_first=group.rank == 0)
+        self._ledgers[base_of(context, None)] = ledger
+        return ledger
 
     async def _found(self, task: Task, call: Call, number: int) -> int:
         talk = Channel(self.watch, task.key, task.members)

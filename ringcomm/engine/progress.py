@@ -198,13 +198,17 @@ class Progress:
             self._finish(task, make())
 
     def stop(self) -> None:
-        """End the thread; tasks that are not over stay so."""
+        """End the thread; tasks that are not over stay so, and are not advanced any more."""
         with self._turn:
             self._is_stopping = True
             self._turn.notify_all()
         self._transport.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+        with self._turn:
+            if not self._is_driven:
+                for task in (*self._tasks, *self._inbox):
+                    task.stop()
 
     def close(self) -> None:
         """Forget the engine; nothing is submitted any more."""
@@ -249,8 +253,10 @@ class Progress:
                 self._is_driven = True
             try:
                 self._take_part(lambda: not self._is_wanted(), _BACKGROUND_SPINS)
-            except BaseException:  # noqa: BLE001 - told to all tasks; nobody waits here
-                continue
+            except BaseException as error:  # noqa: BLE001 - nobody waits here: tell all tasks
+                self._admit()
+                for task in tuple(self._tasks):
+                    self._finish(task, error)
 
     def _is_mine(self) -> bool:
         return bool(self._tasks or self._inbox) and not (self._is_driven or self._n_waiting)

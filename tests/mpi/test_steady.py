@@ -38,7 +38,8 @@ for number in range(10_000):
         before = footprint()
 after = footprint()
 grown = (after[0] - before[0]) / 2**20
-os.write(1, f"rank {rc.rank()} grew by {grown:.2f} MiB, {after[1] - before[1]} descriptors\\n".encode())
+report = f"rank {rc.rank()} grew by {grown:.2f} MiB, {after[1] - before[1]} descriptors"
+os.write(1, report.encode() + b"\\n")
 assert grown < 5, (before, after)
 assert after[1] <= before[1], (before, after)
 rc.shutdown()

@@ -474,3 +474,27 @@ def test_a_cycle_of_blocking_calls_ends_by_the_deadline_with_both_named():
 
     texts = run_ranks(2, body, settings=Settings(timeout_s=0.3))
     assert any("is in barrier #1 of Group([0, 1])" in text for text in texts), texts
+
+
+def test_a_wire_that_breaks_while_nobody_waits_ends_all_operations(monkeypatch):
+    cut = threading.Event()
+
+    def broken():
+        raise OSError("the cable was cut")
+
+    def body(rank):
+        if rank == 1:
+            assert cut.wait(10)
+            raise RuntimeError("over")
+        handles = [rc.allreduce_async(np.ones(1), name=f"n{i}") for i in range(3)]
+        monkeypatch.setattr(engine().watch.transport, "poll", broken)
+        poll(handles[0].done)
+        for handle in handles:
+            with pytest.raises((OSError, rc.RingcommError), match="the cable was cut"):
+                handle.wait()
+        with pytest.raises(rc.RingcommError, match="broken off by OSError: the cable was cut"):
+            rc.barrier()
+        cut.set()
+        return "told"
+
+    assert outcomes(2, body)[0] == "told"
