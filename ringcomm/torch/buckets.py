@@ -2,87 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ringcomm.collectives.fusion import Item, plan_fusion
+from ringcomm.collectives.op import SUM, Op
+from ringcomm.engine import async_ops
+from ringcomm.engine.handle import Handle
 
 MIB = 1 << 20
+_16_BIT = (torch.float16, torch.bfloat16)
 
 
-def plan_buckets(sizes: Sequence[tuple[int, object]], max_nbytes: float) -> list[list[int]]:
+def plan_buckets(
+    sizes: Sequence[tuple[int, object]], order: Sequence[int], max_nbytes: float
+) -> list[list[int]]:
     """Return which tensors share a bucket; pure, so that every rank comes to the same plan.
 
     Args:
-        sizes: (bytes, dtype) of each tensor, in order of registration.
+        sizes: (bytes, dtype) of each tensor.
+        order: indices of tensors, in the order in which they are expected to be ready.
         max_nbytes: a bucket is closed when the next tensor would take it beyond; a tensor that is
             larger has a bucket of its own.
 
     Returns:
-        Indices, last tensor first: backward produces gradients roughly in that order.
+        The indices of each bucket.
     """
-    last_first = [Item(nbytes, dtype) for nbytes, dtype in reversed(sizes)]
-    return [
-        [len(sizes) - 1 - index for index in batch] for batch in plan_fusion(last_first, max_nbytes)
-    ]
+    items = [Item(*sizes[index]) for index in order]
+    return [[order[place] for place in batch] for batch in plan_fusion(items, max_nbytes)]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the gradients of the ranks become one.
+
+    Attributes:
+        op: AVERAGE, or SUM.
+        samples: how many this rank's gradient is the mean of; None: all count alike.
+    """
+
+    op: Op
+    samples: float | None = None
+
+    @property
+    def wire_op(self) -> Op:
+        """What the engine is asked for: a weighted mean is a sum, divided at the end."""
+        return self.op if self.samples is None else SUM
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter's place in its bucket."""
+    """A parameter's place in its bucket.
 
-    index: int  # in order of registration
-    parameter: torch.nn.Parameter
-    view: torch.Tensor  # of the bucket's buffer, in the parameter's shape
+    Attributes:
+        index: of the parameter.
+        view: of the bucket's buffer, in the parameter's shape and, if it is dense, strides. Its
+            version counter is its own.
+    """
+
+    index: int
+    view: torch.Tensor
 
 
 class Bucket:
     """A flat buffer with a view for the gradient of each of its parameters.
 
+    Args:
+        kind: "gradients", for the name.
+        parameters: (index, name, parameter) of each, of one dtype.
+        suffix: of the name.
+
     Attributes:
+        name: says whose gradients it holds; by it the ranks know the bucket.
         buffer: shape (elements of all members,).
         members: who is in it, in order.
+        waiting: indices of members that are not ready.
+        handles: of the reduction under way, if any: until land() returns the engine owns the
+            buffer, views included.
     """
 
-    def __init__(self, parameters: Sequence[tuple[int, torch.nn.Parameter]]) -> None:
-        counts = [p.numel() for _, p in parameters]
-        self.buffer = torch.zeros(sum(counts), dtype=parameters[0][1].dtype)
+    def __init__(
+        self,
+        kind: str,
+        parameters: Sequence[tuple[int, str, torch.nn.Parameter]],
+        suffix: str = "",
+    ) -> None:
+        more = len(parameters) - 1
+        self.name = f"{kind} of {parameters[0][1]}" + (f"+{more}" if more else "") + suffix
+        counts = [p.numel() for _, _, p in parameters]
+        self.buffer = torch.zeros(sum(counts), dtype=parameters[0][2].dtype)
         pieces = torch.split(self.buffer, counts)
         self.members = [
-            Member(index, p, piece.view(p.shape))
-            for (index, p), piece in zip(parameters, pieces, strict=True)
+            Member(index, _view_like(piece, p))
+            for (index, _, p), piece in zip(parameters, pieces, strict=True)
         ]
+        self._wide: torch.Tensor | None = None
+        self._wire = self.buffer
+        self.handles: tuple[Handle[torch.Tensor], ...] = ()
+        self.expect_all()
 
-    def fill(self, is_present: Sequence[bool]) -> None:
-        """Copy the gradients in; one that is not present counts as zeros."""
-        for member in self.members:
-            gradient = member.parameter.grad
-            if is_present[member.index] and gradient is not None:
-                member.view.copy_(gradient)
-            else:
-                member.view.zero_()
+    @property
+    def is_under_way(self) -> bool:
+        """True from launch() to the end of land()."""
+        return bool(self.handles)
 
-    def empty(self, is_present: Sequence[bool]) -> None:
-        """Copy the buffer back into the gradients that are present; their tensors stay."""
-        for member in self.members:
-            gradient = member.parameter.grad
-            if is_present[member.index] and gradient is not None:
-                gradient.copy_(member.view)
+    def expect_all(self) -> None:
+        """Wait for every member anew."""
+        self.waiting = {member.index for member in self.members}
+
+    def launch(self, scaling: Scaling) -> None:
+        """Start to reduce the buffer."""
+        self._wire = self._weighted(scaling.samples)
+        self.handles = (async_ops.allreduce_async_(self._wire, scaling.wire_op, name=self.name),)
+
+    def land(self, total: float | None) -> None:
+        """Wait for the result; the buffer is this rank's again, also after a MismatchError.
+
+        Args:
+            total: samples of all ranks, by which a weighted sum is divided; None: not weighted.
+        """
+        (handle,), self.handles = self.handles, ()
+        handle.wait()
+        if total is not None:
+            self._wire.div_(total)
+        if self._wire is not self.buffer:
+            self.buffer.copy_(self._wire)
+
+    def _weighted(self, samples: float | None) -> torch.Tensor:
+        """Return what to send; float32 for 16-bit gradients, which a factor could overflow."""
+        if samples is None:
+            return self.buffer
+        if self.buffer.dtype in _16_BIT:
+            self._wide = wide(self.buffer) if self._wide is None else self._wide.copy_(self.buffer)
+        wire = self.buffer if self._wide is None else self._wide
+        # The mean over an empty batch is NaN, which a factor of 0 would not cancel.
+        return wire.mul_(samples) if samples else wire.zero_()
 
 
-def make_buckets(parameters: Sequence[torch.nn.Parameter], max_nbytes: float) -> list[Bucket]:
-    """Return the buckets of these parameters, in the order in which they are reduced."""
-    sizes = [(p.numel() * p.element_size(), p.dtype) for p in parameters]
+def make_buckets(
+    kind: str,
+    parameters: Sequence[tuple[int, str, torch.nn.Parameter]],
+    max_nbytes: float,
+    suffix: str = "",
+) -> list[Bucket]:
+    """Return the buckets of these (index, name, parameter), in the order of the list."""
+    sizes = [(p.numel() * p.element_size(), p.dtype) for _, _, p in parameters]
     return [
-        Bucket([(index, parameters[index]) for index in indices])
-        for indices in plan_buckets(sizes, max_nbytes)
+        Bucket(kind, [parameters[place] for place in places], suffix)
+        for places in plan_buckets(sizes, range(len(parameters)), max_nbytes)
     ]
 
 
-def names_of(buckets: Sequence[Bucket], names: Sequence[str]) -> Iterator[str]:
-    """Yield a name for each bucket: its first parameter, and how many more it holds."""
-    for bucket in buckets:
-        more = len(bucket.members) - 1
-        yield names[bucket.members[0].index] + (f"+{more}" if more else "")
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a float32 copy if it has 16 bits: room for sums and factors."""
+    return x.float() if x.dtype in _16_BIT else x
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return True if the elements fill their memory without gap or overlap, in whatever order."""
+    expected = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(strides, shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    shape = parameter.shape
+    view = piece.view(shape)
+    if parameter.numel() and is_dense(shape, parameter.stride()):
+        view = piece.as_strided(shape, parameter.stride())
+    return view.data  # .detach() would share the version counter of the whole buffer

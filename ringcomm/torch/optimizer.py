@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -11,9 +13,11 @@ from torch.optim import Optimizer
 
 from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine.world import engine
+from ringcomm.errors import NotInitializedError
 from ringcomm.torch.reducer import GradientReducer
 
 T = TypeVar("T", bound=Optimizer)
+_OURS = ("_reducer", "_is_skipping", "step")
 
 
 def DistributedOptimizer(
@@ -21,43 +25,57 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     *,
     op: Op = AVERAGE,
+    backward_passes_per_step: int = 1,
 ) -> T:
     """Return `optimizer` with gradients averaged over all ranks when backward() returns.
 
     The result is of a subclass of the optimizer's own class and shares its state, so learning-rate
     schedulers, state_dict(), param_groups and isinstance() work as before, also for a scheduler
-    that was made earlier. Every rank must wrap the same parameters in the same order, run one
-    backward() per step(), and use each parameter on all ranks or on none.
+    that was made earlier. It can be copied and pickled. It also has
+
+    - synchronize(): see .grad final without a step; step() does it by itself.
+    - skip_synchronize(): context in which step() uses .grad as it is.
+    - set_samples(n): weigh this rank's gradient of this step by n, e.g. its batch size.
+
+    Every rank must wrap the same parameters in the same order, and run as many backward() and
+    step() as the others. A rank may leave parameters out, or have no backward() for a step: what is
+    missing counts as zeros. A parameter that no rank used keeps .grad None. .grad is a view of
+    memory that the next backward() overwrites: clone what is to be kept.
 
     Args:
         optimizer: any torch.optim.Optimizer over CPU parameters; closures work.
         named_parameters: model.named_parameters(), for error messages. It may name more
             parameters than the optimizer holds.
         op: rc.AVERAGE, or rc.SUM.
+        backward_passes_per_step: the first n - 1 backward() of a step send nothing; the n-th sends
+            the sum of what all have computed, and so do any that follow.
 
     Raises:
         NotInitializedError: init() has not run.
         TypeError: a parameter is not in host memory, or of a dtype that cannot be reduced.
-        ValueError: names are not unique, or a parameter of the optimizer has none.
+        ValueError: names are not unique, a parameter of the optimizer has none or belongs to
+            another DistributedOptimizer, or op or backward_passes_per_step is out of range.
 
-    backward() then raises MismatchError (on every rank), PeerFailedError, CommTimeoutError, and
-    RingcommError for a second backward() that adds to gradients already reduced.
+    backward() and step() then raise MismatchError (on every rank), PeerFailedError and
+    CommTimeoutError; and RingcommError after a backward() that failed, until zero_grad().
 
-    Cost: one extra copy of the gradients in memory; 2 (size - 1) / size of their bytes sent per
-    backward(). The sum over ranks of N batches of b equals one process with a batch of N * b as
-    far as floating point allows.
+    Cost: the buckets, as large as the gradients; one copy of each gradient; per backward()
+    2 (size - 1) / size of their bytes sent while it runs, and at its end one message of a byte per
+    parameter. The sum over ranks of N batches of b equals one process with a batch of N * b as far
+    as floating point allows.
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
+    engine()
     named = _named(optimizer, named_parameters)
+    reducer = GradientReducer(named, op, backward_passes_per_step)
     base = type(optimizer)
     kind: type[_Distributed] = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
     wrapped = object.__new__(kind)
     earlier_step = optimizer.__dict__.pop("step", None)
     wrapped.__dict__ = optimizer.__dict__
-    wrapped._reducer = GradientReducer(wrapped, named, op)
-    wrapped._reduction = op
-    wrapped._n_steps = 0
+    wrapped._reducer = reducer
+    wrapped._is_skipping = False
     if hasattr(earlier_step, "_wrapped_by_lr_sched"):
         _let_scheduler_see_steps(wrapped)
     return cast(T, wrapped)
@@ -67,60 +85,107 @@ class _Distributed(Optimizer):
     """The part of the new class that knows of other ranks; the optimizer's own class follows it."""
 
     _reducer: GradientReducer
-    _reduction: Op
-    _n_steps: int
+    _is_skipping: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; gradients have been reduced by backward()."""
+        """Update the parameters; takes part in the reduction if no backward() has here."""
         if closure is None:
-            self._reducer.flush()
+            self._flush()
             result = super().step()
         else:
-            result = super().step(closure)
-        self._reducer.begin_step()
-        self._n_steps += 1
-        engine().note_step(self._n_steps)
+            result = super().step(functools.partial(self._evaluate, closure))
+        self._reducer.complete_step()
+        engine().note_step(self._reducer.step)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch does."""
+        """Forget the gradients, as torch does; after a backward() that failed, mend what can be."""
+        self._reducer.restart()
         super().zero_grad(set_to_none)
-        self._reducer.begin_step()
+        if not set_to_none:
+            self._reducer.note_zeroed()
+
+    def synchronize(self) -> None:
+        """Make .grad final now. Collective if this rank has run too few backward(), else free."""
+        self._reducer.flush()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let step() use .grad as it is, without taking part in a reduction."""
+        self._is_skipping = True
+        try:
+            yield
+        finally:
+            self._is_skipping = False
+
+    def set_samples(self, n: float) -> None:
+        """Weigh this rank's gradient of this step by n: the result is sum(n * g) / sum(n).
+
+        To be called on every rank before backward(), for each step or never.
+
+        Args:
+            n: how many samples the loss is the mean of; 0 for a rank whose batch is empty.
+
+        Raises:
+            ValueError: n is negative or no number, or op is SUM.
+
+        backward() raises MismatchError if not every rank has called this, and ValueError if all
+        have passed 0.
+        """
+        self._reducer.set_samples(n)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike; they are reduced from now on."""
+        """Add parameters, on every rank alike, between two steps; they are reduced from now on."""
         super().add_param_group(param_group)
         reducer = self.__dict__.get("_reducer")
-        if reducer is None:
-            return
-        reducer.close()
-        names = dict(zip(reducer.parameters, reducer.names, strict=True))
-        named = [
-            (names.get(p, f"group{g}.{i}"), p)
-            for g, group in enumerate(self.param_groups)
-            for i, p in enumerate(group["params"])
-            if p.requires_grad
-        ]
-        self._reducer = GradientReducer(self, named, self._reduction)
+        if reducer is not None:
+            g = len(self.param_groups) - 1
+            added = self.param_groups[g]["params"]
+            reducer.extend([(f"group{g}.{i}", p) for i, p in enumerate(added)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a DistributedOptimizer cannot be pickled or copied: save optimizer.state_dict(), and "
-            "load it into a new one"
-        )
+        plain: Optimizer = object.__new__(type(self).__bases__[1])
+        plain.__dict__ = {k: v for k, v in self.__dict__.items() if k not in _OURS}
+        reducer = self._reducer
+        names = [slot.name for slot in reducer.slots]
+        return _rewrap, (plain, names, reducer.op, reducer.passes_per_step)
+
+    def _flush(self) -> None:
+        if not self._is_skipping:
+            self._reducer.flush()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._flush()
+        return loss
 
 
 # torch wraps the step() of a class to run its step hooks, and the base class's is wrapped already.
 _Distributed.step.hooked = True  # type: ignore[attr-defined]
 
 
+def _rewrap(optimizer: Optimizer, names: Sequence[str], op: Op, passes: int) -> Optimizer:
+    """Make a DistributedOptimizer of a copy."""
+    try:
+        engine()
+    except NotInitializedError as error:
+        raise NotInitializedError(
+            "a DistributedOptimizer can be unpickled after ringcomm.init() only. To read it "
+            "elsewhere, save optimizer.state_dict(), which is plain torch"
+        ) from error
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return DistributedOptimizer(
+        optimizer, zip(names, parameters, strict=True), op=op, backward_passes_per_step=passes
+    )
+
+
 def _named(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the optimizer's trainable parameters with their names, in the optimizer's order."""
+    """Return the optimizer's parameters with their names, in the optimizer's order."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
-        return [(f"parameter{i}", p) for i, p in enumerate(parameters) if p.requires_grad]
+        return [(f"parameter{i}", p) for i, p in enumerate(parameters)]
     given = list(named_parameters)
     names = [name for name, _ in given]
     doubles = sorted({name for name in names if names.count(name) > 1})
@@ -133,16 +198,19 @@ def _named(
             f"{len(nameless)} of the optimizer's {len(parameters)} parameters are not in "
             "named_parameters; pass model.named_parameters() of the whole model"
         )
-    return [(name_of[p], p) for p in parameters if p.requires_grad]
+    return [(name_of[p], p) for p in parameters]
 
 
 def _let_scheduler_see_steps(wrapped: _Distributed) -> None:
     """Keep the mark by which a scheduler made before the wrapping knows that step() was called."""
+    ref = weakref.ref(wrapped)  # a cycle would keep the hooks of an optimizer that was dropped
 
     @functools.wraps(type(wrapped).step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        wrapped.__dict__["_opt_called"] = True
-        return type(wrapped).step(wrapped, *args, **kwargs)
+        optimizer = ref()
+        assert optimizer is not None
+        optimizer.__dict__["_opt_called"] = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     wrapped.step = step  # type: ignore[method-assign]

@@ -1,176 +1,400 @@
-"""Averages gradients over all ranks at the end of each backward().
+"""Reduces gradients over all ranks while backward() runs.
 
-Autograd calls a hook when the gradient of a parameter is complete; the first one of a backward
-queues the reduction behind it. So .grad is final when backward() returns, and clipping, GradScaler
-and logging between backward() and step() see what the optimizer will use.
+Autograd's hooks tell when a gradient is there. It is copied into its bucket, and a bucket that is
+full leaves at once. Where the outermost run ends, the ranks tell each other in one small message
+what is present; what has not left yet follows, and all is waited for (exchange.py). So .grad is
+final, and the same on every rank, when backward() returns: clipping, GradScaler and logging see
+what the optimizer will use. A rank that runs no backward() takes part from step().
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
+import numpy as np
 import torch
-from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.collectives.op import Op
-from ringcomm.engine import ops
+from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.engine import async_ops
 from ringcomm.engine.world import engine
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.torch.buckets import MIB, make_buckets, names_of
+from ringcomm.torch.autograd import Hooks
+from ringcomm.torch.buckets import MIB, Bucket, Scaling, make_buckets
+from ringcomm.torch.exchange import Exchange
+from ringcomm.torch.outline import Check, Outline
+from ringcomm.torch.passes import Passes
+from ringcomm.torch.presence import SPARSE, Presence, ready_order
+from ringcomm.torch.registry import claim, enrol, release
+from ringcomm.torch.slots import Slot, State
+from ringcomm.torch.together import Work, carry_out
 
-_SHOWN = 5
+P = ParamSpec("P")
+Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 class GradientReducer:
     """Owns the hooks and buckets of one optimizer's parameters.
 
     Args:
-        optimizer: the one that holds them.
-        named_parameters: (name, parameter), alike on every rank and in the same order.
+        named_parameters: (name, parameter), frozen ones too, alike on every rank and in one order.
         op: rc.AVERAGE or rc.SUM.
+        passes_per_step: backward() calls whose gradients are added up before anything is sent.
 
     Attributes:
-        names: of the parameters.
-        parameters: in order of registration.
+        step: how many steps have been completed.
+        slots: the parameters, in order of registration.
+        buckets: of their dense gradients, in the order in which they are expected to leave; None
+            until the first gradient that is to be sent.
+        number: see registry.Numbered.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        op: Op,
-    ) -> None:
-        self._optimizer = optimizer
-        self._op = op
-        self.names = [name for name, _ in named_parameters]
-        self.parameters = [p for _, p in named_parameters]
-        self._index = {p: i for i, p in enumerate(self.parameters)}
-        for name, parameter in named_parameters:
-            _require_reducible(name, parameter, op)
-        self._buckets = make_buckets(self.parameters, engine().settings.fusion_mib * MIB)
-        self._bucket_names = list(names_of(self._buckets, self.names))
-        # Which gradients are complete, per autograd run: reentrant checkpointing nests runs, and a
-        # run that raised leaves its entry until the next step.
-        self._fired: dict[int, set[int]] = {}
-        self._is_reduced = False
+    def __init__(self, named_parameters: Named, op: Op, passes_per_step: int) -> None:
+        _require_op(op)
+        _require_count(passes_per_step)
+        self.op = op
+        self.passes_per_step = passes_per_step
+        self.step = 0
+        self.slots: list[Slot] = []
+        self.buckets: list[Bucket] | None = None
+        self.number = 0
+        self._engine = weakref.ref(engine())
+        self._hooks: list[Hooks] = []
+        self._passes = Passes()
+        self._n_passes = 0  # of this step
+        self._is_communicating = False
+        self._is_synchronized = False  # since the step began, this rank has taken part
         self._is_spoiled = False
-        self._final: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._handles: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for p in self.parameters
-        ]
+        self._is_interrupted = False
+        self._samples: float | None = None
+        self._are_samples_used = False
+        self._check: Check | None = None
+        self._is_agreed = False
+        self._full: list[Bucket] = []  # they leave as soon as ranks have agreed on the parameters
+        self._fired: dict[int, None] | None = {}  # in order; None once buckets go by that order
+        self._order: list[int] | None = None  # of readiness, as rank 0 saw it; agreed on by all
+        self._sparse: set[int] = set()  # agreed on by all
+        self.extend(named_parameters)
+        enrol(self, engine())
+
+    def extend(self, named_parameters: Named) -> None:
+        """Reduce the gradients of these, too; the same on every rank, between two steps.
+
+        Raises:
+            TypeError: a parameter is not in host memory, or of a dtype that cannot be reduced.
+            ValueError: another optimizer reduces one already.
+        """
+        self._refuse_spoiled()
+        n = len(self.slots)
+        self.slots += [Slot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
+        self._replan()
+        self._hear_new(State.SETTLED)
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def begin_step(self) -> None:
-        """Gradients start anew: after step() and zero_grad()."""
-        self._is_reduced = False
-        self._is_spoiled = False
-        self._fired.clear()
-        self._final.clear()
+        """Hear of no gradient any more."""
+        for hooks in self._hooks:
+            hooks.remove()
+        for slot in self.slots:
+            release(slot.parameter, self)
 
     def flush(self) -> None:
-        """Take part in the reduction even if no backward() ran here since the last step."""
-        if self._is_spoiled:
+        """Take part in the reduction if no backward() has done so since the step began."""
+        self._refuse_spoiled()
+        self._refuse_unused_samples()
+        if not self._is_synchronized:
+            self._spoiling(self._prepare)
+            carry_out([self._finish()])
+            self._n_passes = max(self._n_passes, self.passes_per_step)
+
+    def restart(self) -> None:
+        """Gradients start anew, before zero_grad(). What a failed backward() sent is completed."""
+        if any(bucket.is_under_way for bucket in self.buckets or ()):
+            self._spoiling(self._drain)
+        self._is_spoiled = False
+        self._begin_step()
+
+    def note_zeroed(self) -> None:
+        """The gradients that are there have been set to zero in place."""
+        for slot in self.slots:
+            slot.note_zeroed()
+
+    def complete_step(self) -> None:
+        """The optimizer has used the gradients."""
+        self.step += 1
+        self._samples = None
+        if self._fired is not None and self._order is not None:
+            self._fired = None
+            self._drop_buckets()
+        self._begin_step()
+
+    def set_samples(self, n: float) -> None:
+        """Weigh this rank's gradient of this step by n."""
+        if self.op is not AVERAGE:
+            raise ValueError("set_samples() weighs a mean, but this optimizer's op is SUM")
+        n = float(n)
+        if not 0 <= n < math.inf:
+            raise ValueError(f"set_samples({n:g}): a number of samples is finite and at least 0")
+        self._samples, self._are_samples_used = n, False
+
+    # --- what autograd calls ----------------------------------------------------------------------
+    def before_gradient(self, index: int) -> None:
+        """See autograd.Listener."""
+        self._spoiling(self._passes.enter, self)
+        slot = self.slots[index]
+        if slot.parameter.requires_grad:  # else autograd adds nothing: it was frozen meanwhile
+            slot.open()
+
+    def after_gradient(self, index: int) -> None:
+        """See autograd.Listener."""
+        slot = self.slots[index]
+        if slot.state is State.SETTLED:
+            self._spoiling(self._require_heard, slot)
+        elif self._is_communicating and slot.state is State.OPEN and slot.is_ready:
+            self._spoiling(self._load, slot)
+
+    def begin_pass(self) -> None:
+        """See passes.Owner."""
+        self._refuse_spoiled()
+        self._n_passes += 1
+        self._is_communicating = self._n_passes >= self.passes_per_step
+        if self._is_communicating:
+            self._prepare()
+
+    def end_pass(self) -> Work:
+        """See passes.Owner."""
+        if self._is_communicating:
+            yield from self._finish()
+
+    def _load(self, slot: Slot) -> None:
+        """Put a gradient into its bucket; buckets that are full leave."""
+        bucket = slot.bucket
+        assert bucket is not None
+        slot.pack()
+        if self._fired is not None:
+            self._fired.setdefault(slot.index)
+        if slot.index in bucket.waiting:
+            bucket.waiting.remove(slot.index)
+            if not bucket.waiting:
+                self._full.append(bucket)
+        if self._full and self._has_agreed():
+            for full in self._full:
+                full.launch(self._scaling)
+                for member in full.members:
+                    self.slots[member.index].state = State.SENT
+            self._full.clear()
+
+    # --- reductions -------------------------------------------------------------------------------
+    @property
+    def _scaling(self) -> Scaling:
+        return Scaling(self.op, self._samples)
+
+    @property
+    def _max_nbytes(self) -> float:
+        return engine().settings.fusion_mib * MIB
+
+    @property
+    def _suffix(self) -> str:
+        """Of the names of messages: several optimizers may have parameters of one name."""
+        return f" (optimizer {self.number + 1})" if self.number else ""
+
+    def _prepare(self) -> None:
+        """Before the first gradient of a pass: see what is new, and make buckets if there are none.
+
+        Nothing here waits: several optimizers may come here in another order on another rank.
+        """
+        self._hear_new(State.OPEN)
+        if self._engine() is not engine():  # shutdown() and init() lie between
+            self._engine = weakref.ref(engine())
+            enrol(self, engine())
+            self._replan()
+        if self._check is None:
+            self._check = Check(self._outline(), name=f"parameters{self._suffix}")
+        if self.buckets is None:
+            self.buckets = self._make_buckets()
+        self._full.clear()
+        for bucket in self.buckets:
+            bucket.expect_all()
+
+    def _has_agreed(self) -> bool:
+        """Return True if all ranks are known to have wrapped the same parameters.
+
+        Raises:
+            MismatchError: they have not; nothing was sent.
+        """
+        if not self._is_agreed:
+            check = self._check
+            assert check is not None
+            if not check.handle.done():
+                return False
+            self._check = None  # for the case that they have not
+            check.require_alike()
+            self._check, self._is_agreed = check, True
+        return True
+
+    def _make_buckets(self) -> list[Bucket]:
+        order = self._order if self._fired is None else None
+        indices = [
+            index
+            for index in order or reversed(range(len(self.slots)))
+            if self.slots[index].is_heard and index not in self._sparse
+        ]
+        named = [(i, self.slots[i].name, self.slots[i].parameter) for i in indices]
+        buckets = make_buckets("gradients", named, self._max_nbytes, self._suffix)
+        for bucket in buckets:
+            for member in bucket.members:
+                self.slots[member.index].place(bucket, member)
+        return buckets
+
+    def _exchange(self) -> Exchange:
+        return Exchange(
+            self.slots, self.buckets or (), self._scaling, self.step, self._max_nbytes, self._suffix
+        )
+
+    def _finish(self) -> Work:
+        """End a pass that communicates."""
+        try:
+            assert self._check is not None
+            yield self._check.handle
+            self._has_agreed()
+            presence = yield from self._exchange().run()
+            self._is_synchronized = self._are_samples_used = True
+            yield from self._learn(presence)
+        except BaseException as error:
+            self._spoil(error)
+            raise
+
+    def _drain(self) -> None:
+        """Complete what a failed backward() has sent, so that no other rank waits for it."""
+
+        def work() -> Work:
+            with contextlib.suppress(MismatchError):
+                yield from self._exchange().run(has_failed=True)
+
+        carry_out([work()])
+
+    def _learn(self, presence: Presence) -> Work:
+        """Remember what makes better buckets. Collective during the first step."""
+        sparse = {index for index, code in enumerate(presence.codes) if code & SPARSE}
+        if not sparse <= self._sparse:
+            self._sparse |= sparse
+            self._drop_buckets()
+        if self._fired is not None:
+            mine = np.array(ready_order(list(self._fired), len(self.slots)), np.int32)
+            handle = async_ops.broadcast_async(mine, name=f"order of gradients{self._suffix}")
+            yield handle
+            self._order = handle.wait().tolist()
+
+    # --- what is reduced --------------------------------------------------------------------------
+    def _hear_new(self, state: State) -> None:
+        """Attach hooks to parameters that require gradients and have none: added, or unfrozen."""
+        new = [s for s in self.slots if not s.is_heard and s.parameter.requires_grad]
+        if not new:
+            return
+        for slot in new:
+            _require_reducible(slot, self.op)
+        claim([(slot.name, slot.parameter) for slot in new], self)
+        self._hooks.append(Hooks(self, {slot.index: slot.parameter for slot in new}))
+        for slot in new:
+            slot.is_heard = True
+            slot.state = state
+        self._replan()
+
+    def _replan(self) -> None:
+        self._drop_buckets()
+        self._check, self._is_agreed = None, False
+        self._fired, self._order = {}, None
+
+    def _drop_buckets(self) -> None:
+        self.buckets = None
+        self._full.clear()
+        for slot in self.slots:
+            slot.place(None, None)
+
+    def _outline(self) -> Outline:
+        settings = {
+            "op": self.op,
+            "backward_passes_per_step": self.passes_per_step,
+            "RINGCOMM_FUSION_MIB": engine().settings.fusion_mib,
+        }
+        return Outline(
+            tuple((slot.name, slot.outline) for slot in self.slots),
+            tuple((what, str(value)) for what, value in settings.items()),
+        )
+
+    # --- what goes wrong --------------------------------------------------------------------------
+    def _spoiling(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do it; if that fails, gradients are not to be used before they start anew."""
+        try:
+            action(*args, **kwargs)
+        except BaseException as error:
+            self._spoil(error)
+            raise
+
+    def _spoil(self, error: BaseException) -> None:
+        self._is_spoiled = True
+        self._is_interrupted |= not isinstance(error, Exception)
+        self._passes.forget()
+        is_lost = isinstance(error, RingcommError) and not isinstance(error, MismatchError)
+        if is_lost or self._is_interrupted:  # the engine may still write to buckets under way
+            self._drop_buckets()
+
+    def _begin_step(self) -> None:
+        self._passes.forget()
+        self._n_passes = 0
+        self._is_communicating = self._is_synchronized = False
+        for slot in self.slots:
+            slot.restart()
+
+    def _refuse_spoiled(self) -> None:
+        if self._is_interrupted:
             raise RingcommError(
-                "DistributedOptimizer: step() after a backward() whose gradients could not be "
+                "DistributedOptimizer: a reduction was interrupted half-way, and other ranks may "
+                "wait in it: end this job"
+            )
+        if self._is_spoiled or self._passes.has_failed:
+            raise RingcommError(
+                "DistributedOptimizer: the last backward() failed, or its gradients could not be "
                 "reduced: call optimizer.zero_grad() and repeat the backward()"
             )
-        if not self._is_reduced:
-            self._reduce(set())
-        self._refuse_unknown_gradients()
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, torch.nn.Parameter)
-        index = self._index[parameter]
-        self._refuse_second_backward(index)
-        run = torch._C._current_graph_task_id()
-        if run not in self._fired:
-            self._fired[run] = set()
-            Variable._execution_engine.queue_callback(lambda: self._reduce(self._fired.pop(run)))
-        self._fired[run].add(index)
+    def _refuse_unused_samples(self) -> None:
+        if self._is_synchronized and self._samples is not None and not self._are_samples_used:
+            raise RingcommError(
+                "DistributedOptimizer: set_samples() came after backward(), which had reduced the "
+                "gradients already: call it before"
+            )
 
-    def _refuse_second_backward(self, index: int) -> None:
-        reduced = self._final.get(index)
-        if reduced is None or reduced() is not self.parameters[index].grad:
-            return
-        raise RingcommError(
-            f"DistributedOptimizer: backward() added to the gradient of {self.names[index]}, "
-            "which has been reduced already. This version takes one backward() per step(): add the "
-            "losses up first, or call optimizer.step() or optimizer.zero_grad() in between"
-        )
-
-    def _refuse_unknown_gradients(self) -> None:
-        """Refuse a parameter that was unfrozen after the wrapping: nobody reduces its gradient."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._index:
-                    raise RingcommError(
-                        "DistributedOptimizer: a parameter of shape "
-                        f"{tuple(parameter.shape)} has a gradient but had requires_grad=False when "
-                        "the optimizer was wrapped, so it is not reduced: unfreeze it before"
-                    )
-
-    def _reduce(self, fired: set[int]) -> None:
-        self._is_spoiled = True  # until all has gone well
-        is_present = self._agree_on_presence(fired)
-        for bucket, name in zip(self._buckets, self._bucket_names, strict=True):
-            if any(is_present[member.index] for member in bucket.members):
-                bucket.fill(is_present)
-                ops.allreduce_(bucket.buffer, self._op, name=f"gradients of {name}")
-                bucket.empty(is_present)
-        self._is_reduced = True
-        self._is_spoiled = False
-        for index, parameter in enumerate(self.parameters):
-            if is_present[index] and parameter.grad is not None:
-                self._final[index] = weakref.ref(parameter.grad)
-
-    def _agree_on_presence(self, fired: set[int]) -> list[bool]:
-        """Return which parameters have a fresh gradient, on every rank alike."""
-        present = torch.zeros(len(self.parameters), dtype=torch.int32)
-        present[list(fired)] = 1
-        for index in fired:
-            _require_dense(self.names[index], self.parameters[index])
-        counts = ops.allreduce(present, name="which gradients are present")
-        partial = [i for i, n in enumerate(counts.tolist()) if 0 < n < engine().size]
-        if partial:
-            raise MismatchError(self._explain_partial(partial, counts))
-        return [bool(n) for n in counts.tolist()]
-
-    def _explain_partial(self, partial: list[int], counts: torch.Tensor) -> str:
-        shown = ", ".join(
-            f"{self.names[i]} (on {int(counts[i])} of {engine().size})" for i in partial[:_SHOWN]
-        )
-        more = f" and {len(partial) - _SHOWN} more" if len(partial) > _SHOWN else ""
-        return (
-            f"DistributedOptimizer: gradients were computed on some ranks only: {shown}{more}. "
-            "This version needs every parameter to be used on all ranks, or on none, in each "
-            "backward(): let every rank run the same branches, e.g. by adding 0 * parameter.sum() "
-            "to the loss"
-        )
+    def _require_heard(self, slot: Slot) -> None:
+        """Refuse a gradient of which before_gradient() was not told."""
+        parameter = slot.parameter
+        if parameter.requires_grad and any(h.has_lost(slot.index, parameter) for h in self._hooks):
+            raise RingcommError(
+                f"DistributedOptimizer: the dtype or device of {slot.name} has changed since the "
+                "optimizer was wrapped: call model.to() before"
+            )
 
 
-def _require_reducible(name: str, parameter: torch.nn.Parameter, op: Op) -> None:
-    if parameter.device.type != "cpu":
+def _require_reducible(slot: Slot, op: Op) -> None:
+    if slot.parameter.device.type != "cpu":
         raise TypeError(
-            f"DistributedOptimizer: {name} is on {parameter.device}; this version reduces "
-            "gradients in host memory only. Keep the model on the CPU"
+            f"DistributedOptimizer: {slot.name} is on {slot.parameter.device}; this version "
+            "reduces gradients in host memory only. Keep the model on the CPU"
         )
     try:
-        op.require(TORCH.dtype(parameter))
+        op.require(TORCH.dtype(slot.parameter))
     except TypeError as error:
-        raise TypeError(f"DistributedOptimizer: {name}: {error}") from error
+        raise TypeError(f"DistributedOptimizer: {slot.name}: {error}") from error
 
 
-def _require_dense(name: str, parameter: torch.nn.Parameter) -> None:
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise TypeError(
-            f"DistributedOptimizer: the gradient of {name} is sparse; this version reduces dense "
-            "ones only. Use sparse=False in the embedding"
-        )
+def _require_op(op: object) -> None:
+    if op not in (AVERAGE, SUM):
+        raise ValueError(f"DistributedOptimizer: op is AVERAGE or SUM, not {op}")
+
+
+def _require_count(n: object) -> None:
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")

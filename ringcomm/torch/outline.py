@@ -1,0 +1,76 @@
+"""What every rank must have wrapped alike; compared once, before the first gradient is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringcomm.collectives.op import BOR
+from ringcomm.engine import async_ops, ops
+from ringcomm.errors import MismatchError
+from ringcomm.torch.presence import is_alike, with_complement
+
+
+@dataclass(frozen=True)
+class Outline:
+    """An optimizer, as far as ranks must agree on it.
+
+    Attributes:
+        parameters: (name, dtype and shape and whether it is frozen) of each, in order.
+        settings: (what, value) of each argument and setting.
+    """
+
+    parameters: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, str], ...]
+
+    def digest(self) -> bytes:
+        """Return bytes that differ where outlines differ."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
+
+
+class Check:
+    """The comparison of all ranks' outlines, under way. Collective.
+
+    Args:
+        mine: this rank's.
+        name: by which the ranks know it.
+
+    Attributes:
+        handle: what to wait for.
+    """
+
+    def __init__(self, mine: Outline, name: str) -> None:
+        self._mine = mine
+        self._name = name
+        message = np.array(list(with_complement(mine.digest())), np.uint8)
+        self.handle = async_ops.allreduce_async_(message, BOR, name=name)
+
+    def require_alike(self) -> None:
+        """Raise MismatchError, on every rank and with the first difference, if there is any."""
+        if not is_alike(self.handle.wait().tobytes()):
+            outlines = ops.allgather_object(self._mine, name=f"{self._name}, in full")
+            raise MismatchError(explain(outlines))
+
+
+def explain(outlines: Sequence[Outline]) -> str:
+    """Return in what the outlines differ; pure."""
+    counts = [f"{len(each.parameters)} parameters" for each in outlines]
+    if len(set(counts)) > 1:
+        return _text(counts, "Wrap the same model on every rank")
+    for each in zip(*(outline.parameters for outline in outlines), strict=True):
+        if len(set(each)) > 1:
+            values = [f"{name} {what}" for name, what in each]
+            return _text(values, "Wrap the same parameters in the same order on every rank")
+    for each in zip(*(outline.settings for outline in outlines), strict=True):
+        if len(set(each)) > 1:
+            values = [f"{what}={value}" for what, value in each]
+            return _text(values, "Set the same on every rank")
+    raise AssertionError("the outlines agree")
+
+
+def _text(values: Sequence[str], advice: str) -> str:
+    rank = next(r for r, value in enumerate(values) if value != values[0])
+    return f"DistributedOptimizer: rank 0 has {values[0]}, rank {rank} has {values[rank]}. {advice}"

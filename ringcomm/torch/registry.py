@@ -1,0 +1,65 @@
+"""Which optimizers of this process are in use, and which of them reduces which parameter."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import MutableMapping, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringcomm.engine.engine import Engine
+
+
+class Numbered(Protocol):
+    """One that reduces.
+
+    Attributes:
+        number: tells its messages from those of others with parameters of the same names.
+    """
+
+    number: int
+
+
+_owners: MutableMapping[torch.Tensor, ref[Numbered]] = WeakIdKeyDictionary()
+_living: WeakKeyDictionary[Engine, WeakSet[Numbered]] = WeakKeyDictionary()
+
+
+def enrol(newcomer: Numbered, engine: Engine) -> None:
+    """Give it the smallest number that no other one in use has: alike on all ranks."""
+    others = _living.setdefault(engine, WeakSet())
+    taken = {other.number for other in others if other is not newcomer}
+    newcomer.number = next(n for n in range(len(taken) + 1) if n not in taken)
+    others.add(newcomer)
+
+
+def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:
+    """Let `owner` be the one that reduces these parameters.
+
+    Raises:
+        ValueError: another one reduces one of them; none is claimed.
+    """
+    if any(_other_owner(parameter, owner) for _, parameter in named):
+        gc.collect()  # it may have been dropped, and wait in a cycle
+    for name, parameter in named:
+        if _other_owner(parameter, owner) is not None:
+            raise ValueError(
+                f"DistributedOptimizer: {name} belongs to another DistributedOptimizer, and its "
+                "gradients would be reduced twice: delete that one first"
+            )
+    for _, parameter in named:
+        _owners[parameter] = ref(owner)
+
+
+def release(parameter: torch.Tensor, owner: Numbered) -> None:
+    """Let another one reduce it."""
+    if parameter in _owners and _other_owner(parameter, owner) is None:
+        del _owners[parameter]
+
+
+def _other_owner(parameter: torch.Tensor, owner: Numbered) -> Numbered | None:
+    known = _owners.get(parameter)
+    other = None if known is None else known()
+    return None if other is owner else other

@@ -1,0 +1,174 @@
+"""One parameter, and where its gradient of this step is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+
+from ringcomm.torch.buckets import Bucket, Member
+from ringcomm.torch.presence import DENSE, LATE, SPARSE
+
+
+class State(Enum):
+    """What a parameter's .grad is."""
+
+    SETTLED = auto()  # the user's: None, final, or set by hand
+    OPEN = auto()  # what this rank alone has computed, or None; more may be added
+    SENT = auto()  # under way in its bucket
+    LATE = auto()  # OPEN once more: what was computed after its bucket had left
+
+
+class Slot:
+    """A parameter, and where its gradient of this step is.
+
+    Args:
+        index: place among the optimizer's parameters.
+        name: for error messages.
+        parameter: the parameter.
+
+    Attributes:
+        state: what .grad is.
+        bucket: where its dense gradients travel, or None.
+        is_heard: hooks tell of its gradients. Those of a parameter that was always frozen are not.
+    """
+
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.state = State.SETTLED
+        self.bucket: Bucket | None = None
+        self.is_heard = False
+        self._view: torch.Tensor | None = None
+        self._base: torch.Tensor | None = None
+        self._zeroed_version = -1
+
+    def place(self, bucket: Bucket | None, member: Member | None) -> None:
+        """Let its dense gradients travel in this bucket."""
+        self.bucket = bucket
+        self._view = None if member is None else member.view
+
+    def open(self) -> None:
+        """Make room in .grad for what this rank computes; what was there is added at the end."""
+        if self.state is State.SENT:
+            self.parameter.grad = None
+            self.state = State.LATE
+        elif self.state is State.SETTLED:
+            self.state = State.OPEN
+            if not self._is_zeroed():
+                self._base, self.parameter.grad = self._apart(), None
+
+    def take_part(self) -> None:
+        """Make ready for a reduction in which other ranks may have a gradient."""
+        if self.state is State.SETTLED:
+            self.open()
+
+    def note_zeroed(self) -> None:
+        """Zeros were written to .grad: if it is the bucket's memory, gradients are added there."""
+        if self._view is not None and self.parameter.grad is self._view:
+            self._zeroed_version = self._view._version
+
+    def restart(self) -> None:
+        """A new step begins: .grad, whatever it is now, is the user's."""
+        self.state = State.SETTLED
+        self._base = None
+
+    @property
+    def code(self) -> int:
+        """What this rank contributes, for the other ranks to know."""
+        if self.state is State.SENT:
+            return DENSE
+        if self.state is State.LATE:
+            return DENSE | LATE
+        if self.state is State.SETTLED or self.parameter.grad is None:
+            return 0
+        return SPARSE if self.has_sparse else DENSE
+
+    @property
+    def is_ready(self) -> bool:
+        """True if .grad can go into a bucket."""
+        return self.bucket is not None and self.parameter.grad is not None and not self.has_sparse
+
+    @property
+    def outline(self) -> str:
+        """What all ranks must have alike."""
+        p = self.parameter
+        return f"{p.dtype} {tuple(p.shape)}, {'trainable' if self.is_heard else 'frozen'}"
+
+    @property
+    def has_sparse(self) -> bool:
+        """True if .grad is a torch.sparse_coo tensor."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient.layout is torch.sparse_coo
+
+    def pack(self, code: int = DENSE) -> None:
+        """Write this rank's gradient, or zeros, to the bucket.
+
+        Args:
+            code: what any rank has; if nothing is dense, this rank's sparse part stays where it is.
+        """
+        assert self._view is not None
+        gradient = self.parameter.grad
+        if gradient is self._view:
+            return
+        if gradient is None or not code & DENSE:
+            self._view.zero_()
+            return
+        self._view.copy_(_strided(gradient))
+        self.parameter.grad = self._view
+
+    def spare(self, target: torch.Tensor) -> None:
+        """Write what this rank has beside its bucket, or zeros, to `target`."""
+        gradient = self.parameter.grad
+        is_apart = self.state is State.LATE or (self.state is State.OPEN and self.bucket is None)
+        if is_apart and gradient is not None:
+            target.copy_(_strided(gradient))
+        else:
+            target.zero_()
+
+    def settle(self, code: int, extra: Sequence[torch.Tensor]) -> None:
+        """Make .grad final.
+
+        Args:
+            code: what any rank had.
+            extra: reduced parts that did not travel in the bucket.
+        """
+        parts = list(extra)
+        if code & DENSE and self._view is not None:
+            parts.insert(0, self._view)
+        if self._base is not None:
+            parts.append(self._base)
+        if parts:
+            self.parameter.grad = _total(parts)
+        self.restart()
+
+    def _is_zeroed(self) -> bool:
+        view = self._view
+        return (
+            view is not None
+            and self.parameter.grad is view
+            and view._version == self._zeroed_version
+        )
+
+    def _apart(self) -> torch.Tensor | None:
+        """Return .grad; a copy if it is in the bucket's memory, which will be overwritten."""
+        gradient = self.parameter.grad
+        if gradient is None or self._view is None or gradient.layout is not torch.strided:
+            return gradient
+        own, bucket = gradient.untyped_storage(), self._view.untyped_storage()
+        return gradient.detach().clone() if own.data_ptr() == bucket.data_ptr() else gradient
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.detach()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum, in the memory of the first part that is dense, if any is."""
+    total, *others = sorted(parts, key=lambda part: part.layout is not torch.strided)
+    for part in others:
+        total = total.add_(part) if total.layout is torch.strided else total + part
+    return total

@@ -1,0 +1,104 @@
+"""What the tests of the torch face share: small models, their data, and the one-process oracle."""
+
+import copy
+
+import torch
+from harness import run_ranks
+from torch import nn
+
+import ringcomm.torch as hvd
+from ringcomm.config import Settings
+
+torch.set_num_threads(1)
+BATCH = 6
+SMALL = Settings(timeout_s=20, fusion_mib=0.0005)  # 524 bytes: some buckets for each model here
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def network(dtype=torch.float64):
+    return seeded(
+        lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 3))
+    ).to(dtype)
+
+
+def seeded(make):
+    """Return make(), with the same weights in every run."""
+    torch.random.default_generator.manual_seed(0)
+    return make()
+
+
+def models(n, **kwargs):
+    """Return n networks of the same weights, before ranks start: threads share one generator."""
+    return copies(network(**kwargs), n)
+
+
+def copies(model, n):
+    return [copy.deepcopy(model) for _ in range(n)]
+
+
+def data(steps, size, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(steps, size * BATCH, 5, generator=generator, dtype=dtype)
+    y = torch.randn(steps, size * BATCH, 3, generator=generator, dtype=dtype)
+    return list(zip(x, y, strict=True))
+
+
+def share(batches, rank, size):
+    return [tuple(part.chunk(size)[rank] for part in batch) for batch in batches]
+
+
+def wrap(model, make=sgd, **kwargs):
+    return hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **kwargs)
+
+
+def fit(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equals_one_process(
+    size,
+    train=fit,
+    *,
+    model=None,
+    make=sgd,
+    batches=None,
+    split=share,
+    tolerance=1e-12,
+    settings=SMALL,
+    **wrapping,
+):
+    """Assert that ranks with a share of each batch end with the weights of one process with all.
+
+    train(model, optimizer, batches) is what both do; split(batches, rank, size) makes the shares.
+    """
+    batches = data(8, size) if batches is None else batches
+    alone, *replicas = copies(network() if model is None else model, size + 1)
+    start = weights(alone)
+    train(alone, make(alone.parameters()), batches)
+
+    def body(rank):
+        optimizer = wrap(replicas[rank], make, **wrapping)
+        train(replicas[rank], optimizer, split(batches, rank, size))
+        return weights(replicas[rank])
+
+    results = run_ranks(size, body, settings=settings)
+    assert any(not torch.equal(a, b) for a, b in zip(start, weights(alone), strict=True))
+    assert_close(results, weights(alone), tolerance)
+
+
+def assert_close(results, expected, tolerance):
+    """Assert that all ranks have the same bits, and those the expected values."""
+    for got in results:
+        for mine, first, want in zip(got, results[0], expected, strict=True):
+            assert torch.equal(mine, first)
+            assert (mine - want).abs().max() <= tolerance * want.abs().max()
