@@ -5,6 +5,7 @@ import copy
 import torch
 from harness import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm.torch as hvd
 from ringcomm.config import Settings
@@ -22,6 +23,32 @@ def network(dtype=torch.float64):
     return seeded(
         lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 8), nn.Linear(8, 3))
     ).to(dtype)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers in checkpoints; those within backward() are reentrant in most modes."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.a, self.b, self.c = (nn.Linear(5, 5) for _ in range(3))
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x):
+        def saved(part, x, is_reentrant=True):
+            return checkpoint(part, x, use_reentrant=is_reentrant)
+
+        x = x.clone().requires_grad_() if self.mode == "everything" else self.a(x)
+        if self.mode == "not reentrant":
+            return self.out(saved(self.c, saved(self.b, x, False), False))
+        if self.mode == "reentrant":
+            return self.out(saved(self.c, saved(self.b, x)))
+        if self.mode == "everything":
+            return saved(self.out, saved(self.b, saved(self.a, x)))
+        if self.mode == "nested":
+            return saved(lambda x: self.out(saved(self.b, torch.tanh(x))), saved(self.c, x))
+        assert self.mode == "a module twice"  # so that its gradients come in two parts
+        return self.out(saved(self.b, torch.tanh(self.c(saved(self.b, x)))))
 
 
 def seeded(make):

@@ -144,9 +144,7 @@ class GradientReducer:
     def before_gradient(self, index: int) -> None:
         """See autograd.Listener."""
         self._spoiling(self._passes.enter, self)
-        slot = self.slots[index]
-        if slot.parameter.requires_grad:  # else autograd adds nothing: it was frozen meanwhile
-            slot.open()
+        self.slots[index].open()
 
     def after_gradient(self, index: int) -> None:
         """See autograd.Listener."""

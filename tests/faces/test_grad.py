@@ -44,13 +44,18 @@ def test_zero_grad_in_all_its_forms(size, is_own, set_to_none):
 
 
 @SIZES
-def test_gradients_that_are_never_zeroed_go_on_adding_up(size):
+@pytest.mark.parametrize("k", [1, 2])
+def test_gradients_that_are_never_zeroed_go_on_adding_up(size, k):
     def train(model, optimizer, batches):
-        for x, y in batches:
-            mse_loss(model(x), y).backward()
+        for first in range(0, len(batches), k):
+            for x, y in batches[first : first + k]:
+                mse_loss(model(x), y).backward()
             optimizer.step()
 
-    assert_equals_one_process(size, train, make=lambda p: torch.optim.SGD(p, lr=0.01))
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    assert_equals_one_process(size, train, make=make, backward_passes_per_step=k)
 
 
 @SIZES

@@ -13,6 +13,7 @@ from torch import nn  # noqa: E402
 from torch.nn.functional import mse_loss  # noqa: E402
 from training import (  # noqa: E402
     SMALL,
+    Checkpointed,
     assert_close,
     copies,
     data,
@@ -185,6 +186,27 @@ def test_the_first_passes_of_a_step_send_nothing(sent):
         assert [n > 0 for n in counts] == [False, False, True] * 3
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # an inner checkpoint
+@pytest.mark.parametrize("mode", ["reentrant", "not reentrant", "everything", "nested"])
+def test_runs_within_a_backward_are_no_passes_of_their_own(sent, mode):
+    replicas = copies(seeded(lambda: Checkpointed(mode).double()), 2)
+    batches = data(4, 2)
+
+    def body(rank):
+        optimizer = wrap(replicas[rank], backward_passes_per_step=2)
+        counts = []
+        for number, (x, y) in enumerate(share(batches, rank, 2)):
+            sent[rank].clear()
+            mse_loss(replicas[rank](x), y).backward()
+            counts.append(sent[rank].count("which gradients are there"))
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return counts
+
+    assert run_ranks(2, body, settings=SMALL) == [[0, 1, 0, 1]] * 2
+
+
 def test_a_step_sends_its_buckets_and_one_message_more(sent):
     replicas = models(2)
     batches = data(4, 2)
@@ -217,6 +239,20 @@ def test_step_sends_nothing_after_a_backward(sent):
         return len(sent[rank])
 
     assert run_ranks(2, body) == [0, 0]
+
+
+def test_step_within_skip_synchronize_sends_nothing(sent):
+    (model,) = models(1)
+
+    def body(rank):
+        optimizer = wrap(model)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert not sent[rank]
+        optimizer.step()
+        return len(sent[rank]) > 0
+
+    assert run_ranks(1, body) == [True]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -275,14 +311,18 @@ def test_memory_does_not_grow_with_steps():
     assert objects < 20
 
 
-def test_an_optimizer_that_was_dropped_reduces_nothing(sent):
+@pytest.mark.parametrize("has_scheduler", [True, False])
+def test_an_optimizer_that_was_dropped_reduces_nothing(sent, has_scheduler):
     replicas = models(2)
     ((x, y),) = data(1, 1)
 
     def body(rank):
-        optimizer = wrap(replicas[rank])
+        plain = sgd(replicas[rank].parameters())
+        if has_scheduler:
+            torch.optim.lr_scheduler.StepLR(plain, 1)
+        optimizer = hvd.DistributedOptimizer(plain)
         dropped = weakref.ref(optimizer._reducer)
-        del optimizer
+        del optimizer, plain
         assert dropped() is None
         mse_loss(replicas[rank](x), y).backward()
         return len(sent[rank])

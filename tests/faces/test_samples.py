@@ -138,6 +138,26 @@ def wrap_one(parameter, **kwargs):
     return wrap(holder, **kwargs)
 
 
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_the_nan_of_an_empty_batch_counts_as_zeros(is_sparse):
+    first = seeded(lambda: nn.Embedding(4, 2, sparse=is_sparse))
+    tables = copies(first, 2)
+    words = torch.tensor([1, 1, 2])
+
+    def loss_of(table, n):
+        return table(words).sum() * torch.full((n,), 3.0).mean()  # NaN for n = 0
+
+    def body(rank):
+        optimizer = wrap(tables[rank], make=lambda p: torch.optim.SGD(p, lr=0.1))
+        optimizer.set_samples(4 * rank)
+        loss_of(tables[rank], 4 * rank).backward()
+        return tables[rank].weight.grad.to_dense()
+
+    loss_of(first, 4).backward()
+    for gradient in run_ranks(2, body):
+        assert torch.equal(gradient, first.weight.grad.to_dense())
+
+
 def test_it_holds_for_one_step():
     def body(rank):
         parameter = nn.Parameter(torch.zeros(1))
