@@ -29,7 +29,11 @@ class NotInitializedError(RingcommError):
 
 
 class MismatchError(RingcommError):
-    """Ranks disagree on what to do. Raised on every rank; nothing was sent; the engine works on."""
+    """Ranks disagree on what to do. Raised on every rank; the engine works on.
+
+    Nothing was sent, but under a name that all had agreed on before: then no result is returned,
+    and what was to be overwritten is undefined. The text says which.
+    """
 
 
 class PeerFailedError(RingcommError):

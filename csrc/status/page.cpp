@@ -52,11 +52,11 @@ Page* map(int fd) {
 }
 
 // A forked child must not keep its parent's lifeline open, or the parent would seem to live on.
-std::atomic<int> lifelines[64];
+std::atomic<int> lifelines[64];  // descriptor + 1; 0: free
 
 void close_lifelines_of_parent() {
   for (std::atomic<int>& each : lifelines)
-    if (const int fd = each.exchange(0); fd != 0) close(fd);
+    if (const int taken = each.exchange(0); taken != 0) close(taken - 1);
 }
 
 void keep_from_children(int fd) {
@@ -64,13 +64,13 @@ void keep_from_children(int fd) {
   if (registered != 0) return;
   for (std::atomic<int>& each : lifelines) {
     int free = 0;
-    if (each.compare_exchange_strong(free, fd)) return;
+    if (each.compare_exchange_strong(free, fd + 1)) return;
   }
 }
 
 void forget_lifeline(int fd) {
   for (std::atomic<int>& each : lifelines) {
-    int mine = fd;
+    int mine = fd + 1;
     if (each.compare_exchange_strong(mine, 0)) return;
   }
 }

@@ -66,10 +66,7 @@ async def mismatch(
         has_moved: ranks that took it for a call agreed on before may have sent data already.
     """
     calls = [Call.unpack(each) for each in await gather_bytes(call.pack(), t)]
-    text = explain_mismatch(calls, number, t.members)
-    if has_moved and any(each.kind.endswith("_") for each in calls):
-        text += " What it was to overwrite is undefined now, for this name had been agreed on."
-    return MismatchError(text)
+    return MismatchError(explain_mismatch(calls, number, t.members, has_moved=has_moved))
 
 
 async def gather_counts(count: int, t: Channel) -> list[int]:

@@ -43,7 +43,7 @@ class Call:
         fields = vars(self).copy()  # asdict() copies deeply: 21 us against 0.2
         for key in ("name", "error"):
             if fields[key] is not None and len(fields[key]) > _MAX_TEXT:
-                digest = _digest(fields[key].encode(), 6).hex()
+                digest = _digest(fields[key].encode(errors="surrogatepass"), 6).hex()
                 fields[key] = f"{fields[key][:_MAX_TEXT]}...{digest}"
         return json.dumps(fields).encode()
 
@@ -73,14 +73,26 @@ def _digest(data: bytes, nbytes: int) -> bytes:
     return hashlib.blake2b(data, digest_size=nbytes).digest()
 
 
-def explain_mismatch(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
+def explain_mismatch(
+    calls: Sequence[Call], sequence: int, ranks: Sequence[int], *, has_moved: bool = False
+) -> str:
     """Return what is wrong, with the values and the ranks, and what to do.
 
     Args:
         calls: what the ranks of a group called; they differ.
         sequence: number of the operation among those that have no name.
         ranks: whose they are.
+        has_moved: data may have been sent already, for all had agreed on a call of this name.
     """
+    text = _explain(calls, sequence, ranks)
+    if not has_moved:
+        return f"{text} Nothing was sent."
+    if not any(call.kind.endswith("_") for call in calls):
+        return text
+    return f"{text} What it was to overwrite is undefined now, for this name had been agreed on."
+
+
+def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
     failed = {call.error for call in calls if call.error is not None}
     if failed:
         return _explain_errors(calls, sequence, ranks)
@@ -89,10 +101,13 @@ def explain_mismatch(calls: Sequence[Call], sequence: int, ranks: Sequence[int])
     for field, advice in _ADVICE.items():
         if len({getattr(call, field) for call in calls}) > 1:
             sides = _sides(calls, field, sequence, ranks)
-            return f"{_subject(calls, sequence, field)}: {sides}. {advice}"
+            is_named = field == "kind" and calls[0].name is not None
+            what_next = _ONE_NAME if is_named else advice
+            return f"{_subject(calls, sequence, field)}: {sides}. {what_next}"
     return f"{calls[0].label(sequence)}: ranks disagree, but not in what they call. Report a bug."
 
 
+_ONE_NAME = "Every rank must call the same operation under one name."
 _ADVICE = {
     "kind": "Every rank must call the same operations in the same order.",
     "name": "Every rank must call the same operations in the same order.",
@@ -104,7 +119,9 @@ _ADVICE = {
 
 
 def _subject(calls: Sequence[Call], sequence: int, field: str) -> str:
-    return f"operation #{sequence}" if field in ("kind", "name") else calls[0].label(sequence)
+    if field not in ("kind", "name"):
+        return calls[0].label(sequence)
+    return f"operation #{sequence}" if calls[0].name is None else f"operation [{calls[0].name}]"
 
 
 def _sides(calls: Sequence[Call], field: str, sequence: int, ranks: Sequence[int]) -> str:
@@ -153,7 +170,7 @@ def _explain_errors(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) 
     return (
         f"{call.label(sequence)}: {ranks_text(bad)} could not take part: {call.error}"
         + (f" (so says rank {rank})" if len(bad) > 1 else "")
-        + f". Mend the call on {ranks_text(bad)}; nothing was sent."
+        + f". Mend the call on {ranks_text(bad)}."
     )
 
 

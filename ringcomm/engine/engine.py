@@ -16,7 +16,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.agreement import agree, mismatch
 from ringcomm.engine.call import Call
 from ringcomm.engine.group import Group
-from ringcomm.engine.handle import Handle
+from ringcomm.engine.handle import Handle, warn_of_dropped
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, Ledger, Ticket, base_of
 from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.progress import Progress, Strand, Task
@@ -111,7 +111,7 @@ class Engine:
         self.watch.whereabouts = self
         self.timeline = Timeline(settings.timeline, self.rank) if settings.timeline else None
         self.world = Group._of_all(self, self.size)
-        self._progress = Progress(self.watch, settings, self._on_over)
+        self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
         self._transport = transport
         self._page = page
         self._shown: int | None = None
@@ -177,15 +177,8 @@ class Engine:
             raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
         if not task.is_over:
             self._require_own_process()
-            limit = math.inf if timeout_s is None else timeout_s
-            if not self._progress.wait(task, limit) and not self._is_answered(task, limit):
-                text = describe_wait(task, self.watch, limit)
-                missing = self.watch.peers.missing(task.key, task.members)
-                raise CommTimeoutError(
-                    f"{text} It is still under way, and the engine works on: wait again, or pass "
-                    "a larger timeout_s.",
-                    missing=missing,
-                )
+            self._wait(task, math.inf if timeout_s is None else timeout_s)
+        task.is_asked = True
         if isinstance(task.error, RingcommError):
             raise copy.copy(task.error) from task.error.__cause__  # each waiter has its traceback
         if task.error is not None:
@@ -260,7 +253,7 @@ class Engine:
             self._is_closed = True
         for work in list(self._pending.values()):
             self._progress.wait(work.task)
-        self._progress.stop()
+        self._progress.stop(self._copy_of_broken)
         self._set_state(State.LEAVING)
         self.record(None)
         self.watch.announce_left(how)
@@ -275,8 +268,10 @@ class Engine:
         return is_clean
 
     def stop(self) -> None:
-        """End the thread in the background: this rank takes part in nothing more, and failed."""
-        self._progress.stop()
+        """End the thread in the background and what is under way: this rank has failed."""
+        if self._broken is None:
+            self._broken = RingcommError("this rank has failed, so its operations were broken off")
+        self._progress.stop(self._copy_of_broken)
 
     def has_entered(self, key: int, base: int, number: int) -> bool:
         """Return True if this rank is, or was, in that operation; see Whereabouts."""
@@ -311,9 +306,14 @@ class Engine:
             ticket = ledger.enter(ready.call.name)
             task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
             work = _Work(task, ledger, ticket, ready.nbytes, problem)
-            self._register(work)
-            task.start(*self._strands(work, ready))
-            self._progress.submit(task, is_awaited=is_awaited)
+            try:
+                self._register(work)
+                task.start(*self._strands(work, ready))
+                self._progress.submit(task, is_awaited=is_awaited)
+            except BaseException as error:  # its place is taken, and others will wait for it
+                self._pending.pop(ticket.key, None)
+                self._break(task.label, error)
+                raise
         return task
 
     def _strands(self, work: _Work, plan: Plan[Any]) -> tuple[Strand, ...]:
@@ -385,7 +385,7 @@ class Engine:
         task.channels.append(talk)
         verdict = await agree(call.fingerprint(), self._next_context, talk)
         context = verdict.value
-        self._next_context = context + 1
+        self._next_context = max(self._next_context, context + 1)
         if not verdict.is_agreed:
             calls = Channel(
                 self.watch, task.key, task.members, context=context % N_CONTEXTS, channel=CALLS
@@ -408,10 +408,27 @@ class Engine:
         work.task.channels.append(made)
         return made
 
-    def _is_answered(self, task: Task, waited_s: float) -> bool:
-        """Ask who is missing; True if the task was over before the answers came."""
-        ask_around(task, self.watch)
-        return self._progress.wait(task, min(ANSWER_S, waited_s))
+    def _wait(self, task: Task, limit_s: float) -> None:
+        """Return once the task is over; ask who is missing before giving up on it for now."""
+        try:
+            if self._progress.wait(task, limit_s):
+                return
+            missing: list[int] = []
+            text = f"{task.label}: is not over"
+            if limit_s > 0:
+                ask_around(task, self.watch)
+                if self._progress.wait(task, min(ANSWER_S, limit_s)):
+                    return
+                text = describe_wait(task, self.watch, limit_s)
+                missing = self.watch.peers.missing(task.key, task.members)
+        except BaseException as error:  # an interrupt, or the wire broke
+            self._on_lost(error)
+            raise
+        raise CommTimeoutError(
+            f"{text} It is still under way, and the engine works on: wait again, or pass "
+            "a larger timeout_s.",
+            missing=missing,
+        )
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
@@ -438,8 +455,9 @@ class Engine:
         self._pending[work.ticket.key] = work
         self._n_entered += 1
         work.order = self._n_entered
-        if self.timeline is not None:
-            work.lane = self.timeline.begin(work.task.label, work.nbytes)
+        timeline = self.timeline  # another thread may end it now
+        if timeline is not None:
+            work.lane = timeline.begin(work.task.label, work.nbytes)
         if self._shown is None:
             self._show(work)
 
@@ -452,36 +470,46 @@ class Engine:
 
     def _on_over(self, task: Task, error: BaseException | None) -> None:
         """Take note that a task is over, and decide whether the engine survives its error."""
-        with self._lock:
-            work = self._pending.pop(task.key)
-            if work.ledger is not None:
-                work.ledger.finish(work.ticket)
-                self._warn_of_names(work.ledger)
-            is_fatal = error is not None and not self._is_harmless(work, error)
-            if work.lane is not None:
-                work.lane.end(_outcome(work, error, is_fatal=is_fatal))
-            if is_fatal and self._broken is None:
-                assert error is not None
-                self._broken = _lasting(task.label, error)
-            if self._shown == task.key:
-                self._show_next(is_fatal=is_fatal)
-        self.watch.peers.forget(task.key)
-        task.error = error
-        task.is_over = True
-        if is_fatal and self._broken is not None:
-            self._spread(task, error)
+        try:
+            with self._lock:
+                work = self._pending.pop(task.key)
+                if work.ledger is not None:
+                    work.ledger.finish(work.ticket)
+                    self._warn_of_names(work.ledger)
+                is_fatal = error is not None and not _is_harmless(work, error)
+                if work.lane is not None:
+                    work.lane.end(_outcome(work, error, is_fatal=is_fatal))
+                if self._shown == task.key:
+                    self._show_next(is_fatal=is_fatal)
+            self.watch.peers.forget(task.key)
+        finally:
+            task.error = error
+            task.is_over = True
+        if error is not None and is_fatal and self._break(task.label, error):
+            self._progress.fail_all(self._copy_of_broken)
+        elif task.is_dropped and error is not None:
+            warn_of_dropped(task)
 
-    def _is_harmless(self, work: _Work, error: BaseException) -> bool:
-        """Agreed on by all, or by nobody else's business: no message is left over."""
-        return isinstance(error, MismatchError) or error is work.problem
+    def _on_lost(self, error: BaseException) -> None:
+        """An interrupt, or the wire broke while no task is to blame: end them all."""
+        if self._break(self.is_in() or "ringcomm", error):
+            self._progress.lose(self._copy_of_broken)
 
-    def _spread(self, task: Task, error: BaseException | None) -> None:
-        """The engine is broken: tell the others, and end what else is under way."""
-        if not isinstance(error, PeerFailedError | CommTimeoutError):
+    def _break(self, label: str, error: BaseException) -> bool:
+        """Let the engine be unusable and tell the others; False if it was so before."""
+        if self._broken is not None:
+            return False
+        self._broken = _lasting(label, error)
+        if isinstance(error, PeerFailedError):
+            self.watch.announce_broken(error.rank, error.reason)
+        elif not isinstance(error, CommTimeoutError):
             self.watch.announce_failed(
-                self.rank, f"broke off {task.label}: {type(error).__name__}: {error}"
+                self.rank, f"broke off {label}: {type(error).__name__}: {error}"
             )
-        self._progress.fail_all(lambda: copy.copy(self._broken or RingcommError()))
+        return True
+
+    def _copy_of_broken(self) -> RingcommError:
+        return copy.copy(self._broken or RingcommError("the engine is unusable"))
 
     def _show_next(self, *, is_fatal: bool) -> None:
         if self._page is not None:
@@ -504,6 +532,11 @@ class Engine:
     def _set_state(self, state: State) -> None:
         if self._page is not None:
             self._page.set_state(state)
+
+
+def _is_harmless(work: _Work, error: BaseException) -> bool:
+    """Return True if all agreed on the error, or share it: no message is left over."""
+    return isinstance(error, MismatchError) or error is work.problem
 
 
 def _lasting(label: str, error: BaseException) -> RingcommError:
@@ -532,7 +565,9 @@ def _try(
 ) -> tuple[Plan[R], Exception | None]:
     try:
         _require_name(name)
-        return plan(group), None
+        ready = plan(group)
+        ready.call.fingerprint()
+        return ready, None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         name = name if isinstance(name, str) else None
         call = Call(kind, name, error=f"{type(error).__name__}: {error}")

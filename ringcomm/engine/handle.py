@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from ringcomm.engine.engine import Engine
     from ringcomm.engine.progress import Task
 
+_log = logging.getLogger("ringcomm")
 R = TypeVar("R")
 
 
@@ -15,8 +17,9 @@ class Handle(Generic[R]):
     """An operation under way. It goes on whether or not anybody waits for it.
 
     Any thread of the rank may wait, in any order, more than once, and after shutdown(), which
-    completes what was started. A handle may be dropped; the operation is carried out all the same.
-    Until it is over, what was passed in must not be changed, and in-place arguments not be read.
+    completes what was started. A handle may be dropped: the operation is carried out all the same,
+    and an error that nobody can ask for any more is a warning in the log. Until it is over, what
+    was passed in must not be changed, and in-place arguments not be read.
     """
 
     def __init__(self, engine: Engine, task: Task) -> None:
@@ -27,8 +30,9 @@ class Handle(Generic[R]):
         """Return the result of the operation.
 
         Args:
-            timeout_s: how long this call waits, in seconds; None: until RINGCOMM_TIMEOUT_S ends
-                the operation. After a shorter one the operation is still under way.
+            timeout_s: how long this call waits, in seconds, and up to 0.5 s more to learn who is
+                missing; 0 only looks. None: until RINGCOMM_TIMEOUT_S ends the operation. After a
+                shorter one the operation is still under way.
 
         Raises:
             CommTimeoutError: timeout_s is over; the engine works on, and one can wait again. Or
@@ -43,6 +47,19 @@ class Handle(Generic[R]):
         """Return True once wait() would return or raise at once; never blocks."""
         return self._task.is_over
 
+    def __del__(self) -> None:
+        task: Task | None = self.__dict__.get("_task")
+        if task is None or task.is_asked:
+            return
+        task.is_dropped = True
+        if task.is_over and task.error is not None:
+            warn_of_dropped(task)
+
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._task.error else "done"
         return f"<Handle of {self._task.label}: {state}>"
+
+
+def warn_of_dropped(task: Task) -> None:
+    """Log the error of an operation whose handle is gone."""
+    _log.warning("nobody waited for an operation that failed: %s", task.error)

@@ -10,8 +10,9 @@ Operations without a name are matched by their order in each group. A `name` mat
 same name, in whatever order each rank starts them (in async_ops.py are the forms that do not
 block); it is agreed on at its first use and may be used again once the operation is over.
 
-Raises, all of them: MismatchError (the same on every rank, nothing was sent, the engine works on),
-PeerFailedError, CommTimeoutError (after both, the engine is unusable), NotInitializedError; and
+Raises, all of them: MismatchError (the same on every rank, the engine works on; the text says if
+anything was sent, which only happens under a name that had been agreed on), PeerFailedError,
+CommTimeoutError (after both, the engine is unusable), NotInitializedError; and
 TypeError or ValueError for an argument that is wrong in the same way on every rank. A ValueError on
 this rank alone: an operation of that name is pending here, or this rank is not in the group.
 """
@@ -68,7 +69,8 @@ def allreduce_(
 ) -> A:
     """Replace x by its reduction over all ranks and return it; see allreduce().
 
-    After a PeerFailedError or CommTimeoutError the contents of x are undefined.
+    After a PeerFailedError or CommTimeoutError the contents of x are undefined, and after a
+    MismatchError that says so.
     """
     return _run(
         "allreduce_",

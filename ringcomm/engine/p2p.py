@@ -8,6 +8,7 @@ that returns has been received.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringcomm.arrays import Array, ArrayAdapter, Flat, adapter_for
@@ -41,7 +42,7 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
         PeerFailedError: a rank of the group died, or the receiver left.
         CommTimeoutError: nobody received it within RINGCOMM_TIMEOUT_S; the engine is unusable.
     """
-    engine().result_of(_begin_send(x, dest, tag, group, may_be_self=False))
+    engine().result_of(_sender(x, dest, tag, group, may_be_self=False)())
 
 
 def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | None = None) -> int:
@@ -55,7 +56,7 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
 
     Messages of one rank and tag arrive in the order in which they were sent. Raises: see send().
     """
-    source = engine().result_of(_begin_recv(out, source, tag, group, may_be_self=False))
+    source = engine().result_of(_receiver(out, source, tag, group, may_be_self=False)())
     return source
 
 
@@ -73,8 +74,9 @@ def sendrecv(
 
     dest and source may be any ranks, this one too; x and out must not overlap.
     """
-    receiving = _begin_recv(out, source, recvtag, group, may_be_self=True)
-    sending = _begin_send(x, dest, sendtag, group, may_be_self=True)
+    receive = _receiver(out, source, recvtag, group, may_be_self=True)
+    send = _sender(x, dest, sendtag, group, may_be_self=True)  # refuse both before either begins
+    receiving, sending = receive(), send()
     current = engine()
     try:
         source = current.result_of(receiving)
@@ -114,6 +116,11 @@ class _Side:
         """Return "float32 (2, 3)"."""
         return f"{self.adapter.dtype(x)} {shape_text(self.adapter.shape(x))}"
 
+    @property
+    def where(self) -> str:
+        """Return the group for a label, "" for all ranks."""
+        return "" if self.context == 0 else f" of {self.group!r}"
+
     def channel(self, task: Task, serial: int) -> Channel:
         """Return the messages of the sender's serial-th conversation."""
         channel = Channel(
@@ -128,7 +135,10 @@ class _Side:
         return channel
 
 
-def _begin_send(x: Array, dest: int, tag: int, group: Group | None, *, may_be_self: bool) -> Task:
+def _sender(
+    x: Array, dest: int, tag: int, group: Group | None, *, may_be_self: bool
+) -> Callable[[], Task]:
+    """Check the arguments; return what begins to send."""
     side = _Side.of(x, tag, group)
     dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
     outline = side.outline(x)
@@ -137,22 +147,22 @@ def _begin_send(x: Array, dest: int, tag: int, group: Group | None, *, may_be_se
     def talk(task: Task, serial: int) -> Strand:
         return _send(side, side.channel(task, serial), flat, outline, dest=dest, serial=serial)
 
-    label = f"send(dest={dest}, tag={tag})"
-    return engine().converse(label, _pair(side.group, dest), talk)
+    label = f"send(dest={dest}, tag={tag}){side.where}"
+    return lambda: engine().converse(label, _pair(side.group, dest), talk)
 
 
-def _begin_recv(
+def _receiver(
     out: Array, source: int, tag: int, group: Group | None, *, may_be_self: bool
-) -> Task:
+) -> Callable[[], Task]:
+    """Check the arguments; return what begins to receive."""
     side = _Side.of(out, tag, group)
     side.adapter.require_writable(out)
     if source != ANY_SOURCE:
         source = _peer("source", source, side.group, may_be_self=may_be_self)
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
     members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
-    return engine().converse(
-        f"recv(source={name}, tag={tag})", members, lambda task, _: _recv(side, task, out, source)
-    )
+    label = f"recv(source={name}, tag={tag}){side.where}"
+    return lambda: engine().converse(label, members, lambda task, _: _recv(side, task, out, source))
 
 
 async def _send(

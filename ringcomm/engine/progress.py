@@ -8,6 +8,7 @@ nobody does, a thread of ours. It is woken by what is submitted; there is no cyc
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -45,10 +46,15 @@ class Task:
         members: the ranks of the job that take part.
 
     Attributes:
-        channel: its messages; other ranks may be sending on it until the task is over.
+        channels: its messages; other ranks may be sending on them until the task is over.
         result: of its first strand.
         error: why it failed, or None.
         is_over: result and error are final.
+        is_asked: somebody has waited for it to its end, so that its error has been raised.
+        is_dropped: nobody can wait for it any more.
+        fault: the wire refused a message of it: a death that is not known yet, or a defect.
+        fault_until: when a fault is taken for a defect, in seconds of the monotonic clock.
+        patience: of the wait at hand, once it has lasted a moment.
     """
 
     def __init__(self, label: str, ticket: Ticket, members: tuple[int, ...]) -> None:
@@ -59,6 +65,8 @@ class Task:
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_over = False
+        self.is_asked = False
+        self.is_dropped = False
         self.fault: WireFault | None = None
         self.fault_until = math.inf
         self.patience: Patience | None = None
@@ -122,6 +130,7 @@ class Progress:
         settings: deadlines.
         on_over: called once per task, by the driving thread, with its error or None; it sets
             task.is_over.
+        on_lost: called when driving itself has failed: an interrupt, or a wire that is broken.
     """
 
     def __init__(
@@ -129,16 +138,19 @@ class Progress:
         watch: Watch,
         settings: Settings,
         on_over: Callable[[Task, BaseException | None], None],
+        on_lost: Callable[[BaseException], None],
     ) -> None:
         self._watch = watch
         self._transport = watch.transport
         self._settings = settings
         self._on_over = on_over
+        self._on_lost = on_lost
         self._inbox: deque[Task] = deque()
         self._tasks: list[Task] = []
         self._turn = threading.Condition()
-        self._is_driven = False
-        self._n_waiting = 0
+        self._driver: object | None = None  # a mark of the thread whose turn it is
+        self._waiting: set[object] = set()  # marks of threads that wait for a task
+        self._failure: Callable[[], RingcommError] | None = None
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 
@@ -151,7 +163,7 @@ class Progress:
         """
         self._inbox.append(task)
         with self._turn:
-            if self._is_driven:
+            if self._driver is not None:
                 self._transport.wake()
             elif not is_awaited:
                 self._turn.notify_all()
@@ -163,117 +175,145 @@ class Progress:
             self._thread.start()
 
     def wait(self, task: Task, timeout_s: float = math.inf) -> bool:
-        """Return True once the task is over, False after timeout_s; any thread."""
+        """Return True once the task is over, False after timeout_s; any thread.
+
+        An exception that comes out of this, such as KeyboardInterrupt, leaves the turn to others.
+        """
         if task.is_over:
             return True
         deadline = time.monotonic() + timeout_s
-        with self._turn:
-            self._n_waiting += 1
-            if self._is_driven:
-                self._transport.wake()
+        mark = object()
         try:
-            while self._take_turn(task, deadline):
-                self._take_part(_end_of(task, deadline), _SPINS)
+            with self._turn:
+                self._waiting.add(mark)
+                if self._driver is not None:
+                    self._transport.wake()
+            while self._take_turn(mark, task, deadline):
+                self._take_part(mark, _end_of(task, deadline), _SPINS)
             return task.is_over
         finally:
-            with self._turn:
-                self._n_waiting -= 1
-                self._hand_over()
+            try:
+                self._step_back(mark)
+            finally:
+                self._step_back(mark)  # again, for an interrupt may have ended the first
 
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         """Drive in this thread until is_enough(); waits for its turn first."""
-        with self._turn:
-            self._n_waiting += 1
-            self._transport.wake()
-            while self._is_driven:
-                self._turn.wait()
-            self._is_driven = True
-            self._n_waiting -= 1
-        self._take_part(is_enough, _SPINS)
+        mark = object()
+        try:
+            with self._turn:
+                self._waiting.add(mark)
+                while self._driver is not None:
+                    self._transport.wake()
+                    self._turn.wait()
+                self._driver = mark
+            self._take_part(mark, is_enough, _SPINS)
+        finally:
+            self._step_back(mark)
 
     def fail_all(self, make: Callable[[], RingcommError]) -> None:
-        """End every task that is not over, with an error of its own; for the driving thread."""
+        """End every task, those that come too, each with an error of its own; for the driver."""
+        self._failure = make
         self._admit()
         for task in tuple(self._tasks):
             self._finish(task, make())
 
-    def stop(self) -> None:
-        """End the thread; tasks that are not over stay so, and are not advanced any more."""
+    def lose(self, make: Callable[[], RingcommError]) -> None:
+        """Let whoever drives next fail_all(); any thread."""
+        self._failure = make
+        with self._turn:
+            self._transport.wake()
+            self._turn.notify_all()
+
+    def stop(self, make: Callable[[], RingcommError]) -> None:
+        """End the thread, and the tasks that are not over."""
         with self._turn:
             self._is_stopping = True
             self._turn.notify_all()
         self._transport.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
-        with self._turn:
-            if not self._is_driven:
-                for task in (*self._tasks, *self._inbox):
-                    task.stop()
+        self._failure = make
+        if self._driver is None:
+            self.fail_all(make)
 
     def close(self) -> None:
         """Forget the engine; nothing is submitted any more."""
-        self._on_over = _ignore
+        self._on_over, self._on_lost = _ignore_task, _ignore_error
 
-    def _take_turn(self, task: Task, deadline: float) -> bool:
+    def _take_turn(self, mark: object, task: Task, deadline: float) -> bool:
         """Return True if this thread is to drive now, False if it need not wait any more."""
         with self._turn:
-            while True:
-                if task.is_over or time.monotonic() >= deadline:
-                    return False
-                if not self._is_driven:
-                    self._is_driven = True
-                    return True
+            while not task.is_over:
                 left = deadline - time.monotonic()
-                self._turn.wait(None if left == math.inf else max(left, 0))
+                if left <= 0:
+                    return False
+                if self._driver is None:
+                    self._driver = mark
+                    return True
+                self._turn.wait(None if left == math.inf else left)
+        return False
 
-    def _take_part(self, is_enough: Callable[[], bool], spins: int) -> None:
+    def _take_part(self, mark: object, is_enough: Callable[[], bool], spins: int) -> None:
         """Drive; the turn is this thread's, and is given back."""
         try:
             self._drive(is_enough, spins)
+        except BaseException as error:
+            self._on_lost(error)
+            if self._failure is not None:
+                self.fail_all(self._failure)
+            raise
         finally:
             with self._turn:
-                self._is_driven = False
+                if self._driver is mark:
+                    self._driver = None
                 self._hand_over()
+
+    def _step_back(self, mark: object) -> None:
+        with self._turn:
+            self._waiting.discard(mark)
+            if self._driver is mark:
+                self._driver = None
+            self._hand_over()
 
     def _hand_over(self) -> None:
         """Wake who may drive now; nobody if there is nothing to do, for waking costs 10 us."""
-        if self._tasks or self._inbox or self._n_waiting:
+        if self._tasks or self._inbox or self._waiting:
             self._turn.notify_all()
 
     def _run(self) -> None:
         """Drive while there is something to do and nobody who waits does it."""
+        mark = object()
         while True:
             with self._turn:
                 if not (self._is_stopping or self._is_mine()):
                     self._turn.wait(_IDLE_LOOK_S)
                 if self._is_stopping:
                     return
-                if self._is_driven or self._n_waiting:
+                if self._driver is not None or self._waiting:
                     continue
-                self._is_driven = True
-            try:
-                self._take_part(lambda: not self._is_wanted(), _BACKGROUND_SPINS)
-            except BaseException as error:  # noqa: BLE001 - nobody waits here: tell all tasks
-                self._admit()
-                for task in tuple(self._tasks):
-                    self._finish(task, error)
+                self._driver = mark
+            # What goes wrong is told to all tasks; nobody waits here.
+            with contextlib.suppress(BaseException):
+                self._take_part(mark, lambda: not self._is_wanted(), _BACKGROUND_SPINS)
 
     def _is_mine(self) -> bool:
-        return bool(self._tasks or self._inbox) and not (self._is_driven or self._n_waiting)
+        return bool(self._tasks or self._inbox) and not (self._driver or self._waiting)
 
     def _is_wanted(self) -> bool:
-        return bool(self._tasks or self._inbox) and not (self._n_waiting or self._is_stopping)
+        return bool(self._tasks or self._inbox) and not (self._waiting or self._is_stopping)
 
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
-        polls, nap, moved_at = 0, _NAP_S, time.monotonic()
+        turns, polls, nap, moved_at = 0, 0, _NAP_S, time.monotonic()
         self._watch.poll()
         while not is_enough():
-            if self._advance():
-                polls, nap, moved_at = 0, _NAP_S, time.monotonic()
-                continue
-            polls += 1
+            turns += 1
+            has_moved = self._advance()
             now = time.monotonic()
-            if polls >= spins or polls % _LOOK_EVERY == 0:
+            if has_moved:
+                polls, nap, moved_at = 0, _NAP_S, now
+            polls += 1
+            if polls >= spins or turns % _LOOK_EVERY == 0:
                 self._look_around(now)
             if polls >= spins:
                 self._transport.park(nap)
@@ -281,6 +321,8 @@ class Progress:
 
     def _advance(self) -> bool:
         self._admit()
+        if self._failure is not None:
+            self.fail_all(self._failure)
         self._watch.poll()
         has_moved = False
         for task in tuple(self._tasks):
@@ -311,7 +353,7 @@ class Progress:
         task.stop()
         self._tasks.remove(task)
         self._on_over(task, error)
-        if self._n_waiting:
+        if self._waiting:
             with self._turn:
                 self._turn.notify_all()
 
@@ -345,8 +387,12 @@ def _longer(nap_s: float, waited_s: float) -> float:
     return min(nap_s * 1.5, limit)
 
 
-def _ignore(_task: Task, _error: BaseException | None) -> None:
+def _ignore_task(_task: Task, _error: BaseException | None) -> None:
     raise AssertionError("no task is under way after the end")
+
+
+def _ignore_error(_error: BaseException) -> None:
+    raise AssertionError("nobody drives after the end")
 
 
 def _refused(task: Task) -> RingcommError:

@@ -82,7 +82,7 @@ class Transport(Protocol):
     """Point-to-point messages between the ranks 0..size-1 of one job.
 
     Messages of one (source, tag) arrive in the order they were sent. Nothing here blocks: waiting,
-    with its deadline and its watch on peers, is the business of ringcomm.transport.channel alone.
+    with its deadline and its watch on peers, is the business of ringcomm.engine.progress alone.
     Thread-safe for one thread at a time, and any number that call control() and wake().
     """
 

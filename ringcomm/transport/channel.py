@@ -102,12 +102,7 @@ class Channel:
         await self.wait(self.irecv(out, source), self.isend(data, dest))
 
     async def wait(self, *requests: Request) -> None:
-        """Return when all requests are complete.
-
-        Raises:
-            PeerFailedError: a rank of this operation died, failed or left.
-            CommTimeoutError: the deadline passed.
-        """
+        """Return when all requests are complete; the operation ends here if they never will be."""
         with self.phase("wait"):
             await Wait(requests)
         self._posted.difference_update(requests)

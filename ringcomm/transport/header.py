@@ -23,6 +23,7 @@ class Kind(IntEnum):
     GAVE_UP = 8  # this rank's deadline passed; text: see GaveUp
     OFFER = 9  # send(): a message for whoever receives `key`; `value` is its serial number
     ANSWER = 10  # recv(): the offer `key` is taken if `flag`; else text says why not
+    BROKE = 11  # this rank takes part in nothing more, because rank `about` failed; text says how
 
 
 LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data

@@ -41,7 +41,8 @@ class PeerTable:
         size: number of ranks.
         dead: process gone, or said to have failed -> reason. Never shrinks.
         left: rank -> how it left.
-        absent: key of an operation -> the rank that left and will never enter it, and how it left.
+        absent: key of an operation -> ranks that left and will never enter it -> how they left.
+        broken: rank whose engine is unusable, for it needed one that failed -> that one, and how.
         gave_up: rank -> what it raised when its deadline passed; it takes part in nothing more.
     """
 
@@ -49,7 +50,8 @@ class PeerTable:
     size: int
     dead: dict[int, str] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)
-    absent: dict[int, Obstacle] = field(default_factory=dict)
+    absent: dict[int, dict[int, str]] = field(default_factory=dict)
+    broken: dict[int, Obstacle] = field(default_factory=dict)
     gave_up: dict[int, GaveUp] = field(default_factory=dict)
     _entered: dict[int, set[int]] = field(default_factory=dict)
     _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -73,7 +75,11 @@ class PeerTable:
 
     def note_absent(self, rank: int, key: int, how: str) -> None:
         """`rank` left before it entered operation `key`."""
-        self.absent.setdefault(key, Obstacle(rank, how))
+        self.absent.setdefault(key, {})[rank] = how
+
+    def note_broken(self, rank: int, cause: int, reason: str) -> None:
+        """`rank` lives, but takes part in nothing more, because `cause` failed."""
+        self.broken.setdefault(rank, Obstacle(cause, reason))
 
     def note_entered(self, rank: int, key: int) -> None:
         """`rank` has entered operation `key`."""
@@ -101,15 +107,15 @@ class PeerTable:
         dead = {r: why for r, why in self.dead.items() if r in members}
         first = {self._followed.get(r, r) for r in dead}
         causes = {r: why for r, why in self.dead.items() if r in first - self._followed.keys()}
-        absent = self.absent.get(key)
-        departed = {absent.rank: absent.reason} if absent else {}
+        absent = self.absent.get(key, {})  # disjoint groups may have operations of one key
+        departed = {r: how for r, how in absent.items() if r in members}
         for reasons in (causes, departed):
             for rank, reason in reasons.items():
                 return Obstacle(rank, departed.get(rank, reason))
         for rank in dead:
             cause = self._followed[rank]
             return Obstacle(cause, f"failed, and rank {rank} stopped because of it")
-        return None
+        return next((why for r, why in self.broken.items() if r in members), None)
 
     def quitter(self, members: Collection[int]) -> GaveUp | None:
         """Return what the first of these ranks said whose deadline passed."""

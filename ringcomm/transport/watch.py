@@ -114,6 +114,10 @@ class Watch:
         """Tell every rank that `rank` (this one, or the one it followed) failed."""
         self.tell_all(Kind.FAILED, reason, about=rank)
 
+    def announce_broken(self, rank: int, reason: str) -> None:
+        """Tell every rank that this one takes part in nothing more, because `rank` failed."""
+        self.tell_all(Kind.BROKE, reason, about=rank)
+
     def _pack(self, kind: Kind, text: str, **fields: Any) -> bytes:
         epoch, life = self.transport.ring_epoch, self.transport.incarnation
         return Header(kind, epoch, life, **fields).pack(text)
@@ -140,6 +144,8 @@ class Watch:
             peers.note_absent(source, header.key, text)
         elif kind is Kind.GAVE_UP:
             peers.note_gave_up(source, GaveUp.of_text(text))
+        elif kind is Kind.BROKE:
+            peers.note_broken(source, header.about, text)
         elif kind is Kind.LEFT:
             peers.note_left(source, text)
         elif kind is Kind.FAILED and header.about != self.transport.rank:

@@ -12,6 +12,7 @@ from harness import outcomes, run_ranks
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine import ledger
+from ringcomm.engine.progress import Progress
 from ringcomm.engine.world import engine, entered
 
 X = np.arange(12.0).reshape(6, 2)
@@ -472,7 +473,7 @@ def test_a_cycle_of_blocking_calls_ends_by_the_deadline_with_both_named():
             rc.barrier(group=first if rank else second)
         return str(caught.value)
 
-    texts = run_ranks(2, body, settings=Settings(timeout_s=0.3))
+    texts = run_ranks(2, body, settings=Settings(timeout_s=0.6))
     assert any("is in barrier #1 of Group([0, 1])" in text for text in texts), texts
 
 
@@ -498,3 +499,153 @@ def test_a_wire_that_breaks_while_nobody_waits_ends_all_operations(monkeypatch):
         return "told"
 
     assert outcomes(2, body)[0] == "told"
+
+
+def test_a_wire_that_breaks_while_somebody_waits_is_told_to_all(monkeypatch):
+    def broken():
+        raise OSError("the cable was cut")
+
+    def body(rank):
+        if rank == 0:
+            monkeypatch.setattr(engine().watch.transport, "poll", broken)
+            with pytest.raises(OSError, match="the cable was cut"):
+                rc.barrier()
+            with pytest.raises(rc.RingcommError, match="broken off by OSError: the cable was cut"):
+                rc.barrier()
+            return "told"
+        with pytest.raises(rc.PeerFailedError, match="rank 0 broke off barrier #1: OSError"):
+            rc.barrier()
+        return "told"
+
+    assert run_ranks(2, body) == ["told", "told"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_interrupt_while_a_rank_waits_breaks_its_engine_and_tells_the_others(
+    is_async, monkeypatch
+):
+    def body(rank):
+        if rank == 0:
+
+            def interrupt(_):
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(engine().watch.transport, "park", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                rc.allreduce_async(np.ones(1), name="w").wait() if is_async else rc.allreduce(
+                    np.ones(1), name="w"
+                )
+            with pytest.raises(rc.RingcommError, match=r"KeyboardInterrupt.*cannot be used"):
+                rc.barrier()
+            return "told"
+        with pytest.raises(rc.PeerFailedError, match=r"broke off allreduce\[w\]: Keyboard"):
+            rc.barrier()
+        return "told"
+
+    monkeypatch.setattr(Progress, "work_in_background", lambda _: None)  # the waiter drives
+    assert run_ranks(2, body) == ["told", "told"]
+
+
+def test_an_interrupt_while_the_background_drives_breaks_the_engine_all_the_same(monkeypatch):
+    waiting = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            with pytest.raises(rc.PeerFailedError, match="KeyboardInterrupt"):
+                rc.barrier()
+            return "told"
+        handle = rc.allreduce_async(np.ones(1), name="w")
+
+        def interrupt(*_):
+            waiting.set()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Progress, "_take_turn", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+        monkeypatch.undo()
+        poll(handle.done)
+        with pytest.raises(rc.RingcommError, match="cannot be used"):
+            handle.wait()
+        return "told"
+
+    def ordered(rank):
+        if rank == 1:
+            assert waiting.wait(10)
+        return body(rank)
+
+    assert run_ranks(2, ordered) == ["told", "told"]
+
+
+def test_a_rank_that_has_failed_ends_what_is_under_way():
+    def body(rank):
+        if rank == 1:
+            assert stopped.wait(10)
+            raise ValueError("over")
+        handle = rc.allreduce_async_(np.ones(1), name="w")
+        engine().stop()
+        with pytest.raises(rc.RingcommError, match="this rank has failed"):
+            handle.wait()
+        stopped.set()
+        return "told"
+
+    stopped = threading.Event()
+    assert outcomes(2, body)[0] == "told"
+
+
+def test_a_death_ends_any_number_of_operations():
+    def body(rank):
+        if rank == 1:
+            assert started.wait(20)
+            raise ValueError("boom")
+        handles = [rc.allreduce_async(np.ones(1), name=f"n{i}") for i in range(1000)]
+        started.set()
+        for handle in handles:
+            with pytest.raises(rc.PeerFailedError, match="boom"):
+                handle.wait()
+        return "told"
+
+    started = threading.Event()
+    assert outcomes(2, body)[0] == "told"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 10_000, "\udcff" * 500, "größe/1:2\n"])
+def test_any_text_is_a_name(name):
+    def body(rank):
+        sums = [rc.allreduce(np.ones(1), name=name).item() for _ in range(3)]
+        with pytest.raises(rc.MismatchError):
+            rc.allreduce(np.ones(1 + rank), name=name)
+        return sums
+
+    assert run_ranks(2, body) == [[2.0] * 3] * 2
+
+
+def test_the_error_of_a_dropped_handle_is_a_warning(caplog):
+    def body(rank):
+        rc.allreduce_async(np.ones(1 + rank), name="w")
+        asked = rc.allreduce_async(np.ones(1 + rank), name="v")
+        with pytest.raises(rc.MismatchError):
+            asked.wait()
+        rc.barrier()
+
+    run_ranks(2, body)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert all("nobody waited for an operation that failed: allreduce[w]" in t for t in texts)
+
+
+def test_a_look_takes_no_time_and_blames_nobody():
+    over = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            assert over.wait(10)
+        handle = rc.allreduce_async(np.ones(1), name="w")
+        if rank == 0:
+            with pytest.raises(rc.CommTimeoutError, match=r"w\]: is not over") as told:
+                handle.wait(0)
+            assert told.value.missing == ()
+            over.set()
+        return handle.wait().item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -209,3 +210,47 @@ def test_more_groups_than_there_are_contexts_are_refused(monkeypatch):
         return rc.allreduce(np.ones(1), group=groups[1]).item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_who_leaves_one_group_does_not_hinder_another_of_the_same_context():
+    """Groups without a common rank have the same context, hence the same keys."""
+    gone = threading.Event()
+
+    def body(rank):
+        group = rc.Group([0, 1] if rank < 2 else [2, 3])
+        if rank == 3:
+            gone.set()
+            return engine().leave("called shutdown()")
+        if rank == 2:
+            assert gone.wait(10)
+            with pytest.raises(rc.PeerFailedError, match="rank 3 called shutdown") as caught:
+                rc.barrier(group=group)
+            told.set()
+            raise caught.value  # else rank 3 would wait for this one to leave
+        if rank == 1:
+            assert told.wait(10)
+        rc.barrier(group=group)
+        return "met"
+
+    told = threading.Event()
+    assert outcomes(4, body)[:2] == ["met", "met"]
+    assert told.is_set()
+
+
+def test_a_rank_that_cannot_go_on_is_no_riddle_to_its_other_groups():
+    def body(rank):
+        pair, other = only(rank, [0, 1]), only(rank, [0, 2])
+        if rank == 2:
+            raise ValueError("boom")
+        if rank == 0:
+            with pytest.raises(rc.PeerFailedError, match="boom"):
+                rc.barrier(group=other)
+            assert told.wait(10)
+            return "told"
+        with pytest.raises(rc.PeerFailedError, match="boom") as caught:
+            rc.barrier(group=pair)
+        told.set()
+        return caught.value.rank
+
+    told = threading.Event()
+    assert outcomes(3, body)[:2] == ["told", 2]

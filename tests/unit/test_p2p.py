@@ -283,3 +283,16 @@ def test_large_messages_cross():
         return out[0], out[-1]
 
     assert run_ranks(2, body) == [(2.0, 2.0), (1.0, 1.0)]
+
+
+def test_a_sendrecv_that_is_refused_leaves_no_receive_behind():
+    def body(rank):
+        old, new = np.zeros(3), np.zeros(3)
+        if rank == 0:
+            with pytest.raises(ValueError, match="dest is 9"):
+                rc.sendrecv(np.ones(3), 9, old, 1)
+            rc.recv(new, 1)
+            return old.tolist(), new.tolist()
+        return rc.send(np.ones(3), 0)
+
+    assert run_ranks(2, body)[0] == ([0, 0, 0], [1, 1, 1])
