@@ -152,7 +152,12 @@ class Engine:
             NotInitializedError: after shutdown(), or in a child of this rank.
         """
         task = self._enqueue(kind, name, plan, group, is_awaited=True)
-        result: R = self.result_of(task)
+        try:
+            result: R = self.result_of(task)
+        except BaseException as error:
+            if not task.is_over:  # interrupted, and nobody has a handle
+                self._on_lost(error)
+            raise
         return result
 
     def start(
@@ -312,6 +317,7 @@ class Engine:
                 self._progress.submit(task, is_awaited=is_awaited)
             except BaseException as error:  # its place is taken, and others will wait for it
                 self._pending.pop(ticket.key, None)
+                task.error, task.is_over = error, True
                 self._break(task.label, error)
                 raise
         return task

@@ -345,7 +345,9 @@ class Progress:
 
     def _admit(self) -> None:
         while self._inbox:
-            self._tasks.append(self._inbox.popleft())
+            task = self._inbox.popleft()
+            if not task.is_over:
+                self._tasks.append(task)
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
         if task.is_over:
