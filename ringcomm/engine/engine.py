@@ -317,6 +317,7 @@ class Engine:
                 self._progress.submit(task, is_awaited=is_awaited)
             except BaseException as error:  # its place is taken, and others will wait for it
                 self._pending.pop(ticket.key, None)
+                task.stop()
                 task.error, task.is_over = error, True
                 self._break(task.label, error)
                 raise
