@@ -16,6 +16,7 @@ from training import (  # noqa: E402
     assert_equals_one_process,
     copies,
     data,
+    models,
     network,
     seeded,
     sgd,
@@ -370,3 +371,30 @@ def test_closures(size, make, tolerance):
             optimizer.step(closure)
 
     assert_equals_one_process(size, train, make=make, tolerance=tolerance)
+
+
+def test_a_rank_whose_closure_runs_no_backward_takes_part():
+    replicas = models(2)
+    ((x, y),) = data(1, 1)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model)
+
+        def closure():
+            optimizer.zero_grad()
+            if rank == 0:
+                mse_loss(model(x), y).backward()
+            return 0.0
+
+        optimizer.step(closure)
+        optimizer.step(closure)
+        return weights(model)
+
+    (alone,) = models(1)
+    optimizer = sgd(alone.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        (mse_loss(alone(x), y) / 2).backward()
+        optimizer.step()
+    assert_close(run_ranks(2, body, settings=SMALL), weights(alone), 1e-12)

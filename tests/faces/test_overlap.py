@@ -223,6 +223,26 @@ def test_a_step_sends_its_buckets_and_one_message_more(sent):
     assert run_ranks(2, body, settings=SMALL) == [True, True]
 
 
+def test_a_second_backward_sends_the_buckets_that_it_touches_alone(sent):
+    replicas = models(2)
+    batches = data(2, 2)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model)
+        (x, y), second = share(batches, rank, 2)
+        fit(model, optimizer, [second])
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        sent[rank].clear()
+        model[0](x).sum().backward()
+        return buckets_in(sent[rank])
+
+    settings = rc.config.Settings(timeout_s=20, fusion_mib=0)
+    expected = ["gradients of 0.bias", "gradients of 0.weight"]
+    assert [sorted(names) for names in run_ranks(2, body, settings=settings)] == [expected] * 2
+
+
 def test_step_sends_nothing_after_a_backward(sent):
     replicas = models(2)
     batches = data(3, 2)
