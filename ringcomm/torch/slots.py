@@ -71,9 +71,10 @@ class Slot:
             self._zeroed_version = self._view._version
 
     def restart(self) -> None:
-        """A new step begins: .grad, whatever it is now, is the user's."""
+        """.grad, whatever it is now, is the user's."""
         self.state = State.SETTLED
         self._base = None
+        self._zeroed_version = -1  # what a reduction writes to the view does not count as a change
 
     @property
     def code(self) -> int:

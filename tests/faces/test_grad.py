@@ -45,6 +45,18 @@ def test_zero_grad_in_all_its_forms(size, is_own, set_to_none):
 
 
 @SIZES
+def test_two_losses_after_zeros_in_place(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad(set_to_none=False)
+            mse_loss(model(x), y).backward()
+            model(x).abs().mean().backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
 @pytest.mark.parametrize("k", [1, 2])
 def test_gradients_that_are_never_zeroed_go_on_adding_up(size, k):
     def train(model, optimizer, batches):
