@@ -21,7 +21,7 @@ R = TypeVar("R")
 Waiting = Generator[Handle[Any], None, R]  # yields what it waits for
 Work = Waiting[None]
 
-_GLANCE_S = 1e-3
+_GLANCE_S, _LONGEST_GLANCE_S = 1e-3, 0.1  # a wait that ends in vain asks the other ranks why
 
 
 @torch.no_grad()
@@ -42,9 +42,7 @@ def carry_out(works: Sequence[Work]) -> None:
         for work in works:
             advance(work)
         while waiting:
-            place = _next_ready([handle for _, handle in waiting])
-            if place is not None:
-                advance(waiting.pop(place)[0])
+            advance(waiting.pop(_next_ready([handle for _, handle in waiting]))[0])
     finally:  # an interrupt: close() lets each of them take note
         for work, _ in waiting:
             work.close()
@@ -78,11 +76,13 @@ class _Ending:
 _endings: WeakValueDictionary[int, _Ending] = WeakValueDictionary()
 
 
-def _next_ready(handles: Sequence[Handle[Any]]) -> int | None:
-    """Return the place of one that is over, None if a short wait did not bring any."""
-    for place, handle in enumerate(handles):
-        if handle.done():
-            return place
-    with contextlib.suppress(RingcommError):  # if it is over, the work asks again, and raises
-        handles[0].wait(_GLANCE_S if len(handles) > 1 else None)
-    return 0 if handles[0].done() else None
+def _next_ready(handles: Sequence[Handle[Any]]) -> int:
+    """Wait until one of these is over, and return its place."""
+    glance_s = _GLANCE_S
+    while True:
+        for place, handle in enumerate(handles):
+            if handle.done():
+                return place
+        with contextlib.suppress(RingcommError):  # the work asks again, and raises
+            handles[0].wait(glance_s if len(handles) > 1 else None)
+        glance_s = min(2 * glance_s, _LONGEST_GLANCE_S)
