@@ -404,6 +404,18 @@ def test_two_optimizers_with_parameters_of_the_same_names_in_one_backward():
     assert_close(results, train(alone, two_plain, batches), 1e-12)
 
 
+def test_two_optimizers_in_one_backward_after_a_third_was_dropped():
+    def body(rank):
+        parameters = [nn.Parameter(torch.full((2,), float(i))) for i in range(3)]
+        optimizers = [hvd.DistributedOptimizer(sgd([p])) for p in parameters[:2]]
+        del optimizers[0]
+        optimizers.append(hvd.DistributedOptimizer(sgd(parameters[2:])))
+        (parameters[1] * parameters[2]).sum().backward()
+        return [parameters[i].grad.tolist() for i in (1, 2)]
+
+    assert run_ranks(2, body) == [[[2.0] * 2, [1.0] * 2]] * 2
+
+
 @pytest.mark.parametrize("is_lone", [False, True])
 def test_two_optimizers_whose_gradients_come_in_another_order_on_another_rank(is_lone):
     """Or not in the same backward(): rank 1 has none for one of them, and comes by step()."""

@@ -97,7 +97,7 @@ def test_any_tensor_can_be_moved(dtype):
     run_ranks(3, body)
 
 
-def test_strided_conjugated_and_differentiable_tensors():
+def test_strided_conjugated_negated_and_differentiable_tensors():
     def body(rank):
         x = (torch.arange(12.0).reshape(3, 4) + rank).requires_grad_()
         total = rc.allreduce(x.t())
@@ -105,6 +105,11 @@ def test_strided_conjugated_and_differentiable_tensors():
         assert torch.equal(total, 2 * torch.arange(12.0).reshape(3, 4).t() + 1)
         z = torch.tensor([1 + 2j]).conj()
         assert rc.broadcast(z).tolist() == [1 - 2j]
+        assert z.imag.is_neg()
+        assert rc.broadcast(z.imag).tolist() == [-2.0]
+        assert rc.allgather(z.imag).tolist() == [-2.0, -2.0]
+        assert rc.allreduce_(z.imag).tolist() == [-4.0]
+        assert z.tolist() == [1 - 4j]
         y = torch.zeros(4, 4)
         rc.allreduce_(y[:, ::2].fill_(1))
         assert y[:, ::2].eq(2).all()

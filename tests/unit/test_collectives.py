@@ -277,15 +277,19 @@ def test_reduce_scatter_then_allgather_is_allreduce():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_barrier_lets_nobody_out_before_all_are_in(size):
+@pytest.mark.parametrize("name", [None, "w"])
+def test_barrier_lets_nobody_out_before_all_are_in(size, name):
     arrived = []
 
     def body(rank):
-        arrived.append(rank)
-        rc.barrier()
-        return len(arrived)
+        seen = []
+        for turn in range(3):  # a named one is known to all ranks from the second on
+            arrived.append(rank)
+            rc.barrier(name=name)
+            seen.append(len(arrived) >= (turn + 1) * size)
+        return seen
 
-    assert run_ranks(size, body) == [size] * size
+    assert run_ranks(size, body) == [[True] * 3] * size
 
 
 @pytest.mark.parametrize("root", [0, 2])

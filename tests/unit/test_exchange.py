@@ -149,6 +149,7 @@ MIXED = [
     ((0,), "float32"),
     ((7,), "float16"),
     ((5,), "float32"),
+    ((6,), "int32"),  # as wide as float32, which it must not be fused with
 ]
 
 

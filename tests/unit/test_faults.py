@@ -12,6 +12,7 @@ from harness import outcomes, run_ranks
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.world import engine
+from ringcomm.transport.base import WireFault
 from ringcomm.transport.faulty import Faults
 from ringcomm.transport.loopback import LoopbackHub
 
@@ -239,6 +240,24 @@ def test_leaving_waits_for_the_last_rank_without_a_deadline():
     assert run_ranks(3, body, settings=Settings(timeout_s=0.1)) == [True] * 3
 
 
+def test_a_death_ends_the_wait_of_a_rank_that_leaves():
+    """Whoever survives the death may go on for hours."""
+    has_left = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            raise ValueError("boom")
+        if rank == 2:
+            return has_left.wait(10)
+        is_clean = engine().leave("done")
+        has_left.set()
+        return is_clean
+
+    results = outcomes(3, body)
+    assert results[0] is False
+    assert results[2] is True
+
+
 def test_after_leaving_nothing_can_be_called():
     def body(rank):
         engine().leave("done")
@@ -332,25 +351,80 @@ def test_a_stalled_wait_is_reported_once_with_the_missing_ranks(caplog):
     assert "for rank 1, which did not" in texts[0]
 
 
-def test_an_interrupt_in_mid_operation_breaks_the_engine_and_tells_the_others():
-    class InterruptingHub(LoopbackHub):
-        def post_send(self, source, data, dest, tag):
-            if source == 1:
-                raise KeyboardInterrupt
-            return super().post_send(source, data, dest, tag)
+class FailingHub(LoopbackHub):
+    """One rank's data cannot be sent."""
 
+    def __init__(self, size, source, error):
+        super().__init__(size)
+        self.source, self.error = source, error
+        self.has_refused = threading.Event()
+
+    def post_send(self, source, data, dest, tag):
+        if source == self.source:
+            self.has_refused.set()
+            raise self.error("on purpose")
+        return super().post_send(source, data, dest, tag)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])
+def test_an_error_in_mid_operation_breaks_the_engine_and_tells_the_others(error):
     def body(rank):
         if rank == 1:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(error):
                 rc.allreduce(X, name="w")
-            with pytest.raises(rc.RingcommError, match=r"KeyboardInterrupt.*cannot be used"):
+            with pytest.raises(rc.RingcommError, match=rf"{error.__name__}.*cannot be used"):
                 rc.allreduce(X)
             return "interrupted"
         with pytest.raises(rc.PeerFailedError, match=r"rank 1 broke off allreduce\[w\]"):
             rc.allreduce(X, name="w")
         return "told"
 
-    assert outcomes(3, body, hub=InterruptingHub(3)) == ["told", "interrupted", "told"]
+    assert outcomes(3, body, hub=FailingHub(3, 1, error)) == ["told", "interrupted", "told"]
+
+
+def test_a_message_that_the_wire_refuses_is_told_to_all(monkeypatch):
+    monkeypatch.setattr("ringcomm.engine.progress._CONFIRM_S", 0.1)
+
+    def body(rank):
+        start = time.monotonic()
+        if rank == 1:
+            with pytest.raises(rc.RingcommError, match=r"w\]: the wire refused.*on purpose"):
+                rc.allreduce(X, name="w")
+        else:
+            with pytest.raises(rc.PeerFailedError, match=r"rank 1 broke off allreduce\[w\]"):
+                rc.allreduce(X, name="w")
+        return time.monotonic() - start < 10
+
+    assert outcomes(3, body, hub=FailingHub(3, 1, WireFault)) == [True] * 3
+
+
+def test_a_death_that_the_wire_notices_first_is_told_as_one():
+    hub = FailingHub(2, 0, WireFault)
+
+    def body(rank):
+        if rank == 1:
+            handle = rc.allreduce_async(X, name="w")
+            assert hub.has_refused.wait(10)
+            time.sleep(0.1)  # not for synchronisation: news travels slower
+            assert not handle.done()
+            raise ValueError("boom")
+        with pytest.raises(rc.PeerFailedError, match="boom") as caught:
+            rc.allreduce(X, name="w")
+        return caught.value.rank
+
+    assert outcomes(2, body, hub=hub)[0] == 1
+
+
+def test_the_deadline_is_for_a_wait_in_which_nothing_moves():
+    """Three waits of 0.45 s: a rank that counted on would give up after 0.5 s, and 0.5 s to ask."""
+
+    def body(rank):
+        start = time.monotonic()
+        assert rc.allreduce(X).tolist() == [4.0] * len(X)
+        return time.monotonic() - start > 1.2
+
+    faults = {rank: Faults(delay=2 + 2 * rank, delay_s=0.45) for rank in range(3)}
+    assert any(run_ranks(4, body, faults=faults, settings=Settings(timeout_s=0.5)))
 
 
 def test_a_failure_in_another_thread_stops_the_wait_of_this_one():

@@ -32,6 +32,15 @@ def test_unnamed_operations_are_numbered_and_have_streams_of_their_own():
     assert first.cached_stream(tickets[0], 77) is None
 
 
+def test_unnamed_operations_in_flight_on_any_two_ranks_share_no_stream():
+    """One rank may be as many operations ahead of another as may be pending."""
+    first, _ = pair()
+    tickets = [first.enter(None) for _ in range(2 * ledger.MAX_PENDING)]
+    streams = {first.proposal(t) for t in tickets}
+    assert len(streams) == len(tickets)
+    assert max(streams) < ledger._UNNAMED
+
+
 def test_names_get_the_same_stream_on_all_ranks_whatever_their_order():
     first, second = ledgers = pair()
     one = [first.enter("a"), first.enter("b")]

@@ -1,6 +1,7 @@
 """send(), recv(), sendrecv()."""
 
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -252,7 +253,28 @@ def test_any_source_fails_once_nobody_is_left():
             rc.recv(np.ones(1))
         raise ValueError("over")
 
-    outcomes(3, body)
+    assert str(outcomes(3, body)[0]) == "over"
+
+
+def test_any_source_is_served_while_somebody_is_left():
+    has_heard = threading.Event()
+
+    def body(rank):
+        out = np.zeros(1)
+        if rank == 0:
+            alone = rc.Group([0])
+            while 1 not in engine().watch.peers.left:
+                rc.barrier(group=alone)
+            has_heard.set()
+            out[:] = rc.recv(out)
+        elif rank == 2:
+            assert has_heard.wait(10)
+            time.sleep(0.1)  # not for synchronisation: time to give up too early
+            rc.send(out, 0)
+        engine().leave("done")
+        return out.item()
+
+    assert run_ranks(3, body) == [2.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("call", [lambda: rc.send(np.ones(9), 1), lambda: rc.recv(np.ones(9), 1)])

@@ -13,6 +13,7 @@ import pytest
 from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.page import Ending, OpState, State, how_it_ended
+from ringcomm.transport.mpi import MpiTransport
 
 
 def page(nonce=7, **fields):
@@ -69,6 +70,18 @@ def test_long_texts_are_cut_between_characters(text):
     for field in ("host", "op_name", "end_what", "end_where", "end_trace"):
         assert seen[field] in text, field
         assert seen[field]
+
+
+def test_a_neighbour_s_page_tells_whom_it_followed():
+    followed, failed, left = page(), page(), page()
+    followed.record_end(Ending.PEER_FAILED, 4, "PeerFailedError", "", "")
+    failed.record_end(Ending.EXCEPTION, 1, "ValueError", "train.py:3\nValueError: boom", "")
+    left.set_state(State.LEFT)
+    transport = object.__new__(MpiTransport)  # which needs no MPI to read pages
+    transport._pidfds, transport._neighbours = {}, {1: followed, 2: failed, 3: left}
+    deaths = [event for rank in (1, 2, 3, 5) for event in transport._death(rank)]
+    assert [(death.rank, death.blames) for death in deaths] == [(1, 4), (2, 2), (5, 5)]
+    assert deaths[1].reason == "raised ValueError: boom"
 
 
 def test_the_first_record_stands():

@@ -79,6 +79,13 @@ def test_letters_are_taken_once_in_order_from_whom_they_are_wanted():
     assert watch._boxes == {}
 
 
+def test_whoever_wrote_first_is_heard_first():
+    watch, _ = hear(agreed(2, 9), agreed(1, 9), agreed(1, 9))
+    letters = [watch.letter(Kind.AGREE, 9, ANY_SOURCE) for _ in range(3)]
+    assert all(letter.test() for letter in letters)
+    assert [letter.source for letter in letters] == [2, 1, 1]
+
+
 def test_a_rank_that_has_left_tells_all_what_it_will_never_enter():
     watch, transport = hear(agreed(2, 9))
     watch.announce_left("called shutdown()")
