@@ -1,0 +1,435 @@
+"""The faults that ci/mutants plants, one at a time: mistakes that a good engineer could make.
+
+Each imports and sums two float32 arrays over two ranks, so that only a test of the rule that it
+breaks can tell.
+"""
+
+from dataclasses import dataclass
+
+CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        name: for the command line.
+        category: one of CATEGORIES.
+        file: within ringcomm/.
+        old: text that occurs in it once.
+        new: what stands there instead.
+        harm: what a user would suffer.
+        targets: the tests that are most likely to catch it, within tests/.
+    """
+
+    name: str
+    category: str
+    file: str
+    old: str
+    new: str
+    harm: str
+    targets: tuple[str, ...]
+
+    def apply(self, text):
+        """Return the faulty text of the file.
+
+        Raises:
+            ValueError: `old` does not occur exactly once.
+        """
+        n = text.count(self.old)
+        if n != 1:
+            raise ValueError(f"{self.name}: its text occurs {n} times in ringcomm/{self.file}")
+        return text.replace(self.old, self.new)
+
+
+ORDER = [
+    Mutation(
+        "place-counts-names",
+        "order",
+        "engine/ledger.py",
+        """\
+        if name is None:
+            self._place += 1
+            return""",
+        """\
+        self._place += 1
+        if name is None:
+            return""",
+        "unnamed calls mismatch where ranks start named ones in another order beside them",
+        ("unit/test_programs.py",),
+    ),
+    Mutation(
+        "few-unnamed-streams",
+        "order",
+        "engine/ledger.py",
+        "return ticket.number % _UNNAMED",
+        "return ticket.number % 8",
+        "with more than 8 unnamed operations in flight one may get the data of another",
+        ("unit/test_ledger.py",),
+    ),
+    Mutation(
+        "last-sender-first",
+        "order",
+        "transport/watch.py",
+        "box.append((source, header, text))",
+        "box.appendleft((source, header, text))",
+        "recv(ANY_SOURCE) serves the last sender first, so that busy ranks starve the others",
+        ("unit/test_watch.py", "unit/test_p2p.py"),
+    ),
+    Mutation(
+        "dissent-is-not-passed-on",
+        "order",
+        "engine/agreement.py",
+        "all_agree = all_agree and heard.flag and heard.fingerprint == fingerprint",
+        "all_agree = all_agree and heard.fingerprint == fingerprint",
+        "of more than two ranks some take a mismatch for an agreement, and hang or mix data",
+        ("unit/test_mismatch.py",),
+    ),
+    Mutation(
+        "own-context-counter",
+        "order",
+        "engine/engine.py",
+        "self._next_context = context + 1",
+        "self._next_context += 1",
+        "two groups that overlap in one rank may share a context, and take each other's messages",
+        ("unit/test_groups.py",),
+    ),
+    Mutation(
+        "sum-from-own-rank",
+        "order",
+        "collectives/direct.py",
+        "combine_all(own, sources, op)",
+        "combine_all(own, sources[t.rank :] + sources[: t.rank], op)",
+        "deterministic=True gives other bits when buckets are cut differently",
+        ("unit/test_operators.py",),
+    ),
+]
+
+CACHE = [
+    Mutation(
+        "any-call-is-cached",
+        "cache",
+        "engine/ledger.py",
+        "return entry.stream if entry and entry.fingerprint == fingerprint else None",
+        "return entry.stream if entry and entry.fingerprint is not None else None",
+        "a changed call sends before it is agreed on, and breaks the engine instead of a mismatch",
+        ("unit/test_ledger.py", "unit/test_async.py"),
+    ),
+    Mutation(
+        "poisoned-name-keeps-its-stream",
+        "cache",
+        "engine/ledger.py",
+        "is_lasting = stream < _FIRST_PASSING and not is_spoiled",
+        "is_lasting = stream < _FIRST_PASSING",
+        "after a mismatch a name's next call receives what was left on the wire",
+        ("unit/test_ledger.py", "unit/test_async.py"),
+    ),
+    Mutation(
+        "uses-share-a-key",
+        "cache",
+        "engine/ledger.py",
+        """\
+        entry.number += 1
+        return Ticket(name, self._bases[name], entry.number)""",
+        """\
+        return Ticket(name, self._bases[name], entry.number + 1)""",
+        "a rank that is asked for the next use of a name says it is in it, for it was in the last",
+        ("unit/test_ledger.py",),
+    ),
+    Mutation(
+        "stale-ranks-keep-the-entry",
+        "cache",
+        "engine/engine.py",
+        """\
+            work.ledger.settle(work.ticket, stream, None)
+            raise await""",
+        """\
+            raise await""",
+        "after a mismatch the ranks disagree on whether a name is cached, and its next call hangs",
+        ("unit/test_async.py",),
+    ),
+    Mutation(
+        "done-before-agreed",
+        "cache",
+        "engine/progress.py",
+        "return bool(self._strands)",
+        "return any(strand is self._first for strand, _ in self._strands)",
+        "the second barrier of a name lets ranks out before all are in",
+        ("unit/test_collectives.py", "unit/test_async.py"),
+    ),
+    Mutation(
+        "deterministic-is-not-compared",
+        "cache",
+        "engine/plans.py",
+        'how = f"{op}, deterministic" if deterministic else str(op)',
+        "how = str(op)",
+        "ranks that differ in deterministic= run two algorithms against each other, and hang",
+        ("unit/test_operators.py",),
+    ),
+    Mutation(
+        "passing-names-share-a-stream",
+        "cache",
+        "engine/ledger.py",
+        """\
+        self._next_passing = _FIRST_PASSING + (stream + 1 - _FIRST_PASSING) % (
+            N_STREAMS - _FIRST_PASSING
+        )
+""",
+        "",
+        "beyond 4096 names, operations in flight take each other's data",
+        ("unit/test_ledger.py", "unit/test_async.py"),
+    ),
+]
+
+DTYPE = [
+    Mutation(
+        "fusion-by-width",
+        "dtype",
+        "engine/plans.py",
+        "Item(flat.bytes.nbytes, flat.dtype.name)",
+        "Item(flat.bytes.nbytes, flat.dtype.itemsize)",
+        "grouped_allreduce adds int32 as if it were float32",
+        ("unit/test_exchange.py",),
+    ),
+    Mutation(
+        "bfloat16-is-no-float",
+        "dtype",
+        "arrays/dtypes.py",
+        'return "float" in self.name',
+        'return self.name.startswith("float")',
+        "BAND of bfloat16 is not refused with the words that say what to do",
+        ("unit/test_operators.py",),
+    ),
+    Mutation(
+        "foreign-byte-order",
+        "dtype",
+        "arrays/numpy.py",
+        "if not x.dtype.isnative:",
+        "if x.dtype.isnative is None:",
+        "big-endian arrays are summed as if they were little-endian",
+        ("unit/test_collectives.py",),
+    ),
+    Mutation(
+        "pending-negation",
+        "dtype",
+        "arrays/torch.py",
+        "return x.is_contiguous() and not x.is_conj() and not x.is_neg()",
+        "return x.is_contiguous() and not x.is_conj()",
+        "a tensor with a pending negation, as z.conj().imag, is sent with the wrong sign",
+        ("faces/test_state.py",),
+    ),
+    Mutation(
+        "fortran-order-is-kept",
+        "dtype",
+        "arrays/numpy.py",
+        'np.array(x, order="C", copy=True, subok=False)',
+        'np.array(x, order="K", copy=True, subok=False)',
+        "a Fortran-ordered array comes back as it was, not reduced",
+        ("unit/test_collectives.py",),
+    ),
+    Mutation(
+        "average-of-half-the-halves",
+        "dtype",
+        "collectives/op.py",
+        "divisor = len(sources) if op is AVERAGE else 1",
+        "divisor = len(sources) if op is AVERAGE and out.dtype.name == 'float16' else 1",
+        "AVERAGE of bfloat16 is a sum",
+        ("unit/test_operators.py",),
+    ),
+    Mutation(
+        "autograd-is-not-told",
+        "dtype",
+        "arrays/torch.py",
+        "torch.autograd.graph.increment_version(x)",
+        "x.detach()",
+        "a backward() through values that a collective has overwritten is silently wrong",
+        ("faces/test_state.py",),
+    ),
+]
+
+FAULT = [
+    Mutation(
+        "any-death-is-an-obstacle",
+        "fault",
+        "transport/peers.py",
+        "dead = {r: why for r, why in self.dead.items() if r in members}",
+        "dead = dict(self.dead)",
+        "a death outside a group ends the group's operations",
+        ("unit/test_peers.py", "unit/test_groups.py"),
+    ),
+    Mutation(
+        "deadline-of-the-whole",
+        "fault",
+        "engine/progress.py",
+        """\
+        if has_moved:
+            self.patience = None
+        return has_moved""",
+        """\
+        return has_moved""",
+        "a large operation that moves all the time is ended after RINGCOMM_TIMEOUT_S",
+        ("unit/test_faults.py::test_the_deadline_is_for_a_wait_in_which_nothing_moves",),
+    ),
+    Mutation(
+        "leaving-waits-for-the-dead",
+        "fault",
+        "engine/engine.py",
+        "lambda: not self.watch.peers.still_here or bool(self.watch.peers.dead)",
+        "lambda: not self.watch.peers.still_here",
+        "a rank that is done waits for survivors of a death, which may go on for hours",
+        ("unit/test_faults.py::test_a_death_ends_the_wait_of_a_rank_that_leaves",),
+    ),
+    Mutation(
+        "bad-values-are-harmless",
+        "fault",
+        "engine/engine.py",
+        "return isinstance(error, MismatchError) or error is work.problem",
+        "return isinstance(error, MismatchError | ValueError | TypeError)",
+        "after an error in mid-operation a rank goes on, out of step with the others",
+        (
+            "unit/test_faults.py::test_an_error_in_mid_operation_breaks_the_engine_and_tells_the_others",
+        ),
+    ),
+    Mutation(
+        "refusal-is-the-end",
+        "fault",
+        "engine/progress.py",
+        "task.fault_until = time.monotonic() + _CONFIRM_S",
+        "task.fault_until = time.monotonic()",
+        "a death that the wire notices first is told as a refused message, without the rank",
+        ("unit/test_faults.py::test_a_death_that_the_wire_notices_first_is_told_as_one",),
+    ),
+    Mutation(
+        "whoever-leaves-first",
+        "fault",
+        "engine/patience.py",
+        "is_alone = bool(awaited) and all(r in watch.peers.left for r in awaited)",
+        "is_alone = any(r in watch.peers.left for r in awaited)",
+        "recv(ANY_SOURCE) fails when one of several possible senders is done",
+        ("unit/test_p2p.py",),
+    ),
+    Mutation(
+        "follower-is-blamed",
+        "fault",
+        "transport/mpi.py",
+        """\
+            blames = last_words["end_code"]
+""",
+        """\
+            blames = rank
+""",
+        "the report blames a rank that only followed another one's failure",
+        ("unit/test_status.py",),
+    ),
+    Mutation(
+        "short-messages-pass",
+        "fault",
+        "transport/mpi.py",
+        "if self._expected and not self._requests:",
+        "if self._expected < 0 and not self._requests:",
+        "a message that comes short leaves what was in the buffer before, without an error",
+        ("mpi/test_spmd.py",),
+    ),
+    Mutation(
+        "quiet-refusal",
+        "fault",
+        "engine/engine.py",
+        "if not isinstance(error, PeerFailedError | CommTimeoutError):",
+        "if not isinstance(error, RingcommError):",
+        "ranks wait out their deadline for one whose engine is broken",
+        ("unit/test_faults.py::test_a_message_that_the_wire_refuses_is_told_to_all",),
+    ),
+]
+
+OPTIMIZER = [
+    Mutation(
+        "unused-keeps-last-step",
+        "optimizer",
+        "torch/slots.py",
+        """\
+        if gradient is None or not code & DENSE:
+            self._view.zero_()
+            return""",
+        """\
+        if gradient is None or not code & DENSE:
+            return""",
+        "a parameter that a rank does not use counts with what its bucket held a step ago",
+        ("faces/test_backward.py",),
+    ),
+    Mutation(
+        "empty-batch-times-zero",
+        "optimizer",
+        "torch/buckets.py",
+        "return wire.mul_(samples) if samples else wire.zero_()",
+        "return wire.mul_(samples)",
+        "set_samples(0) for an empty batch, whose mean is NaN, makes every rank's gradient NaN",
+        ("faces/test_samples.py",),
+    ),
+    Mutation(
+        "weighed-in-16-bits",
+        "optimizer",
+        "torch/buckets.py",
+        "if self.buffer.dtype in _16_BIT:",
+        "if self.buffer.dtype is torch.bfloat16:",
+        "float16 gradients overflow when they are weighed by the number of samples",
+        ("faces/test_samples.py",),
+    ),
+    Mutation(
+        "own-ready-order",
+        "optimizer",
+        "torch/reducer.py",
+        """\
+            yield handle
+            self._order = handle.wait().tolist()""",
+        """\
+            yield handle
+            self._order = mine.tolist()""",
+        "ranks whose gradients become ready in another order plan other buckets, and mismatch",
+        ("faces/test_overlap.py",),
+    ),
+    Mutation(
+        "kept-gradient-is-not-copied",
+        "optimizer",
+        "torch/slots.py",
+        "return gradient.detach().clone() if own.data_ptr() == bucket.data_ptr() else gradient",
+        "return gradient.detach() if own.data_ptr() == bucket.data_ptr() else gradient",
+        "gradients that are not zeroed between steps are overwritten instead of added to",
+        ("faces/test_grad.py",),
+    ),
+    Mutation(
+        "number-of-optimizers",
+        "optimizer",
+        "torch/registry.py",
+        "newcomer.number = next(n for n in range(len(taken) + 1) if n not in taken)",
+        "newcomer.number = len(taken)",
+        "once an optimizer was dropped, two others take each other's messages",
+        ("faces/test_overlap.py",),
+    ),
+    Mutation(
+        "late-in-the-bucket",
+        "optimizer",
+        "torch/slots.py",
+        """\
+            self.parameter.grad = None
+            self.state = State.LATE""",
+        """\
+            self.state = State.LATE""",
+        "what a second loss adds goes into a bucket that is under way, and counts twice or not",
+        ("faces/test_backward.py",),
+    ),
+    Mutation(
+        "samples-for-ever",
+        "optimizer",
+        "torch/reducer.py",
+        """\
+        self.step += 1
+        self._samples = None""",
+        """\
+        self.step += 1""",
+        "the number of samples of one step weighs the next one, too",
+        ("faces/test_samples.py",),
+    ),
+]
+
+MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER]
