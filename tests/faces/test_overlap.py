@@ -327,7 +327,7 @@ def test_memory_does_not_grow_with_steps():
         return after[0] - before[0], after[1] - before[1]
 
     ((objects, tensors),) = run_ranks(1, body, settings=SMALL)
-    assert tensors == 0
+    assert tensors <= 0  # what other tests left behind may go meanwhile
     assert objects < 20
 
 
