@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <fstream>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -239,14 +240,15 @@ class Guardian {
     failed.exit_code = w.page->exit_code.load();
   }
 
-  // Under fault tolerance only a failed rank that lingers is ended: MPI reports no other death.
+  // Under fault tolerance only a failed rank that lingers is ended, for MPI reports no other death;
+  // and a stopped one when no other is left.
   void end_the_rest() {
     const std::int64_t now = now_ns();
     for (Watched& w : ranks_) {
       if (w.is_gone) continue;
       const EndView end = w.page.end();
-      if (fault_tolerant_ && (end.kind != Ending::exception || now < end.time_ns + grace_ns_))
-        continue;
+      const bool lingers = end.kind == Ending::exception && now >= end.time_ns + grace_ns_;
+      if (fault_tolerant_ && !lingers && !(is_last(w) && is_stopped(w))) continue;
       if (w.term_ns == 0) {
         w.term_ns = now;
         pidfd_kill(w.pidfd, SIGTERM);
@@ -255,6 +257,21 @@ class Guardian {
         pidfd_kill(w.pidfd, SIGKILL);
       }
     }
+  }
+
+  bool is_last(const Watched& w) const {
+    return now_ns() > last_gone_ns_ + grace_ns_ &&
+           std::all_of(ranks_.begin(), ranks_.end(),
+                       [&](const Watched& other) { return &other == &w || other.is_gone; });
+  }
+
+  static bool is_stopped(const Watched& w) {
+    std::ifstream file("/proc/" + std::to_string(w.page->pid) + "/stat");
+    std::string line;
+    std::getline(file, line);
+    const std::size_t name_ends = line.rfind(')');
+    return name_ends != std::string::npos && line.size() > name_ends + 2 &&
+           line[name_ends + 2] == 'T';
   }
 
   void wait_until_reaped() {

@@ -76,9 +76,9 @@ class NumpyAdapter:
     def require_writable(self, x: NDArray[Any]) -> None:
         """Raise ValueError for a read-only array, and for one that repeats elements (stride 0)."""
         if not x.flags.writeable:
-            raise ValueError("cannot reduce in place: the array is read-only. Pass x.copy()")
+            raise ValueError("cannot write in place: the array is read-only. Pass one that is not")
         if x.size and any(step == 0 and n > 1 for step, n in zip(x.strides, x.shape, strict=True)):
-            raise ValueError("cannot reduce in place: elements overlap in memory. Pass x.copy()")
+            raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 
     def written(self, x: NDArray[Any]) -> None:
         """Do nothing: numpy keeps no version of its arrays."""

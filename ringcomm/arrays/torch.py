@@ -65,7 +65,7 @@ class TorchAdapter:
         """Raise ValueError for a tensor whose elements overlap (expand())."""
         strides = zip(x.stride(), x.shape, strict=True)
         if x.numel() and any(step == 0 and n > 1 for step, n in strides):
-            raise ValueError("cannot reduce in place: elements overlap in memory. Pass x.clone()")
+            raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 
     def written(self, x: torch.Tensor) -> None:
         """Tell autograd, which refuses a backward through values that have changed since."""

@@ -94,6 +94,7 @@ class Engine:
         settings: deadlines and bucket size.
         watch: what is known of the other ranks.
         timeline: where its operations are recorded, or None.
+        broke_while_leaving: what kept leave() from completing what was started, or None.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Engine:
         self._n_entered = 0
         self._broken: RingcommError | None = None
         self._is_closed = False
+        self.broke_while_leaving: RingcommError | None = None
         self._has_warned_of_names = False
 
     def execute(
@@ -256,8 +258,10 @@ class Engine:
             return False
         with self._lock:
             self._is_closed = True
+        was_broken = self._broken is not None
         for work in list(self._pending.values()):
             self._progress.wait(work.task)
+        self.broke_while_leaving = None if was_broken else self._broken
         self._progress.stop(self._copy_of_broken)
         self._set_state(State.LEAVING)
         self.record(None)

@@ -31,6 +31,7 @@ _LOOK_EVERY = 16
 # to 1 ms at once, and from there on to 5 ms, half a percent of the time waited so far.
 _NAP_S, _LONG_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3, 5e-3
 _NAP_SHARE = 1 / 200
+_PASS_SHARE = 20  # a look at hundreds of operations takes long: naps are 20 times longer
 _IDLE_LOOK_S = 0.25  # an idle rank answers who asks where it is, and hears of deaths
 _CONFIRM_S = 2.0  # time for a refused message to turn out as a death
 
@@ -239,7 +240,7 @@ class Progress:
 
     def close(self) -> None:
         """Forget the engine; nothing is submitted any more."""
-        self._on_over, self._on_lost = _ignore_task, _ignore_error
+        self._on_over, self._on_lost, self._failure = _ignore_task, _ignore_error, None
 
     def _take_turn(self, mark: object, task: Task, deadline: float) -> bool:
         """Return True if this thread is to drive now, False if it need not wait any more."""
@@ -308,6 +309,7 @@ class Progress:
         self._watch.poll()
         while not is_enough():
             turns += 1
+            began_at = time.monotonic()
             has_moved = self._advance()
             now = time.monotonic()
             if has_moved:
@@ -317,7 +319,7 @@ class Progress:
                 self._look_around(now)
             if polls >= spins:
                 self._transport.park(nap)
-                nap = _longer(nap, now - moved_at)
+                nap = max(_longer(nap, now - moved_at), _PASS_SHARE * (now - began_at))
 
     def _advance(self) -> bool:
         self._admit()

@@ -42,6 +42,7 @@ class _World:
 _world: _World | None = None
 _mpi: Started | None = None  # MPI is started once per process and survives shutdown()
 _is_mpi_broken = False  # a rank died or left out of turn: MPI_Finalize would wait for it
+_unheard: LastWords | None = None  # of a world that could not be left as shutdown() promises
 _override = threading.local()
 
 
@@ -105,21 +106,30 @@ def init(comm: MPI.Comm | None = None) -> None:
 def shutdown() -> None:
     """Leave the job in order; returns when all ranks do. Collective. init() may follow.
 
+    Asynchronous operations that are under way are completed first.
+
     Raises:
+        PeerFailedError, CommTimeoutError: one of them could not be.
         NotInitializedError: in a child of a rank.
     """
-    global _world, _is_mpi_broken  # noqa: PLW0603
+    global _world, _is_mpi_broken, _unheard  # noqa: PLW0603
     _refuse_child()
     if _world is None:
         return
     world, _world = _world, None
     is_clean = world.engine.leave("called shutdown()")
     _is_mpi_broken = _is_mpi_broken or not is_clean
-    world.words.disarm()
+    error = world.engine.broke_while_leaving
+    if error is None:
+        world.words.disarm()
+    else:
+        _unheard = world.words  # the hooks stay, for nobody has heard of it yet
     if is_clean:
         world.transport.page.set_state(State.LEFT)
     if world.guardian is not None:
         world.guardian.wait() if is_clean else world.guardian.disown()
+    if error is not None:
+        raise error
 
 
 def is_initialized() -> bool:
@@ -280,6 +290,8 @@ def _at_exit() -> None:
     if config.parent_rank_pid() is not None or _mpi is None:
         return
     failure = None if _world is None else _leave_job(_world)
+    if _unheard is not None and _unheard.failure is not None:
+        _unheard.wait_for_report()
     if not _is_mpi_broken:
         if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
             _mpi.mpi.Finalize()
@@ -287,9 +299,13 @@ def _at_exit() -> None:
             _world.transport.page.set_state(State.LEFT)
     elif failure is not None and failure.blames is None and _is_fault_tolerant():
         _core.kill_at_last()  # ULFM reports a death by signal to everybody, and no other (measured)
-    elif not _mpi.is_ours_to_finalize:
-        # mpi4py was imported first and would finalize after this, which hangs: a rank is missing.
-        _core.exit_at_last(0 if failure is None else failure.exit_code)
+    else:
+        # A rank is missing. mpi4py, if it was imported first, would finalize after this, and hang;
+        # and MPICH's mpiexec reports a job as good if those who were done end with 0 (measured).
+        survives = failure is None and config.is_fault_tolerant()
+        was_too_late = _world is not None and _world.engine.broke_while_leaving is not None
+        if not _mpi.is_ours_to_finalize or was_too_late or (failure is None and not survives):
+            _core.exit_at_last(failure.exit_code if failure is not None else int(not survives))
 
 
 def _leave_job(world: _World) -> Failure | None:
@@ -299,6 +315,9 @@ def _leave_job(world: _World) -> Failure | None:
     failure = world.words.failure
     if failure is None:
         is_clean = world.engine.leave("left the job: its program ended")
+        if world.engine.broke_while_leaving is not None:
+            world.words.end_with(world.engine.broke_while_leaving)
+            failure = world.words.failure
     else:
         _tell_the_others(failure)
         world.engine.stop()

@@ -76,6 +76,10 @@ class LastWords:
         if os._exit == self._on_os_exit:
             os._exit = self._os_exit
 
+    def end_with(self, error: BaseException) -> None:
+        """Report an error that comes after the program's end as what ended it."""
+        self._on_exception(type(error), error, error.__traceback__)
+
     def wait_for_report(self) -> None:
         """Return when the guardian has said who failed, after a second at the latest.
 

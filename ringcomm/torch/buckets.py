@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ringcomm.collectives.fusion import Item, plan_fusion
-from ringcomm.collectives.op import SUM, Op
+from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.engine import async_ops
 from ringcomm.engine.handle import Handle
 
@@ -66,6 +66,21 @@ class Member:
     view: torch.Tensor
 
 
+@dataclass(frozen=True, order=True)
+class Stray:
+    """A bucket that other ranks are reducing and this one does not have."""
+
+    name: str
+    count: int
+    dtype: str
+    op: str
+
+    def launch_zeros(self) -> Handle[torch.Tensor]:
+        """Take part with zeros, so that those ranks do not wait for this one."""
+        zeros = torch.zeros(self.count, dtype=getattr(torch, self.dtype))
+        return async_ops.allreduce_async_(zeros, Op(self.op), name=self.name)
+
+
 class Bucket:
     """A flat buffer with a view for the gradient of each of its parameters.
 
@@ -99,9 +114,15 @@ class Bucket:
             for (index, _, p), piece in zip(parameters, pieces, strict=True)
         ]
         self._wide: torch.Tensor | None = None
-        self._wire = self.buffer
+        self._wire, self._op = self.buffer, AVERAGE
         self.handles: tuple[Handle[torch.Tensor], ...] = ()
         self.expect_all()
+
+    @property
+    def outline(self) -> Stray:
+        """What another rank needs to take part in the reduction under way."""
+        kind = str(self._wire.dtype).removeprefix("torch.")
+        return Stray(self.name, self._wire.numel(), kind, self._op.value)
 
     @property
     def is_under_way(self) -> bool:
@@ -114,7 +135,7 @@ class Bucket:
 
     def launch(self, scaling: Scaling) -> None:
         """Start to reduce the buffer."""
-        self._wire = self._weighted(scaling.samples)
+        self._wire, self._op = self._weighted(scaling.samples), scaling.wire_op
         self.handles = (async_ops.allreduce_async_(self._wire, scaling.wire_op, name=self.name),)
 
     def land(self, total: float | None) -> None:

@@ -61,6 +61,8 @@ class Exchange:
             PeerFailedError, CommTimeoutError: the engine may still write to what is under way.
         """
         presence = yield from self._agree(has_failed=has_failed)
+        if not presence.is_one_step:
+            yield from self._end_astray()
         problem = self._problem(presence)
         # What has left on one rank must leave on all, or it would wait for ever.
         self._launch_rest(presence)
@@ -89,9 +91,6 @@ class Exchange:
                 "DistributedOptimizer: backward() raised on another rank, which goes on: call "
                 "optimizer.zero_grad() and repeat the backward() on every rank"
             )
-        if not presence.is_one_step:
-            steps = ops.allgather_object(self.step, name=f"steps{self.suffix}")
-            return MismatchError(explain_steps(steps))
         fault = samples_fault(presence)
         if fault == "partial":
             samples = ops.allgather_object(self.scaling.samples, name=f"samples{self.suffix}")
@@ -102,6 +101,21 @@ class Exchange:
                 "samples. Skip this step on all ranks"
             )
         return None
+
+    def _end_astray(self) -> Waiting[None]:
+        """Ranks are in different steps, so their buckets may differ: complete what has left.
+
+        Raises:
+            MismatchError: always, on every rank.
+        """
+        mine = [bucket.outline for bucket in self.buckets if bucket.is_under_way]
+        told = ops.allgather_object((self.step, mine), name=f"steps{self.suffix}")
+        known = {outline.name for outline in mine}
+        strays = {outline for _, theirs in told for outline in theirs if outline.name not in known}
+        handles = [outline.launch_zeros() for outline in sorted(strays)]
+        yield from handles
+        problem = MismatchError(explain_steps([step for step, _ in told]))
+        yield from self._land((), None, problem)
 
     def _launch_rest(self, presence: Presence) -> None:
         for bucket in self.buckets:

@@ -196,8 +196,8 @@ class GradientReducer:
 
     @property
     def _suffix(self) -> str:
-        """Of the names of messages: several optimizers may have parameters of one name."""
-        return f" (optimizer {self.number + 1})" if self.number else ""
+        """Of the names of messages: other optimizers, and users, may have names of their own."""
+        return f" (optimizer {self.number})"
 
     def _prepare(self) -> None:
         """Before the first gradient of a pass: see what is new, and make buckets if there are none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import MutableMapping, Sequence
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,15 +24,13 @@ class Numbered(Protocol):
 
 
 _owners: MutableMapping[torch.Tensor, ref[Numbered]] = WeakIdKeyDictionary()
-_living: WeakKeyDictionary[Engine, WeakSet[Numbered]] = WeakKeyDictionary()
+_counts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
 
 
 def enrol(newcomer: Numbered, engine: Engine) -> None:
-    """Give it the smallest number that no other one in use has: alike on all ranks."""
-    others = _living.setdefault(engine, WeakSet())
-    taken = {other.number for other in others if other is not newcomer}
-    newcomer.number = next(n for n in range(len(taken) + 1) if n not in taken)
-    others.add(newcomer)
+    """Give it the next number: alike on all ranks, whatever their garbage collectors have done."""
+    newcomer.number = _counts.get(engine, 0) + 1
+    _counts[engine] = newcomer.number
 
 
 def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:

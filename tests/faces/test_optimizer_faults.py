@@ -160,6 +160,27 @@ def test_ranks_with_unequal_numbers_of_backward_get_one_error():
     assert "rank 0 is in step 2, rank 1 in step 1" in text
 
 
+@pytest.mark.parametrize("settings", [SMALL, UNSENT])
+def test_unequal_numbers_of_backward_in_the_first_step_are_told_at_once(settings):
+    """One rank has put its buckets into another order by then, and others wait for the old ones."""
+
+    def body(rank):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        model.register_module("unused", nn.Linear(4, 1))
+        model.forward = lambda x: model[2](model[0](model[1](x)))
+        optimizer = wrap(model)
+        for _ in range(2 if rank == 0 else 1):
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(rc.MismatchError, match="Every rank must run as many") as caught:
+            model(torch.ones(2, 4)).sum().backward()
+        raise caught.value
+
+    results = outcomes(2, body, settings=settings)
+    assert all(isinstance(each, rc.MismatchError) for each in results), results
+    assert len({str(each) for each in results}) == 1
+
+
 def smaller(rank, first):
     return wrap(nn.Sequential(nn.Linear(5, 3)).double() if rank == 2 else first)
 

@@ -76,6 +76,47 @@ def test_ranks_may_end_at_different_times(tmp_path):
     assert "x rank" not in job.output
 
 
+@pytest.mark.parametrize(("rank", "delay_s"), [(0, 0), (2, 1)])
+def test_a_late_failure_is_the_job_s_although_the_others_were_done(rank, delay_s, tmp_path):
+    body = f"""
+    rc.init()
+    rc.barrier()
+    if rc.rank() == {rank}:
+        time.sleep({delay_s})  # the others are at their end meanwhile
+        raise ValueError("boom")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0, job.output
+    assert f"x rank {rank}" in report_of(job.output)
+
+
+@pytest.mark.parametrize("end", ["rc.shutdown()", "pass"])
+def test_what_cannot_be_completed_at_the_end_is_the_job_s_failure(end, tmp_path):
+    body = f"""
+    rc.init()
+    if rc.rank() == 0:
+        handle = rc.allreduce_async(X, name="w")
+        {end}
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code != 0, job.output
+    assert "x rank 1" in report_of(job.output)
+    assert "left the job while others waited for it" in job.output
+
+
+@needs_ulfm
+def test_a_stopped_rank_does_not_outlive_a_fault_tolerant_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    rc.allreduce(X, name="w")
+    """
+    environment = {"RINGCOMM_TIMEOUT_S": "1", "RINGCOMM_GRACE_S": "1"}
+    job = run_script(3, script(body), cwd=tmp_path, env=environment, options=ULFM, timeout_s=40)
+    assert "for rank 1, which did not answer" in job.output
+
+
 def test_the_same_exit_code_everywhere_is_the_job_s(tmp_path):
     body = """
     rc.init()
