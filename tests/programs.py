@@ -191,6 +191,8 @@ def _call(op, x, groups, form):
 
 def check(op, rank, x, result):
     """Compare with numpy, bit by bit."""
+    if not op.kind.endswith("_"):
+        assert _alike(x, _passed(op, rank)), op  # what is passed in is left alone
     want = _expected(op, rank)
     if isinstance(want, list):
         assert len(result) == len(want), op
@@ -203,6 +205,12 @@ def check(op, rank, x, result):
     _same(op, result, want)
     if op.kind.endswith("_"):
         assert result is x, op
+
+
+def _alike(x, y):
+    if isinstance(x, list):
+        return all(map(np.array_equal, x, y))
+    return x is y if x is None else np.array_equal(x, y)
 
 
 def _same(op, result, want):
