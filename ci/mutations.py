@@ -89,7 +89,7 @@ ORDER = [
     Mutation(
         "own-context-counter",
         "order",
-        "engine/engine.py",
+        "engine/founding.py",
         "self._next_context = max(self._next_context, context + 1)",
         "self._next_context += 1",
         "two groups that overlap in one rank may share a context, and take each other's messages",

@@ -15,12 +15,14 @@ from ringcomm._core import StatusPage
 from ringcomm.config import Settings
 from ringcomm.engine.agreement import agree, mismatch
 from ringcomm.engine.call import Call
+from ringcomm.engine.founding import Founding
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle, warn_of_dropped
-from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, Ledger, Ticket, base_of
+from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
+from ringcomm.engine.pending import Pending, Work
 from ringcomm.engine.progress import Progress, Strand, Task
-from ringcomm.engine.timeline import Lane, Timeline
+from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
     CommTimeoutError,
     MismatchError,
@@ -28,13 +30,12 @@ from ringcomm.errors import (
     PeerFailedError,
     RingcommError,
 )
-from ringcomm.status.page import OpState, State
-from ringcomm.transport.base import CALLS, DATA, N_CONTEXTS, Transport
+from ringcomm.status.page import State
+from ringcomm.transport.base import CALLS, DATA, Transport
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
-_GROUPS = 1 << 32  # no context of a group: names of groups to be made
 R = TypeVar("R")
 
 
@@ -70,19 +71,6 @@ class Topology:
     cross_size: int
 
 
-@dataclass
-class _Work:
-    """A task, and what the engine keeps with it."""
-
-    task: Task
-    ledger: Ledger | None
-    ticket: Ticket
-    nbytes: int
-    problem: Exception | None = None
-    order: int = 0  # among all that this rank has entered
-    lane: Lane | None = None
-
-
 class Engine:
     """The collectives of one rank.
 
@@ -115,16 +103,12 @@ class Engine:
         self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
         self._transport = transport
         self._page = page
-        self._shown: int | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._pending: dict[int, _Work] = {}
+        self._pending = Pending(page)
+        self._founding = Founding()
         self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
-        self._next_context = 1
-        self._founding = threading.Lock()  # one group at a time: each takes the next context
-        self._n_founded: dict[tuple[int, ...], int] = {}
         self._n_serial = 0
-        self._n_entered = 0
         self._broken: RingcommError | None = None
         self._is_closed = False
         self.broke_while_leaving: RingcommError | None = None
@@ -193,7 +177,12 @@ class Engine:
         return task.result
 
     def converse(
-        self, label: str, members: tuple[int, ...], talk: Callable[[Task, int], Strand]
+        self,
+        label: str,
+        members: tuple[int, ...],
+        talk: Callable[[Task, int], Strand],
+        *,
+        ticket: Ticket | None = None,
     ) -> Task:
         """Begin to speak with other ranks about what no collective agrees on; see result_of().
 
@@ -201,24 +190,26 @@ class Engine:
             label: "recv(source=3, tag=0)".
             members: the ranks of the job whose death ends it, this one among them.
             talk: returns what to do, given the task and a serial number of this rank's.
+            ticket: what it is, alike on those ranks; None: no other rank knows it.
         """
         self._require_own_process()
         with self._lock:
             self._require_usable()
             self._require_room()
             self._n_serial += 1
-            ticket = Ticket(None, base_of(_GROUPS, f"rank {self.rank}"), self._n_serial)
+            if ticket is None:
+                ticket = Ticket(None, base_of(NO_GROUP, f"rank {self.rank}"), self._n_serial)
             task = Task(label, ticket, members)
             task.start(talk(task, self._n_serial))
-            self._register(_Work(task, None, ticket, 0))
+            self._pending.add(Work(task, None, ticket, 0), self.timeline)
             self._progress.submit(task, is_awaited=True)
         return task
 
     def found(self, group: Group) -> Ledger:
         """Return the ledger of a new group, agreed on by its members; blocks."""
-        self._require_own_process()
-        with self._founding:
-            return self._found_alone(group)
+        ledger = self._founding.found(group, self)
+        self._ledgers[base_of(ledger.context, None)] = ledger
+        return ledger
 
     def meet(self, version: str) -> None:
         """Return when every rank runs this version and its guardian watches; first call of all."""
@@ -259,8 +250,8 @@ class Engine:
         with self._lock:
             self._is_closed = True
         was_broken = self._broken is not None
-        for work in list(self._pending.values()):
-            self._progress.wait(work.task)
+        for task in self._pending.tasks():
+            self._progress.wait(task)
         self.broke_while_leaving = None if was_broken else self._broken
         self._progress.stop(self._copy_of_broken)
         self._set_state(State.LEAVING)
@@ -290,7 +281,7 @@ class Engine:
 
     def is_in(self) -> str:
         """Return the label of the oldest operation that is pending, "" if there is none."""
-        return next((work.task.label for work in list(self._pending.values())), "")
+        return self._pending.oldest()
 
     def _enqueue(
         self,
@@ -314,20 +305,20 @@ class Engine:
             self._require_room()
             ticket = ledger.enter(ready.call.name)
             task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
-            work = _Work(task, ledger, ticket, ready.nbytes, problem)
+            work = Work(task, ledger, ticket, ready.nbytes, problem)
             try:
-                self._register(work)
+                self._pending.add(work, self.timeline)
                 task.start(*self._strands(work, ready))
                 self._progress.submit(task, is_awaited=is_awaited)
             except BaseException as error:  # its place is taken, and others will wait for it
-                self._pending.pop(ticket.key, None)
+                self._pending.remove(ticket.key, has_failed=True)
                 task.stop()
                 task.error, task.is_over = error, True
                 self._break(task.label, error)
                 raise
         return task
 
-    def _strands(self, work: _Work, plan: Plan[Any]) -> tuple[Strand, ...]:
+    def _strands(self, work: Work, plan: Plan[Any]) -> tuple[Strand, ...]:
         """Return how to carry out a plan: agree first, or beside it if all did so before."""
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None
@@ -338,7 +329,7 @@ class Engine:
         run = plan.run(self._channel(work, stream, DATA))
         return run, self._agree_beside(work, plan, fingerprint, stream)
 
-    async def _agree_and_run(self, work: _Work, plan: Plan[Any], fingerprint: int) -> Any:
+    async def _agree_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None
         talk = self._channel(work, 0, CALLS)
@@ -353,7 +344,7 @@ class Engine:
         return await plan.run(self._channel(work, verdict.value, DATA))
 
     async def _agree_beside(
-        self, work: _Work, plan: Plan[Any], fingerprint: int, stream: int
+        self, work: Work, plan: Plan[Any], fingerprint: int, stream: int
     ) -> None:
         """Agree while the data moves; a rank that does not agree poisons what has moved."""
         assert work.ledger is not None
@@ -363,49 +354,14 @@ class Engine:
             raise await self._mismatch(work, plan, stream, has_moved=True)
 
     async def _mismatch(
-        self, work: _Work, plan: Plan[Any], stream: int, *, has_moved: bool
+        self, work: Work, plan: Plan[Any], stream: int, *, has_moved: bool
     ) -> MismatchError:
         talk = self._channel(work, stream, CALLS)
         error = await mismatch(plan.call, work.ticket.number, talk, has_moved=has_moved)
         error.__cause__ = work.problem
         return error
 
-    def _found_alone(self, group: Group) -> Ledger:
-        members = tuple(sorted(group.ranks))
-        with self._lock:
-            self._require_usable()
-            number = self._n_founded[members] = self._n_founded.get(members, 0) + 1
-            ticket = Ticket(None, base_of(_GROUPS, str(members)), number)
-            task = Task(f"{group!r}", ticket, members)
-            call = Call("Group", str(list(group.ranks)))
-            task.start(self._found(task, call, number))
-            self._register(_Work(task, None, ticket, 0))
-            self._progress.submit(task, is_awaited=True)
-        context: int = self.result_of(task)
-        if context >= N_CONTEXTS:
-            raise RingcommError(
-                f"{group!r}: this would be group {context} of this job, and {N_CONTEXTS - 1} are "
-                "the limit: make groups once and keep them"
-            )
-        ledger = Ledger(context, is_first=group.rank == 0)
-        self._ledgers[base_of(context, None)] = ledger
-        return ledger
-
-    async def _found(self, task: Task, call: Call, number: int) -> int:
-        talk = Channel(self.watch, task.key, task.members)
-        task.channels.append(talk)
-        verdict = await agree(call.fingerprint(), self._next_context, talk)
-        context = verdict.value
-        self._next_context = max(self._next_context, context + 1)
-        if not verdict.is_agreed:
-            calls = Channel(
-                self.watch, task.key, task.members, context=context % N_CONTEXTS, channel=CALLS
-            )
-            task.channels.append(calls)
-            raise await mismatch(call, number, calls)
-        return context
-
-    def _channel(self, work: _Work, stream: int, channel: int) -> Channel:
+    def _channel(self, work: Work, stream: int, channel: int) -> Channel:
         assert work.ledger is not None
         made = Channel(
             self.watch,
@@ -462,36 +418,18 @@ class Engine:
                 "limit: wait for some of their handles first"
             )
 
-    def _register(self, work: _Work) -> None:
-        self._pending[work.ticket.key] = work
-        self._n_entered += 1
-        work.order = self._n_entered
-        timeline = self.timeline  # another thread may end it now
-        if timeline is not None:
-            work.lane = timeline.begin(work.task.label, work.nbytes)
-        if self._shown is None:
-            self._show(work)
-
-    def _show(self, work: _Work) -> None:
-        """Write the oldest pending operation to the status page."""
-        self._shown = work.ticket.key
-        if self._page is not None:
-            label = work.task.label.encode(errors="replace").decode()  # lone surrogates
-            self._page.begin_op(label, work.order, work.nbytes)
-
     def _on_over(self, task: Task, error: BaseException | None) -> None:
         """Take note that a task is over, and decide whether the engine survives its error."""
         try:
             with self._lock:
-                work = self._pending.pop(task.key)
+                work = self._pending.get(task.key)
                 if work.ledger is not None:
                     work.ledger.finish(work.ticket)
                     self._warn_of_names(work.ledger)
                 is_fatal = error is not None and not _is_harmless(work, error)
                 if work.lane is not None:
                     work.lane.end(_outcome(work, error, is_fatal=is_fatal))
-                if self._shown == task.key:
-                    self._show_next(is_fatal=is_fatal)
+                self._pending.remove(task.key, has_failed=is_fatal)
             self.watch.peers.forget(task.key)
         finally:
             task.error = error
@@ -522,15 +460,6 @@ class Engine:
     def _copy_of_broken(self) -> RingcommError:
         return copy.copy(self._broken or RingcommError("the engine is unusable"))
 
-    def _show_next(self, *, is_fatal: bool) -> None:
-        if self._page is not None:
-            self._page.end_op(OpState.FAILED if is_fatal else OpState.IDLE)
-        self._shown = None
-        if not is_fatal:
-            for work in self._pending.values():
-                self._show(work)
-                return
-
     def _warn_of_names(self, ledger: Ledger) -> None:
         if ledger.has_overflown and not self._has_warned_of_names and self.rank == 0:
             _log.warning(
@@ -545,7 +474,7 @@ class Engine:
             self._page.set_state(state)
 
 
-def _is_harmless(work: _Work, error: BaseException) -> bool:
+def _is_harmless(work: Work, error: BaseException) -> bool:
     """Return True if all agreed on the error, or share it: no message is left over."""
     return isinstance(error, MismatchError) or error is work.problem
 
@@ -560,7 +489,7 @@ def _lasting(label: str, error: BaseException) -> RingcommError:
     )
 
 
-def _outcome(work: _Work, error: BaseException | None, *, is_fatal: bool) -> str:
+def _outcome(work: Work, error: BaseException | None, *, is_fatal: bool) -> str:
     if error is None:
         return "done"
     return "failed" if is_fatal else "refused" if error is work.problem else "mismatch"

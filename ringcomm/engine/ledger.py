@@ -12,6 +12,7 @@ from ringcomm.transport.base import N_STREAMS
 
 MAX_PENDING = N_STREAMS // 4  # so that two ranks never have operations of one stream in flight
 MAX_CACHED = 4096
+NO_GROUP = 1 << 32  # stands for a context in what is no operation of a group
 _UNNAMED = N_STREAMS // 2  # streams below are for unnamed operations, by their place
 _FIRST_PASSING = _UNNAMED + MAX_CACHED  # streams from here on are for names that are not cached
 _ODD = 0x9E3779B97F4A7C15

@@ -10,7 +10,7 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine import engine as engine_module
+from ringcomm.engine import founding
 from ringcomm.engine.world import engine
 
 
@@ -201,7 +201,7 @@ def test_a_group_cannot_be_sent_or_used_by_another_engine():
 
 
 def test_more_groups_than_there_are_contexts_are_refused(monkeypatch):
-    monkeypatch.setattr(engine_module, "N_CONTEXTS", 3)
+    monkeypatch.setattr(founding, "N_CONTEXTS", 3)
 
     def body(rank):
         groups = [rc.Group([0, 1]) for _ in range(2)]
