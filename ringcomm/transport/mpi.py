@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _CONTROL_TAG = 1
 _CONTROL_MAX = 4096
 _LOOK_FOR_DEATHS_S = 1e-3
+_EPOLL_S = 1e-3  # epoll counts whole milliseconds
 _LONGEST_WAIT_S = 1e9
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
 
@@ -275,6 +276,8 @@ class MpiTransport:
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
         self._poller = select.epoll()
+        self._gong = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._gong, select.EPOLLIN)
         for rank, place in enumerate(self.places):
             if rank != self.rank and place.node == mine.node:
                 self._watch_neighbour(rank, place)
@@ -368,13 +371,20 @@ class MpiTransport:
         return events
 
     def park(self, seconds: float) -> None:
-        """Sleep."""
-        self._bell.acquire(timeout=seconds)
+        """Sleep; a death of a neighbour ends a sleep that is long enough for epoll to count."""
+        if seconds < _EPOLL_S:
+            self._bell.acquire(timeout=seconds)
+            return
+        if any(fd == self._gong for fd, _ in self._poller.poll(seconds)):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._gong)
 
     def wake(self) -> None:
         """End the sleep."""
         with contextlib.suppress(RuntimeError):  # it rings already
             self._bell.release()
+        with contextlib.suppress(OSError):  # it is closed, and nobody sleeps any more
+            os.eventfd_write(self._gong, 1)
 
     def abandon(self, requests: list[Request]) -> None:
         """Cancel receives; keep all of them, peers may still write into the buffers."""
@@ -395,6 +405,8 @@ class MpiTransport:
         self._pidfds.clear()
         self._neighbours.clear()
         self._poller.close()
+        os.close(self._gong)
+        self._gong = -1
         if not is_clean:
             _grave.extend(self._outbox)
             return
@@ -424,7 +436,7 @@ class MpiTransport:
 
     def _ended_neighbours(self) -> list[int]:
         """Return them in the order in which they ended, which is what epoll keeps."""
-        return [self._pidfds[fd] for fd, _ in self._poller.poll(0)]
+        return [self._pidfds[fd] for fd, _ in self._poller.poll(0) if fd in self._pidfds]
 
     def _failed_in_mpi(self) -> list[int]:
         if not self.is_fault_tolerant:
