@@ -314,7 +314,8 @@ class Engine:
                 self._pending.remove(ticket.key, has_failed=True)
                 task.stop()
                 task.error, task.is_over = error, True
-                self._break(task.label, error)
+                if self._break(task.label, error):
+                    self._progress.lose(self._copy_of_broken)
                 raise
         return task
 
@@ -506,7 +507,7 @@ def _try(
     try:
         _require_name(name)
         ready = plan(group)
-        ready.call.fingerprint()
+        ready.call.fingerprint()  # what cannot be packed is told like a bad argument
         return ready, None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         name = name if isinstance(name, str) else None

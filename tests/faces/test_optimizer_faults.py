@@ -2,7 +2,7 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
 from harness import outcomes, run_ranks  # noqa: E402
 from torch import nn  # noqa: E402

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
 from harness import run_ranks  # noqa: E402
 from torch import nn  # noqa: E402

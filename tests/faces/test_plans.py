@@ -2,7 +2,7 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
 from ringcomm.torch.buckets import is_dense, plan_buckets  # noqa: E402
 from ringcomm.torch.exchange import explain_samples, explain_steps  # noqa: E402

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
 from harness import run_ranks  # noqa: E402
 from torch import nn  # noqa: E402

@@ -18,6 +18,6 @@ def test_there_are_blocks():
 @pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "async", "torch"])
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
-        pytest.importorskip("torch")
+        pytest.importorskip("torch", reason="the core is tested without torch, too")
     job = run_script(2, block, cwd=tmp_path)
     assert job.code == 0, job.output

@@ -170,16 +170,21 @@ def start_rank():
 WAITING = 'page.begin_op("allreduce[w]", 1, 4_200_000); time.sleep(60)'
 
 
+def wait_until_running(rank):
+    """Return once its page says that it is in an operation; another process tells nobody."""
+    deadline = time.monotonic() + 10
+    while rank.page.snapshot()["op_state"] != OpState.RUNNING:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def guarded(capfd, culprit, bystander, *, grace_s=0.1, is_fault_tolerant=False):
     """Run two ranks under a guardian until both are gone; return what the guardian wrote."""
     guardian = Guardian(
         [bystander.ward, culprit.ward], grace_s=grace_s, is_fault_tolerant=is_fault_tolerant
     )
     bystander.go()
-    deadline = time.monotonic() + 10
-    while bystander.page.snapshot()["op_state"] != OpState.RUNNING:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until_running(bystander)
     culprit.go()
     return guardian
 
@@ -259,10 +264,7 @@ def test_who_is_buried_first_is_not_taken_for_the_first_to_die(start_rank, capfd
     bystander = start_rank(0, WAITING)
     culprit = start_rank(1, "os.closerange(3, 100); " + WAITING)
     guardian = guarded(capfd, culprit, bystander)
-    deadline = time.monotonic() + 10
-    while culprit.page.snapshot()["op_state"] != OpState.RUNNING:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until_running(culprit)
     os.kill(guardian._process.pid, signal.SIGSTOP)
     for rank in (bystander, culprit):
         rank.process.kill()
@@ -276,10 +278,7 @@ def test_a_forked_child_does_not_keep_its_parent_s_lifeline(start_rank, capfd):
     forking = "os.fork() or time.sleep(1) or os._exit(0); " + WAITING
     bystander, culprit = start_rank(0, WAITING), start_rank(1, forking)
     guardian = guarded(capfd, culprit, bystander)
-    deadline = time.monotonic() + 10
-    while culprit.page.snapshot()["op_state"] != OpState.RUNNING:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until_running(culprit)
     os.kill(guardian._process.pid, signal.SIGSTOP)
     for rank in (culprit, bystander):
         rank.process.kill()
