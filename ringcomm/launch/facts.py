@@ -67,7 +67,7 @@ class Facts:
         python: version and path of this interpreter.
         versions: distribution name -> version, of those that are installed.
         floors: distribution name -> lowest version that ringcomm asks for.
-        library: the MPI library.
+        mpi: the MPI library.
         launcher: None if there is no mpirun.
         core: path of the compiled part, None if it cannot be loaded.
         core_error: why it cannot be loaded.
@@ -82,7 +82,7 @@ class Facts:
     python: tuple[str, str]
     versions: Mapping[str, str]
     floors: Mapping[str, str]
-    library: Library
+    mpi: Library
     launcher: Launcher | None
     core: str | None
     core_error: str = ""
@@ -102,7 +102,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         python=(platform.python_version(), sys.executable),
         versions=_versions(_PACKAGES),
         floors=floors(_requirements()),
-        library=_library(environ),
+        mpi=_library(environ),
         launcher=_launcher(environ),
         core=core,
         core_error=core_error,

