@@ -70,10 +70,16 @@ class _Mailbox:
 
 
 class LoopbackHub:
-    """The room in which `size` ranks meet; hand `hub.transport(rank)` to each thread."""
+    """The room in which `size` ranks meet; hand `hub.transport(rank)` to each thread.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: number of ranks.
+        nodes: of each rank: the lowest rank of its node; by default each has one of its own.
+    """
+
+    def __init__(self, size: int, nodes: tuple[int, ...] | None = None) -> None:
         self.size = size
+        self.nodes = tuple(range(size)) if nodes is None else nodes
         self._news = threading.Condition()
         self._boxes = [_Mailbox() for _ in range(size)]
         self._dead: set[int] = set()
@@ -172,6 +178,7 @@ class LoopbackTransport:
     def __init__(self, hub: LoopbackHub, rank: int) -> None:
         self.rank = rank
         self.size = hub.size
+        self.nodes = hub.nodes
         self._hub = hub
         self._is_woken = False
 

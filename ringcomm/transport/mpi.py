@@ -226,6 +226,7 @@ class MpiTransport:
 
     Attributes:
         places: where each rank lives.
+        nodes: of each rank: the lowest rank of its node.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
     """
@@ -273,6 +274,7 @@ class MpiTransport:
             node.size,
         )
         self.places: list[Place] = self._data.allgather(mine)
+        self.nodes = tuple(place.node for place in self.places)
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
         self._poller = select.epoll()

@@ -1,0 +1,40 @@
+// A collective, or a part of one, that advances without Python.
+#pragma once
+#include <atomic>
+#include <string>
+
+namespace ringcomm {
+
+class Program {
+ public:
+  enum class Step { waiting, moved };  // what advance() achieved
+
+  virtual ~Program() = default;
+
+  // Goes on as far as possible and never blocks; sets is_over at the end. One thread at a time;
+  // which one may change.
+  virtual Step advance() = 0;
+
+  // True if nobody rings when it can go on, as for messages: then it must be looked at often.
+  virtual bool needs_polling() const = 0;
+
+  // Nothing may touch the caller's buffers after this returns, as far as this rank decides. Called
+  // when an operation has failed; advance() is not called any more.
+  virtual void abandon() = 0;
+
+  // Why it cannot complete; to be read once it is over. Empty: it did.
+  const std::string& fault() const { return fault_; }
+  bool is_over() const { return is_over_.load(std::memory_order_acquire); }
+
+ protected:
+  void end(std::string fault = {}) {
+    fault_ = std::move(fault);
+    is_over_.store(true, std::memory_order_release);
+  }
+
+ private:
+  std::string fault_;
+  std::atomic<bool> is_over_{false};
+};
+
+}  // namespace ringcomm
