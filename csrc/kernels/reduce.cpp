@@ -276,4 +276,26 @@ void combine_rounded(Op op, DType dtype, void* out, const void* const* sources,
   }
 }
 
+void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const void* const* src,
+                 std::size_t n_src, std::size_t count, std::size_t divisor) {
+  const std::size_t item = itemsize(dtype);
+  alignas(64) char block[8192];
+  const std::size_t per = sizeof block / item;
+  for (std::size_t at = 0; at < count; at += per) {
+    const std::size_t n = std::min(per, count - at);
+    if (dtype == DType::float16 || dtype == DType::bfloat16) {
+      const void* from[64];
+      for (std::size_t k = 0; k < n_src; ++k) from[k] = static_cast<const char*>(src[k]) + at * item;
+      combine_rounded(op, dtype, block, from, n_src, n, divisor);
+    } else {
+      __builtin_memcpy(block, static_cast<const char*>(src[0]) + at * item, n * item);
+      for (std::size_t k = 1; k < n_src; ++k)
+        combine(op, dtype, block, static_cast<const char*>(src[k]) + at * item, n);
+      if (divisor != 1) divide(dtype, block, n, divisor);
+    }
+    for (std::size_t k = 0; k < n_dst; ++k)
+      __builtin_memcpy(static_cast<char*>(dst[k]) + at * item, block, n * item);
+  }
+}
+
 }  // namespace ringcomm

@@ -23,4 +23,8 @@ void divide(DType dtype, void* data, std::size_t count, std::size_t divisor);
 void combine_rounded(Op op, DType dtype, void* out, const void* const* sources,
                      std::size_t n_sources, std::size_t count, std::size_t divisor);
 
+// Every dst[j][i] = ((src[0][i] op src[1][i]) op ...) / divisor.
+void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const void* const* src,
+                 std::size_t n_src, std::size_t count, std::size_t divisor);
+
 }  // namespace ringcomm

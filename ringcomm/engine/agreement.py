@@ -8,11 +8,12 @@ themselves go round.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives.ring import allgather_
+from ringcomm.collectives import node, ring
 from ringcomm.collectives.schedule import consecutive, dissemination_steps
 from ringcomm.engine.call import Call, explain_mismatch
 from ringcomm.errors import MismatchError
@@ -74,7 +75,7 @@ async def gather_counts(count: int, t: Channel) -> list[int]:
     counts = np.zeros(t.size, np.int64)
     counts[t.rank] = count
     one_each = consecutive([1] * t.size)
-    await allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
+    await _module(t).allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
     return [int(n) for n in counts]
 
 
@@ -83,5 +84,9 @@ async def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
     parts = consecutive(await gather_counts(len(mine), t))
     everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
     everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
-    await allgather_(everything, parts, t)
+    await _module(t).allgather_(everything, parts, t)
     return [everything[part].bytes.tobytes() for part in parts]
+
+
+def _module(t: Channel) -> Any:
+    return ring if t.meeting is None else node

@@ -32,11 +32,15 @@ from ringcomm.errors import (
 )
 from ringcomm.status.page import State
 from ringcomm.transport.base import CALLS, DATA, Transport
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.channel import Channel, Disagreement, Meeting, Wait
+from ringcomm.transport.shm import NodeTeam, Turn
 from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
 R = TypeVar("R")
+
+# How long who waits for an operation stays in C++ before it looks at anything else.
+_LINGER_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,9 @@ class Engine:
         self.watch = Watch(transport)
         self.watch.whereabouts = self
         self.timeline = Timeline(settings.timeline, self.rank) if settings.timeline else None
+        self._transport = transport
         self.world = Group._of_all(self, self.size)
         self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
-        self._transport = transport
         self._page = page
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -205,6 +209,13 @@ class Engine:
             self._progress.submit(task, is_awaited=True)
         return task
 
+    def team_of(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
+        """Return where these ranks of a group meet in shared memory, if all of them can."""
+        node = self._transport.node
+        if node is None or len(members) == 1 or not node.holds(members):
+            return None
+        return node.team(context, members)
+
     def found(self, group: Group) -> Ledger:
         """Return the ledger of a new group, agreed on by its members; blocks."""
         ledger = self._founding.found(group, self)
@@ -305,11 +316,10 @@ class Engine:
             self._require_room()
             ticket = ledger.enter(ready.call.name)
             task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
-            work = Work(task, ledger, ticket, ready.nbytes, problem)
+            work = Work(task, ledger, ticket, ready.nbytes, problem, group.team, is_awaited)
             try:
                 self._pending.add(work, self.timeline)
                 task.start(*self._strands(work, ready))
-                self._progress.submit(task, is_awaited=is_awaited)
             except BaseException as error:  # its place is taken, and others will wait for it
                 self._pending.remove(ticket.key, has_failed=True)
                 task.stop()
@@ -317,6 +327,7 @@ class Engine:
                 if self._break(task.label, error):
                     self._progress.lose(self._copy_of_broken)
                 raise
+        self._progress.begin(task, is_awaited=is_awaited, at_once=group.team is not None)
         return task
 
     def _strands(self, work: Work, plan: Plan[Any]) -> tuple[Strand, ...]:
@@ -324,11 +335,37 @@ class Engine:
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None
         fingerprint = plan.call.fingerprint()
+        if work.team is not None and (ticket.name is None or ledger.is_cached(ticket)):
+            return (self._meet_and_run(work, plan, fingerprint),)
         stream = ledger.cached_stream(ticket, fingerprint)
         if stream is None or work.problem is not None:
             return (self._agree_and_run(work, plan, fingerprint),)
         run = plan.run(self._channel(work, stream, DATA))
         return run, self._agree_beside(work, plan, fingerprint, stream)
+
+    async def _meet_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
+        """Agree in shared memory, with the first thing that the operation does there."""
+        ledger, ticket, team = work.ledger, work.ticket, work.team
+        assert ledger is not None and team is not None
+        if ticket.name is None and not team.is_turn_of(ticket.number):
+            await Wait((Turn(team, ticket.number),))
+        stream = ledger.proposal(ticket)
+        t = self._channel(work, stream, DATA, fingerprint)
+        try:
+            result = None if work.problem is not None else await plan.run(t)
+            if not t.has_met:
+                await t.meet()
+        except Disagreement:
+            pass
+        else:
+            if work.problem is not None:
+                raise work.problem
+            return result
+        finally:
+            if ticket.name is None:
+                team.end_turn(ticket.number)
+        ledger.settle(ticket, stream, None)
+        raise await self._mismatch(work, plan, stream, has_moved=False)
 
     async def _agree_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
         ledger, ticket = work.ledger, work.ticket
@@ -342,7 +379,7 @@ class Engine:
             raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
         if work.problem is not None:
             raise work.problem
-        return await plan.run(self._channel(work, verdict.value, DATA))
+        return await plan.run(self._channel(work, verdict.value, DATA, fingerprint))
 
     async def _agree_beside(
         self, work: Work, plan: Plan[Any], fingerprint: int, stream: int
@@ -362,8 +399,12 @@ class Engine:
         error.__cause__ = work.problem
         return error
 
-    def _channel(self, work: Work, stream: int, channel: int) -> Channel:
+    def _channel(
+        self, work: Work, stream: int, channel: int, fingerprint: int | None = None
+    ) -> Channel:
+        """Return a view of the wire; with a fingerprint, of the node's memory, too."""
         assert work.ledger is not None
+        slot = None if fingerprint is None else work.ledger.slot(work.ticket, stream)
         made = Channel(
             self.watch,
             work.task.key,
@@ -372,7 +413,11 @@ class Engine:
             stream=stream,
             channel=channel,
             phases=work.lane,
+            meeting=None
+            if work.team is None or slot is None or fingerprint is None
+            else Meeting(work.team, slot, fingerprint),
         )
+        made.linger_s = _LINGER_S if work.is_awaited else 0.0
         work.task.channels.append(made)
         return made
 

@@ -11,6 +11,7 @@ from ringcomm.engine.ledger import Ledger
 
 if TYPE_CHECKING:
     from ringcomm.engine.engine import Engine
+    from ringcomm.transport.shm import NodeTeam
 
 
 class Group:
@@ -28,6 +29,7 @@ class Group:
         ranks: as passed.
         rank: index of this process in `ranks`, None if it is no member.
         size: number of ranks.
+        team: where they meet, if they share a node's memory.
 
     Raises:
         ValueError: a rank that does not exist, or the same one twice, or none.
@@ -36,6 +38,7 @@ class Group:
     """
 
     rank: int | None
+    team: NodeTeam | None = None
 
     def __init__(self, ranks: Iterable[int]) -> None:
         from ringcomm.engine.world import engine
@@ -44,6 +47,7 @@ class Group:
         self._join(current, _checked(ranks, current.size))
         if self.rank is not None:
             self._ledger = current.found(self)
+            self.team = current.team_of(self._ledger.context, self.ranks)
 
     @classmethod
     def _of_all(cls, engine: Engine, size: int) -> Group:
@@ -51,6 +55,7 @@ class Group:
         group = cls.__new__(cls)
         group._join(engine, tuple(range(size)))
         group._ledger = Ledger(0, is_first=engine.rank == 0)
+        group.team = engine.team_of(0, group.ranks)
         return group
 
     def _join(self, engine: Engine, ranks: tuple[int, ...]) -> None:

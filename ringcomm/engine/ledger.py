@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringcomm.transport.base import N_STREAMS
+from ringcomm.transport.base import N_NAMED, N_STREAMS, N_UNNAMED
 
 MAX_PENDING = N_STREAMS // 4  # so that two ranks never have operations of one stream in flight
-MAX_CACHED = 4096
+MAX_CACHED = N_NAMED
 NO_GROUP = 1 << 32  # stands for a context in what is no operation of a group
 _UNNAMED = N_STREAMS // 2  # streams below are for unnamed operations, by their place
 _FIRST_PASSING = _UNNAMED + MAX_CACHED  # streams from here on are for names that are not cached
@@ -113,6 +113,14 @@ class Ledger:
         if entry is not None and entry.stream is not None:
             return entry.stream
         return self._new_stream() if self._is_first else 0
+
+    def slot(self, ticket: Ticket, stream: int) -> int | None:
+        """Return where in shared memory the ranks meet; None for a stream that does not last."""
+        if ticket.name is None:
+            return ticket.number % N_UNNAMED
+        if not _UNNAMED <= stream < _FIRST_PASSING:
+            return None
+        return N_UNNAMED + stream - _UNNAMED
 
     def settle(self, ticket: Ticket, stream: int, fingerprint: int | None) -> None:
         """All ranks have taken `stream`; they agreed on a call, or on none (None).

@@ -28,6 +28,7 @@ class Waiting(Protocol):
         number: see ringcomm.engine.ledger.
         members: the ranks of the job that take part.
         awaited: ranks of the job; if all of them leave, it cannot complete.
+        late: ranks of the job; if one of them leaves, it cannot complete.
     """
 
     label: str
@@ -38,6 +39,11 @@ class Waiting(Protocol):
 
     @property
     def awaited(self) -> tuple[int, ...]:
+        """See Attributes."""
+        ...
+
+    @property
+    def late(self) -> tuple[int, ...]:
         """See Attributes."""
         ...
 
@@ -125,10 +131,13 @@ def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None)
         obstacle = watch.peers.obstacle(task.key, task.members)
         awaited = task.awaited
         is_alone = bool(awaited) and all(r in watch.peers.left for r in awaited)
+        gone = [r for r in task.late if r in watch.peers.left]
         if obstacle is not None:
             rank, reason = obstacle.rank, obstacle.reason
         elif is_alone:
             rank, reason = awaited[0], watch.peers.left[awaited[0]]
+        elif gone:
+            rank, reason = gone[0], watch.peers.left[gone[0]]
         else:
             return
     who = "this rank" if rank == me else watch.transport.label(rank)

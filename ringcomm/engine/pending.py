@@ -9,6 +9,7 @@ from ringcomm.engine.ledger import Ledger, Ticket
 from ringcomm.engine.progress import Task
 from ringcomm.engine.timeline import Lane, Timeline
 from ringcomm.status.page import OpState
+from ringcomm.transport.shm import NodeTeam
 
 
 @dataclass
@@ -21,6 +22,8 @@ class Work:
         ticket: which operation it is.
         nbytes: size of the payload.
         problem: why this rank could not plan it, if it could not.
+        team: where its ranks meet in shared memory, if all of them do.
+        is_awaited: who started it waits for it.
         order: among all operations that this rank has entered.
         lane: its row of the timeline, if one is written.
     """
@@ -30,6 +33,8 @@ class Work:
     ticket: Ticket
     nbytes: int
     problem: Exception | None = None
+    team: NodeTeam | None = None
+    is_awaited: bool = False
     order: int = 0
     lane: Lane | None = None
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adapter_of_kind
-from ringcomm.collectives import direct, exchange, ring, tree
+from ringcomm.collectives import direct, exchange, node, ring, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.schedule import chunks, consecutive
@@ -48,7 +48,7 @@ def allreduce(
     flat = adapter.flat(work)
 
     async def run(t: Channel) -> A:
-        await _algorithm(flat, deterministic=deterministic).allreduce_(flat, t, op)
+        await _algorithm(flat, t, deterministic=deterministic).allreduce_(flat, t, op)
         return _written(x, work, adapter, t) if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -75,10 +75,10 @@ def reduce(
 
     async def run(t: Channel) -> A | None:
         parts = chunks(flat.count, t.size)
-        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
+        own = await _algorithm(flat, t, deterministic=deterministic).reduce_scatter_(
             flat, parts, t, op
         )
-        await exchange.gather_(flat if is_root else None, own, parts, root, t)
+        await _in(t, exchange).gather_(flat if is_root else None, own, parts, root, t)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
@@ -110,7 +110,7 @@ def reduce_scatter(
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
+        own = await _algorithm(flat, t, deterministic=deterministic).reduce_scatter_(
             flat, parts, t, op
         )
         mine = rows[t.rank]
@@ -138,7 +138,7 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await ring.allgather_(flat, parts, t)
+        await _in(t, ring).allgather_(flat, parts, t)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -154,13 +154,13 @@ def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
         rows = await gather_counts(shape[0], t)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         if t.rank != root:
-            await exchange.gather_(None, mine, parts, root, t)
+            await _in(t, exchange).gather_(None, mine, parts, root, t)
             return None
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await exchange.gather_(flat, flat[parts[t.rank]], parts, root, t)
+        await _in(t, exchange).gather_(flat, flat[parts[t.rank]], parts, root, t)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -188,7 +188,7 @@ def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
         mine = rows[t.rank]
         out: A = adapter.make(DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:]))
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        await exchange.scatter_(whole, adapter.flat(out), parts, root, t)
+        await _in(t, exchange).scatter_(whole, adapter.flat(out), parts, root, t)
         return out
 
     return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
@@ -209,9 +209,9 @@ def alltoall(
     sent = _splits(splits, shape[0], group.size)
 
     async def run(t: Channel) -> A | tuple[A, list[int]]:
-        received = await exchange.alltoall_counts(sent, t)
+        received = await _in(t, exchange).alltoall_counts(sent, t)
         out: A = adapter.empty(x, (sum(received), *shape[1:]))
-        await exchange.alltoall_(
+        await _in(t, exchange).alltoall_(
             mine,
             consecutive([n * width for n in sent]),
             adapter.flat(out),
@@ -239,7 +239,7 @@ def broadcast(
     flat = adapter.flat(work)
 
     async def run(t: Channel) -> A:
-        await tree.broadcast_(flat, root, t)
+        await _in(t, tree).broadcast_(flat, root, t)
         if is_overwritten:
             return _written(x, work, adapter, t)
         return x if in_place else work
@@ -326,7 +326,7 @@ def grouped_allreduce(
             together = [flats[i] for i in batch]
             with t.phase("copy"):
                 fused = together[0] if len(together) == 1 else _fused(together)
-            await _algorithm(fused, deterministic=deterministic).allreduce_(fused, t, op)
+            await _algorithm(fused, t, deterministic=deterministic).allreduce_(fused, t, op)
             if len(together) > 1:
                 with t.phase("copy"):
                     _unfuse(fused, together)
@@ -357,9 +357,16 @@ def _unfuse(fused: Flat, flats: list[Flat]) -> None:
         flat.bytes[:] = fused[part].bytes
 
 
-def _algorithm(flat: Flat, *, deterministic: bool) -> Any:
+def _algorithm(flat: Flat, t: Channel, *, deterministic: bool) -> Any:
     """Return the module: a ring would round 16-bit floats at every stop, and rotates the order."""
+    if t.meeting is not None:
+        return node
     return direct if deterministic or flat.dtype.is_16bit_float else ring
+
+
+def _in(t: Channel, otherwise: Any) -> Any:
+    """Return the module that carries it out: in shared memory where all ranks have it."""
+    return otherwise if t.meeting is None else node
 
 
 def _reduction(
@@ -420,10 +427,10 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
 
 async def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
     nbytes = np.array([len(packed)], np.int64)
-    await tree.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    await _in(t, tree).broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
     is_root = t.rank == root
     data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-    await tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    await _in(t, tree).broadcast_(Flat(data, DTYPES["uint8"]), root, t)
     return data.tobytes()
 
 

@@ -84,6 +84,11 @@ class Task:
         """Ranks of the job; if all of them leave, it cannot complete."""
         return tuple(rank for channel in self.channels for rank in channel.awaited)
 
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Ranks of the job that it waits for in shared memory and that have not come there."""
+        return tuple(rank for channel in self.channels for rank in channel.late)
+
     def advance(self) -> bool:
         """Go on as far as possible without waiting; return True if anything moved."""
         has_moved = False
@@ -143,6 +148,7 @@ class Progress:
     ) -> None:
         self._watch = watch
         self._transport = watch.transport
+        self._loop = None if watch.transport.node is None else watch.transport.node.loop
         self._settings = settings
         self._on_over = on_over
         self._on_lost = on_lost
@@ -165,15 +171,36 @@ class Progress:
         self._inbox.append(task)
         with self._turn:
             if self._driver is not None:
-                self._transport.wake()
+                self._wake()
             elif not is_awaited:
                 self._turn.notify_all()
+
+    def begin(self, task: Task, *, is_awaited: bool, at_once: bool) -> None:
+        """Let a task begin; any thread.
+
+        Args:
+            task: what is to be done.
+            is_awaited: see submit().
+            at_once: first advance it in this thread as far as that goes: it begins in shared
+                memory, and may be over in microseconds.
+        """
+        if at_once:
+            try:
+                task.advance()
+            except BaseException as error:
+                task.start(_raise(error))  # who drives decides what it means
+            if not task.has_work:
+                self._on_over(task, None)
+                return
+        self.submit(task, is_awaited=is_awaited)
 
     def work_in_background(self) -> None:
         """From now on tasks advance while nobody waits, if the wire allows a second thread."""
         if self._thread is None and self._transport.is_threaded and not self._is_stopping:
             self._thread = threading.Thread(target=self._run, name="ringcomm", daemon=True)
             self._thread.start()
+        if self._loop is not None:
+            self._loop.start_thread()
 
     def wait(self, task: Task, timeout_s: float = math.inf) -> bool:
         """Return True once the task is over, False after timeout_s; any thread.
@@ -188,7 +215,7 @@ class Progress:
             with self._turn:
                 self._waiting.add(mark)
                 if self._driver is not None:
-                    self._transport.wake()
+                    self._wake()
             while self._take_turn(mark, task, deadline):
                 self._take_part(mark, _end_of(task, deadline), _SPINS)
             return task.is_over
@@ -205,7 +232,7 @@ class Progress:
             with self._turn:
                 self._waiting.add(mark)
                 while self._driver is not None:
-                    self._transport.wake()
+                    self._wake()
                     self._turn.wait()
                 self._driver = mark
             self._take_part(mark, is_enough, _SPINS)
@@ -223,7 +250,7 @@ class Progress:
         """Let whoever drives next fail_all(); any thread."""
         self._failure = make
         with self._turn:
-            self._transport.wake()
+            self._wake()
             self._turn.notify_all()
 
     def stop(self, make: Callable[[], RingcommError]) -> None:
@@ -231,7 +258,7 @@ class Progress:
         with self._turn:
             self._is_stopping = True
             self._turn.notify_all()
-        self._transport.wake()
+        self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._failure = make
@@ -317,9 +344,27 @@ class Progress:
             polls += 1
             if polls >= spins or turns % _LOOK_EVERY == 0:
                 self._look_around(now)
-            if polls >= spins:
-                self._transport.park(nap)
+            if polls >= spins or self._is_in_cpp:
+                self._park(nap, is_background=spins == _BACKGROUND_SPINS)
                 nap = max(_longer(nap, now - moved_at), _PASS_SHARE * (now - began_at))
+
+    @property
+    def _is_in_cpp(self) -> bool:
+        """True while C++ advances something: it looks more closely than this loop can."""
+        return self._loop is not None and self._loop.has_programs
+
+    def _park(self, nap_s: float, *, is_background: bool) -> None:
+        if self._loop is None or not self._loop.has_programs:
+            self._transport.park(nap_s)
+        elif is_background:
+            self._loop.await_news(nap_s, self._transport.descriptor)
+        else:
+            self._loop.park(nap_s, self._transport.descriptor)
+
+    def _wake(self) -> None:
+        self._transport.wake()
+        if self._loop is not None:
+            self._loop.wake()
 
     def _advance(self) -> bool:
         self._admit()
@@ -377,6 +422,10 @@ class Progress:
             else:
                 if now >= task.fault_until:
                     self._finish(task, _refused(task))
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _end_of(task: Task, deadline: float) -> Callable[[], bool]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ringcomm.arrays.base import Bytes
+
+if TYPE_CHECKING:
+    from ringcomm._core import Loop
+    from ringcomm.transport.shm import NodeTeam
 
 ANY_SOURCE = -1
 DATA, CALLS, P2P = 0, 1, 2  # what a message holds: payload of a collective, calls, of send()
 N_CONTEXTS, N_STREAMS = 1 << 10, 1 << 16
+N_UNNAMED, N_NAMED = 16, 4096  # slots of a group in shared memory, see csrc/shm/board.hpp
 
 
 def tag_of(context: int, stream: int, channel: int) -> int:
@@ -93,6 +99,16 @@ class Transport(Protocol):
     ring_epoch: int  # version of the membership
     incarnation: int  # life of this rank
 
+    @property
+    def node(self) -> NodeRegion | None:
+        """What this rank shares with the ranks of its node; None: nothing."""
+        ...
+
+    @property
+    def descriptor(self) -> int:
+        """An epoll that has events when a rank of the node dies, or wake() is called; -1: none."""
+        ...
+
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send; `data` must not change until the request is complete."""
         ...
@@ -141,19 +157,22 @@ class Transport(Protocol):
 class NodeRegion(Protocol):
     """Memory that the ranks of one node share. Shared memory is not send and receive.
 
-    The node engine implements it; every wait watches the peer and has a deadline.
+    What happens in it is carried out by C++ (csrc/shm); every wait for it is a Request.
+
+    Attributes:
+        loop: advances what is under way without Python's lock.
     """
 
-    nbytes: int
+    loop: Loop
 
-    def map(self, rank: int) -> Bytes:
-        """Return the bytes that `rank` of this node has put into the region."""
+    def holds(self, members: Sequence[int]) -> bool:
+        """Return True if all of these ranks share this memory."""
         ...
 
-    def signal(self, phase: int, sequence: int) -> None:
-        """Say that this rank has finished `phase` of operation `sequence`."""
+    def team(self, context: int, members: tuple[int, ...]) -> NodeTeam:
+        """Return where these ranks of the group `context` meet."""
         ...
 
-    def wait(self, rank: int, phase: int, sequence: int, *, deadline: float) -> None:
-        """Return once `rank` has signalled. Raises PeerFailedError, CommTimeoutError."""
+    def empty(self, nbytes: int) -> Bytes:
+        """Return memory of this rank that all of them map. Raises MemoryError."""
         ...

@@ -12,9 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from ringcomm._core import NodeStep, start_copy, start_reduce
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, tag_of
+from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, WireFault, tag_of
 from ringcomm.transport.header import Kind
+from ringcomm.transport.shm import NodeTeam, StepRequest
 from ringcomm.transport.watch import Letter, Watch
 
 
@@ -26,6 +30,7 @@ class Phases(Protocol):
         ...
 
 
+_NOTHING: Bytes = np.empty(0, np.uint8)
 _UNSEEN = contextlib.nullcontext()
 
 
@@ -37,6 +42,25 @@ class Wait:
 
     def __await__(self) -> Generator[tuple[Request, ...], None, None]:
         yield self.requests
+
+
+class Disagreement(Exception):
+    """The ranks of a node are about to do different things in one operation; nothing was touched."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of an operation meet in shared memory.
+
+    Attributes:
+        team: those of its ranks that share this node's memory.
+        slot: of the operation.
+        fingerprint: of what this rank is about to do; they compare it before anything moves.
+    """
+
+    team: NodeTeam
+    slot: int
+    fingerprint: int
 
 
 class Channel:
@@ -52,11 +76,15 @@ class Channel:
         stream: what tells this operation's messages from those of others in flight.
         channel: DATA, CALLS or P2P.
         phases: the timeline.
+        meeting: where all of them share memory; None: they are on several nodes.
 
     Attributes:
         rank: index of this rank in the group.
         size: of the group.
         awaited: ranks of the job; if all of them leave, this operation cannot complete.
+        meeting: see Args.
+        has_met: all ranks are known to be about to do the same.
+        linger_s: how long a step is driven by who starts it, before others get their turn.
     """
 
     def __init__(
@@ -69,6 +97,7 @@ class Channel:
         stream: int = 0,
         channel: int = DATA,
         phases: Phases | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         self.transport: Transport = watch.transport
         self.rank = members.index(self.transport.rank)
@@ -79,6 +108,9 @@ class Channel:
         self.awaited: tuple[int, ...] = ()
         self._watch = watch
         self._phases = phases
+        self.meeting = meeting
+        self.has_met = False
+        self.linger_s = 0.0
         self._posted: set[Request] = set()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -106,6 +138,79 @@ class Channel:
         with self.phase("wait"):
             await Wait(requests)
         self._posted.difference_update(requests)
+
+    async def reduce(
+        self,
+        source: Bytes,
+        target: Bytes | None,
+        bounds: list[int],
+        to: int,
+        root: int,
+        op: int,
+        dtype: int,
+        divisor: int,
+    ) -> None:
+        """Reduce in shared memory; see csrc/shm/step.hpp.
+
+        Raises:
+            Disagreement: a rank is about to do something else.
+        """
+        assert self.meeting is not None
+        where = self.meeting
+        step = start_reduce(
+            where.team.team,
+            where.slot,
+            where.fingerprint,
+            source,
+            target,
+            bounds,
+            to,
+            root,
+            op,
+            dtype,
+            divisor,
+        )
+        await self._step(step, source, target)
+
+    async def copy(self, shown: Bytes, pulls: list[tuple[int, int, Bytes]]) -> None:
+        """Let the others read `shown`; fill each (rank, offset, out) of `pulls` with what they show.
+
+        Raises:
+            Disagreement: a rank is about to do something else.
+        """
+        assert self.meeting is not None
+        where = self.meeting
+        step = start_copy(where.team.team, where.slot, where.fingerprint, shown, pulls)
+        await self._step(step, shown, pulls)
+
+    async def meet(self) -> None:
+        """Return when all ranks are here, and are about to do the same. Raises Disagreement."""
+        await self.copy(_NOTHING, [])
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Ranks of the job that have not come to where this one waits for them in shared memory."""
+        return tuple(
+            rank
+            for request in tuple(self._posted)
+            if isinstance(request, StepRequest)
+            for rank in request.missing
+        )
+
+    async def _step(self, step: NodeStep, *buffers: Any) -> None:
+        assert self.meeting is not None
+        if not step.drive(self.linger_s):
+            request = StepRequest(step, self.meeting.team, self.members, buffers)
+            self._posted.add(request)
+            self.meeting.team.loop.add(step)
+            with self.phase("wait"):
+                await Wait((request,))
+            self._posted.discard(request)
+        if step.fault:
+            raise WireFault(step.fault)
+        if not step.agrees:
+            raise Disagreement
+        self.has_met = True
 
     def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
         """Send a control message to a rank of the group."""

@@ -6,6 +6,7 @@ changes a buffer too early, or that relies on MPI buffering small messages, fail
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -13,8 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Event, Request, WireFault
+from ringcomm.transport.shm import RegionAddress, SharedNode
+
+_ARENA = 1 << 32
 
 
 @dataclass(eq=False)
@@ -75,18 +80,36 @@ class LoopbackHub:
     Args:
         size: number of ranks.
         nodes: of each rank: the lowest rank of its node; by default each has one of its own.
+            Ranks of one node share memory, too.
     """
 
     def __init__(self, size: int, nodes: tuple[int, ...] | None = None) -> None:
         self.size = size
         self.nodes = tuple(range(size)) if nodes is None else nodes
+        self._memories = {
+            rank: NodeMemory.create(rank, _ARENA)
+            for rank, node in enumerate(self.nodes)
+            if self.nodes.count(node) > 1
+        }
         self._news = threading.Condition()
         self._boxes = [_Mailbox() for _ in range(size)]
         self._dead: set[int] = set()
 
     def transport(self, rank: int) -> LoopbackTransport:
         """Return the wire of `rank`."""
-        return LoopbackTransport(self, rank)
+        return LoopbackTransport(self, rank, self._node_of(rank))
+
+    def _node_of(self, rank: int) -> SharedNode | None:
+        """Return what this rank shares, mapped anew, as other processes would."""
+        if rank not in self._memories:
+            return None
+        mates = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
+        node = SharedNode(self._memories[rank], rank, len(mates))
+        for mate in mates:
+            if mate != rank:
+                m = self._memories[mate]
+                node.meet(mate, RegionAddress(os.getpid(), m.board_fd, m.arena_fd, mate))
+        return node
 
     def kill(self, rank: int, reason: str = "was killed", *, blames: int | None = None) -> None:
         """Let `rank` be dead for all others from now on."""
@@ -172,13 +195,15 @@ class LoopbackTransport:
     """Transport of one rank of a LoopbackHub."""
 
     is_threaded = True
+    descriptor = -1
     ring_epoch = 0
     incarnation = 0
 
-    def __init__(self, hub: LoopbackHub, rank: int) -> None:
+    def __init__(self, hub: LoopbackHub, rank: int, node: SharedNode | None) -> None:
         self.rank = rank
         self.size = hub.size
         self.nodes = hub.nodes
+        self.node = node
         self._hub = hub
         self._is_woken = False
 
@@ -228,6 +253,8 @@ class LoopbackTransport:
 
     def close(self, *, is_clean: bool) -> None:
         """A rank that does not leave in order is dead to the others."""
+        if self.node is not None:
+            self.node.close()
         if not is_clean:
             self._hub.kill(self.rank, "closed its transport")
 

@@ -1,0 +1,73 @@
+// Advances programs without Python's lock: in the thread that waits for one, else in one of its own.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "../shm/bell.hpp"
+#include "program.hpp"
+
+namespace ringcomm {
+
+// Advances `program` alone, in this thread. Returns true once it is over, false after limit_ns.
+// Sleeps on `bell` when lingering does not help.
+bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_ns);
+
+class Loop {
+ public:
+  // bell: of this process; who has news for one of the programs rings it. keep_alive: its owner.
+  Loop(Bell* bell, Patience patience, std::shared_ptr<void> keep_alive);
+  Loop(const Loop&) = delete;
+  Loop& operator=(const Loop&) = delete;
+  ~Loop();
+
+  // From now on programs advance while nobody waits.
+  void start_thread();
+  void stop();
+
+  // Any thread; returns at once.
+  void add(std::shared_ptr<Program> program);
+  bool has_programs() const { return n_programs_.load() != 0; }
+
+  // Advances programs until one is over, wake() is called, `descriptor` (an epoll, or -1) has
+  // events, or seconds have passed. One thread at a time.
+  void park(double seconds, int descriptor);
+
+  // The same, but leaves advancing to the thread.
+  void await_news(double seconds, int descriptor);
+  void wake();
+
+  // Forgets a program: nobody advances it after this returns.
+  void abandon(Program& program);
+
+ private:
+  enum class Round { idle, moved, over };
+
+  Round advance_all();
+  void admit();
+  bool needs_polling() const { return needs_polling_.load(); }
+  void run();
+
+  Bell* bell_;
+  Patience patience_;
+  std::shared_ptr<void> keep_alive_;
+  Bell done_{};  // a program is over
+  std::mutex turn_;  // whose turn it is to advance
+  std::vector<std::shared_ptr<Program>> programs_;
+  std::mutex inbox_mutex_;
+  std::vector<std::shared_ptr<Program>> inbox_;
+  std::condition_variable has_work_;
+  std::atomic<int> n_programs_{0};
+  std::atomic<int> n_waiting_{0};  // threads in park()
+  std::atomic<std::uint32_t> n_over_{0};
+  std::atomic<bool> is_woken_{false};
+  std::atomic<bool> needs_polling_{false};
+  bool is_stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,85 @@
+// What the ranks of a node tell each other in shared memory: the layout, and nothing else.
+//
+// Every rank has a board that all ranks of its node map. In it each group has a window, and in it
+// each operation in flight a slot: 16 for the unnamed ones, in turn, and one per cached name. A rank
+// writes to its own slots alone, but for the claims of work that any rank may take over.
+//
+// A slot carries one step after the other; its `seq` counts them, alike on all ranks. Arrivals and
+// inline payloads are kept for two steps: a rank arrives at step k + 2 only after it has seen all
+// ranks at k + 1, and they came there after they were done with k. So nobody overwrites what another
+// still reads, and no further flag is needed for that.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "bell.hpp"
+
+namespace ringcomm {
+
+constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d32;  // "ringcom2"
+constexpr std::size_t kUnnamedSlots = 16;
+constexpr std::size_t kNamedSlots = 4096;
+constexpr std::size_t kSlots = kUnnamedSlots + kNamedSlots;
+constexpr std::size_t kInline = 8192;  // bytes of payload beside the flags
+constexpr std::size_t kWindows = 1024;  // groups
+constexpr unsigned kProgressBits = 24;  // segments or pieces of one step
+
+enum class Source : std::uint32_t {
+  inlined,     // in the slot's inline payload
+  registered,  // the whole of it in the arena, at `source`
+  staged,      // segment by segment in a lane of the arena
+};
+
+// What a rank brings to a step.
+struct alignas(64) Arrival {
+  std::atomic<std::uint64_t> seq;  // stored last
+  std::uint64_t fingerprint;       // of the call: nothing is touched unless all ranks have the same
+  std::uint64_t source, target;    // offsets in the rank's arena
+  std::uint64_t nbytes;
+  Source kind;
+  std::uint32_t has_target;  // the result may be written to `target` by others
+};
+
+// How far a rank is in a step: progress_of(seq, n) for n segments.
+struct alignas(64) Progress {
+  std::atomic<std::uint64_t> ready;    // its segments that others may read
+  std::atomic<std::uint64_t> reduced;  // segments of its slice that others may fetch
+  std::atomic<std::uint64_t> done;     // segments that it will not read any more
+  std::uint64_t lane;  // offset in its arena; written before `ready`
+};
+
+// Pieces of this rank's slice: who is free takes the next. Written by all ranks.
+struct alignas(64) Claims {
+  std::atomic<std::uint64_t> taken, finished;
+};
+
+struct Slot {
+  Arrival arrival[2];
+  Progress progress;
+  Claims claims;
+};
+
+struct Window {
+  Slot slots[kSlots];
+  std::byte payload[kSlots][2][kInline];
+};
+
+struct BoardHead {
+  std::uint64_t magic;
+  std::uint64_t nonce;  // tells this board from that of a recycled pid
+  alignas(64) Bell bell;
+};
+
+constexpr std::size_t kHeadBytes = 4096;
+constexpr std::size_t kWindowBytes = (sizeof(Window) + 4095) / 4096 * 4096;
+constexpr std::size_t kBoardBytes = kHeadBytes + kWindows * kWindowBytes;  // sparse
+
+constexpr std::uint64_t progress_of(std::uint64_t seq, std::uint64_t n) {
+  return (seq << kProgressBits) | n;
+}
+constexpr std::uint64_t kAllDone = (1u << kProgressBits) - 1;
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "flags are shared by processes");
+
+}  // namespace ringcomm

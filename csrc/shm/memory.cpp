@@ -1,0 +1,200 @@
+#include "memory.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace ringcomm {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kKept = 64u << 20;  // free memory beyond this goes back to the system
+
+std::size_t rounded_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
+
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+int make_memfd(const char* name, std::size_t nbytes) {
+  Descriptor fd(memfd_create(name, MFD_CLOEXEC));
+  if (fd.get() < 0) fail("memfd_create");
+  if (ftruncate(fd.get(), static_cast<off_t>(nbytes)) != 0) fail("ftruncate of shared memory");
+  return fd.release();
+}
+
+int open_of(int pid, int fd) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (opened < 0) fail("open shared memory of another rank");
+  return opened;
+}
+
+}  // namespace
+
+Mapping::Mapping(int fd, std::size_t offset, std::size_t nbytes) : nbytes_(nbytes) {
+  void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd,
+                  static_cast<off_t>(offset));
+  if (at == MAP_FAILED) fail("mmap of shared memory");
+  data_ = static_cast<std::byte*>(at);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), nbytes_(other.nbytes_) {}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) munmap(data_, nbytes_);
+}
+
+std::size_t Allocator::take(std::size_t nbytes) {
+  nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kPage ? kAlignment : kPage);
+  const std::lock_guard lock(mutex_);
+  const auto found = find(nbytes);
+  if (found == free_.end()) throw std::bad_alloc();
+  const auto [offset, block] = *found;
+  free_.erase(found);
+  if (block.nbytes > nbytes) free_[offset + nbytes] = {block.nbytes - nbytes, block.has_pages};
+  if (block.has_pages) usage_.kept -= nbytes;
+  usage_.in_use += nbytes;
+  usage_.highest = std::max(usage_.highest, usage_.in_use);
+  return offset;
+}
+
+// Returns the smallest that fits, of those with pages if there is one.
+Allocator::Blocks::iterator Allocator::find(std::size_t nbytes) {
+  auto best = free_.end();
+  for (auto each = free_.begin(); each != free_.end(); ++each) {
+    if (each->second.nbytes < nbytes) continue;
+    const auto rank = [](const Free& f) { return std::pair(!f.has_pages, f.nbytes); };
+    if (best == free_.end() || rank(each->second) < rank(best->second)) best = each;
+  }
+  return best;
+}
+
+void Allocator::give_back(std::size_t offset, std::size_t nbytes) {
+  nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kPage ? kAlignment : kPage);
+  const std::lock_guard lock(mutex_);
+  usage_.in_use -= nbytes;
+  usage_.kept += nbytes;
+  put(offset, {nbytes, true});
+  if (usage_.kept > kKept) trim();
+}
+
+void Allocator::put(std::size_t offset, Free block) {
+  auto at = free_.insert_or_assign(offset, block).first;
+  const auto next = std::next(at);
+  if (next != free_.end() && next->second.has_pages == block.has_pages &&
+      offset + block.nbytes == next->first) {
+    at->second.nbytes += next->second.nbytes;
+    free_.erase(next);
+  }
+  if (at == free_.begin()) return;
+  const auto before = std::prev(at);
+  if (before->second.has_pages == block.has_pages &&
+      before->first + before->second.nbytes == offset) {
+    before->second.nbytes += at->second.nbytes;
+    free_.erase(at);
+  }
+}
+
+// Punches holes where nothing is in use. The pages vanish from the mappings of all ranks; what is
+// written there later gets new ones.
+void Allocator::trim() {
+  const Blocks before = std::exchange(free_, {});
+  for (const auto& [offset, block] : before) {
+    const std::size_t begin = rounded_up(offset, kPage);
+    const std::size_t stop = (offset + block.nbytes) / kPage * kPage;
+    if (block.has_pages && stop > begin)
+      madvise(arena_.data() + begin, stop - begin, MADV_REMOVE);
+    put(offset, {block.nbytes, false});
+  }
+  usage_.kept = 0;
+}
+
+Allocator::Usage Allocator::usage() const {
+  const std::lock_guard lock(mutex_);
+  return usage_;
+}
+
+NodeMemory::NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes)
+    : board_fd_(board_fd),
+      arena_fd_(arena_fd),
+      head_page_(board_fd, 0, kHeadBytes),
+      head_(reinterpret_cast<BoardHead*>(head_page_.data())),
+      arena_(arena_fd, 0, arena_nbytes),
+      allocator_(arena_) {}
+
+NodeMemory::~NodeMemory() {
+  close(board_fd_);
+  close(arena_fd_);
+}
+
+std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t arena_nbytes) {
+  Descriptor board(make_memfd("ringcomm-board", kBoardBytes));
+  Descriptor arena(make_memfd("ringcomm-arena", arena_nbytes));
+  std::shared_ptr<NodeMemory> made(new NodeMemory(board.get(), arena.get(), arena_nbytes));
+  board.release();
+  arena.release();
+  made->head_->nonce = nonce;
+  made->head_->magic = kBoardMagic;
+  return made;
+}
+
+std::shared_ptr<NodeMemory> NodeMemory::open(int pid, int board_fd, int arena_fd,
+                                             std::uint64_t nonce) {
+  Descriptor board(open_of(pid, board_fd));
+  struct stat state {};
+  if (fstat(board.get(), &state) != 0) fail("fstat of shared memory");
+  if (static_cast<std::size_t>(state.st_size) != kBoardBytes)
+    throw std::runtime_error("that descriptor is no board of this version of ringcomm");
+  {
+    const Mapping page(board.get(), 0, kHeadBytes);
+    const auto* head = reinterpret_cast<const BoardHead*>(page.data());
+    if (head->magic != kBoardMagic || head->nonce != nonce)
+      throw std::runtime_error("that board belongs to another process");
+  }
+  Descriptor arena(open_of(pid, arena_fd));
+  if (fstat(arena.get(), &state) != 0) fail("fstat of shared memory");
+  std::shared_ptr<NodeMemory> made(
+      new NodeMemory(board.get(), arena.get(), static_cast<std::size_t>(state.st_size)));
+  board.release();
+  arena.release();
+  return made;
+}
+
+Mapping NodeMemory::window(std::size_t context) const {
+  if (context >= kWindows) throw std::out_of_range("no window for that many groups");
+  return Mapping(board_fd_, kHeadBytes + context * kWindowBytes, kWindowBytes);
+}
+
+bool NodeMemory::holds(const void* data, std::size_t nbytes) const {
+  const auto* at = static_cast<const std::byte*>(data);
+  return at >= arena_.data() && at + nbytes <= arena_.data() + arena_.nbytes();
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,105 @@
+// The memory that one rank shares with the ranks of its node: a board of flags and an arena of data.
+// Both are memfds, handed over by descriptor: nothing is left when the ranks are killed, and
+// /dev/shm, which is small in containers, is not used. Both are sparse: a page costs memory once it
+// is written.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "board.hpp"
+
+namespace ringcomm {
+
+// A part of a memfd in this process's address space.
+class Mapping {
+ public:
+  // Throws std::system_error if it cannot be mapped.
+  Mapping(int fd, std::size_t offset, std::size_t nbytes);
+  Mapping(Mapping&& other) noexcept;
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  Mapping& operator=(Mapping&&) = delete;
+  ~Mapping();
+
+  std::byte* data() const { return data_; }
+  std::size_t nbytes() const { return nbytes_; }
+
+ private:
+  std::byte* data_;
+  std::size_t nbytes_;
+};
+
+// Hands out pieces of an arena. Any thread.
+class Allocator {
+ public:
+  explicit Allocator(const Mapping& arena) : arena_(arena) { free_[0] = {arena.nbytes(), false}; }
+
+  struct Usage {
+    std::size_t in_use = 0;   // bytes handed out
+    std::size_t kept = 0;     // bytes given back that keep their pages, for the next ones
+    std::size_t highest = 0;  // the most that was handed out at a time
+  };
+
+  // Returns the offset of nbytes at a multiple of 64, of undefined content.
+  // Throws std::bad_alloc when the arena is full.
+  std::size_t take(std::size_t nbytes);
+  void give_back(std::size_t offset, std::size_t nbytes);
+  Usage usage() const;
+
+ private:
+  struct Free {
+    std::size_t nbytes;
+    bool has_pages;  // some of it was used; neighbours are merged if they are alike in this
+  };
+  using Blocks = std::map<std::size_t, Free>;  // by offset
+
+  Blocks::iterator find(std::size_t nbytes);
+  void put(std::size_t offset, Free block);
+  void trim();
+
+  const Mapping& arena_;
+  mutable std::mutex mutex_;
+  Blocks free_;
+  Usage usage_;
+};
+
+class NodeMemory {
+ public:
+  // Makes this rank's. arena_nbytes is address space, not memory. Throws std::system_error.
+  static std::shared_ptr<NodeMemory> create(std::uint64_t nonce, std::size_t arena_nbytes);
+
+  // Maps that of another process. Throws std::system_error, or std::runtime_error if it is not the
+  // one with this nonce.
+  static std::shared_ptr<NodeMemory> open(int pid, int board_fd, int arena_fd, std::uint64_t nonce);
+
+  NodeMemory(const NodeMemory&) = delete;
+  NodeMemory& operator=(const NodeMemory&) = delete;
+  ~NodeMemory();
+
+  int board_fd() const { return board_fd_; }
+  int arena_fd() const { return arena_fd_; }
+  Bell& bell() const { return head_->bell; }
+  std::byte* arena() const { return arena_.data(); }
+  Allocator& allocator() { return allocator_; }
+
+  // Maps the window of a group, a number below kWindows.
+  Mapping window(std::size_t context) const;
+
+  // True if the whole range is in the arena.
+  bool holds(const void* data, std::size_t nbytes) const;
+
+ private:
+  NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes);
+
+  int board_fd_, arena_fd_;
+  Mapping head_page_;
+  BoardHead* head_;
+  Mapping arena_;
+  Allocator allocator_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,67 @@
+#include "team.hpp"
+
+#include <utility>
+
+namespace ringcomm {
+namespace {
+
+constexpr std::size_t kSpareLanes = 4;
+
+}  // namespace
+
+Team::Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemory> mine, bool is_crowded,
+           std::shared_ptr<void> keep_alive)
+    : index_(index),
+      mates_(std::move(mates)),
+      mine_(std::move(mine)),
+      is_crowded_(is_crowded),
+      keep_alive_(std::move(keep_alive)),
+      steps_(kSlots, 0) {}
+
+Team::~Team() {
+  for (const Lane& lane : lanes_) mine_->allocator().give_back(lane.offset, kLane);
+}
+
+Patience Team::patience() const { return is_crowded_ ? kCrowded : kRoomy; }
+
+void Team::signal(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
+                  std::uint64_t value) {
+  (this->slot(index_, slot).progress.*counter).store(value, std::memory_order_seq_cst);
+  if (all_at(slot, counter, value)) ring();
+}
+
+bool Team::all_at(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
+                  std::uint64_t value) const {
+  for (std::size_t member = 0; member < size(); ++member)
+    if ((this->slot(member, slot).progress.*counter).load(std::memory_order_seq_cst) < value)
+      return false;
+  return true;
+}
+
+void Team::ring() const {
+  for (std::size_t member = 0; member < size(); ++member)
+    if (member != index_) mates_[member].bell->ring();
+}
+
+Lane Team::take_lane() {
+  const std::lock_guard lock(mutex_);
+  for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
+    if (!all_at(lane->slot, &Progress::done, lane->until)) continue;
+    const Lane taken = *lane;
+    lanes_.erase(lane);
+    return taken;
+  }
+  return {mine_->allocator().take(kLane), 0, 0};
+}
+
+void Team::give_back(Lane lane) {
+  const std::lock_guard lock(mutex_);
+  lanes_.push_back(lane);
+  for (auto each = lanes_.begin(); lanes_.size() > kSpareLanes && each != lanes_.end();) {
+    const bool is_free = all_at(each->slot, &Progress::done, each->until);
+    if (is_free) mine_->allocator().give_back(each->offset, kLane);
+    each = is_free ? lanes_.erase(each) : std::next(each);
+  }
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,78 @@
+// The members of a group that share a node, and the slots in which their operations meet.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "board.hpp"
+#include "memory.hpp"
+
+namespace ringcomm {
+
+// One member, as this rank sees it.
+struct Mate {
+  Window* window;
+  Bell* bell;
+  std::byte* arena;
+};
+
+constexpr std::size_t kLane = 1u << 20;
+
+// A piece of this rank's arena through which private buffers pass.
+struct Lane {
+  std::size_t offset;
+  std::size_t slot;     // last used there,
+  std::uint64_t until;  // and free again when all members' `done` there has come to this
+};
+
+class Team {
+ public:
+  // mates: by index, this rank's own at `index`. mine: where its lanes come from. is_crowded: the
+  // node has more ranks than cores. keep_alive: what the pointers of the mates point into.
+  Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemory> mine, bool is_crowded,
+       std::shared_ptr<void> keep_alive);
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+  ~Team();
+
+  std::size_t index() const { return index_; }
+  std::size_t size() const { return mates_.size(); }
+  const Mate& mate(std::size_t member) const { return mates_[member]; }
+  const Mate& me() const { return mates_[index_]; }
+  Slot& slot(std::size_t member, std::size_t which) const {
+    return mates_[member].window->slots[which];
+  }
+  NodeMemory& memory() const { return *mine_; }
+  bool is_crowded() const { return is_crowded_; }
+  Patience patience() const;
+
+  // Takes part in the next step of a slot; returns its number, alike on all members.
+  std::uint64_t next_step(std::size_t slot) { return ++steps_[slot]; }
+
+  // Stores `value`, and wakes the others if this was the last they may be waiting for: if the
+  // counters of all members have come to it.
+  void signal(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
+  bool all_at(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
+              std::uint64_t value) const;
+
+  // Wakes every other member's process if it sleeps.
+  void ring() const;
+
+  // Returns kLane bytes of this rank's arena that nobody reads any more.
+  Lane take_lane();
+  void give_back(Lane lane);
+
+ private:
+  std::size_t index_;
+  std::vector<Mate> mates_;
+  std::shared_ptr<NodeMemory> mine_;
+  bool is_crowded_;
+  std::shared_ptr<void> keep_alive_;
+  std::vector<std::uint64_t> steps_;
+  std::mutex mutex_;
+  std::vector<Lane> lanes_;  // not in use by this rank; others may still read them
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,129 @@
+"""Inside a node: every rank reads what the others have brought, in shared memory.
+
+The same functions as in ring.py, direct.py, tree.py and exchange.py, carried out by C++
+(csrc/shm/step.hpp). Sums are in rank order, in float32 for 16-bit floats, and every element is
+computed once or by every rank in the same way: the same bits on all ranks, whatever the buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ringcomm.arrays.base import Bytes, Flat
+from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.transport.channel import Channel
+
+_TO_ALL, _TO_OWNER, _TO_ROOT = 0, 1, 2
+_LINE = 64  # bytes of a cache line
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+
+async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+    """Replace x by its reduction over all ranks.
+
+    Cost: x in registered memory: one pass, two bytes moved per byte; else four.
+    """
+    await allreduce(x, x, t, op)
+
+
+async def allreduce(x: Flat, out: Flat, t: Channel, op: Op = SUM) -> None:
+    """Write the reduction of x over all ranks to out, which may be x."""
+    await _reduce(x, out.bytes, _shares(x.bytes.nbytes, t.size), _TO_ALL, 0, t, op)
+
+
+async def reduce_(x: Flat, out: Flat | None, root: int, t: Channel, op: Op = SUM) -> None:
+    """Write the reduction of x to root's out; None on the other ranks."""
+    target = None if out is None else out.bytes
+    await _reduce(x, target, _shares(x.bytes.nbytes, t.size), _TO_ROOT, root, t, op)
+
+
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+    """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
+    own = x[parts[t.rank]]
+    await reduce_scatter(x, own, parts, t, op)
+    return own
+
+
+async def reduce_scatter(x: Flat, out: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> None:
+    """Write this rank's chunk of the reduction to out, which may be that chunk of x."""
+    bounds = [0, *(part.stop * x.dtype.itemsize for part in parts)]
+    await _reduce(x, out.bytes, bounds, _TO_OWNER, 0, t, op)
+
+
+async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+    """Fill x with every rank's chunk, this rank's being in its place already."""
+    own = x[parts[t.rank]].bytes
+    pulls = [(r, 0, x[parts[r]].bytes) for r in _others_first(t)]
+    await t.copy(own, pulls)
+
+
+async def broadcast_(x: Flat, root: int, t: Channel) -> None:
+    """Replace x on every rank by root's x."""
+    if t.rank == root:
+        await t.copy(x.bytes, [])
+    else:
+        await t.copy(_NOTHING, [(root, 0, x.bytes)])
+
+
+async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Channel) -> None:
+    """Fill root's x with every rank's `own`, root's being in its place already."""
+    if t.rank != root:
+        await t.copy(own.bytes, [])
+        return
+    assert x is not None
+    await t.copy(_NOTHING, [(r, 0, x[parts[r]].bytes) for r in _others_first(t)])
+
+
+async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Channel) -> None:
+    """Fill every rank's `out` with its part of root's x."""
+    if t.rank != root:
+        begin = parts[t.rank].start * out.dtype.itemsize
+        await t.copy(_NOTHING, [(root, begin, out.bytes)])
+        return
+    assert x is not None
+    out.bytes[:] = x[parts[root]].bytes
+    await t.copy(x.bytes, [])
+
+
+async def alltoall_(
+    x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Channel
+) -> None:
+    """Take x[sent[rank]] of every rank's x to where it is received."""
+    begins = np.array([part.start * x.dtype.itemsize for part in sent], np.int64)
+    theirs = np.empty(t.size, np.int64)
+    spots = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
+    await t.copy(begins.view(np.uint8), spots)
+    pulls = [(r, int(theirs[r]), out[received[r]].bytes) for r in _all_own_first(t)]
+    await t.copy(x.bytes, pulls)
+
+
+async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
+    """Send counts[r] to each rank r; return what each rank sent to this one."""
+    theirs = np.empty(t.size, np.int64)
+    spots = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
+    await t.copy(np.array(counts, np.int64).view(np.uint8), spots)
+    return [int(n) for n in theirs]
+
+
+async def _reduce(
+    x: Flat, out: Bytes | None, bounds: list[int], to: int, root: int, t: Channel, op: Op
+) -> None:
+    divisor = t.size if op is AVERAGE else 1
+    await t.reduce(x.bytes, out, bounds, to, root, op.kernel, x.dtype.kernel, divisor)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shares(nbytes: int, size: int) -> list[int]:
+    """Return where the slices of the ranks begin and end, whole cache lines as far as possible."""
+    return [nbytes * rank // size // _LINE * _LINE for rank in range(size)] + [nbytes]
+
+
+def _all_own_first(t: Channel) -> list[int]:
+    """Return all ranks, each rank with another one first, so that not all read of the same."""
+    return [(t.rank + shift) % t.size for shift in range(t.size)]
+
+
+def _others_first(t: Channel) -> list[int]:
+    return _all_own_first(t)[1:]

@@ -1,0 +1,181 @@
+"""The memory that the ranks of a node share, and what waits for its flags without Python's lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringcomm._core import Loop, NodeMemory, NodeStep, Team, make_team, take
+from ringcomm.arrays.base import Bytes
+from ringcomm.transport.base import N_UNNAMED
+
+
+@dataclass(frozen=True)
+class RegionAddress:
+    """Where another process of this node finds the memory that a rank shares.
+
+    Attributes:
+        pid: of the rank.
+        board_fd: its descriptor of the flags.
+        arena_fd: its descriptor of the data.
+        nonce: tells them from those of a recycled pid.
+    """
+
+    pid: int
+    board_fd: int
+    arena_fd: int
+    nonce: int
+
+
+class SharedNode:
+    """NodeRegion over memfds.
+
+    Args:
+        memory: this rank's.
+        rank: this rank.
+        n_ranks: how many ranks the node has.
+
+    Attributes:
+        loop: advances steps without Python's lock.
+        is_crowded: the node has more ranks than this process may use cores.
+    """
+
+    def __init__(self, memory: NodeMemory, rank: int, n_ranks: int) -> None:
+        self.is_crowded = n_ranks > len(os.sched_getaffinity(0))
+        self.loop = Loop(memory, self.is_crowded)
+        self._memories = {rank: memory}
+        self._rank = rank
+        self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam] = {}
+
+    @property
+    def memory(self) -> NodeMemory:
+        """This rank's."""
+        return self._memories[self._rank]
+
+    def meet(self, rank: int, address: RegionAddress) -> None:
+        """Map the memory of another rank of this node.
+
+        Raises:
+            RuntimeError: it cannot be reached, or belongs to another process.
+        """
+        self._memories[rank] = NodeMemory.open(
+            address.pid, address.board_fd, address.arena_fd, address.nonce
+        )
+
+    def holds(self, members: Sequence[int]) -> bool:
+        """Return True if all of these ranks share this memory."""
+        return all(rank in self._memories for rank in members)
+
+    def team(self, context: int, members: tuple[int, ...]) -> NodeTeam:
+        """Return the slots in which these ranks of the group `context` meet."""
+        key = (context, members)
+        if key not in self._teams:
+            self._teams[key] = NodeTeam(
+                make_team(
+                    members.index(self._rank),
+                    context,
+                    self.is_crowded,
+                    [self._memories[rank] for rank in members],
+                ),
+                self.loop,
+            )
+        return self._teams[key]
+
+    def close(self) -> None:
+        """Let nothing advance any more; arrays of the arena live on."""
+        self.loop.stop()
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Return memory that the ranks of this node map; freed with the last view of it.
+
+        Raises:
+            MemoryError: the arena is full.
+        """
+        return take(self.memory, nbytes)
+
+
+def make_memory(nonce: int) -> NodeMemory:
+    """Return new memory for this rank: room for all of the machine's, of which none is used yet.
+
+    Raises:
+        RuntimeError: it cannot be had.
+    """
+    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return NodeMemory.create(nonce, nbytes)
+
+
+class NodeTeam:
+    """The members of a group on this node.
+
+    Args:
+        team: what C++ knows of them.
+        loop: what advances their steps.
+    """
+
+    def __init__(self, team: Team, loop: Loop) -> None:
+        self.team = team
+        self.loop = loop
+        self._turns = [slot or N_UNNAMED for slot in range(N_UNNAMED)]
+
+    def is_turn_of(self, place: int) -> bool:
+        """Return True if the slot of the unnamed operation `place` is free for it."""
+        return self._turns[place % N_UNNAMED] == place
+
+    def end_turn(self, place: int) -> None:
+        """Let the next operation have the slot of this one."""
+        self._turns[place % N_UNNAMED] = place + N_UNNAMED
+
+
+class Turn:
+    """Request that waits for the slot of an unnamed operation."""
+
+    source = -1
+
+    def __init__(self, team: NodeTeam, place: int) -> None:
+        self._team = team
+        self._place = place
+
+    def test(self) -> bool:
+        """Return True once the slot is free."""
+        return self._team.is_turn_of(self._place)
+
+    def cancel(self) -> None:
+        """Do nothing: no operation follows a failed one."""
+
+
+class StepRequest:
+    """Request that waits for a step in shared memory.
+
+    Args:
+        step: what C++ does.
+        team: who takes part.
+        members: their ranks in the job.
+        buffers: what it reads and writes; alive as long as a peer may touch it.
+    """
+
+    source = -1
+
+    def __init__(
+        self, step: NodeStep, team: NodeTeam, members: tuple[int, ...], buffers: tuple[Any, ...]
+    ) -> None:
+        self.step = step
+        self._team = team
+        self._members = members
+        self._buffers = buffers
+
+    def test(self) -> bool:
+        """Return True once it is over."""
+        return self.step.is_over
+
+    def cancel(self) -> None:
+        """Let nobody advance it."""
+        self._team.loop.abandon(self.step)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks of the job that have not come to it."""
+        return tuple(
+            rank for index, rank in enumerate(self._members) if not self.step.has_arrived(index)
+        )
