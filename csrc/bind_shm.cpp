@@ -77,6 +77,45 @@ void require_elements(DType dtype, const void* data, std::size_t nbytes) {
     throw std::invalid_argument("buffer is no whole number of aligned elements");
 }
 
+// Where the slices of the members begin and end: whole cache lines as far as possible.
+std::vector<std::size_t> shares(std::size_t nbytes, std::size_t n) {
+  constexpr std::size_t line = 64;
+  std::vector<std::size_t> bounds(n + 1, nbytes);
+  for (std::size_t r = 0; r < n; ++r) bounds[r] = nbytes / line * r / n * line;
+  return bounds;
+}
+
+// Begins an allreduce and stays with it for a moment; returns what is left to do, if anything.
+std::shared_ptr<NodeStep> allreduce_memory(const std::shared_ptr<Team>& team, std::size_t slot,
+                                           std::uint64_t fingerprint, std::uintptr_t address,
+                                           std::size_t nbytes, int op, int code,
+                                           std::size_t divisor, double seconds) {
+  auto* data = reinterpret_cast<std::byte*>(address);
+  const auto dtype = static_cast<DType>(code);
+  if (divisor == 0) throw std::invalid_argument("divisor is 0");
+  require_elements(dtype, data, nbytes);
+  Meeting meeting = meeting_of(team, slot, fingerprint);
+  nb::gil_scoped_release unlocked;
+  const auto step = std::make_shared<ReduceStep>(
+      std::move(meeting), Reduction{data, data, shares(nbytes, team->size()), Target::all, 0,
+                                    static_cast<Op>(op), dtype, divisor});
+  const bool is_over = drive(*step, *team->me().bell, team->patience(),
+                             static_cast<std::int64_t>(seconds * 1e9));
+  if (is_over && step->agrees() && step->fault().empty()) return nullptr;
+  return step;
+}
+
+std::shared_ptr<NodeStep> allreduce_array(const std::shared_ptr<Team>& team, std::size_t slot,
+                                          std::uint64_t fingerprint, nb::handle x, int op, int code,
+                                          std::size_t divisor, double seconds) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(x.ptr(), &view, PyBUF_WRITABLE) != 0) throw nb::python_error();
+  const auto address = reinterpret_cast<std::uintptr_t>(view.buf);
+  const auto nbytes = static_cast<std::size_t>(view.len);
+  PyBuffer_Release(&view);  // the caller holds x
+  return allreduce_memory(team, slot, fingerprint, address, nbytes, op, code, divisor, seconds);
+}
+
 std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::size_t slot,
                                        std::uint64_t fingerprint, ConstBytes source,
                                        std::optional<Bytes> target, std::vector<std::size_t> bounds,
@@ -84,6 +123,7 @@ std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::s
                                        std::size_t divisor) {
   const auto dtype = static_cast<DType>(code);
   const std::size_t n = team->size(), me = team->index();
+  if (bounds.empty()) bounds = shares(source.nbytes(), n);
   if (bounds.size() != n + 1 || bounds.front() != 0 || bounds.back() != source.nbytes())
     throw std::invalid_argument("bounds must cut the source into a part per member");
   for (std::size_t r = 0; r < n; ++r)
@@ -156,6 +196,10 @@ void bind_shm(nb::module_& m) {
       .def("drive", &drive_step, "seconds"_a);
   m.def("start_reduce", &start_reduce, "team"_a, "slot"_a, "fingerprint"_a, "source"_a.noconvert(),
         "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a);
+  m.def("allreduce_memory", &allreduce_memory, "team"_a, "slot"_a, "fingerprint"_a, "address"_a,
+        "nbytes"_a, "op"_a, "dtype"_a, "divisor"_a, "seconds"_a);
+  m.def("allreduce_array", &allreduce_array, "team"_a, "slot"_a, "fingerprint"_a, "x"_a, "op"_a,
+        "dtype"_a, "divisor"_a, "seconds"_a);
   m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(), "pulls"_a);
 
   nb::class_<Loop>(m, "Loop")

@@ -52,6 +52,7 @@ from ringcomm.engine.ops import (
     scatter,
 )
 from ringcomm.engine.p2p import recv, send, sendrecv
+from ringcomm.engine.registered import empty, node_memory, zeros
 from ringcomm.engine.world import (
     cross_rank,
     cross_size,
@@ -115,6 +116,7 @@ __all__ = [
     "broadcast_object",
     "cross_rank",
     "cross_size",
+    "empty",
     "gather",
     "gather_async",
     "grouped_allgather",
@@ -129,6 +131,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "node_memory",
     "rank",
     "recv",
     "reduce",
@@ -147,4 +150,5 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "zeros",
 ]

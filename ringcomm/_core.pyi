@@ -63,6 +63,27 @@ def start_reduce(
     dtype: int,
     divisor: int,
 ) -> NodeStep: ...
+def allreduce_array(
+    team: Team,
+    slot: int,
+    fingerprint: int,
+    x: NDArray[Any],
+    op: int,
+    dtype: int,
+    divisor: int,
+    seconds: float,
+) -> NodeStep | None: ...
+def allreduce_memory(
+    team: Team,
+    slot: int,
+    fingerprint: int,
+    address: int,
+    nbytes: int,
+    op: int,
+    dtype: int,
+    divisor: int,
+    seconds: float,
+) -> NodeStep | None: ...
 def start_copy(
     team: Team,
     slot: int,

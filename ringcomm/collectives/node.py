@@ -7,16 +7,12 @@ computed once or by every rank in the same way: the same bits on all ranks, what
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.channel import Channel, Reduction, To
 
-_TO_ALL, _TO_OWNER, _TO_ROOT = 0, 1, 2
-_LINE = 64  # bytes of a cache line
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -30,13 +26,13 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
 
 async def allreduce(x: Flat, out: Flat, t: Channel, op: Op = SUM) -> None:
     """Write the reduction of x over all ranks to out, which may be x."""
-    await _reduce(x, out.bytes, _shares(x.bytes.nbytes, t.size), _TO_ALL, 0, t, op)
+    await t.reduce(Reduction(x.bytes, out.bytes, *_kernel(x, t, op)))
 
 
-async def reduce_(x: Flat, out: Flat | None, root: int, t: Channel, op: Op = SUM) -> None:
-    """Write the reduction of x to root's out; None on the other ranks."""
+async def reduce(x: Flat, out: Flat | None, root: int, t: Channel, op: Op = SUM) -> None:
+    """Write the reduction of x to root's out, which may be its x; None on the other ranks."""
     target = None if out is None else out.bytes
-    await _reduce(x, target, _shares(x.bytes.nbytes, t.size), _TO_ROOT, root, t, op)
+    await t.reduce(Reduction(x.bytes, target, *_kernel(x, t, op), To.ROOT, root))
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
@@ -49,7 +45,7 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
 async def reduce_scatter(x: Flat, out: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> None:
     """Write this rank's chunk of the reduction to out, which may be that chunk of x."""
     bounds = [0, *(part.stop * x.dtype.itemsize for part in parts)]
-    await _reduce(x, out.bytes, bounds, _TO_OWNER, 0, t, op)
+    await t.reduce(Reduction(x.bytes, out.bytes, *_kernel(x, t, op), To.OWNER, 0, bounds))
 
 
 async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
@@ -107,17 +103,9 @@ async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
     return [int(n) for n in theirs]
 
 
-async def _reduce(
-    x: Flat, out: Bytes | None, bounds: list[int], to: int, root: int, t: Channel, op: Op
-) -> None:
-    divisor = t.size if op is AVERAGE else 1
-    await t.reduce(x.bytes, out, bounds, to, root, op.kernel, x.dtype.kernel, divisor)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shares(nbytes: int, size: int) -> list[int]:
-    """Return where the slices of the ranks begin and end, whole cache lines as far as possible."""
-    return [nbytes * rank // size // _LINE * _LINE for rank in range(size)] + [nbytes]
+def _kernel(x: Flat, t: Channel, op: Op) -> tuple[int, int, int]:
+    """Return operator, dtype and divisor, as the kernels take them."""
+    return op.kernel, x.dtype.kernel, t.size if op is AVERAGE else 1
 
 
 def _all_own_first(t: Channel) -> list[int]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ringcomm._core import StatusPage
+from ringcomm._core import NodeStep, StatusPage
+from ringcomm.arrays.base import Bytes
 from ringcomm.config import Settings
 from ringcomm.engine.agreement import agree, mismatch
 from ringcomm.engine.call import Call
@@ -22,6 +23,7 @@ from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ti
 from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
 from ringcomm.engine.progress import Progress, Strand, Task
+from ringcomm.engine.quick import Quick
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
     CommTimeoutError,
@@ -105,6 +107,7 @@ class Engine:
         self.timeline = Timeline(settings.timeline, self.rank) if settings.timeline else None
         self._transport = transport
         self.world = Group._of_all(self, self.size)
+        self.quick = None if self.world.team is None else Quick(self, self.world.team)
         self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
         self._page = page
         self._pid = os.getpid()
@@ -141,14 +144,44 @@ class Engine:
             CommTimeoutError: a rank did not come within RINGCOMM_TIMEOUT_S.
             NotInitializedError: after shutdown(), or in a child of this rank.
         """
-        task = self._enqueue(kind, name, plan, group, is_awaited=True)
-        try:
-            result: R = self.result_of(task)
-        except BaseException as error:
-            if not task.is_over:  # interrupted, and nobody has a handle
-                self._on_lost(error)
-            raise
+        result: R = self._result_or_loss(self._enqueue(kind, name, plan, group, is_awaited=True))
         return result
+
+    def take_place(self) -> int | None:
+        """Return the place of an operation of all ranks that does without a task; see quick.py.
+
+        None: it cannot do without.
+        """
+        if os.getpid() != self._pid or self._is_closed or self._broken is not None:
+            return None
+        with self._lock:
+            ledger = self.world.ledger_for(self)
+            team = self.world.team
+            if team is None or self.timeline is not None or not team.is_turn_of(ledger.next_place):
+                return None
+            return ledger.take_place()
+
+    def lose_place(self, place: int, error: BaseException) -> None:
+        """What was begun at this place ends with an error that the other ranks do not know."""
+        if self._break(f"operation #{place}", error):
+            self._progress.lose(self._copy_of_broken)
+
+    def adopt(self, place: int, step: NodeStep, plan: Callable[[Group], Plan[Any]]) -> None:
+        """Let what was begun at this place be a task, and wait for it."""
+        group = self.world
+        ledger = group.ledger_for(self)
+        ready = plan(group)
+
+        async def run(t: Channel) -> None:
+            await t.follow(step, ready)
+
+        ticket = ledger.unnamed(place)
+        task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
+        work = Work(task, ledger, ticket, ready.nbytes, None, group.team, is_awaited=True)
+        with self._lock:
+            self._launch(work, Plan(ready.call, ready.nbytes, run))
+        self._progress.begin(task, is_awaited=True, at_once=True)
+        self._result_or_loss(task)
 
     def start(
         self,
@@ -215,6 +248,16 @@ class Engine:
         if node is None or len(members) == 1 or not node.holds(members):
             return None
         return node.team(context, members)
+
+    def shared_memory(self, nbytes: int) -> Bytes | None:
+        """Return memory that the ranks of this node map, None where nothing is shared."""
+        node = self._transport.node
+        return None if node is None else node.empty(nbytes)
+
+    def shared_usage(self) -> tuple[int, int, int]:
+        """Return bytes of it in use, kept for reuse, and in use at most."""
+        node = self._transport.node
+        return (0, 0, 0) if node is None else node.memory.usage()
 
     def found(self, group: Group) -> Ledger:
         """Return the ledger of a new group, agreed on by its members; blocks."""
@@ -294,6 +337,15 @@ class Engine:
         """Return the label of the oldest operation that is pending, "" if there is none."""
         return self._pending.oldest()
 
+    def _result_or_loss(self, task: Task) -> Any:
+        """Wait for a task of which nobody has a handle."""
+        try:
+            return self.result_of(task)
+        except BaseException as error:
+            if not task.is_over:  # interrupted
+                self._on_lost(error)
+            raise
+
     def _enqueue(
         self,
         kind: str,
@@ -317,18 +369,22 @@ class Engine:
             ticket = ledger.enter(ready.call.name)
             task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
             work = Work(task, ledger, ticket, ready.nbytes, problem, group.team, is_awaited)
-            try:
-                self._pending.add(work, self.timeline)
-                task.start(*self._strands(work, ready))
-            except BaseException as error:  # its place is taken, and others will wait for it
-                self._pending.remove(ticket.key, has_failed=True)
-                task.stop()
-                task.error, task.is_over = error, True
-                if self._break(task.label, error):
-                    self._progress.lose(self._copy_of_broken)
-                raise
+            self._launch(work, ready)
         self._progress.begin(task, is_awaited=is_awaited, at_once=group.team is not None)
         return task
+
+    def _launch(self, work: Work, plan: Plan[Any]) -> None:
+        """Give a task what it is to do; the lock is held."""
+        try:
+            self._pending.add(work, self.timeline)
+            work.task.start(*self._strands(work, plan))
+        except BaseException as error:  # its place is taken, and others will wait for it
+            self._pending.remove(work.ticket.key, has_failed=True)
+            work.task.stop()
+            work.task.error, work.task.is_over = error, True
+            if self._break(work.task.label, error):
+                self._progress.lose(self._copy_of_broken)
+            raise
 
     def _strands(self, work: Work, plan: Plan[Any]) -> tuple[Strand, ...]:
         """Return how to carry out a plan: agree first, or beside it if all did so before."""
@@ -346,7 +402,8 @@ class Engine:
     async def _meet_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
         """Agree in shared memory, with the first thing that the operation does there."""
         ledger, ticket, team = work.ledger, work.ticket, work.team
-        assert ledger is not None and team is not None
+        assert ledger is not None
+        assert team is not None
         if ticket.name is None and not team.is_turn_of(ticket.number):
             await Wait((Turn(team, ticket.number),))
         stream = ledger.proposal(ticket)

@@ -76,8 +76,7 @@ class Ledger:
             ValueError: an operation of this name is pending.
         """
         if name is None:
-            self._place += 1
-            return Ticket(None, self._unnamed, self._place)
+            return self.unnamed(self.take_place())
         if name in self._pending:
             raise ValueError(
                 f"an operation named {name!r} is pending on this rank: wait for its handle first, "
@@ -89,6 +88,20 @@ class Ledger:
             return Ticket(name, base_of(self.context, name), 0)
         entry.number += 1
         return Ticket(name, self._bases[name], entry.number)
+
+    @property
+    def next_place(self) -> int:
+        """The place of the next unnamed operation."""
+        return self._place + 1
+
+    def take_place(self) -> int:
+        """Return the place of an unnamed operation that begins on this rank."""
+        self._place += 1
+        return self._place
+
+    def unnamed(self, place: int) -> Ticket:
+        """Return the ticket of the unnamed operation at this place."""
+        return Ticket(None, self._unnamed, place)
 
     def finish(self, ticket: Ticket) -> None:
         """The operation is over on this rank."""

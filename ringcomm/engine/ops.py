@@ -72,6 +72,10 @@ def allreduce_(
     After a PeerFailedError or CommTimeoutError the contents of x are undefined, and after a
     MismatchError that says so.
     """
+    if name is None and group is None and not deterministic:
+        quick = engine().quick
+        if quick is not None and quick.allreduce_(x, op):
+            return x
     return _run(
         "allreduce_",
         name,

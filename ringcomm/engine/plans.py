@@ -43,7 +43,7 @@ def allreduce(
     """Plan an allreduce; the result is x itself if in_place."""
     adapter = adapter_for(x)
     kind = "allreduce_" if in_place else "allreduce"
-    call = _reduction(kind, name, op, x, adapter, deterministic=deterministic)
+    call = reduction(kind, name, op, x, adapter, deterministic=deterministic)
     work = _working_copy(x, adapter, in_place=in_place)
     flat = adapter.flat(work)
 
@@ -68,7 +68,7 @@ def reduce(
     adapter = adapter_for(x)
     _require_root(root, group)
     kind = "reduce_" if in_place else "reduce"
-    call = _reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
+    call = reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
     is_root = group.rank == root
     work = _working_copy(x, adapter, in_place=in_place and is_root)
     flat = adapter.flat(work)
@@ -98,7 +98,7 @@ def reduce_scatter(
     """Plan a reduction of which each rank gets its rows; in place they stand in x, as a view."""
     adapter = adapter_for(x)
     kind = "reduce_scatter_" if in_place else "reduce_scatter"
-    call = _reduction(kind, name, op, x, adapter, deterministic=deterministic)
+    call = reduction(kind, name, op, x, adapter, deterministic=deterministic)
     shape = adapter.shape(x)
     _require_rows(shape, kind)
     if in_place and not adapter.is_contiguous(x):
@@ -310,7 +310,7 @@ def grouped_allreduce(
     if in_place and len({id(x) for x in xs}) < len(xs):
         raise ValueError(f"{kind}: the same array is passed twice: it can be reduced but once")
     calls = [
-        _reduction(kind, None, op, x, adapter, deterministic=deterministic)
+        reduction(kind, None, op, x, adapter, deterministic=deterministic)
         for x, adapter in zip(xs, adapters, strict=True)
     ]
     work = [
@@ -369,7 +369,7 @@ def _in(t: Channel, otherwise: Any) -> Any:
     return otherwise if t.meeting is None else node
 
 
-def _reduction(
+def reduction(
     kind: str,
     name: str | None,
     op: Op,
@@ -379,6 +379,7 @@ def _reduction(
     root: int | None = None,
     deterministic: bool = False,
 ) -> Call:
+    """Return what all ranks must agree on before they reduce x."""
     if not isinstance(op, Op):
         raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
     dtype = adapter.dtype(x)

@@ -187,7 +187,7 @@ class Progress:
         if at_once:
             try:
                 task.advance()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 task.start(_raise(error))  # who drives decides what it means
             if not task.has_work:
                 self._on_over(task, None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from ringcomm.arrays.base import Bytes
 
 if TYPE_CHECKING:
-    from ringcomm._core import Loop
+    from ringcomm._core import Loop, NodeMemory
     from ringcomm.transport.shm import NodeTeam
 
 ANY_SOURCE = -1
@@ -171,6 +171,11 @@ class NodeRegion(Protocol):
 
     def team(self, context: int, members: tuple[int, ...]) -> NodeTeam:
         """Return where these ranks of the group `context` meet."""
+        ...
+
+    @property
+    def memory(self) -> NodeMemory:
+        """What this rank shares."""
         ...
 
     def empty(self, nbytes: int) -> Bytes:

@@ -7,9 +7,10 @@ Algorithms are coroutines: `await t.exchange(...)` hands what is waited for to w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,7 +46,40 @@ class Wait:
 
 
 class Disagreement(Exception):
-    """The ranks of a node are about to do different things in one operation; nothing was touched."""
+    """The ranks of a node are about to do different things in one operation. Nothing was sent."""
+
+
+class To(IntEnum):
+    """Who gets the result of a reduction."""
+
+    ALL = 0
+    OWNER = 1  # each rank its part
+    ROOT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What csrc/shm/step.hpp is asked for.
+
+    Attributes:
+        source: this rank's values.
+        target: where the result goes, as large as what is due here; None where nothing is.
+        op: code of the kernel.
+        dtype: code of the kernel.
+        divisor: of the sum.
+        to: who gets it.
+        root: the one that gets it, To.ROOT.
+        bounds: in bytes: rank r owns [bounds[r], bounds[r + 1]). Empty: equal parts.
+    """
+
+    source: Bytes
+    target: Bytes | None
+    op: int
+    dtype: int
+    divisor: int
+    to: To = To.ALL
+    root: int = 0
+    bounds: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -139,18 +173,8 @@ class Channel:
             await Wait(requests)
         self._posted.difference_update(requests)
 
-    async def reduce(
-        self,
-        source: Bytes,
-        target: Bytes | None,
-        bounds: list[int],
-        to: int,
-        root: int,
-        op: int,
-        dtype: int,
-        divisor: int,
-    ) -> None:
-        """Reduce in shared memory; see csrc/shm/step.hpp.
+    async def reduce(self, what: Reduction) -> None:
+        """Reduce in shared memory.
 
         Raises:
             Disagreement: a rank is about to do something else.
@@ -161,19 +185,19 @@ class Channel:
             where.team.team,
             where.slot,
             where.fingerprint,
-            source,
-            target,
-            bounds,
-            to,
-            root,
-            op,
-            dtype,
-            divisor,
+            what.source,
+            what.target,
+            what.bounds,
+            what.to,
+            what.root,
+            what.op,
+            what.dtype,
+            what.divisor,
         )
-        await self._step(step, source, target)
+        await self._step(step, what)
 
     async def copy(self, shown: Bytes, pulls: list[tuple[int, int, Bytes]]) -> None:
-        """Let the others read `shown`; fill each (rank, offset, out) of `pulls` with what they show.
+        """Let the others read `shown`; fill each (rank, offset, out) with what they show.
 
         Raises:
             Disagreement: a rank is about to do something else.
@@ -197,9 +221,13 @@ class Channel:
             for rank in request.missing
         )
 
+    async def follow(self, step: NodeStep, *buffers: Any) -> None:
+        """Carry on with a step that was begun already. Raises Disagreement."""
+        await self._step(step, *buffers)
+
     async def _step(self, step: NodeStep, *buffers: Any) -> None:
         assert self.meeting is not None
-        if not step.drive(self.linger_s):
+        if not step.is_over and not step.drive(self.linger_s):
             request = StepRequest(step, self.meeting.team, self.members, buffers)
             self._posted.add(request)
             self.meeting.team.loop.add(step)

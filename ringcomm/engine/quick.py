@@ -1,0 +1,154 @@
+"""The short way of a blocking allreduce inside a node: to C++ and back in a few microseconds.
+
+The general way makes a plan, a task and a coroutine, which cost more than the ranks need to meet
+in shared memory. Here all of that is looked up by dtype, shape and operator; what is not settled
+within a moment, a mismatch or a rank that is late, becomes a task like any other.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringcomm._core import NodeStep, allreduce_array, allreduce_memory
+from ringcomm.arrays import adapter_for
+from ringcomm.collectives.op import AVERAGE, Op
+from ringcomm.transport.base import N_UNNAMED
+from ringcomm.transport.shm import NodeTeam
+
+if TYPE_CHECKING:
+    from ringcomm.engine.engine import Engine
+
+_MOMENT_S = 1e-3
+_MAX_KNOWN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What C++ and the other ranks need of an allreduce that was made before.
+
+    Attributes:
+        fingerprint: of the call.
+        op: code of the kernel.
+        dtype: code of the kernel.
+        divisor: of the sum.
+        nbytes: of the array.
+    """
+
+    fingerprint: int
+    op: int
+    dtype: int
+    divisor: int
+    nbytes: int
+
+
+class Quick:
+    """Allreduces of all ranks, one at a time per thread, in place and without a name.
+
+    Args:
+        engine: of this rank.
+        team: where all ranks meet.
+    """
+
+    def __init__(self, engine: Engine, team: NodeTeam) -> None:
+        self._engine = engine
+        self._team = team
+        self._known: dict[tuple[Any, Any, Op], _Known] = {}
+
+    def allreduce_(self, x: Any, op: Op) -> bool:
+        """Reduce x in place if this way is open; else do nothing and return False.
+
+        Raises:
+            What ops.allreduce_() raises.
+        """
+        is_numpy = type(x) is np.ndarray
+        try:
+            known = self._known.get((x.dtype, x.shape, op))
+        except (AttributeError, TypeError):
+            return False
+        if known is None:
+            self._learn(x, op)
+            return False
+        if not (x.flags.carray if is_numpy else _is_plain_tensor(x)):
+            return False
+        place = self._engine.take_place()
+        if place is None:
+            return False
+        team = self._team
+        try:
+            step: NodeStep | None
+            if is_numpy:
+                step = allreduce_array(
+                    team.team,
+                    place % N_UNNAMED,
+                    known.fingerprint,
+                    x,
+                    known.op,
+                    known.dtype,
+                    known.divisor,
+                    _MOMENT_S,
+                )
+            else:
+                step = allreduce_memory(
+                    team.team,
+                    place % N_UNNAMED,
+                    known.fingerprint,
+                    x.data_ptr(),
+                    known.nbytes,
+                    known.op,
+                    known.dtype,
+                    known.divisor,
+                    _MOMENT_S,
+                )
+        except BaseException as error:
+            self._engine.lose_place(place, error)
+            raise
+        if step is None:
+            team.end_turn(place)
+            if not is_numpy:
+                adapter_for(x).written(x)
+        else:
+            from ringcomm.engine import plans  # which stands above the engine
+
+            self._engine.adopt(
+                place, step, lambda g: plans.allreduce(g, None, x, op, in_place=True)
+            )
+        return True
+
+    def _learn(self, x: Any, op: Op) -> None:
+        """Remember an allreduce, if it is one that can go this way; the general way comes first."""
+        from ringcomm.engine import plans  # which stands above the engine
+
+        if not isinstance(op, Op) or len(self._known) >= _MAX_KNOWN:
+            return
+        try:
+            adapter = adapter_for(x)
+            if type(x) is np.ndarray:
+                memoryview(x)  # type: ignore[arg-type]  # bfloat16 cannot be passed to C++ as quickly
+            call = plans.reduction("allreduce_", None, op, x, adapter)
+        except (TypeError, ValueError, BufferError):
+            return
+        dtype = adapter.dtype(x)
+        nbytes = dtype.itemsize * int(np.prod(adapter.shape(x), dtype=np.int64))
+        divisor = self._team.team.size if op is AVERAGE else 1
+        self._known[x.dtype, x.shape, op] = _Known(
+            call.fingerprint(), op.kernel, dtype.kernel, divisor, nbytes
+        )
+
+
+def _is_plain_tensor(x: Any) -> bool:
+    """Return True for what the adapter of torch takes for contiguous, in host memory."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.layout is torch.strided
+        and x.is_cpu
+        and x.is_contiguous()
+        and not x.is_conj()
+        and not x.is_neg()
+        and x.data_ptr() % x.element_size() == 0
+    )

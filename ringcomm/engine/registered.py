@@ -1,0 +1,78 @@
+"""Arrays in memory that all ranks of a node map: what is in them is reduced where it stands."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ringcomm.arrays import DTYPES, Array
+from ringcomm.arrays.numpy import NumpyAdapter
+from ringcomm.engine.group import Group
+from ringcomm.engine.world import engine
+
+
+class NodeMemory(NamedTuple):
+    """Memory of this rank that its node maps, in bytes.
+
+    Attributes:
+        in_use: by arrays of rc.empty() and rc.zeros(), buckets, and operations under way.
+        kept: given back, and kept for the next ones.
+        highest: the most that was in use at a time.
+    """
+
+    in_use: int
+    kept: int
+    highest: int
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None = None) -> Array:
+    """Return a registered array of undefined content: one that the ranks of this node map.
+
+    A collective inside a node takes one pass over registered arrays, and four over others. Slices
+    and views of it count as registered, torch.from_numpy(x) too. Local: no other rank need call it,
+    and its memory is free again when the last view of it is gone. In a fork of this process it is
+    shared, not copied. On a rank that shares no memory with another it is an ordinary array.
+
+    Args:
+        shape: of the array, or its length.
+        dtype: as numpy takes it, among those of rc.allreduce; "bfloat16" needs ml_dtypes.
+        group: with whom it is to be reduced; all that share this node can.
+
+    Raises:
+        TypeError, ValueError: no such dtype or shape.
+        MemoryError: there is no room.
+    """
+    current = engine()
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+    adapter = NumpyAdapter()
+    kind = adapter.make(DTYPES["bfloat16"], ()).dtype if dtype == "bfloat16" else np.dtype(dtype)
+    adapter.dtype(np.empty(0, kind))
+    lengths = _lengths(shape)
+    nbytes = math.prod(lengths) * kind.itemsize
+    data = current.shared_memory(nbytes)
+    return np.empty(lengths, kind) if data is None else data.view(kind).reshape(lengths)
+
+
+def zeros(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None = None) -> Array:
+    """Return a registered array of zeros; see empty()."""
+    x = empty(shape, dtype, group=group)
+    x.fill(0)
+    return x
+
+
+def node_memory() -> NodeMemory:
+    """Return how much memory of this rank its node maps; zeros where none is shared."""
+    return NodeMemory(*engine().shared_usage())
+
+
+def _lengths(shape: int | Sequence[int]) -> tuple[int, ...]:
+    lengths = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+    if any(n < 0 for n in lengths):
+        raise ValueError(f"shape is {lengths}; lengths must be >= 0")
+    return lengths
