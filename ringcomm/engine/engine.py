@@ -317,6 +317,7 @@ class Engine:
             )
         is_clean = self._broken is None and not self.watch.peers.dead
         self._transport.close(is_clean=is_clean)
+        self.quick = None
         self.watch.whereabouts = None  # no cycle may keep the page's descriptor
         self._progress.close()
         return is_clean

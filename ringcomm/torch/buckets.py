@@ -11,6 +11,7 @@ from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.engine import async_ops
 from ringcomm.engine.handle import Handle
+from ringcomm.engine.registered import zeros
 
 MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -107,7 +108,7 @@ class Bucket:
         more = len(parameters) - 1
         self.name = f"{kind} of {parameters[0][1]}" + (f"+{more}" if more else "") + suffix
         counts = [p.numel() for _, _, p in parameters]
-        self.buffer = torch.zeros(sum(counts), dtype=parameters[0][2].dtype)
+        self.buffer = _registered(sum(counts), parameters[0][2].dtype)
         pieces = torch.split(self.buffer, counts)
         self.members = [
             Member(index, _view_like(piece, p))
@@ -189,6 +190,11 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return False
         expected *= n
     return True
+
+
+def _registered(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that the ranks of this node reduce where they stand."""
+    return torch.from_numpy(zeros(count * dtype.itemsize, "uint8")).view(dtype)
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

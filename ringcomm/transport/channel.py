@@ -227,13 +227,13 @@ class Channel:
 
     async def _step(self, step: NodeStep, *buffers: Any) -> None:
         assert self.meeting is not None
-        if not step.is_over and not step.drive(self.linger_s):
-            request = StepRequest(step, self.meeting.team, self.members, buffers)
-            self._posted.add(request)
-            self.meeting.team.loop.add(step)
-            with self.phase("wait"):
+        with self.phase("shared memory"):
+            if not step.is_over and not step.drive(self.linger_s):
+                request = StepRequest(step, self.meeting.team, self.members, buffers)
+                self._posted.add(request)
+                self.meeting.team.loop.add(step)
                 await Wait((request,))
-            self._posted.discard(request)
+                self._posted.discard(request)
         if step.fault:
             raise WireFault(step.fault)
         if not step.agrees:
