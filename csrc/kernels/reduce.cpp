@@ -8,7 +8,7 @@
 #include "half.hpp"
 
 // One loop, compiled for several instruction sets, chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(RINGCOMM_NO_CLONES)
 #define RINGCOMM_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define RINGCOMM_CLONES
