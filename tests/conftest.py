@@ -4,9 +4,17 @@ import os
 import time
 from pathlib import Path
 
+import harness
 import pytest
 
 SHM = Path("/dev/shm")
+
+
+@pytest.fixture(params=["messages", "node"])
+def wire(request, monkeypatch):
+    """Run a test with ranks on nodes of their own, and again with all on one node."""
+    monkeypatch.setattr(harness, "wire", request.param)
+    return request.param
 
 
 @pytest.fixture(autouse=True)

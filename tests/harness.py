@@ -20,6 +20,7 @@ from ringcomm.transport.faulty import FaultyTransport
 from ringcomm.transport.loopback import LoopbackHub
 
 HANG_S = 60.0
+wire = "messages"  # or "node": ranks as threads share memory, too; see the fixture `wire`
 
 
 def outcomes(size, body, *, hub=None, settings=None, faults=None):
@@ -27,7 +28,7 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
 
     A rank that raises is dead to the others, as a process would be. faults: {rank: Faults}.
     """
-    hub = hub or LoopbackHub(size, (0,) * size if os.environ.get("NODE") else None)
+    hub = hub or LoopbackHub(size, (0,) * size if wire == "node" else None)
     results = [None] * size
 
     def main(rank):

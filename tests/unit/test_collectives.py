@@ -7,6 +7,8 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 SIZES = [1, 2, 3, 4, 7, 8]
 REDUCIBLE = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64]
 EXACT = [np.float32, np.float64, np.int32, np.int64]

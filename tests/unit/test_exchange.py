@@ -7,6 +7,8 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.arrays.dtypes import DTYPES
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 SIZES = [1, 2, 3, 4, 7, 8]
 DTYPE_NAMES = [name for name in DTYPES if name != "bfloat16"]
 

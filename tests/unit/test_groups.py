@@ -13,6 +13,8 @@ from ringcomm.config import Settings
 from ringcomm.engine import founding
 from ringcomm.engine.world import engine
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 
 def only(rank, ranks):
     """Make a group as its members do."""

@@ -8,6 +8,8 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.call import Call, explain_mismatch
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 CASES = {
     "dtype": (
         lambda r: rc.allreduce(np.ones((2, 2), np.float16 if r == 2 else np.float32), name="w"),

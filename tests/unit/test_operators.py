@@ -10,6 +10,8 @@ from harness import outcomes, run_ranks
 import ringcomm as rc
 from ringcomm.arrays.dtypes import DTYPES
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 NUMPY = {
     rc.SUM: np.add,
     rc.AVERAGE: np.add,

@@ -6,6 +6,8 @@ from programs import make_program, run_program
 
 from ringcomm.transport.faulty import Faults
 
+pytestmark = pytest.mark.usefixtures("wire")
+
 
 @pytest.mark.parametrize("size", range(1, 9))
 @pytest.mark.parametrize("seed", range(12))

@@ -1,0 +1,333 @@
+"""What the ranks of one node do in shared memory, over ranks as threads."""
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import outcomes, run_ranks
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.engine.world import engine
+from ringcomm.transport.base import N_UNNAMED
+from ringcomm.transport.loopback import LoopbackHub
+
+SIZES = [2, 3, 4, 7]
+KIB, MIB = 1 << 10, 1 << 20
+# Inline, one piece, more than a segment, more segments than a lane holds.
+COUNTS = [1, 1000, 5000, 100_003, 1_000_003]
+BUFFERS = ["private", "registered", "mixed"]
+
+
+@pytest.fixture(autouse=True)
+def on_one_node(monkeypatch):
+    monkeypatch.setattr("harness.wire", "node")
+
+
+def array(buffers, rank, count, dtype=np.float32):
+    is_registered = buffers == "registered" or (buffers == "mixed" and rank % 2)
+    x = rc.empty(count, dtype) if is_registered else np.empty(count, dtype)
+    x[:] = values(rank, count)
+    return x
+
+
+def values(rank, count):
+    return (np.arange(count) * 7 + rank * 3) % 16 - 5
+
+
+def total(size, count):
+    return sum(values(r, count) for r in range(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_allreduce_in_place_is_exact_again_and_again(size, count, buffers):
+    def body(rank):
+        x = array(buffers, rank, count)
+        for _ in range(4):
+            x[:] = values(rank, count)
+            rc.allreduce_(x)
+            np.testing.assert_array_equal(x, total(size, count))
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_the_other_collectives_are_exact(size, count, buffers):
+    def body(rank):
+        x = array(buffers, rank, count)
+        np.testing.assert_array_equal(rc.allreduce(x), total(size, count))
+        own = np.array_split(total(size, count), size)[rank]
+        np.testing.assert_array_equal(rc.reduce_scatter(x), own)
+        everything = np.concatenate([values(r, count) for r in range(size)])
+        np.testing.assert_array_equal(rc.allgather(x), everything)
+        np.testing.assert_array_equal(rc.broadcast(x, size - 1), values(size - 1, count))
+        reduced = rc.reduce(x, root=size - 1)
+        gathered = rc.gather(x, 0)
+        part = np.array_split(values(0, count), size)[rank]
+        np.testing.assert_array_equal(rc.scatter(x if rank == 0 else None, 0), part)
+        splits = [len(each) for each in np.array_split(x, size)]
+        parts = [np.array_split(values(r, count), size)[rank] for r in range(size)]
+        np.testing.assert_array_equal(rc.alltoall(x, splits), np.concatenate(parts))
+        if rank == size - 1:
+            np.testing.assert_array_equal(reduced, total(size, count))
+        if rank == 0:
+            np.testing.assert_array_equal(gathered, everything)
+        np.testing.assert_array_equal(x, values(rank, count))
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_the_bits_are_the_same_for_any_buffer_and_any_size_of_message(dtype):
+    data = np.random.default_rng(1).standard_normal((3, 40_000)).astype(dtype)
+
+    def body(rank):
+        private, registered = data[rank].copy(), rc.empty(40_000, np.dtype(dtype))
+        registered[:] = data[rank]
+        rc.allreduce_(private)
+        rc.allreduce_(registered)
+        for begin in range(0, 40_000, 1000):
+            rc.allreduce_(small := data[rank, begin : begin + 1000].copy())
+            assert small.tobytes() == private[begin : begin + 1000].tobytes()
+        assert registered.tobytes() == private.tobytes()
+        return private.tobytes()
+
+    assert len(set(run_ranks(3, body))) == 1
+
+
+def test_slices_of_a_registered_array_are_reduced_where_they_stand():
+    def body(rank):
+        x = rc.zeros((4, 50_000), "float32")
+        x[1:3] = rank + 1
+        used = rc.node_memory().highest
+        rc.allreduce_(x[1:3])
+        assert rc.node_memory().highest == used  # no lane was needed
+        assert (x[1:3] == 3).all()
+        assert not x[[0, 3]].any()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_more_operations_in_flight_than_slots(is_async):
+    n = 3 * N_UNNAMED + 5
+
+    def body(rank):
+        xs = [np.full(70_000, rank + i, np.float32) for i in range(n)]
+        if is_async:
+            for handle in reversed([rc.allreduce_async_(x) for x in xs]):
+                handle.wait()
+        else:
+            for x in xs:
+                rc.allreduce_(x)
+        assert all((x == 2 * i + 1).all() for i, x in enumerate(xs))
+
+    run_ranks(2, body)
+
+
+def test_names_in_any_order_move_beside_each_other():
+    names = [f"layer {i}" for i in range(40)]
+
+    def body(rank):
+        for step in range(3):
+            xs = {name: np.full(3000, rank + step, np.float32) for name in names}
+            order = np.random.default_rng([rank, step]).permutation(names)
+            for handle in [rc.allreduce_async_(xs[name], name=name) for name in order]:
+                handle.wait()
+            assert all((x == 1 + 2 * step).all() for x in xs.values())
+
+    run_ranks(2, body)
+
+
+def test_groups_of_one_node_work_side_by_side():
+    def body(rank):
+        group = rc.Group([0, 1]) if rank < 2 else rc.Group([2, 3])
+        odd = rc.Group([1, 3]) if rank % 2 else rc.Group([0, 2])
+        for i in range(20):
+            x = np.full(9000, rank, np.float32)
+            assert (rc.allreduce(x, group=odd) == (4 if rank % 2 else 2)).all(), i
+            assert (rc.allreduce(x, group=group) == (5 if rank > 1 else 1)).all(), i
+
+    run_ranks(4, body)
+
+
+def test_groups_over_two_nodes_use_messages():
+    def body(rank):
+        assert rc.Group([0, 2]).team is None if rank in (0, 2) else True
+        assert engine().world.team is None
+        pair = rc.Group([0, 1]) if rank < 2 else rc.Group([2, 3])
+        assert pair.team is not None
+        x = np.full(5000, rank, np.float32)
+        assert (rc.allreduce(x) == 6).all()
+        assert (rc.allreduce(x, group=pair) == (1 if rank < 2 else 5)).all()
+
+    run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)))
+
+
+@pytest.mark.parametrize("name", [None, "w"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_mismatch_touches_nothing_and_the_engine_works_on(name, is_async):
+    def body(rank):
+        x = rc.zeros(20_000, np.float32)
+        for _ in range(3):  # the quick way, and a name that was agreed on
+            rc.allreduce_(x, name=name)
+        x[:] = rank + 1
+        wrong = x if rank == 0 else x[:10_000]
+        with pytest.raises(rc.MismatchError, match=r"\(20000,\).*\(10000,\).*Nothing was sent"):
+            rc.allreduce_async_(wrong, name=name).wait() if is_async else rc.allreduce_(
+                wrong, name=name
+            )
+        assert (x == rank + 1).all()
+        rc.allreduce_(x, name=name)
+        assert (x == 3).all()
+
+    run_ranks(2, body)
+
+
+def test_an_argument_that_one_rank_cannot_use_is_a_mismatch_on_all():
+    def body(rank):
+        x = np.zeros(10, np.float32)
+        rc.allreduce_(x)
+        with pytest.raises(rc.MismatchError, match="cannot communicate"):
+            rc.allreduce_(x if rank else "x")
+        rc.allreduce_(x)
+
+    run_ranks(2, body)
+
+
+def test_a_late_rank_is_waited_for():
+    def body(rank):
+        x = np.full(50_000, 1, np.float32)
+        rc.allreduce_(x)
+        if rank == 1:
+            time.sleep(0.05)  # late on purpose: more than the moment that the quick way waits
+        rc.allreduce_(x)
+        assert (x == 4).all()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_a_death_in_the_middle_is_named_at_once(buffers):
+    hub = LoopbackHub(3, (0, 0, 0))
+
+    def body(rank):
+        x = array(buffers, rank, 300_000)
+        rc.allreduce_(x)
+        if rank == 2:
+            hub.kill(2, "was killed")
+            return None
+        start = time.monotonic()
+        with pytest.raises(rc.PeerFailedError, match="rank 2 was killed"):
+            rc.allreduce_(x)
+        return time.monotonic() - start
+
+    times = run_ranks(3, body, hub=hub)
+    assert max(times[:2]) < 0.5
+
+
+def test_a_rank_that_left_is_not_waited_for():
+    def body(rank):
+        rc.barrier()
+        if rank == 1:
+            engine().leave("left early")
+            return
+        rc.allreduce_(np.zeros(10))
+
+    error = outcomes(2, body)[0]
+    assert isinstance(error, rc.PeerFailedError)
+    assert "rank 1 left early" in str(error)
+
+
+def test_the_deadline_names_the_missing_rank():
+    def body(rank):
+        rc.barrier()
+        if rank == 0:
+            with pytest.raises(rc.CommTimeoutError) as caught:
+                rc.allreduce_(np.zeros(10))
+            assert caught.value.missing == [1]
+
+    outcomes(2, body, settings=Settings(timeout_s=0.3))
+
+
+def test_memory_is_used_again_and_given_back():
+    def body(rank):
+        x = np.zeros(4 * MIB, np.uint8)
+        for _ in range(20):
+            rc.allreduce_(x)
+        first = rc.node_memory()
+        for _ in range(200):
+            rc.allreduce_(x)
+            rc.allreduce(rc.zeros(MIB, np.uint8))
+        assert rc.node_memory().in_use <= first.in_use + 2 * MIB
+        large = [rc.zeros(40 * MIB, np.uint8) for _ in range(3)]
+        assert rc.node_memory().in_use >= 120 * MIB
+        large.clear()
+        after = rc.node_memory()
+        assert after.in_use <= first.in_use + 2 * MIB
+        assert after.kept <= 64 * MIB
+
+    run_ranks(2, body)
+
+
+def test_a_view_keeps_a_registered_array_alive():
+    def body(rank):
+        view = rc.zeros((100, 100), np.int64)[3:5]
+        before = rc.node_memory().in_use
+        others = [rc.zeros(MIB, np.uint8) for _ in range(4)]
+        for other in others:
+            other.fill(255)
+        assert not view.any()
+        del others, other
+        assert rc.node_memory().in_use == before
+        del view
+        assert rc.node_memory().in_use == before - 80_000 // 4096 * 4096 - 4096
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((-1, "float32"), ValueError),
+        ((3, "O"), TypeError),
+        ((3, "no such type"), TypeError),
+        ((1.5, "float32"), TypeError),
+    ],
+)
+def test_bad_arrays_are_refused(arguments, error):
+    def body(_):
+        with pytest.raises(error):
+            rc.empty(*arguments)
+
+    run_ranks(2, body)
+
+
+def test_no_more_memory_than_there_is_is_an_error():
+    def body(_):
+        with pytest.raises(MemoryError):
+            rc.empty(1 << 45, "uint8")
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_registered_arrays_have_the_shape_and_dtype_that_was_asked_for(size):
+    def body(_):
+        for shape, dtype in (
+            ((3, 4), "int16"),
+            (5, np.complex64),
+            ((), "bool"),
+            ((0, 2), "bfloat16"),
+        ):
+            x = rc.zeros(shape, dtype)
+            assert x.shape == (shape if isinstance(shape, tuple) else (shape,))
+            assert str(x.dtype) == np.dtype(dtype).name if dtype != "bfloat16" else "bfloat16"
+            assert not np.ascontiguousarray(x).view(np.uint8).any()
+
+    run_ranks(size, body)
