@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import ringcomm
+from ringcomm.launch.lookup import lookup
 
 # name -> ("module:function", help). The function takes its arguments and returns the exit code.
 _COMMANDS: Final = {
     "check": (
         "ringcomm.launch.check:main",
         "say what is installed, what does not fit and the fix",
+    ),
+    "bench": (
+        "ringcomm.launch.bench.command:main",
+        "measure the collectives, or a training step, beside others'; under mpirun",
     ),
 }
 
@@ -26,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     target, _ = _COMMANDS[args.command]
-    return _load(target)(args.arguments)
+    code: int = lookup(target)(args.arguments)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,9 +53,3 @@ def _command_list() -> str:
     width = max(map(len, _COMMANDS))
     rows = (f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items())
     return "\n".join(["commands (each has its own --help):", *rows])
-
-
-def _load(target: str) -> Callable[[Sequence[str]], int]:
-    module, _, function = target.partition(":")
-    command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
-    return command

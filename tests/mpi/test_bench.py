@@ -1,0 +1,84 @@
+"""`ringcomm bench` as a job of two ranks."""
+
+import json
+
+from harness import run_job, run_script
+
+from ringcomm.launch.bench.bandwidth import COLLECTIVES
+
+QUICK = ("--sizes", "8,12K", "--iterations", 2)
+WRONG = """
+import sys
+import ringcomm as rc
+from ringcomm.launch import cli
+
+right = rc.allreduce_
+
+def off_by_one_on_rank_1(x, *args):
+    right(x, *args)
+    x[-1] += rc.rank()
+    return x
+
+rc.allreduce_ = off_by_one_on_rank_1
+sys.exit(cli.main(["bench", "--sizes", "12K", "--iterations", "1"]))
+"""
+
+
+def bench(size, *arguments, cwd, **kwargs):
+    return run_job(size, "-P", "-m", "ringcomm", "bench", *arguments, cwd=cwd, **kwargs)
+
+
+def read(path):
+    return json.loads(path.read_text())["rows"]
+
+
+def test_every_collective_is_right_and_timed_in_every_form_that_there_is(tmp_path):
+    file = tmp_path / "found.json"
+    job = bench(2, "--collective", "all", *QUICK, "--json", file, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "# wrong elements: 0" in job.output
+    rows = read(file)
+    assert all(row["wrong"] == 0 and 0 < row["call_p50_us"] <= row["p99_us"] for row in rows)
+    found = {(row["collective"], row["engine"], row["in_place"]) for row in rows}
+    assert found == {
+        (name, engine, in_place)
+        for name, which in COLLECTIVES.items()
+        for engine in ("ringcomm", "native", "memcpy")
+        for in_place in (False, True)
+        if (name, engine) != ("barrier", "memcpy")
+        if not in_place or (which.has_in_place and engine != "memcpy")
+    }
+
+
+def test_16_bit_floats_and_averages_are_exact_in_every_mode(tmp_path):
+    for mode in ("sync", "async", "named"):  # one job each would cost seconds
+        job = bench(
+            *(2, "--mode", mode, "--dtype", "float16,bfloat16,int8", "--op", "sum,average"),
+            *("--collective", "allreduce,reduce_scatter", *QUICK),
+            cwd=tmp_path,
+        )
+        assert job.code == 0, job.output
+        assert "# without native: MPI reduces no float16" in job.output
+
+
+def test_a_wrong_result_is_shown_and_ends_with_1(tmp_path):
+    job = run_script(2, WRONG, cwd=tmp_path)
+    assert job.code == 1, job.output
+    assert "# wrong elements: 1\n" in job.output
+    line = next(line for line in job.output.splitlines() if line.endswith(" ringcomm"))
+    assert line.split()[7] == "0"  # out of place is right, and timed
+    assert line.split()[8:12] == ["-", "-", "-", "1"]
+
+
+def test_mpi_is_measured_alone_with_its_own_settings(tmp_path):
+    file = tmp_path / "found.json"
+    job = bench(2, "--mpi-defaults", *QUICK, "--json", file, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "its own settings" in job.output
+    assert {row["engine"] for row in read(file)} == {"native", "memcpy"}
+
+
+def test_sizes_beyond_memory_are_left_out_and_that_is_said(tmp_path):
+    job = bench(2, "--sizes", "8,900000G", "--iterations", 1, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("are left out: MemAvailable") == 1
