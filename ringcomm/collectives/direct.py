@@ -1,6 +1,7 @@
 """All pairs at once: each owner gets every rank's part of its chunk and sums them in rank order.
 
-For 16-bit floats and deterministic sums. A ring would round 16-bit floats at every stop; here the
+For 16-bit floats, for deterministic sums, and for all that is small: two rounds whatever the number
+of ranks. A ring would round 16-bit floats at every stop; here the
 sum is in float32 and rounded once (rms error over 64 ranks in bfloat16: ring 1.23e-2, here
 2.1e-3), and a ring starts at another rank for every chunk. The volume is the ring's.
 """
@@ -28,12 +29,8 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     Cost: 2 (size - 1) messages, 2 (size - 1) / size * nbytes sent, nbytes of scratch.
     """
     parts = chunks(x.count, t.size)
-    own = await reduce_scatter_(x, parts, t, op)
-    requests = []
-    for dest, source in shifted_pairs(t.rank, t.size):
-        requests.append(t.irecv(x[parts[source]].bytes, source))
-        requests.append(t.isend(own.bytes, dest))
-    await t.wait(*requests)
+    await reduce_scatter_(x, parts, t, op)
+    await allgather_(x, parts, t)
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
@@ -48,3 +45,13 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
     with t.phase("reduce"):
         combine_all(own, sources, op)
     return own
+
+
+async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+    """Fill x with every rank's chunk, this rank's being in its place already."""
+    own = x[parts[t.rank]]
+    requests = []
+    for dest, source in shifted_pairs(t.rank, t.size):
+        requests.append(t.irecv(x[parts[source]].bytes, source))
+        requests.append(t.isend(own.bytes, dest))
+    await t.wait(*requests)

@@ -51,6 +51,38 @@ def allgather_steps(rank: int, size: int) -> Iterator[Step]:
         yield Step(send=(rank - step) % size, receive=(rank - 1 - step) % size)
 
 
+class Hop(NamedTuple):
+    """One round of the circulant graph: how far it reaches, and the number of chunks that go."""
+
+    distance: int
+    n_chunks: int
+
+
+def circulant_hops(size: int) -> list[Hop]:
+    """Return the rounds of a reduce-scatter; reversed, those of an allgather.
+
+    In a round, rank r sends n_chunks chunks, from chunk r + distance on, to rank r + distance, and
+    adds what comes from rank r - distance to as many from chunk r on. Half the chunks, rounded up,
+    remain: ceil(log2 size) rounds and size - 1 chunks sent, for any size the least possible.
+
+    Source: Traeff 2024, "Optimal, non-pipelined reduce-scatter and allreduce algorithms",
+    arXiv:2410.14234.
+    """
+    hops = []
+    while size > 1:
+        half = (size + 1) // 2
+        hops.append(Hop(half, size - half))
+        size = half
+    return hops
+
+
+def cyclic_runs(first: int, n: int, size: int) -> list[range]:
+    """Return `n` numbers from `first` on, modulo size, as at most two runs without a gap."""
+    first %= size
+    beyond = max(first + n - size, 0)
+    return [range(first, first + n - beyond), *([range(beyond)] if beyond else [])]
+
+
 def shifted_pairs(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (dest, source) so that everybody meets everybody, and nobody two at a time."""
     for shift in range(1, size):

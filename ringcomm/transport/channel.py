@@ -7,10 +7,11 @@ Algorithms are coroutines: `await t.exchange(...)` hands what is waited for to w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+import copy
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, tag_of
@@ -80,6 +81,28 @@ class Channel:
         self._watch = watch
         self._phases = phases
         self._posted: set[Request] = set()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Of each rank of the group: a number that tells its node from others."""
+        return tuple(self.transport.nodes[member] for member in self.members)
+
+    def among(self, ranks: Sequence[int]) -> Self:
+        """Return this channel as some of its ranks see it, numbered by their place in `ranks`.
+
+        It shares the tag: between two ranks messages arrive in the order they were sent, whichever
+        view of the channel they were sent through. So algorithms may follow each other on several
+        views if each receives all that was sent to it, and any two ranks that meet in several of
+        them do so in the same order.
+
+        Args:
+            ranks: of this channel, this one among them; alike on all of them.
+        """
+        part = copy.copy(self)  # `_posted` stays one set: abandon() of either gives up on both
+        part.rank = ranks.index(self.rank)
+        part.size = len(ranks)
+        part.members = tuple(self.members[rank] for rank in ranks)
+        return part
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that puts its block on the timeline: "wait", "reduce", "copy"."""
