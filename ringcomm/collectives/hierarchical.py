@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives import direct
+from ringcomm.collectives import direct, segmented, select
 from ringcomm.collectives.layout import hosts
 from ringcomm.collectives.op import AVERAGE, SUM, Op, finish
 from ringcomm.collectives.schedule import chunks
@@ -37,7 +37,7 @@ class Halves(Protocol):
 
 
 async def allreduce_(
-    x: Flat, t: Channel, op: Op = SUM, *, within: Halves = direct, across: Halves
+    x: Flat, t: Channel, op: Op = SUM, *, within: Halves = direct, across: Halves | None = None
 ) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
@@ -46,7 +46,8 @@ async def allreduce_(
         t: all ranks, in any order, on any number of hosts.
         op: AVERAGE divides each element once, at its one owner.
         within: the algorithm among the ranks of a host; some of its chunks may be empty.
-        across: the algorithm among ranks of different hosts.
+        across: the algorithm among ranks of different hosts; by default as their number and the
+            size of x suggest.
 
     Raises:
         PeerFailedError: a rank died; x is undefined.
@@ -59,6 +60,8 @@ async def allreduce_(
     here = next(host for host in by_host if t.rank in host)
     place = here.index(t.rank)
     parts = chunks(x.count, k) + [slice(x.count, x.count)] * (len(here) - k)
+    if across is None:
+        across = _ACROSS[select.across(x.bytes.nbytes, len(by_host))]
     partial = SUM if op is AVERAGE else op
     local = t.among(here)  # its pairs and those of `column` are others: no message is mistaken
     share = await within.reduce_scatter_(x, parts, local, partial)
@@ -69,3 +72,6 @@ async def allreduce_(
         finish(own, op, t.size)
         await across.allgather_(share, pieces, column)
     await within.allgather_(x, parts, local)
+
+
+_ACROSS: dict[str, Halves] = {"direct": direct, "segmented": segmented}

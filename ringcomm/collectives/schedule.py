@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+SEGMENT_NBYTES = 256 << 10  # a chunk of more bytes travels in segments, see segmented.py
+
 
 class Step(NamedTuple):
     """One step of the ring: the chunk that goes right, and the chunk that comes from the left."""

@@ -14,11 +14,16 @@ from typing import NamedTuple
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.layout import host_order
 from ringcomm.collectives.op import SUM, Op, combine, finish
-from ringcomm.collectives.schedule import Step, allgather_steps, chunks, reduce_scatter_steps
+from ringcomm.collectives.schedule import (
+    SEGMENT_NBYTES,
+    Step,
+    allgather_steps,
+    chunks,
+    reduce_scatter_steps,
+)
 from ringcomm.transport.base import Request
 from ringcomm.transport.channel import Channel
 
-SEGMENT_NBYTES = 256 << 10
 AHEAD = 4  # segments under way, in each direction
 
 

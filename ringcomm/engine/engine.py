@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ringcomm._core import StatusPage
+from ringcomm.collectives.table import Table
+from ringcomm.collectives.tree import broadcast_bytes
 from ringcomm.config import Settings
 from ringcomm.engine.agreement import agree, mismatch
 from ringcomm.engine.call import Call
@@ -22,6 +24,7 @@ from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ti
 from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
 from ringcomm.engine.progress import Progress, Strand, Task
+from ringcomm.engine.selection import Selection
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
     CommTimeoutError,
@@ -82,6 +85,7 @@ class Engine:
         settings: deadlines and bucket size.
         watch: what is known of the other ranks.
         timeline: where its operations are recorded, or None.
+        selection: which algorithm carries out which collective.
         broke_while_leaving: what kept leave() from completing what was started, or None.
     """
 
@@ -107,6 +111,7 @@ class Engine:
         self._lock = threading.Lock()
         self._pending = Pending(page)
         self._founding = Founding()
+        self.selection = Selection(settings)
         self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
         self._n_serial = 0
         self._broken: RingcommError | None = None
@@ -211,14 +216,32 @@ class Engine:
         self._ledgers[base_of(ledger.context, None)] = ledger
         return ledger
 
-    def meet(self, version: str) -> None:
-        """Return when every rank runs this version and its guardian watches; first call of all."""
-        call = Call(f"init[ringcomm {version}]")
+    def meet(self, version: str, table: str = "") -> None:
+        """Return when every rank runs this version and its guardian watches; first call of all.
 
-        async def nothing(_: Channel) -> None:
-            return None
+        Args:
+            version: of ringcomm.
+            table: on rank 0: what was measured on this topology; all ranks choose by it.
 
-        self.execute("init", None, lambda _: Plan(call, 0, nothing))
+        Raises:
+            MismatchError: ranks differ in their version, or in a setting that must be alike.
+        """
+        call = Call("init", settings=(f"ringcomm {version}", *self.settings.shared))
+
+        async def share(t: Channel) -> None:
+            text = await broadcast_bytes(table.encode(), 0, t)
+            self.selection.table = Table.loads(text.decode()) if text else None
+
+        self.execute("init", None, lambda _: Plan(call, 0, share))
+
+    def nodes_of(self, group: Group) -> tuple[int, ...]:
+        """Return of each rank of `group` a number that tells its node from others."""
+        return tuple(self._transport.nodes[rank] for rank in group.ranks)
+
+    @property
+    def library(self) -> str:
+        """What carries the messages: "Open MPI v5.0.11"."""
+        return self._transport.library
 
     def note_step(self, step: int) -> None:
         """Write the number of completed training steps to the status page."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adapter_of_kind
-from ringcomm.collectives import direct, exchange, ring, tree
+from ringcomm.collectives import exchange, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.schedule import chunks, consecutive
@@ -47,8 +47,11 @@ def allreduce(
     work = _working_copy(x, adapter, in_place=in_place)
     flat = adapter.flat(work)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A:
-        await _algorithm(flat, deterministic=deterministic).allreduce_(flat, t, op)
+        algorithm = choose("allreduce", flat, t, is_deterministic=deterministic)
+        await algorithm.allreduce_(flat, t, op)
         return _written(x, work, adapter, t) if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -73,11 +76,12 @@ def reduce(
     work = _working_copy(x, adapter, in_place=in_place and is_root)
     flat = adapter.flat(work)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A | None:
         parts = chunks(flat.count, t.size)
-        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
-            flat, parts, t, op
-        )
+        algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
+        own = await algorithm.reduce_scatter_(flat, parts, t, op)
         await exchange.gather_(flat if is_root else None, own, parts, root, t)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
@@ -106,13 +110,14 @@ def reduce_scatter(
     work = _working_copy(x, adapter, in_place=in_place)
     flat = adapter.flat(work)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A:
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
-            flat, parts, t, op
-        )
+        algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
+        own = await algorithm.reduce_scatter_(flat, parts, t, op)
         mine = rows[t.rank]
         if in_place:
             view: A = _written(x, work, adapter, t)[mine]
@@ -131,6 +136,8 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     adapter, call, mine = _rows_of(x, "allgather", name)
     shape = adapter.shape(x)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A:
         rows = await gather_counts(shape[0], t)
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
@@ -138,7 +145,7 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await ring.allgather_(flat, parts, t)
+        await choose("allgather", flat, t).allgather_(flat, parts, t)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -181,7 +188,7 @@ def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
         outline = json.dumps([adapter.kind, dtype.name, shape]).encode()
 
     async def run(t: Channel) -> A:
-        kind, dtype_name, shape = json.loads(await _broadcast_bytes(outline, root, t))
+        kind, dtype_name, shape = json.loads(await tree.broadcast_bytes(outline, root, t))
         adapter = adapter_of_kind(kind)
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
@@ -264,7 +271,7 @@ def broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Pla
     packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
 
     async def run(t: Channel) -> Any:
-        return await _broadcast_bytes(packed, root, t)
+        return await tree.broadcast_bytes(packed, root, t)
 
     return Plan(Call("broadcast_object", name, root=int(root)), len(packed), run)
 
@@ -321,12 +328,15 @@ def grouped_allreduce(
     items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
     batches = plan_fusion(items, engine().settings.fusion_mib * MIB)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> list[A]:
         for batch in batches:
             together = [flats[i] for i in batch]
             with t.phase("copy"):
                 fused = together[0] if len(together) == 1 else _fused(together)
-            await _algorithm(fused, deterministic=deterministic).allreduce_(fused, t, op)
+            algorithm = choose("allreduce", fused, t, is_deterministic=deterministic)
+            await algorithm.allreduce_(fused, t, op)
             if len(together) > 1:
                 with t.phase("copy"):
                     _unfuse(fused, together)
@@ -355,11 +365,6 @@ def _fused(flats: list[Flat]) -> Flat:
 def _unfuse(fused: Flat, flats: list[Flat]) -> None:
     for flat, part in zip(flats, consecutive([flat.count for flat in flats]), strict=True):
         flat.bytes[:] = fused[part].bytes
-
-
-def _algorithm(flat: Flat, *, deterministic: bool) -> Any:
-    """Return the module: a ring would round 16-bit floats at every stop, and rotates the order."""
-    return direct if deterministic or flat.dtype.is_16bit_float else ring
 
 
 def _reduction(
@@ -416,15 +421,6 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
             f"{n_rows}, the rows of x"
         )
     return rows
-
-
-async def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
-    nbytes = np.array([len(packed)], np.int64)
-    await tree.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
-    is_root = t.rank == root
-    data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-    await tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
-    return data.tobytes()
 
 
 def _require_root(root: int, group: Group) -> None:

@@ -89,6 +89,7 @@ class Transport(Protocol):
     rank: int
     size: int
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
+    library: str  # what carries the messages: "Open MPI v5.0.11"
     is_threaded: bool  # more than one thread may use it, one at a time
     ring_epoch: int  # version of the membership
     incarnation: int  # life of this rank

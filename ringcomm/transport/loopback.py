@@ -174,6 +174,7 @@ class LoopbackTransport:
     is_threaded = True
     ring_epoch = 0
     incarnation = 0
+    library = "threads"
 
     def __init__(self, hub: LoopbackHub, rank: int) -> None:
         self.rank = rank

@@ -227,6 +227,7 @@ class MpiTransport:
     Attributes:
         places: where each rank lives.
         nodes: of each rank: the lowest rank of its node.
+        library: name and version of the MPI library.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
     """
@@ -275,6 +276,7 @@ class MpiTransport:
         )
         self.places: list[Place] = self._data.allgather(mine)
         self.nodes = tuple(place.node for place in self.places)
+        self.library = _first_clause(self._mpi.Get_library_version())
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
         self._poller = select.epoll()
@@ -471,6 +473,11 @@ def _is_over(request: Request) -> bool:
         return request.test()
     except WireFault:
         return False
+
+
+def _first_clause(version_text: str) -> str:
+    """Return "Open MPI v5.0.11" of the lines in which an MPI library says what it is."""
+    return " ".join(version_text.replace("\0", "").partition("\n")[0].partition(",")[0].split())
 
 
 def _segments(buffer: Bytes) -> list[Bytes]:
