@@ -15,6 +15,10 @@ _COMMANDS: Final = {
         "ringcomm.launch.check:main",
         "say what is installed, what does not fit and the fix",
     ),
+    "tune": (
+        "ringcomm.launch.tune:main",
+        "measure the algorithms on this job's ranks (under mpirun) and keep the table",
+    ),
 }
 
 
