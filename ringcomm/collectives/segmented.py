@@ -7,24 +7,16 @@ all the same.
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.layout import host_order
 from ringcomm.collectives.op import SUM, Op, combine, finish
-from ringcomm.collectives.schedule import (
-    SEGMENT_NBYTES,
-    Step,
-    allgather_steps,
-    chunks,
-    reduce_scatter_steps,
-)
-from ringcomm.transport.base import Request
+from ringcomm.collectives.schedule import Step, allgather_steps, chunks, reduce_scatter_steps
+from ringcomm.collectives.segments import AHEAD, Pipeline, cut
 from ringcomm.transport.channel import Channel
-
-AHEAD = 4  # segments under way, in each direction
 
 
 async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
@@ -48,74 +40,59 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced."""
-    own = x[parts[t.rank]]
-    ring, cuts = _ring_of(x, parts, t)
-    n_segments = len(cuts[0])
-    ahead = min(AHEAD, n_segments)
-    scratch = [x.like(max(cut[0].count for cut in cuts)) for _ in range(ahead)]
-    moves = [
-        Move(sent, scratch[n % ahead][: grows.count], grows)
-        for n, (sent, grows) in enumerate(
-            _segments(cuts, reduce_scatter_steps(ring.rank, ring.size))
-        )
-    ]
+    ring, cuts = _ring(x, parts, t)
+    ahead = min(AHEAD, len(cuts[0]))
+    scratch = [x.like(max(each[0].count for each in cuts)) for _ in range(ahead)]
+    steps = reduce_scatter_steps(ring.rank, ring.size)
 
-    def add(move: Move) -> None:
+    def add(total: Flat, arrived: Flat) -> None:
         with t.phase("reduce"):
-            combine(move.target, move.arriving, op)
+            combine(total, arrived, op)
 
-    await _flow(moves, ahead, ring, add)
+    moves = [
+        Move(sent, scratch[n % ahead][: total.count], functools.partial(add, total))
+        for n, (sent, total) in enumerate(_segments(cuts, steps))
+    ]
+    await _flow(moves, ahead, ring)
+    own = x[parts[t.rank]]
     finish(own, op, t.size)
     return own
 
 
 async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
     """Fill x with every rank's chunk, this rank's being in its place already."""
-    ring, cuts = _ring_of(x, parts, t)
+    ring, cuts = _ring(x, parts, t)
     steps = allgather_steps(ring.rank, ring.size)
-    moves = [Move(sent, filled, filled) for sent, filled in _segments(cuts, steps)]
-    await _flow(moves, min(AHEAD, len(cuts[0])), ring, lambda _: None)
+    moves = [Move(sent, filled, lambda _: None) for sent, filled in _segments(cuts, steps)]
+    await _flow(moves, min(AHEAD, len(cuts[0])), ring)
 
 
 class Move(NamedTuple):
-    """A segment that goes right, and where the one from the left arrives and ends up."""
+    """A segment that goes right, where the one from the left arrives, and what is done with it."""
 
     sent: Flat
     arriving: Flat
-    target: Flat
+    arrived: Callable[[Flat], None]
 
 
-async def _flow(
-    moves: Iterable[Move], ahead: int, ring: Channel, arrived: Callable[[Move], None]
-) -> None:
-    """Carry out `moves` in order, `ahead` of them at a time, and call `arrived` after each.
+async def _flow(moves: Iterable[Move], ahead: int, ring: Channel) -> None:
+    """Carry out `moves` in order, `ahead` of them at a time.
 
     What arrives in one step goes right in the next: `ahead` must not exceed the segments of a step.
     """
     left, right = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
-    under_way: deque[tuple[Move, Request, Request]] = deque()
-
-    async def complete() -> None:
-        move, *requests = under_way.popleft()
-        await ring.wait(*requests)
-        arrived(move)
-
-    for move in moves:
-        if len(under_way) == ahead:
-            await complete()
-        receive = ring.irecv(move.arriving.bytes, left)
-        under_way.append((move, receive, ring.isend(move.sent.bytes, right)))
-    while under_way:
-        await complete()
+    pipeline = Pipeline(ring, ahead)
+    for sent, arriving, arrived in moves:
+        await pipeline.make_room()
+        requests = [ring.irecv(arriving.bytes, left), ring.isend(sent.bytes, right)]
+        pipeline.put(requests, functools.partial(arrived, arriving))
+    await pipeline.drain()
 
 
-def _ring_of(x: Flat, parts: list[slice], t: Channel) -> tuple[Channel, list[list[Flat]]]:
-    """Return the ring, and the segments of each chunk in its order: as many of each."""
+def _ring(x: Flat, parts: list[slice], t: Channel) -> tuple[Channel, list[list[Flat]]]:
+    """Return the ring host by host, and the segments of the chunks in its order."""
     order = host_order(t.nodes)
-    longest = max(part.stop - part.start for part in parts) * x.dtype.itemsize
-    n = max(1, -(-longest // SEGMENT_NBYTES))
-    mine = [x[parts[rank]] for rank in order]
-    return t.among(order), [[each[cut] for cut in chunks(each.count, n)] for each in mine]
+    return t.among(order), cut(x, [parts[rank] for rank in order], t)
 
 
 def _segments(cuts: list[list[Flat]], steps: Iterable[Step]) -> Iterator[tuple[Flat, Flat]]:

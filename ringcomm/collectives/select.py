@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.collectives.layout import describe, host_order, hosts
-from ringcomm.collectives.schedule import SEGMENT_NBYTES, circulant_hops
+from ringcomm.collectives.schedule import WIRE_SEGMENT_NBYTES, circulant_hops, segment_count
 from ringcomm.collectives.table import Table
 
 
@@ -104,6 +104,8 @@ def across(nbytes: int, n_hosts: int) -> str:
 # A prior for what nobody has measured: MPI within a host, and 10 Gbit/s between hosts.
 NODE_ROUND_S, WIRE_ROUND_S, MESSAGE_S = 5e-6, 30e-6, 2e-6
 MEMORY_BPS, WIRE_BPS, REDUCE_BPS = 3e9, 1.2e9, 4e9
+WHOLE = 1.5  # the wire rests while a long message waits for its handshake (measured: 1.5 to 2.2)
+CROWD = 0.01  # each further rank that sends to one at a time slows its wire (a guess)
 
 
 class Effort(NamedTuple):
@@ -132,13 +134,14 @@ def _moving(effort: Effort, case: Case) -> float:
 
 def _ring(nodes: tuple[int, ...], nbytes: int) -> Effort:
     size = len(nodes)
-    del nbytes
-    return Effort(size - 1, 2 * (size - 1), *_once_round(nodes), (size - 1) / size)
+    wire, memory = _once_round(nodes)
+    wire *= _handshakes(nbytes / size)
+    return Effort(size - 1, 2 * (size - 1), wire, memory, (size - 1) / size)
 
 
 def _segmented(nodes: tuple[int, ...], nbytes: int) -> Effort:
     size = len(nodes)
-    n_segments = max(1, ceil(nbytes / size / SEGMENT_NBYTES))
+    n_segments = segment_count(ceil(nbytes / size), nodes)
     ordered = tuple(nodes[rank] for rank in host_order(nodes))
     # Within a host nothing rests while a segment is reduced: the processors move the bytes, too.
     share = n_segments if len(set(nodes)) > 1 else 1
@@ -148,23 +151,25 @@ def _segmented(nodes: tuple[int, ...], nbytes: int) -> Effort:
 
 def _direct(nodes: tuple[int, ...], nbytes: int) -> Effort:
     size = len(nodes)
-    del nbytes
+    n_segments = segment_count(ceil(nbytes / size), nodes)
+    share = n_segments if len(set(nodes)) > 1 else 1
     locals_ = [len(host) for host in hosts(nodes)]
     return Effort(
         rounds=min(size - 1, 1),
-        messages=2 * (size - 1),
-        wire=max(n * (size - n) for n in locals_) / size,
+        messages=2 * (size - 1) * n_segments,
+        wire=max(n * (size - n) for n in locals_) / size * (1 + CROWD * (size - 2)),
         memory=max(n * (n - 1) for n in locals_) / size,
-        reduced=1.0,  # the sum is made in scratch, and copied
+        reduced=1 / share,  # the sum is made in scratch, and copied
     )
 
 
 def _circulant(nodes: tuple[int, ...], nbytes: int) -> Effort:
     size = len(nodes)
-    del nbytes
     hops = circulant_hops(size)
+    wire, memory = _circulant_bytes(nodes)
+    wire *= _handshakes(nbytes / 4)  # most of it goes in the two longest messages
     # Every second message is in two pieces, on average.
-    return Effort(len(hops), 3 * len(hops), *_circulant_bytes(nodes), (size - 1) / size)
+    return Effort(len(hops), 3 * len(hops), wire, memory, (size - 1) / size)
 
 
 def _hierarchical(nodes: tuple[int, ...], nbytes: int) -> Effort:
@@ -188,6 +193,11 @@ _EFFORTS: Final[dict[str, Callable[[tuple[int, ...], int], Effort]]] = {
     "circulant": _circulant,
     "hierarchical": _hierarchical,
 }
+
+
+def _handshakes(nbytes: float) -> float:
+    """Return by how much messages of `nbytes` take longer than their segments would."""
+    return WHOLE if nbytes > WIRE_SEGMENT_NBYTES else 1.0
 
 
 def _once_round(nodes: tuple[int, ...]) -> tuple[float, float]:

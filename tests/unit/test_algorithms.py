@@ -1,12 +1,21 @@
 """Every algorithm against numpy, whatever the layout of the ranks over hosts."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives import circulant, direct, hierarchical, ring, segmented
+from ringcomm.collectives import (
+    circulant,
+    direct,
+    hierarchical,
+    ring,
+    schedule,
+    segmented,
+    segments,
+)
 from ringcomm.collectives.layout import hosts
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine.call import Call
@@ -93,7 +102,8 @@ def ragged(count, size):
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    monkeypatch.setattr(segmented, "SEGMENT_NBYTES", 128)
+    for limit in ("WIRE_SEGMENT_NBYTES", "NODE_SEGMENT_NBYTES"):
+        monkeypatch.setattr(schedule, limit, 128)
 
 
 def counts(size):
@@ -250,7 +260,7 @@ def test_at_most_a_few_segments_are_under_way():
         await segmented.allreduce_(flat(values(rank, 5000, np.float32)), t, rc.SUM)
         return max(under_way)
 
-    assert run_on(range(3), body) == [2 * segmented.AHEAD] * 3
+    assert run_on(range(3), body) == [2 * segments.AHEAD] * 3
 
 
 def test_a_view_of_a_channel_numbers_its_ranks_anew():
@@ -267,3 +277,19 @@ def test_a_view_of_a_channel_numbers_its_ranks_anew():
     assert results[3] == (0, 3, (2, 0, 2), 2)
     assert results[1] == (1, 3, (2, 0, 2), 3)
     assert results[2] == (2, 3, (2, 0, 2), 1)
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_16_bit_floats_in_segments_are_rounded_once_in_rank_order(layout, dtype):
+    data = np.random.default_rng(7).standard_normal((7, 1001)).astype(dtype)
+
+    async def body(rank, t):
+        x = data[rank].copy()
+        await direct.allreduce_(flat(x), t, rc.SUM)
+        return x
+
+    wide = data.astype(np.float32)
+    exact = sum(wide[1:], wide[0]).astype(dtype)
+    assert all(np.array_equal(r, exact) for r in run_on(cut(layout, 7), body))

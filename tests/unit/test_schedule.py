@@ -119,3 +119,11 @@ def test_dissemination_lets_everybody_hear_of_everybody_in_log_rounds(size):
 
 def test_consecutive_lays_parts_end_to_end():
     assert schedule.consecutive([2, 0, 3]) == [slice(0, 2), slice(2, 2), slice(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "nodes", "n"),
+    [(0, (0, 1), 1), (60 << 10, (0, 1), 1), ((60 << 10) + 1, (0, 1), 2), (1 << 20, (0, 0), 1)],
+)
+def test_segments_over_a_wire_stay_below_the_handshake(nbytes, nodes, n):
+    assert schedule.segment_count(nbytes, nodes) == n
