@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives.ring import allgather_
+from ringcomm.collectives.circulant import allgather_
 from ringcomm.collectives.schedule import consecutive, dissemination_steps
 from ringcomm.engine.call import Call, explain_mismatch
 from ringcomm.errors import MismatchError
