@@ -92,6 +92,7 @@ def estimate(algorithm: str, case: Case) -> float:
     return n_phases * _moving(effort, case) + is_reduced * effort.reduced * case.nbytes / REDUCE_BPS
 
 
+@functools.lru_cache(maxsize=1024)
 def across(nbytes: int, n_hosts: int) -> str:
     """Return the algorithm between the hosts of a hierarchical allreduce of `nbytes`.
 

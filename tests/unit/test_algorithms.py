@@ -18,6 +18,7 @@ from ringcomm.collectives import (
 )
 from ringcomm.collectives.layout import hosts
 from ringcomm.collectives.schedule import chunks, consecutive
+from ringcomm.config import Settings
 from ringcomm.engine.call import Call
 from ringcomm.engine.engine import Plan
 from ringcomm.engine.world import engine
@@ -261,6 +262,32 @@ def test_at_most_a_few_segments_are_under_way():
         return max(under_way)
 
     assert run_on(range(3), body) == [2 * segments.AHEAD] * 3
+
+
+@pytest.mark.parametrize("algorithm", ["segmented", "circulant", "hierarchical"])
+@pytest.mark.parametrize("ranks", [[5, 0, 3, 1, 4], [3, 2, 0], [5, 1]])
+def test_a_group_may_have_any_order_and_parts_of_hosts(algorithm, ranks):
+    def body(rank):
+        if rank not in ranks:
+            return None
+        group = rc.Group(ranks)
+        x = np.arange(10.0) * (rank + 1)
+        return rc.allreduce(x, rc.AVERAGE, group=group), rc.reduce_scatter(x, group=group)
+
+    results = run_ranks(
+        6,
+        body,
+        hub=LoopbackHub(6, (0, 0, 2, 2, 4, 4)),
+        settings=Settings(
+            timeout_s=20, algorithm=f"allreduce:{algorithm},reduce_scatter:segmented"
+        ),
+    )
+    weight = sum(rank + 1 for rank in ranks)
+    parts = chunks(10, len(ranks))
+    for rank, part in zip(ranks, parts, strict=True):
+        mean, rows = results[rank]
+        assert np.allclose(mean, np.arange(10.0) * weight / len(ranks), rtol=1e-15)
+        assert np.array_equal(rows, (np.arange(10.0) * weight)[part])
 
 
 def test_a_view_of_a_channel_numbers_its_ranks_anew():
