@@ -28,6 +28,7 @@ from ringcomm.engine.async_ops import (
     reduce_scatter_async_,
     scatter_async,
 )
+from ringcomm.engine.explain import explain
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.ops import (
@@ -117,6 +118,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "empty",
+    "explain",
     "gather",
     "gather_async",
     "grouped_allgather",

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from ringcomm.errors import ConfigError
@@ -13,6 +14,9 @@ from ringcomm.errors import ConfigError
 _PREFIX = "RINGCOMM_"
 # Set by init() for the processes that this rank starts, so that they know they are no ranks.
 _RANK_PROCESS = "RINGCOMM_RANK_PROCESS"
+
+ALGORITHMS = ("node", "ring", "segmented", "direct", "circulant", "hierarchical")
+COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")  # those that have several algorithms
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,9 @@ class Settings:
         grace_s: after a rank failed, the seconds the others of its node have to end by themselves.
         fusion_mib: gradients are fused into buckets of at most this many MiB.
         timeline: each rank writes a Chrome trace to `<timeline>.<rank>.json`; "" = none.
+        algorithm: "ring" for all collectives or "allreduce:ring,allgather:direct" for some; "auto"
+            chooses by what was measured or is estimated.
+        tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
 
     timeout_s: float = 600.0
@@ -32,6 +39,21 @@ class Settings:
     grace_s: float = 3.0
     fusion_mib: float = 25.0
     timeline: str = ""
+    algorithm: str = "auto"
+    tuning: str = ""
+
+    @property
+    def forced(self) -> dict[str, str]:
+        """The algorithm that the user wants, by collective."""
+        return _forced(self.algorithm)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What all ranks must have alike, for they derive from it who sends what, as NAME=VALUE."""
+        return (
+            f"{_PREFIX}ALGORITHM={self.algorithm}",
+            f"{_PREFIX}FUSION_MIB={self.fusion_mib:g}",
+        )
 
     @property
     def timeout_or_inf(self) -> float:
@@ -49,11 +71,23 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def tuning_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:
+    """Return where `ringcomm tune` keeps its tables."""
+    environ = os.environ if environ is None else environ
+    if settings.tuning:
+        return Path(settings.tuning)
+    cache = environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification ignores a relative one.
+    return (
+        (Path(cache) if cache.startswith("/") else Path.home() / ".cache") / "ringcomm" / "tuning"
+    )
+
+
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings of `environ` (this process's by default).
 
     Raises:
-        ConfigError: a RINGCOMM_ variable that is not known, or is no number >= 0.
+        ConfigError: a RINGCOMM_ variable that is not known, or is no number >= 0, or no algorithm.
     """
     environ = os.environ if environ is None else environ
     known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
@@ -71,7 +105,28 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
             )
         field, text = known[variable], environ[variable]
         values[field.name] = text if field.type == "str" else _number(variable, text)
-    return Settings(**values)
+    found = Settings(**values)
+    _ = found.forced  # a mistake in it is told here
+    return found
+
+
+def _forced(text: str) -> dict[str, str]:
+    """Read RINGCOMM_ALGORITHM."""
+    forced = {}
+    for item in text.split(","):
+        collective, colon, algorithm = item.rpartition(":")
+        known = collective in COLLECTIVES if colon else True
+        if not known or algorithm not in (*ALGORITHMS, "auto"):
+            raise ConfigError(
+                f"{_PREFIX}ALGORITHM is {text!r}; it must be auto or one of "
+                f"{', '.join(ALGORITHMS)}, or such a choice for some collectives, as in "
+                f"allreduce:ring,allgather:direct; collectives are {', '.join(COLLECTIVES)}."
+            )
+        for each in [collective] if colon else COLLECTIVES:
+            forced[each] = algorithm
+    return {
+        collective: algorithm for collective, algorithm in forced.items() if algorithm != "auto"
+    }
 
 
 def _number(variable: str, text: str) -> float:

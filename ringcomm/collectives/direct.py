@@ -1,15 +1,19 @@
 """All pairs at once: each owner gets every rank's part of its chunk and sums them in rank order.
 
-For 16-bit floats and deterministic sums. A ring would round 16-bit floats at every stop; here the
+For 16-bit floats, for deterministic sums, and for all that is small: two rounds whatever the number
+of ranks. A ring would round 16-bit floats at every stop; here the
 sum is in float32 and rounded once (rms error over 64 ranks in bfloat16: ring 1.23e-2, here
 2.1e-3), and a ring starts at another rank for every chunk. The volume is the ring's.
 """
 
 from __future__ import annotations
 
+import functools
+
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.op import SUM, Op, combine_all
 from ringcomm.collectives.schedule import chunks, shifted_pairs
+from ringcomm.collectives.segments import AHEAD, Pipeline, cut
 from ringcomm.transport.channel import Channel
 
 
@@ -18,33 +22,59 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
 
     Args:
         x: same count and dtype on every rank.
-        t: all ranks; 2 (size - 1) messages in flight at a time.
+        t: all ranks; 2 (size - 1) messages in flight at a time, of long chunks AHEAD as many.
         op: AVERAGE divides the float32 sum of 16-bit floats before it is rounded.
 
     Raises:
         PeerFailedError: a rank died; x is undefined.
         CommTimeoutError: a rank did not come in time; x is undefined.
 
-    Cost: 2 (size - 1) messages, 2 (size - 1) / size * nbytes sent, nbytes of scratch.
+    Cost: 2 (size - 1) messages, 2 (size - 1) / size * nbytes sent; scratch of nbytes, of
+    long chunks AHEAD segments per rank.
     """
     parts = chunks(x.count, t.size)
-    own = await reduce_scatter_(x, parts, t, op)
-    requests = []
-    for dest, source in shifted_pairs(t.rank, t.size):
-        requests.append(t.irecv(x[parts[source]].bytes, source))
-        requests.append(t.isend(own.bytes, dest))
-    await t.wait(*requests)
+    await reduce_scatter_(x, parts, t, op)
+    await allgather_(x, parts, t)
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
-    own = x[parts[t.rank]]
-    sources = [own if rank == t.rank else own.like(own.count) for rank in range(t.size)]
-    requests = []
-    for dest, source in shifted_pairs(t.rank, t.size):
-        requests.append(t.irecv(sources[source].bytes, source))
-        requests.append(t.isend(x[parts[dest]].bytes, dest))
-    await t.wait(*requests)
-    with t.phase("reduce"):
-        combine_all(own, sources, op)
-    return own
+    cuts = cut(x, parts, t)
+    own = cuts[t.rank]
+    scratch = [_from_all(own[0], t) for _ in own[:AHEAD]]
+    pipeline = Pipeline(t, AHEAD)
+
+    def add(mine: Flat, arrived: list[Flat]) -> None:
+        sources = [mine if rank == t.rank else each for rank, each in enumerate(arrived)]
+        with t.phase("reduce"):
+            combine_all(mine, sources, op)
+
+    for n, mine in enumerate(own):
+        await pipeline.make_room()
+        arriving = [each[: mine.count] for each in scratch[n % AHEAD]]
+        requests = []
+        for dest, source in shifted_pairs(t.rank, t.size):
+            requests.append(t.irecv(arriving[source].bytes, source))
+            requests.append(t.isend(cuts[dest][n].bytes, dest))
+        pipeline.put(requests, functools.partial(add, mine, arriving))
+    await pipeline.drain()
+    return x[parts[t.rank]]
+
+
+async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+    """Fill x with every rank's chunk, this rank's being in its place already."""
+    cuts = cut(x, parts, t)
+    pipeline = Pipeline(t, AHEAD)
+    for n, mine in enumerate(cuts[t.rank]):
+        await pipeline.make_room()
+        requests = []
+        for dest, source in shifted_pairs(t.rank, t.size):
+            requests.append(t.irecv(cuts[source][n].bytes, source))
+            requests.append(t.isend(mine.bytes, dest))
+        pipeline.put(requests, lambda: None)
+    await pipeline.drain()
+
+
+def _from_all(x: Flat, t: Channel) -> list[Flat]:
+    """Return room for what each other rank has in the place of x."""
+    return [x.like(0 if rank == t.rank else x.count) for rank in range(t.size)]

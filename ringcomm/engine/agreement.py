@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives import node, ring
+from ringcomm.collectives import circulant, node, tree
 from ringcomm.collectives.schedule import consecutive, dissemination_steps
 from ringcomm.engine.call import Call, explain_mismatch
 from ringcomm.errors import MismatchError
@@ -75,7 +75,7 @@ async def gather_counts(count: int, t: Channel) -> list[int]:
     counts = np.zeros(t.size, np.int64)
     counts[t.rank] = count
     one_each = consecutive([1] * t.size)
-    await _module(t).allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
+    await module(t, circulant).allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
     return [int(n) for n in counts]
 
 
@@ -84,9 +84,21 @@ async def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
     parts = consecutive(await gather_counts(len(mine), t))
     everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
     everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
-    await _module(t).allgather_(everything, parts, t)
+    await module(t, circulant).allgather_(everything, parts, t)
     return [everything[part].bytes.tobytes() for part in parts]
 
 
-def _module(t: Channel) -> Any:
-    return ring if t.meeting is None else node
+async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
+    """Return root's bytes, of which the others need not know how many they are."""
+    nbytes = np.array([len(packed)], np.int64)
+    way = module(t, tree)
+    await way.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    is_root = t.rank == root
+    data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
+    await way.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    return data.tobytes()
+
+
+def module(t: Channel, otherwise: Any) -> Any:
+    """Return what carries it out: shared memory where all ranks have it, else that module."""
+    return otherwise if t.meeting is None else node

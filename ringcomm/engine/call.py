@@ -22,6 +22,7 @@ class Call:
         shape: None stands for a dimension in which ranks may differ.
         root: the rank that a broadcast comes from.
         members: dtype and shape of each array of a grouped call.
+        settings: what init() compares: "RINGCOMM_ALGORITHM=auto".
         error: why this rank cannot take part; the others learn it instead of waiting.
     """
 
@@ -32,6 +33,7 @@ class Call:
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
     members: tuple[tuple[str, tuple[int | None, ...]], ...] | None = None
+    settings: tuple[str, ...] | None = None
     error: str | None = None
 
     def fingerprint(self) -> int:
@@ -55,6 +57,8 @@ class Call:
             fields["shape"] = tuple(fields["shape"])
         if fields["members"] is not None:
             fields["members"] = tuple((dtype, tuple(shape)) for dtype, shape in fields["members"])
+        if fields["settings"] is not None:
+            fields["settings"] = tuple(fields["settings"])
         return cls(**fields)
 
     def label(self, sequence: int) -> str:
@@ -96,6 +100,8 @@ def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
     failed = {call.error for call in calls if call.error is not None}
     if failed:
         return _explain_errors(calls, sequence, ranks)
+    if all(call.settings for call in calls):
+        return _explain_settings(calls, ranks)
     if len({call.members for call in calls}) > 1 and len({call.kind for call in calls}) == 1:
         return _explain_members(calls, sequence, ranks)
     for field, advice in _ADVICE.items():
@@ -161,6 +167,21 @@ def _explain_members(calls: Sequence[Call], sequence: int, ranks: Sequence[int])
             sides = _by_value(values, "sent", ranks)
             return f"{label}: array {index}: {sides}. Pass the same arrays on every rank."
     raise AssertionError("the members agree")
+
+
+def _explain_settings(calls: Sequence[Call], ranks: Sequence[int]) -> str:
+    settings = [call.settings or () for call in calls]
+    for each in zip(*settings, strict=False):
+        if len(set(each)) > 1:
+            is_version = each[0].startswith("ringcomm ")
+            advice = "Install one version on all hosts." if is_version else _SET_ALIKE
+            return f"{calls[0].kind}: {_by_value(each, 'came with', ranks)}. {advice}"
+    raise AssertionError("the settings agree")
+
+
+_SET_ALIKE = (
+    "Set it alike on every rank (Open MPI: mpirun -x NAME=VALUE, MPICH: mpirun -genv NAME VALUE)."
+)
 
 
 def _explain_errors(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:

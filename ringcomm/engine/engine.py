@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -13,8 +14,9 @@ from typing import Any, Generic, TypeVar
 
 from ringcomm._core import NodeStep, StatusPage
 from ringcomm.arrays.base import Bytes
+from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
-from ringcomm.engine.agreement import agree, mismatch
+from ringcomm.engine.agreement import agree, broadcast_bytes, mismatch
 from ringcomm.engine.call import Call
 from ringcomm.engine.founding import Founding
 from ringcomm.engine.group import Group
@@ -24,6 +26,7 @@ from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
 from ringcomm.engine.progress import Progress, Strand, Task
 from ringcomm.engine.quick import Quick
+from ringcomm.engine.selection import Selection
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
     CommTimeoutError,
@@ -34,8 +37,8 @@ from ringcomm.errors import (
 )
 from ringcomm.status.page import State
 from ringcomm.transport.base import CALLS, DATA, Transport
-from ringcomm.transport.channel import Channel, Disagreement, Meeting, Wait
-from ringcomm.transport.shm import NodeTeam, Turn
+from ringcomm.transport.channel import Channel, Disagreement, Wait
+from ringcomm.transport.shm import Never, NodeTeam, Turn
 from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
@@ -43,6 +46,7 @@ R = TypeVar("R")
 
 # How long who waits for an operation stays in C++ before it looks at anything else.
 _LINGER_S = 1e-3
+_NEVER = Never()
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Engine:
         settings: deadlines and bucket size.
         watch: what is known of the other ranks.
         timeline: where its operations are recorded, or None.
+        selection: which algorithm carries out which collective.
         broke_while_leaving: what kept leave() from completing what was started, or None.
     """
 
@@ -114,6 +119,7 @@ class Engine:
         self._lock = threading.Lock()
         self._pending = Pending(page)
         self._founding = Founding()
+        self.selection = Selection(settings)
         self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
         self._n_serial = 0
         self._broken: RingcommError | None = None
@@ -157,7 +163,9 @@ class Engine:
         with self._lock:
             ledger = self.world.ledger_for(self)
             team = self.world.team
-            if team is None or self.timeline is not None or not team.is_turn_of(ledger.next_place):
+            if team is None or not team.is_turn_of(ledger.next_place):
+                return None
+            if self.timeline is not None or self.selection.leaves_memory:
                 return None
             return ledger.take_place()
 
@@ -177,7 +185,7 @@ class Engine:
 
         ticket = ledger.unnamed(place)
         task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
-        work = Work(task, ledger, ticket, ready.nbytes, None, group.team, is_awaited=True)
+        work = Work(task, ledger, ticket, ready.nbytes, None, group, is_awaited=True)
         with self._lock:
             self._launch(work, Plan(ready.call, ready.nbytes, run))
         self._progress.begin(task, is_awaited=True, at_once=True)
@@ -242,12 +250,22 @@ class Engine:
             self._progress.submit(task, is_awaited=True)
         return task
 
-    def team_of(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
-        """Return where these ranks of a group meet in shared memory, if all of them can."""
-        node = self._transport.node
-        if node is None or len(members) == 1 or not node.holds(members):
+    def team_of(
+        self, context: int, members: tuple[int, ...], *, here: bool = False
+    ) -> NodeTeam | None:
+        """Return where these ranks of a group meet in shared memory, if all of them can.
+
+        Args:
+            context: of the group.
+            members: its ranks.
+            here: those on this node are meant, alone.
+        """
+        node, nodes = self._transport.node, self._transport.nodes
+        if node is None:
             return None
-        return node.team(context, members)
+        if here:
+            members = tuple(rank for rank in members if nodes[rank] == nodes[self.rank])
+        return node.team_or_none(context, members)
 
     def shared_memory(self, nbytes: int) -> Bytes | None:
         """Return memory that the ranks of this node map, None where nothing is shared."""
@@ -265,14 +283,38 @@ class Engine:
         self._ledgers[base_of(ledger.context, None)] = ledger
         return ledger
 
-    def meet(self, version: str) -> None:
-        """Return when every rank runs this version and its guardian watches; first call of all."""
-        call = Call(f"init[ringcomm {version}]")
+    def meet(self, version: str, table: str = "") -> None:
+        """Return when every rank runs this version and its guardian watches; first call of all.
 
-        async def nothing(_: Channel) -> None:
-            return None
+        Args:
+            version: of ringcomm.
+            table: on rank 0: what was measured on this topology; all ranks choose by it.
 
-        self.execute("init", None, lambda _: Plan(call, 0, nothing))
+        Raises:
+            MismatchError: ranks differ in their version, or in a setting that must be alike.
+        """
+        call = Call("init", settings=(f"ringcomm {version}", *self.settings.shared))
+
+        async def share(t: Channel) -> None:
+            text = await broadcast_bytes(table.encode(), 0, t)
+            self.selection.table = Table.loads(text.decode()) if text else None
+
+        self.execute("init", None, lambda _: Plan(call, 0, share))
+
+    def shares_memory(self, group: Group) -> bool:
+        """Return True if the ranks of `group` map each other's memory, as far as is known here."""
+        node = self._transport.node
+        is_one = len(set(self.nodes_of(group))) == 1 and group.size > 1
+        return node is not None and is_one and (group.team is not None or group.rank is None)
+
+    def nodes_of(self, group: Group) -> tuple[int, ...]:
+        """Return of each rank of `group` a number that tells its node from others."""
+        return tuple(self._transport.nodes[rank] for rank in group.ranks)
+
+    @property
+    def library(self) -> str:
+        """What carries the messages: "Open MPI v5.0.11"."""
+        return self._transport.library
 
     def note_step(self, step: int) -> None:
         """Write the number of completed training steps to the status page."""
@@ -369,7 +411,7 @@ class Engine:
             self._require_room()
             ticket = ledger.enter(ready.call.name)
             task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
-            work = Work(task, ledger, ticket, ready.nbytes, problem, group.team, is_awaited)
+            work = Work(task, ledger, ticket, ready.nbytes, problem, group, is_awaited)
             self._launch(work, ready)
         self._progress.begin(task, is_awaited=is_awaited, at_once=group.team is not None)
         return task
@@ -397,7 +439,7 @@ class Engine:
         stream = ledger.cached_stream(ticket, fingerprint)
         if stream is None or work.problem is not None:
             return (self._agree_and_run(work, plan, fingerprint),)
-        run = plan.run(self._channel(work, stream, DATA))
+        run = self._run_beside(plan, self._channel(work, stream, DATA, fingerprint))
         return run, self._agree_beside(work, plan, fingerprint, stream)
 
     async def _meet_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
@@ -405,11 +447,12 @@ class Engine:
         ledger, ticket, team = work.ledger, work.ticket, work.team
         assert ledger is not None
         assert team is not None
-        if ticket.name is None and not team.is_turn_of(ticket.number):
-            await Wait((Turn(team, ticket.number),))
         stream = ledger.proposal(ticket)
         t = self._channel(work, stream, DATA, fingerprint)
+        await _take_turn(team, ticket)
         try:
+            if self.selection.leaves_memory:
+                await t.meet()
             result = None if work.problem is not None else await plan.run(t)
             if not t.has_met:
                 await t.meet()
@@ -420,8 +463,7 @@ class Engine:
                 raise work.problem
             return result
         finally:
-            if ticket.name is None:
-                team.end_turn(ticket.number)
+            _end_turn(team, ticket)
         ledger.settle(ticket, stream, None)
         raise await self._mismatch(work, plan, stream, has_moved=False)
 
@@ -437,7 +479,17 @@ class Engine:
             raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
         if work.problem is not None:
             raise work.problem
-        return await plan.run(self._channel(work, verdict.value, DATA, fingerprint))
+        await _take_turn(work.neighbours, ticket)
+        try:
+            return await plan.run(self._channel(work, verdict.value, DATA, fingerprint))
+        finally:
+            _end_turn(work.neighbours, ticket)
+
+    async def _run_beside(self, plan: Plan[Any], t: Channel) -> Any:
+        """Carry out what all ranks agreed on before, while they agree anew."""
+        with contextlib.suppress(Disagreement):
+            return await plan.run(t)
+        await Wait((_NEVER,))  # the agreement that goes on beside says what is wrong
 
     async def _agree_beside(
         self, work: Work, plan: Plan[Any], fingerprint: int, stream: int
@@ -471,9 +523,8 @@ class Engine:
             stream=stream,
             channel=channel,
             phases=work.lane,
-            meeting=None
-            if work.team is None or slot is None or fingerprint is None
-            else Meeting(work.team, slot, fingerprint),
+            slot=slot,
+            fingerprint=fingerprint or 0,
         )
         made.linger_s = _LINGER_S if work.is_awaited else 0.0
         work.task.channels.append(made)
@@ -576,6 +627,17 @@ class Engine:
     def _set_state(self, state: State) -> None:
         if self._page is not None:
             self._page.set_state(state)
+
+
+async def _take_turn(team: NodeTeam | None, ticket: Ticket) -> None:
+    """Wait until the slot of an unnamed operation is free; a name has its own."""
+    if team is not None and ticket.name is None and not team.is_turn_of(ticket.number):
+        await Wait((Turn(team, ticket.number),))
+
+
+def _end_turn(team: NodeTeam | None, ticket: Ticket) -> None:
+    if team is not None and ticket.name is None:
+        team.end_turn(ticket.number)
 
 
 def _is_harmless(work: Work, error: BaseException) -> bool:

@@ -30,6 +30,7 @@ class Group:
         rank: index of this process in `ranks`, None if it is no member.
         size: number of ranks.
         team: where they meet, if they share a node's memory.
+        neighbours: where those meet that are on this rank's node.
 
     Raises:
         ValueError: a rank that does not exist, or the same one twice, or none.
@@ -39,6 +40,7 @@ class Group:
 
     rank: int | None
     team: NodeTeam | None = None
+    neighbours: NodeTeam | None = None
 
     def __init__(self, ranks: Iterable[int]) -> None:
         from ringcomm.engine.world import engine
@@ -47,7 +49,7 @@ class Group:
         self._join(current, _checked(ranks, current.size))
         if self.rank is not None:
             self._ledger = current.found(self)
-            self.team = current.team_of(self._ledger.context, self.ranks)
+            self._meet(current, self._ledger.context)
 
     @classmethod
     def _of_all(cls, engine: Engine, size: int) -> Group:
@@ -55,7 +57,7 @@ class Group:
         group = cls.__new__(cls)
         group._join(engine, tuple(range(size)))
         group._ledger = Ledger(0, is_first=engine.rank == 0)
-        group.team = engine.team_of(0, group.ranks)
+        group._meet(engine, 0)
         return group
 
     def _join(self, engine: Engine, ranks: tuple[int, ...]) -> None:
@@ -63,6 +65,10 @@ class Group:
         self.size = len(ranks)
         self.rank = ranks.index(engine.rank) if engine.rank in ranks else None
         self._engine = weakref.ref(engine)
+
+    def _meet(self, engine: Engine, context: int) -> None:
+        self.team = engine.team_of(context, self.ranks)
+        self.neighbours = engine.team_of(context, self.ranks, here=True)
 
     def __repr__(self) -> str:
         return f"Group({list(self.ranks)})"

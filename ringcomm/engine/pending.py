@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ringcomm._core import StatusPage
 from ringcomm.engine.ledger import Ledger, Ticket
@@ -10,6 +11,9 @@ from ringcomm.engine.progress import Task
 from ringcomm.engine.timeline import Lane, Timeline
 from ringcomm.status.page import OpState
 from ringcomm.transport.shm import NodeTeam
+
+if TYPE_CHECKING:
+    from ringcomm.engine.group import Group
 
 
 @dataclass
@@ -22,7 +26,7 @@ class Work:
         ticket: which operation it is.
         nbytes: size of the payload.
         problem: why this rank could not plan it, if it could not.
-        team: where its ranks meet in shared memory, if all of them do.
+        group: whose it is; None for what is no collective.
         is_awaited: who started it waits for it.
         order: among all operations that this rank has entered.
         lane: its row of the timeline, if one is written.
@@ -33,10 +37,20 @@ class Work:
     ticket: Ticket
     nbytes: int
     problem: Exception | None = None
-    team: NodeTeam | None = None
+    group: Group | None = None
     is_awaited: bool = False
     order: int = 0
     lane: Lane | None = None
+
+    @property
+    def team(self) -> NodeTeam | None:
+        """Where its ranks meet in shared memory, if all of them do."""
+        return None if self.group is None else self.group.team
+
+    @property
+    def neighbours(self) -> NodeTeam | None:
+        """Where those of its ranks meet that are on this node, if there are several."""
+        return None if self.group is None else self.group.neighbours
 
 
 class Pending:

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adapter_of_kind
-from ringcomm.collectives import direct, exchange, node, ring, tree
+from ringcomm.collectives import exchange, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.schedule import chunks, consecutive
-from ringcomm.engine.agreement import gather_bytes, gather_counts
+from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.call import Call
 from ringcomm.engine.engine import Plan
 from ringcomm.engine.group import Group
@@ -47,8 +47,11 @@ def allreduce(
     work = _working_copy(x, adapter, in_place=in_place)
     flat = adapter.flat(work)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A:
-        await _algorithm(flat, t, deterministic=deterministic).allreduce_(flat, t, op)
+        algorithm = choose("allreduce", flat, t, is_deterministic=deterministic)
+        await algorithm.allreduce_(flat, t, op)
         return _written(x, work, adapter, t) if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -73,12 +76,13 @@ def reduce(
     work = _working_copy(x, adapter, in_place=in_place and is_root)
     flat = adapter.flat(work)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A | None:
         parts = chunks(flat.count, t.size)
-        own = await _algorithm(flat, t, deterministic=deterministic).reduce_scatter_(
-            flat, parts, t, op
-        )
-        await _in(t, exchange).gather_(flat if is_root else None, own, parts, root, t)
+        algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
+        own = await algorithm.reduce_scatter_(flat, parts, t, op)
+        await module(t, exchange).gather_(flat if is_root else None, own, parts, root, t)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
@@ -106,13 +110,14 @@ def reduce_scatter(
     work = _working_copy(x, adapter, in_place=in_place)
     flat = adapter.flat(work)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A:
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        own = await _algorithm(flat, t, deterministic=deterministic).reduce_scatter_(
-            flat, parts, t, op
-        )
+        algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
+        own = await algorithm.reduce_scatter_(flat, parts, t, op)
         mine = rows[t.rank]
         if in_place:
             view: A = _written(x, work, adapter, t)[mine]
@@ -131,6 +136,8 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     adapter, call, mine = _rows_of(x, "allgather", name)
     shape = adapter.shape(x)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> A:
         rows = await gather_counts(shape[0], t)
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
@@ -138,7 +145,7 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await _in(t, ring).allgather_(flat, parts, t)
+        await choose("allgather", flat, t).allgather_(flat, parts, t)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -154,13 +161,13 @@ def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
         rows = await gather_counts(shape[0], t)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         if t.rank != root:
-            await _in(t, exchange).gather_(None, mine, parts, root, t)
+            await module(t, exchange).gather_(None, mine, parts, root, t)
             return None
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await _in(t, exchange).gather_(flat, flat[parts[t.rank]], parts, root, t)
+        await module(t, exchange).gather_(flat, flat[parts[t.rank]], parts, root, t)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -181,14 +188,14 @@ def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
         outline = json.dumps([adapter.kind, dtype.name, shape]).encode()
 
     async def run(t: Channel) -> A:
-        kind, dtype_name, shape = json.loads(await _broadcast_bytes(outline, root, t))
+        kind, dtype_name, shape = json.loads(await broadcast_bytes(outline, root, t))
         adapter = adapter_of_kind(kind)
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         mine = rows[t.rank]
         out: A = adapter.make(DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:]))
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        await _in(t, exchange).scatter_(whole, adapter.flat(out), parts, root, t)
+        await module(t, exchange).scatter_(whole, adapter.flat(out), parts, root, t)
         return out
 
     return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
@@ -209,9 +216,9 @@ def alltoall(
     sent = _splits(splits, shape[0], group.size)
 
     async def run(t: Channel) -> A | tuple[A, list[int]]:
-        received = await _in(t, exchange).alltoall_counts(sent, t)
+        received = await module(t, exchange).alltoall_counts(sent, t)
         out: A = adapter.empty(x, (sum(received), *shape[1:]))
-        await _in(t, exchange).alltoall_(
+        await module(t, exchange).alltoall_(
             mine,
             consecutive([n * width for n in sent]),
             adapter.flat(out),
@@ -239,7 +246,7 @@ def broadcast(
     flat = adapter.flat(work)
 
     async def run(t: Channel) -> A:
-        await _in(t, tree).broadcast_(flat, root, t)
+        await module(t, tree).broadcast_(flat, root, t)
         if is_overwritten:
             return _written(x, work, adapter, t)
         return x if in_place else work
@@ -264,7 +271,7 @@ def broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Pla
     packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
 
     async def run(t: Channel) -> Any:
-        return await _broadcast_bytes(packed, root, t)
+        return await broadcast_bytes(packed, root, t)
 
     return Plan(Call("broadcast_object", name, root=int(root)), len(packed), run)
 
@@ -321,12 +328,15 @@ def grouped_allreduce(
     items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
     batches = plan_fusion(items, engine().settings.fusion_mib * MIB)
 
+    choose = engine().selection.algorithm
+
     async def run(t: Channel) -> list[A]:
         for batch in batches:
             together = [flats[i] for i in batch]
             with t.phase("copy"):
                 fused = together[0] if len(together) == 1 else _fused(together)
-            await _algorithm(fused, t, deterministic=deterministic).allreduce_(fused, t, op)
+            algorithm = choose("allreduce", fused, t, is_deterministic=deterministic)
+            await algorithm.allreduce_(fused, t, op)
             if len(together) > 1:
                 with t.phase("copy"):
                     _unfuse(fused, together)
@@ -355,18 +365,6 @@ def _fused(flats: list[Flat]) -> Flat:
 def _unfuse(fused: Flat, flats: list[Flat]) -> None:
     for flat, part in zip(flats, consecutive([flat.count for flat in flats]), strict=True):
         flat.bytes[:] = fused[part].bytes
-
-
-def _algorithm(flat: Flat, t: Channel, *, deterministic: bool) -> Any:
-    """Return the module: a ring would round 16-bit floats at every stop, and rotates the order."""
-    if t.meeting is not None:
-        return node
-    return direct if deterministic or flat.dtype.is_16bit_float else ring
-
-
-def _in(t: Channel, otherwise: Any) -> Any:
-    """Return the module that carries it out: in shared memory where all ranks have it."""
-    return otherwise if t.meeting is None else node
 
 
 def reduction(
@@ -424,15 +422,6 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
             f"{n_rows}, the rows of x"
         )
     return rows
-
-
-async def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
-    nbytes = np.array([len(packed)], np.int64)
-    await _in(t, tree).broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
-    is_root = t.rank == root
-    data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-    await _in(t, tree).broadcast_(Flat(data, DTYPES["uint8"]), root, t)
-    return data.tobytes()
 
 
 def _require_root(root: int, group: Group) -> None:

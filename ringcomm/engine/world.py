@@ -14,6 +14,7 @@ from ringcomm import _core, config
 from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
 from ringcomm.engine.timeline import Timeline
+from ringcomm.engine.tuning import load
 from ringcomm.errors import NotInitializedError, RingcommError
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
@@ -59,6 +60,8 @@ def init(comm: MPI.Comm | None = None) -> None:
     Raises:
         ConfigError: no MPI library, an unknown RINGCOMM_ variable, or a launcher that does not
             fit the MPI library (every process would be "rank 0 of 1").
+        MismatchError: ranks differ in their version of ringcomm, or in a setting that must be
+            alike.
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
         RingcommError: a rank failed before this second init(); end the job.
     """
@@ -93,7 +96,7 @@ def init(comm: MPI.Comm | None = None) -> None:
     _world = _World(engine, transport, words, guardian)
     config.mark_children_of_this_rank()
     try:
-        engine.meet(__version__)
+        engine.meet(__version__, load(settings, transport) if engine.rank == 0 else "")
     except BaseException:
         _world = None
         raise

@@ -19,6 +19,10 @@ _COMMANDS: Final = {
         "ringcomm.launch.bench.command:main",
         "measure the collectives, or a training step, beside others'; under mpirun",
     ),
+    "tune": (
+        "ringcomm.launch.tune:main",
+        "measure the algorithms on this job's ranks (under mpirun) and keep the table",
+    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -95,6 +94,7 @@ class Transport(Protocol):
     rank: int
     size: int
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
+    library: str  # what carries the messages: "Open MPI v5.0.11"
     is_threaded: bool  # more than one thread may use it, one at a time
     ring_epoch: int  # version of the membership
     incarnation: int  # life of this rank
@@ -165,12 +165,8 @@ class NodeRegion(Protocol):
 
     loop: Loop
 
-    def holds(self, members: Sequence[int]) -> bool:
-        """Return True if all of these ranks share this memory."""
-        ...
-
-    def team(self, context: int, members: tuple[int, ...]) -> NodeTeam:
-        """Return where these ranks of the group `context` meet."""
+    def team_or_none(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
+        """Return where these ranks of the group `context` meet; None if not all can."""
         ...
 
     @property

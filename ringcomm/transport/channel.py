@@ -7,11 +7,12 @@ Algorithms are coroutines: `await t.exchange(...)` hands what is waited for to w
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -110,13 +111,14 @@ class Channel:
         stream: what tells this operation's messages from those of others in flight.
         channel: DATA, CALLS or P2P.
         phases: the timeline.
-        meeting: where all of them share memory; None: they are on several nodes.
+        slot: of the operation in shared memory, if it has one.
+        fingerprint: of what this rank is about to do; ranks that share memory compare it.
 
     Attributes:
         rank: index of this rank in the group.
         size: of the group.
         awaited: ranks of the job; if all of them leave, this operation cannot complete.
-        meeting: see Args.
+        meeting: where all of them share memory; None: they do not.
         has_met: all ranks are known to be about to do the same.
         linger_s: how long a step is driven by who starts it, before others get their turn.
     """
@@ -131,7 +133,8 @@ class Channel:
         stream: int = 0,
         channel: int = DATA,
         phases: Phases | None = None,
-        meeting: Meeting | None = None,
+        slot: int | None = None,
+        fingerprint: int = 0,
     ) -> None:
         self.transport: Transport = watch.transport
         self.rank = members.index(self.transport.rank)
@@ -142,10 +145,34 @@ class Channel:
         self.awaited: tuple[int, ...] = ()
         self._watch = watch
         self._phases = phases
-        self.meeting = meeting
+        self._context, self._slot, self._fingerprint = context, slot, fingerprint
+        self.meeting = self._place_of_meeting()
         self.has_met = False
         self.linger_s = 0.0
         self._posted: set[Request] = set()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Of each rank of the group: a number that tells its node from others."""
+        return tuple(self.transport.nodes[member] for member in self.members)
+
+    def among(self, ranks: Sequence[int]) -> Self:
+        """Return this channel as some of its ranks see it, numbered by their place in `ranks`.
+
+        It shares the tag: between two ranks messages arrive in the order they were sent, whichever
+        view of the channel they were sent through. So algorithms may follow each other on several
+        views if each receives all that was sent to it, and any two ranks that meet in several of
+        them do so in the same order.
+
+        Args:
+            ranks: of this channel, this one among them; alike on all of them.
+        """
+        part = copy.copy(self)  # `_posted` stays one set: abandon() of either gives up on both
+        part.rank = ranks.index(self.rank)
+        part.size = len(ranks)
+        part.members = tuple(self.members[rank] for rank in ranks)
+        part.meeting = part._place_of_meeting()
+        return part
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that puts its block on the timeline: "wait", "reduce", "copy"."""
@@ -257,3 +284,10 @@ class Channel:
         """Give up on whatever is under way, after any error: its buffers must stay alive."""
         self.transport.abandon(list(self._posted))
         self._posted.clear()
+
+    def _place_of_meeting(self) -> Meeting | None:
+        node = self.transport.node
+        if node is None or self._slot is None:
+            return None
+        team = node.team_or_none(self._context, self.members)
+        return None if team is None else Meeting(team, self._slot, self._fingerprint)

@@ -198,6 +198,7 @@ class LoopbackTransport:
     descriptor = -1
     ring_epoch = 0
     incarnation = 0
+    library = "threads"
 
     def __init__(self, hub: LoopbackHub, rank: int, node: SharedNode | None) -> None:
         self.rank = rank

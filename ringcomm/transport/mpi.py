@@ -235,6 +235,7 @@ class MpiTransport:
         places: where each rank lives.
         nodes: of each rank: the lowest rank of its node.
         node: the memory that this rank shares with its node, if it does.
+        library: name and version of the MPI library.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
     """
@@ -286,6 +287,7 @@ class MpiTransport:
         self.places: list[Place] = self._data.allgather(mine)
         self.nodes = tuple(place.node for place in self.places)
         self.node = self._share_memory(node, memory)
+        self.library = _first_clause(self._mpi.Get_library_version())
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
         self._poller = select.epoll()
@@ -521,6 +523,11 @@ def _is_over(request: Request) -> bool:
         return request.test()
     except WireFault:
         return False
+
+
+def _first_clause(version_text: str) -> str:
+    """Return "Open MPI v5.0.11" of the lines in which an MPI library says what it is."""
+    return " ".join(version_text.replace("\0", "").partition("\n")[0].partition(",")[0].split())
 
 
 def _segments(buffer: Bytes) -> list[Bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +46,7 @@ class SharedNode:
         self.loop = Loop(memory, self.is_crowded)
         self._memories = {rank: memory}
         self._rank = rank
-        self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam] = {}
+        self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam | None] = {}
 
     @property
     def memory(self) -> NodeMemory:
@@ -64,24 +63,22 @@ class SharedNode:
             address.pid, address.board_fd, address.arena_fd, address.nonce
         )
 
-    def holds(self, members: Sequence[int]) -> bool:
-        """Return True if all of these ranks share this memory."""
-        return all(rank in self._memories for rank in members)
+    def team_or_none(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
+        """Return the slots in which these ranks of the group `context` meet.
 
-    def team(self, context: int, members: tuple[int, ...]) -> NodeTeam:
-        """Return the slots in which these ranks of the group `context` meet."""
+        None if one of them does not share this memory, or if this rank is alone.
+        """
         key = (context, members)
         if key not in self._teams:
-            self._teams[key] = NodeTeam(
-                make_team(
-                    members.index(self._rank),
-                    context,
-                    self.is_crowded,
-                    [self._memories[rank] for rank in members],
-                ),
-                self.loop,
-            )
+            self._teams[key] = self._make_team(context, members)
         return self._teams[key]
+
+    def _make_team(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
+        if len(members) == 1 or not all(rank in self._memories for rank in members):
+            return None
+        memories = [self._memories[rank] for rank in members]
+        team = make_team(members.index(self._rank), context, self.is_crowded, memories)
+        return NodeTeam(team, self.loop)
 
     def close(self) -> None:
         """Let nothing advance any more; arrays of the arena live on."""
@@ -143,6 +140,19 @@ class Turn:
 
     def cancel(self) -> None:
         """Do nothing: no operation follows a failed one."""
+
+
+class Never:
+    """Request that is not complete, ever: something else ends the operation."""
+
+    source = -1
+
+    def test(self) -> bool:
+        """Return False."""
+        return False
+
+    def cancel(self) -> None:
+        """Do nothing."""
 
 
 class StepRequest:

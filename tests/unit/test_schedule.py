@@ -45,6 +45,35 @@ def test_allgather_brings_every_chunk_to_every_rank(size):
     assert all(chunks == set(range(size)) for chunks in held)
 
 
+@pytest.mark.parametrize("size", range(1, 18))
+def test_circulant_adds_every_part_once_in_log_rounds_and_least_volume(size):
+    held = [[{rank} for _ in range(size)] for rank in range(size)]  # held[rank][chunk]: whose parts
+    hops = schedule.circulant_hops(size)
+    for distance, n_chunks in hops:
+        sent = [[set(chunk) for chunk in chunks] for chunks in held]
+        for rank in range(size):
+            source = (rank - distance) % size
+            for chunk in (c for run in schedule.cyclic_runs(rank, n_chunks, size) for c in run):
+                assert held[rank][chunk].isdisjoint(sent[source][chunk])  # nothing is added twice
+                held[rank][chunk] |= sent[source][chunk]
+    assert all(held[rank][rank] == set(range(size)) for rank in range(size))
+    assert len(hops) == (math.ceil(math.log2(size)) if size > 1 else 0)
+    assert sum(n_chunks for _, n_chunks in hops) == size - 1
+
+
+@pytest.mark.parametrize(
+    ("first", "n", "expected"),
+    [
+        (0, 3, [range(3)]),
+        (2, 3, [range(2, 5)]),
+        (3, 4, [range(3, 5), range(2)]),
+        (-1, 1, [range(4, 5)]),
+    ],
+)
+def test_cyclic_runs_break_where_the_numbers_start_again(first, n, expected):
+    assert schedule.cyclic_runs(first, n, 5) == expected
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_shifted_pairs_meet_everybody_once_and_nobody_two_at_a_time(size):
     rounds = list(zip(*(schedule.shifted_pairs(r, size) for r in range(size)), strict=True))
@@ -90,3 +119,11 @@ def test_dissemination_lets_everybody_hear_of_everybody_in_log_rounds(size):
 
 def test_consecutive_lays_parts_end_to_end():
     assert schedule.consecutive([2, 0, 3]) == [slice(0, 2), slice(2, 2), slice(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "nodes", "n"),
+    [(0, (0, 1), 1), (60 << 10, (0, 1), 1), ((60 << 10) + 1, (0, 1), 2), (1 << 20, (0, 0), 1)],
+)
+def test_segments_over_a_wire_stay_below_the_handshake(nbytes, nodes, n):
+    assert schedule.segment_count(nbytes, nodes) == n

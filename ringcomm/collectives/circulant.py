@@ -1,0 +1,72 @@
+"""Reduce-scatter and allgather on a circulant graph: few rounds for any number of ranks.
+
+ceil(log2 size) rounds instead of the ring's size - 1, and the ring's volume; not pipelined, so for
+sizes at which the latency counts. The order in which ranks are added differs from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from ringcomm.arrays.base import Flat
+from ringcomm.collectives.op import SUM, Op, combine, finish
+from ringcomm.collectives.schedule import chunks, circulant_hops, cyclic_runs
+from ringcomm.transport.channel import Channel
+
+
+async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+    """Replace x by its reduction over all ranks; all ranks end up with the same bits.
+
+    Args:
+        x: same count and dtype on every rank; not 16-bit floats, see direct.py.
+        t: all ranks; at most 4 messages in flight at a time.
+        op: AVERAGE divides each chunk once, at its owner.
+
+    Raises:
+        PeerFailedError: a rank died; x is undefined.
+        CommTimeoutError: a rank did not come in time; x is undefined.
+
+    Cost: 2 ceil(log2 size) rounds, 2 (size - 1) / size * nbytes sent, nbytes / 2 of scratch.
+    """
+    parts = chunks(x.count, t.size)
+    await reduce_scatter_(x, parts, t, op)
+    await allgather_(x, parts, t)
+
+
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+    """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced.
+
+    Args:
+        x: as in allreduce_. Overwritten.
+        parts: the chunks, one per rank, alike on every rank, without gaps.
+        t: all ranks.
+        op: the operator.
+    """
+    for distance, n_chunks in circulant_hops(t.size):
+        dest, source = (t.rank + distance) % t.size, (t.rank - distance) % t.size
+        growing = _stretches(x, parts, t.rank, n_chunks)
+        arriving = [each.like(each.count) for each in growing]
+        await t.wait(
+            *[t.irecv(each.bytes, source) for each in arriving],
+            *[t.isend(each.bytes, dest) for each in _stretches(x, parts, dest, n_chunks)],
+        )
+        with t.phase("reduce"):
+            for target, part in zip(growing, arriving, strict=True):
+                combine(target, part, op)
+    own = x[parts[t.rank]]
+    finish(own, op, t.size)
+    return own
+
+
+async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+    """Fill x with every rank's chunk, this rank's being in its place already."""
+    for distance, n_chunks in reversed(circulant_hops(t.size)):
+        dest, source = (t.rank - distance) % t.size, (t.rank + distance) % t.size
+        await t.wait(
+            *[t.irecv(e.bytes, source) for e in _stretches(x, parts, source, n_chunks)],
+            *[t.isend(e.bytes, dest) for e in _stretches(x, parts, t.rank, n_chunks)],
+        )
+
+
+def _stretches(x: Flat, parts: list[slice], first: int, n_chunks: int) -> list[Flat]:
+    """Return n_chunks chunks from `first` on, in two pieces where they pass the end of x."""
+    runs = cyclic_runs(first, n_chunks, len(parts))
+    return [x[parts[run[0]].start : parts[run[-1]].stop] for run in runs]

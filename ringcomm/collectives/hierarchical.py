@@ -1,0 +1,80 @@
+"""Two dimensions: within each host by memory, between hosts by as many wires' ends as ranks.
+
+Each of the first k ranks of a host gets a k-th of the host's sum, k being the smallest number of
+ranks on any host; the k-th ranks of all hosts reduce among themselves; the host's ranks share what
+came. A ring over all ranks sends (size - 1) / size of the buffer over each wire and way, this
+(hosts - 1) / hosts of it: a fifth less for 3 hosts x 2 ranks, and fewer steps.
+
+Not for 16-bit floats or deterministic sums: the sum of each host would be rounded, or would break
+the rank order. They go all pairs at once (direct.py); partial sums in float32 would be twice as
+long, which for 2 ranks per host is what direct.py sends.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ringcomm.arrays.base import Flat
+from ringcomm.collectives import direct, node, segmented, select
+from ringcomm.collectives.layout import hosts
+from ringcomm.collectives.op import AVERAGE, SUM, Op, finish
+from ringcomm.collectives.schedule import chunks
+from ringcomm.transport.channel import Channel
+
+
+class Halves(Protocol):
+    """An algorithm as its two halves: ring, segmented, direct, circulant."""
+
+    async def reduce_scatter_(
+        self, x: Flat, parts: list[slice], t: Channel, op: Op = SUM, /
+    ) -> Flat:
+        """Return this rank's reduced chunk, a view of x."""
+        ...
+
+    async def allgather_(self, x: Flat, parts: list[slice], t: Channel, /) -> None:
+        """Fill x with every rank's chunk."""
+        ...
+
+
+async def allreduce_(
+    x: Flat, t: Channel, op: Op = SUM, *, within: Halves | None = None, across: Halves | None = None
+) -> None:
+    """Replace x by its reduction over all ranks; all ranks end up with the same bits.
+
+    Args:
+        x: same count and dtype on every rank; not 16-bit floats.
+        t: all ranks, in any order, on any number of hosts.
+        op: AVERAGE divides each element once, at its one owner.
+        within: the algorithm among the ranks of a host; some of its chunks may be empty. By default
+            shared memory, or direct.py where there is none.
+        across: the algorithm among ranks of different hosts; by default as their number and the
+            size of x suggest.
+
+    Raises:
+        PeerFailedError: a rank died; x is undefined.
+        CommTimeoutError: a rank did not come in time; x is undefined.
+
+    Cost: 2 (hosts - 1) / hosts * nbytes over the wire of each host and way.
+    """
+    by_host = hosts(t.nodes)
+    k = min(map(len, by_host))
+    here = next(host for host in by_host if t.rank in host)
+    place = here.index(t.rank)
+    parts = chunks(x.count, k) + [slice(x.count, x.count)] * (len(here) - k)
+    if across is None:
+        across = _ACROSS[select.across(x.bytes.nbytes, len(by_host))]
+    partial = SUM if op is AVERAGE else op
+    local = t.among(here)  # its pairs and those of `column` are others: no message is mistaken
+    if within is None:
+        within = direct if local.meeting is None else node
+    share = await within.reduce_scatter_(x, parts, local, partial)
+    if place < k:
+        column = t.among([host[place] for host in by_host])
+        pieces = chunks(share.count, column.size)
+        own = await across.reduce_scatter_(share, pieces, column, partial)
+        finish(own, op, t.size)
+        await across.allgather_(share, pieces, column)
+    await within.allgather_(x, parts, local)
+
+
+_ACROSS: dict[str, Halves] = {"direct": direct, "segmented": segmented}

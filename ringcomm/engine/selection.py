@@ -1,0 +1,71 @@
+"""The choice of algorithms of one rank, alike on all: what is forced, measured and announced."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from ringcomm.arrays.base import Flat
+from ringcomm.collectives import circulant, direct, hierarchical, node, ring, segmented
+from ringcomm.collectives.select import Case, Choice, choose
+from ringcomm.collectives.table import Table
+from ringcomm.config import Settings
+from ringcomm.transport.channel import Channel
+
+_log = logging.getLogger("ringcomm")
+
+MODULES: Final[dict[str, Any]] = {
+    "node": node,
+    "ring": ring,
+    "segmented": segmented,
+    "direct": direct,
+    "circulant": circulant,
+    "hierarchical": hierarchical,
+}
+
+
+class Selection:
+    """Chooses by what all ranks have alike; see ringcomm.collectives.select.
+
+    Attributes:
+        forced: the algorithm that the user wants, by collective.
+        table: what was measured on this topology, alike on all ranks, or None.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.forced = settings.forced
+        self.table: Table | None = None
+        self._announced: set[tuple[str, str, str]] = set()
+
+    @property
+    def leaves_memory(self) -> bool:
+        """True if ranks that share memory may be forced to use messages all the same."""
+        return any(algorithm != "node" for algorithm in self.forced.values())
+
+    def choice(self, case: Case) -> Choice:
+        """Return the algorithm for `case`, and why."""
+        return choose(case, self.forced.get(case.collective), self.table)
+
+    def algorithm(
+        self, collective: str, x: Flat, t: Channel, *, is_deterministic: bool = False
+    ) -> Any:
+        """Return the module whose functions carry out a collective on `x` among the ranks of t."""
+        case = Case(
+            collective, x.bytes.nbytes, x.dtype, t.nodes, is_deterministic, t.meeting is not None
+        )
+        choice = self.choice(case)
+        if choice.overruled and t.rank == 0:
+            self._announce(case, choice)
+        return MODULES[choice.algorithm]
+
+    def _announce(self, case: Case, choice: Choice) -> None:
+        reason = choice.unfit[choice.overruled]
+        text = (case.collective, choice.overruled, reason)
+        if text in self._announced:
+            return
+        self._announced.add(text)
+        _log.warning(
+            "RINGCOMM_ALGORITHM: %s does not go by %s, for %s; it goes by %s.",
+            *text,
+            choice.algorithm,
+        )

@@ -1,0 +1,85 @@
+"""Where the tables of `ringcomm tune` are kept: one file per topology and MPI library."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from ringcomm._version import __version__
+from ringcomm.collectives.layout import describe
+from ringcomm.collectives.table import Table
+from ringcomm.config import Settings, tuning_folder
+from ringcomm.transport.base import Transport
+
+_log = logging.getLogger("ringcomm")
+
+
+def load(settings: Settings, transport: Transport) -> str:
+    """Return the text of this topology's table, "" if there is none that can be used.
+
+    A table that is there but cannot be used is announced: it may be repaired by measuring anew.
+    """
+    layout = describe(transport.nodes)
+    path = table_path(settings, layout, transport.library)
+    try:
+        text = path.read_text()
+        problem = _problem(Table.loads(text), layout, transport.library)
+    except FileNotFoundError:
+        if settings.tuning:
+            _log.warning(
+                "RINGCOMM_TUNING: %s holds no table for %s over %s yet; algorithms are chosen by "
+                "estimate. `mpirun -np %d ringcomm tune` writes one.",
+                path.parent,
+                layout,
+                transport.library,
+                transport.size,
+            )
+        return ""
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        _log.warning(
+            "%s is ignored: %s. `mpirun -np %d ringcomm tune` writes it anew.",
+            path,
+            problem,
+            transport.size,
+        )
+        return ""
+    return text
+
+
+def save(settings: Settings, table: Table) -> Path:
+    """Write the table where load() finds it; whoever reads meanwhile gets the old one, whole."""
+    path = table_path(settings, table.layout, table.library)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(table.dumps())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def table_path(settings: Settings, layout: str, library: str) -> Path:
+    """Return the file for a layout of ranks over hosts and an MPI library."""
+    import hashlib  # loads OpenSSL, 5 ms: not a cost of `import ringcomm`
+
+    key = f"{layout} {library}"
+    name = re.sub(r"[^a-z0-9.]+", "-", key.lower())
+    if len(name) > 100:
+        name = f"{name[:80]}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+    return tuning_folder(settings) / f"{name}.json"
+
+
+def _problem(table: Table, layout: str, library: str) -> str:
+    """Return why a table does not count here, "" if it does."""
+    found = (table.layout, table.library, f"ringcomm {table.version}")
+    here = (layout, library, f"ringcomm {__version__}")
+    differing = [(a, b) for a, b in zip(found, here, strict=True) if a != b]
+    return "; ".join(f"it was measured with {a}, this is {b}" for a, b in differing)

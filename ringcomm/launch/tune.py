@@ -1,0 +1,142 @@
+"""`mpirun -np N ringcomm tune`: measure every algorithm here, so that the choice need not guess."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+import ringcomm as rc
+from ringcomm._version import __version__
+from ringcomm.arrays import DTYPES, Flat
+from ringcomm.collectives.layout import describe
+from ringcomm.collectives.schedule import chunks
+from ringcomm.collectives.select import Case, choose
+from ringcomm.collectives.table import Table
+from ringcomm.config import COLLECTIVES
+from ringcomm.engine import tuning
+from ringcomm.engine.call import Call
+from ringcomm.engine.engine import Plan
+from ringcomm.engine.explain import bytes_text
+from ringcomm.engine.selection import MODULES
+from ringcomm.engine.world import engine
+from ringcomm.transport.channel import Channel
+
+_FLOAT32 = DTYPES["float32"]
+_SIZES = [1 << n for n in range(10, 27, 2)]  # 1 KiB to 64 MiB
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 50  # of each algorithm and size
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure on this job's ranks, print the table and write it on rank 0; return 0."""
+    args = _parser().parse_args(argv)
+    rc.init()
+    seconds = {
+        collective: dict(_measured(collective, args.sizes, args.seconds / len(COLLECTIVES)))
+        for collective in COLLECTIVES
+    }
+    current = engine()
+    layout, library = describe(current.nodes_of(current.world)), current.library
+    if rc.rank() == 0:
+        table = Table(layout, library, __version__, seconds)
+        print(_printed(table))
+        print(f"written to {tuning.save(current.settings, table)}", flush=True)
+    rc.shutdown()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mpirun -np N ringcomm tune",
+        description="Measure every algorithm on the ranks and hosts of this job and write a table, "
+        "by which later jobs of the same layout choose. RINGCOMM_TUNING names its folder.",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        default=_SIZES,
+        help="what to measure, as in 4K,1M,64M (default: 1K to 64M in steps of 4)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="about how long to measure (default: 60)"
+    )
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    found = [re.fullmatch(r"(\d+)([KMG]?)", item.strip().upper()) for item in text.split(",")]
+    sizes = [int(match[1]) * _UNITS[match[2]] for match in found if match]
+    if not all(found) or min(sizes) < _FLOAT32.itemsize:
+        raise argparse.ArgumentTypeError(
+            f"invalid sizes {text!r}; they are numbers of bytes, at least "
+            f"{_FLOAT32.itemsize}, as in 4K,1M,64M"
+        )
+    return sorted(set(sizes))
+
+
+def _measured(
+    collective: str, sizes: list[int], budget_s: float
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield (nbytes, seconds by algorithm): the median of the slowest rank's times."""
+    for nbytes in sizes:
+        current = engine()
+        nodes, shares_memory = current.nodes_of(current.world), current.shares_memory(current.world)
+        case = Case(collective, nbytes, _FLOAT32, nodes, shares_memory=shares_memory)
+        names = list(choose(case).seconds)
+        x = Flat(np.zeros(nbytes // 4 * 4, np.uint8), _FLOAT32)
+        first = _round(collective, names, x)  # warms up, and tells how many there is time for
+        n_rounds = min(max(int(budget_s / len(sizes) / sum(first)), _MIN_ROUNDS), _MAX_ROUNDS)
+        rounds = [_round(collective, names, x) for _ in range(n_rounds)]
+        by_name = zip(*rounds, strict=True)
+        medians = [statistics.median(times) for times in by_name]
+        yield nbytes, dict(zip(names, medians, strict=True))
+
+
+def _round(collective: str, names: list[str], x: Flat) -> list[float]:
+    """Return the seconds of each algorithm in turn, on the slowest rank: alike on all ranks."""
+    times = np.array([_seconds(collective, name, x) for name in names])
+    return [float(s) for s in rc.allreduce_(times, rc.MAX)]
+
+
+def _seconds(collective: str, name: str, x: Flat) -> float:
+    """Return how long one collective takes once all ranks have agreed on it."""
+    module = MODULES[name]
+    parts = chunks(x.count, rc.size())
+
+    async def run(t: Channel) -> float:
+        start = time.perf_counter()
+        if collective == "allreduce":
+            await module.allreduce_(x, t, rc.SUM)
+        elif collective == "reduce_scatter":
+            await module.reduce_scatter_(x, parts, t, rc.SUM)
+        else:
+            await module.allgather_(x, parts, t)
+        return time.perf_counter() - start
+
+    call = Call(f"tune {collective} by {name}", shape=(x.count,))
+    taken: float = engine().execute("tune", None, lambda _: Plan(call, x.bytes.nbytes, run))
+    return taken
+
+
+def _printed(table: Table) -> str:
+    """Return the table as text, the fastest of each row marked."""
+    lines = [f"{table.layout}, {table.library}, ringcomm {table.version}; us, float32"]
+    for collective, rows in table.seconds.items():
+        names = list(dict.fromkeys(name for row in rows.values() for name in sorted(row)))
+        lines.append(f"\n{collective:<16}" + "".join(f"{name:>15}" for name in names))
+        lines += [f"{bytes_text(n):>16}" + _cells(row, names) for n, row in rows.items()]
+    return "\n".join(lines)
+
+
+def _cells(row: Mapping[str, float], names: list[str]) -> str:
+    best = min(row.values(), default=math.inf)
+    return "".join(
+        f"{row[name] * 1e6:14.1f}{'*' if row[name] == best else ' '}" if name in row else f"{'':15}"
+        for name in names
+    )

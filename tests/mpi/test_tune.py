@@ -1,0 +1,47 @@
+"""`mpirun ringcomm tune`, and jobs that choose by what it wrote."""
+
+import json
+
+import pytest
+from harness import run_job, run_script
+
+from ringcomm.config import ALGORITHMS, COLLECTIVES
+
+EXPLAIN = """
+import ringcomm as rc
+rc.init()
+for rank in range(rc.size()):
+    rc.barrier()
+    if rank == rc.rank():
+        print(rc.explain(4096), flush=True)
+rc.shutdown()
+"""
+
+
+def test_what_is_measured_is_printed_kept_and_chosen_by(tmp_path):
+    env = {"RINGCOMM_TUNING": str(tmp_path / "tables")}
+    arguments = ["tune", "--sizes", "4K,64K", "--seconds", "1"]
+    tuned = run_job(2, "-P", "-m", "ringcomm", *arguments, cwd=tmp_path, env=env)
+    assert tuned.code == 0, tuned.output
+    assert "1 host x 2 ranks" in tuned.output
+    [path] = (tmp_path / "tables").iterdir()
+    assert f"written to {path}" in tuned.output
+    seconds = json.loads(path.read_text())["seconds"]
+    assert set(seconds) == set(COLLECTIVES)
+    assert all(set(rows) == {"4096", "65536"} for rows in seconds.values())
+    row = seconds["allreduce"]["4096"]
+    assert set(row) == set(ALGORITHMS) - {"hierarchical"}
+
+    explained = run_script(2, EXPLAIN, cwd=tmp_path, env=env)
+    assert explained.code == 0, explained.output
+    best = min(row, key=row.get)
+    assert explained.output.count(f": {best}, the fastest that `ringcomm tune` measured") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--sizes", "4Q"], ["--sizes", "1"], ["--seconds", "long"]], ids=" ".join
+)
+def test_a_wrong_command_line_is_refused_before_mpi_starts(arguments, tmp_path):
+    job = run_job(1, "-P", "-m", "ringcomm", "tune", *arguments, cwd=tmp_path)
+    assert job.code == 2, job.output
+    assert f"argument {arguments[0]}: invalid" in job.output

@@ -1,0 +1,150 @@
+"""What rc.explain() says, and RINGCOMM_ALGORITHM."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import run_ranks
+
+import ringcomm as rc
+from ringcomm import config
+from ringcomm.config import Settings
+from ringcomm.engine.selection import MODULES
+from ringcomm.transport.loopback import LoopbackHub
+
+
+def explained(*args, nodes=(0, 0, 2, 2), algorithm="auto", **kwargs):
+    """Return what every one of the ranks is told, which must be the same."""
+    [told] = {
+        str(each)
+        for each in run_ranks(
+            len(nodes),
+            lambda _: rc.explain(*args, **kwargs),
+            hub=LoopbackHub(len(nodes), nodes),
+            settings=Settings(timeout_s=20, algorithm=algorithm),
+        )
+    }
+    return told
+
+
+def test_it_tells_the_choice_why_the_topology_and_all_candidates():
+    first, *rows = explained(1 << 20).splitlines()
+    assert first == (
+        "allreduce of 1 MiB float32 SUM on 2 hosts x 2 ranks: hierarchical, the fastest by "
+        "estimate (to measure: mpirun -np 4 ringcomm tune)"
+    )
+    assert rows[0].split()[0] == "hierarchical"
+    assert {row.split()[0] for row in rows} == set(config.ALGORITHMS)
+    assert rows.pop().split() == "node no: not all ranks share one node's memory".split()
+    times = [float(row.split()[1]) for row in rows]
+    assert times == sorted(times)
+
+
+def test_it_tells_why_an_algorithm_is_out():
+    text = explained(1024, "bfloat16", op=rc.AVERAGE, deterministic=True)
+    assert text.startswith(
+        "allreduce of 1 KiB bfloat16 AVERAGE, deterministic on 2 hosts x 2 ranks: direct, the "
+        "only one that can"
+    )
+    assert "\n  ring          no: it would round bfloat16 at every stop" in text
+
+
+def test_it_tells_what_is_forced_and_what_cannot_be():
+    assert ": ring, as RINGCOMM_ALGORITHM says" in explained(1024, algorithm="ring")
+    assert (
+        ": direct, the only one that can (ring, as RINGCOMM_ALGORITHM says, cannot)"
+        in explained(1024, "float16", algorithm="ring")
+    )
+
+
+def test_a_group_has_a_topology_of_its_own():
+    def body(rank):
+        group = rc.Group([0, 1]) if rank < 2 else None
+        return str(rc.explain(10, group=group))
+
+    inner, _, outer, _ = run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)))
+    assert "on 1 host x 2 ranks" in inner
+    assert "on 2 hosts x 2 ranks" in outer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("int8", "int8"),
+        (np.float64, "float64"),
+        (np.dtype("f2"), "float16"),
+        (bool, "bool"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+    ],
+)
+def test_a_dtype_is_whatever_numpy_takes_for_one(dtype, name):
+    assert f" of 8 B {name} " in explained(8, dtype, nodes=(0,))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"dtype": "float8"}, TypeError, "'float8' cannot be sent; dtypes are float16, "),
+        ({"dtype": object}, TypeError, "cannot be sent"),
+        ({"dtype": "float32", "op": rc.BAND}, TypeError, "BAND of float32 has no meaning"),
+        ({"collective": "broadcast"}, ValueError, "must be one of allreduce, reduce_scatter, all"),
+        ({"nbytes": -1}, ValueError, "nbytes is -1"),
+    ],
+)
+def test_a_wrong_argument_is_named(kwargs, error, text):
+    with pytest.raises(error, match=text):
+        explained(**{"nbytes": 8, "nodes": (0,)} | kwargs)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auto", {}),
+        ("ring", dict.fromkeys(config.COLLECTIVES, "ring")),
+        ("allreduce:ring,allgather:direct", {"allreduce": "ring", "allgather": "direct"}),
+        ("ring,allgather:auto", {"allreduce": "ring", "reduce_scatter": "ring"}),
+    ],
+)
+def test_an_algorithm_is_forced_for_all_collectives_or_for_some(text, expected):
+    assert config.settings({"RINGCOMM_ALGORITHM": text}).forced == expected
+
+
+@pytest.mark.parametrize("text", ["", "rings", "broadcast:ring", "allreduce:", "ring,", ":ring"])
+def test_an_unknown_algorithm_names_the_known_ones(text):
+    with pytest.raises(rc.ConfigError, match=f"RINGCOMM_ALGORITHM is '{text}'.*hierarchical"):
+        config.settings({"RINGCOMM_ALGORITHM": text})
+
+
+@pytest.mark.parametrize("algorithm", config.ALGORITHMS)
+def test_what_is_forced_is_what_is_run(algorithm, monkeypatch):
+    nodes, run = (0,) * 5 if algorithm == "node" else (0, 0, 2, 2, 2), []
+    module = MODULES[algorithm]
+    allreduce_ = module.allreduce_
+
+    async def spy(x, t, op):
+        run.append(t.rank)
+        await allreduce_(x, t, op)
+
+    monkeypatch.setattr(module, "allreduce_", spy)
+    results = run_ranks(
+        5,
+        lambda rank: rc.allreduce(np.full(300, rank + 1.0)),
+        hub=LoopbackHub(5, nodes),
+        settings=Settings(timeout_s=20, algorithm=algorithm),
+    )
+    assert sorted(run) == [0, 1, 2, 3, 4]
+    assert all((total == 15).all() for total in results)
+
+
+def test_a_forced_algorithm_that_cannot_is_announced_once_by_the_first_rank(caplog):
+    def body(rank):
+        for _ in range(2):
+            rc.allreduce(np.ones(3, np.float16))
+            rc.allreduce(np.ones(5, np.float16))
+
+    run_ranks(3, body, settings=Settings(timeout_s=20, algorithm="ring"))
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "RINGCOMM_ALGORITHM: allreduce does not go by ring, for it would round float16 at every "
+        "stop, where all ranks' sum is rounded once; it goes by direct."
+    )
