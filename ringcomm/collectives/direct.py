@@ -8,12 +8,12 @@ sum is in float32 and rounded once (rms error over 64 ranks in bfloat16: ring 1.
 from __future__ import annotations
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.op import SUM, Op, combine_all
+from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.schedule import chunks, shifted_pairs
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 
-async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
@@ -36,15 +36,14 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     await t.wait(*requests)
 
 
-async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
     own = x[parts[t.rank]]
-    sources = [own if rank == t.rank else own.like(own.count) for rank in range(t.size)]
+    sources = [own if rank == t.rank else t.scratch(own, own.count) for rank in range(t.size)]
     requests = []
     for dest, source in shifted_pairs(t.rank, t.size):
         requests.append(t.irecv(sources[source].bytes, source))
         requests.append(t.isend(x[parts[dest]].bytes, dest))
     await t.wait(*requests)
-    with t.phase("reduce"):
-        combine_all(own, sources, op)
+    t.combine_all(own, sources, op)
     return own

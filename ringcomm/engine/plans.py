@@ -19,6 +19,7 @@ from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adap
 from ringcomm.collectives import direct, exchange, ring, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
+from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine.agreement import gather_bytes, gather_counts
 from ringcomm.engine.call import Call
@@ -48,7 +49,8 @@ def allreduce(
     flat = adapter.flat(work)
 
     async def run(t: Channel) -> A:
-        await _algorithm(flat, deterministic=deterministic).allreduce_(flat, t, op)
+        algorithm = _algorithm(flat, deterministic=deterministic)
+        await perform(algorithm.allreduce_, t, flat, op=op)
         return _written(x, work, adapter, t) if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -75,10 +77,9 @@ def reduce(
 
     async def run(t: Channel) -> A | None:
         parts = chunks(flat.count, t.size)
-        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
-            flat, parts, t, op
-        )
-        await exchange.gather_(flat if is_root else None, own, parts, root, t)
+        algorithm = _algorithm(flat, deterministic=deterministic)
+        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
+        await perform(exchange.gather_, t, flat if is_root else None, own, parts, root)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
@@ -110,9 +111,8 @@ def reduce_scatter(
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        own = await _algorithm(flat, deterministic=deterministic).reduce_scatter_(
-            flat, parts, t, op
-        )
+        algorithm = _algorithm(flat, deterministic=deterministic)
+        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
         mine = rows[t.rank]
         if in_place:
             view: A = _written(x, work, adapter, t)[mine]
@@ -138,7 +138,7 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await ring.allgather_(flat, parts, t)
+        await perform(ring.allgather_, t, flat, parts)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -154,13 +154,13 @@ def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
         rows = await gather_counts(shape[0], t)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         if t.rank != root:
-            await exchange.gather_(None, mine, parts, root, t)
+            await perform(exchange.gather_, t, None, mine, parts, root)
             return None
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await exchange.gather_(flat, flat[parts[t.rank]], parts, root, t)
+        await perform(exchange.gather_, t, flat, flat[parts[t.rank]], parts, root)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -188,7 +188,7 @@ def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
         mine = rows[t.rank]
         out: A = adapter.make(DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:]))
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        await exchange.scatter_(whole, adapter.flat(out), parts, root, t)
+        await perform(exchange.scatter_, t, whole, adapter.flat(out), parts, root)
         return out
 
     return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
@@ -211,12 +211,13 @@ def alltoall(
     async def run(t: Channel) -> A | tuple[A, list[int]]:
         received = await exchange.alltoall_counts(sent, t)
         out: A = adapter.empty(x, (sum(received), *shape[1:]))
-        await exchange.alltoall_(
+        await perform(
+            exchange.alltoall_,
+            t,
             mine,
             consecutive([n * width for n in sent]),
             adapter.flat(out),
             consecutive([n * width for n in received]),
-            t,
         )
         return (out, received) if return_splits else out
 
@@ -239,7 +240,7 @@ def broadcast(
     flat = adapter.flat(work)
 
     async def run(t: Channel) -> A:
-        await tree.broadcast_(flat, root, t)
+        await perform(tree.broadcast_, t, flat, root)
         if is_overwritten:
             return _written(x, work, adapter, t)
         return x if in_place else work
@@ -326,7 +327,8 @@ def grouped_allreduce(
             together = [flats[i] for i in batch]
             with t.phase("copy"):
                 fused = together[0] if len(together) == 1 else _fused(together)
-            await _algorithm(fused, deterministic=deterministic).allreduce_(fused, t, op)
+            algorithm = _algorithm(fused, deterministic=deterministic)
+            await perform(algorithm.allreduce_, t, fused, op=op)
             if len(together) > 1:
                 with t.phase("copy"):
                     _unfuse(fused, together)
@@ -420,10 +422,10 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
 
 async def _broadcast_bytes(packed: bytes, root: int, t: Channel) -> Any:
     nbytes = np.array([len(packed)], np.int64)
-    await tree.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    await perform(tree.broadcast_, t, Flat(nbytes.view(np.uint8), DTYPES["int64"]), root)
     is_root = t.rank == root
     data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-    await tree.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    await perform(tree.broadcast_, t, Flat(data, DTYPES["uint8"]), root)
     return data.tobytes()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ringcomm import _core
 from ringcomm.arrays.base import Bytes
 
 ANY_SOURCE = -1
+WireFault = _core.WireFault  # the wire refused an operation: a hint that a peer died
 DATA, CALLS, P2P = 0, 1, 2  # what a message holds: payload of a collective, calls, of send()
 N_CONTEXTS, N_STREAMS = 1 << 10, 1 << 16
 
@@ -21,10 +23,6 @@ def tag_of(context: int, stream: int, channel: int) -> int:
         channel: DATA, CALLS or P2P.
     """
     return (context << 18) | (stream << 2) | channel
-
-
-class WireFault(Exception):
-    """The wire refused an operation. A hint that a peer died; the dead set decides."""
 
 
 class Request(Protocol):
@@ -90,6 +88,7 @@ class Transport(Protocol):
     size: int
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
     is_threaded: bool  # more than one thread may use it, one at a time
+    runner: _core.Runner | None  # carries out recorded algorithms without Python, if the wire can
     ring_epoch: int  # version of the membership
     incarnation: int  # life of this rank
 

@@ -7,14 +7,18 @@ Algorithms are coroutines: `await t.exchange(...)` hands what is waited for to w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+import copy
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from ringcomm.arrays.base import Bytes
+from ringcomm import _core
+from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, tag_of
 from ringcomm.transport.header import Kind
+from ringcomm.transport.performer import Performer, Reduction
+from ringcomm.transport.running import Running
 from ringcomm.transport.watch import Letter, Watch
 
 
@@ -23,6 +27,10 @@ class Phases(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that records its block."""
+        ...
+
+    def span(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """Record what is over, in nanoseconds of the monotonic clock."""
         ...
 
 
@@ -39,8 +47,8 @@ class Wait:
         yield self.requests
 
 
-class Channel:
-    """Messages of one operation among the ranks of a group.
+class Channel(Performer):
+    """Messages of one operation among the ranks of a group, and what is done with them.
 
     Ranks here are indices into `members`. Only the thread that drives the operation may use it.
 
@@ -81,6 +89,19 @@ class Channel:
         self._phases = phases
         self._posted: set[Request] = set()
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Of each rank of the group: a number that tells its node from others."""
+        return tuple(self.transport.nodes[member] for member in self.members)
+
+    def among(self, ranks: Sequence[int]) -> Self:
+        """Return this channel as some of its ranks see it."""
+        part = copy.copy(self)  # `_posted` stays one set: abandon() of either gives up on both
+        part.rank = ranks.index(self.rank)
+        part.size = len(ranks)
+        part.members = tuple(self.members[rank] for rank in ranks)
+        return part
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that puts its block on the timeline: "wait", "reduce", "copy"."""
         return _UNSEEN if self._phases is None else self._phases.phase(name)
@@ -97,15 +118,56 @@ class Channel:
         self._posted.add(request)
         return request
 
-    async def exchange(self, data: Bytes, dest: int, out: Bytes, source: int) -> None:
-        """Send to one rank while receiving from another; return when both are done."""
-        await self.wait(self.irecv(out, source), self.isend(data, dest))
-
     async def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; the operation ends here if they never will be."""
         with self.phase("wait"):
             await Wait(requests)
         self._posted.difference_update(requests)
+
+    async def run(self, schedule: _core.Schedule, arguments: list[Bytes]) -> None:
+        """Carry out a recorded algorithm without Python; the transport must have a runner.
+
+        Args:
+            schedule: see ringcomm.collectives.recording.
+            arguments: the buffers that it was recorded for, or others of the same sizes.
+        """
+        runner = self.transport.runner
+        assert runner is not None
+        keeps_time = self._phases is not None
+        run = runner.run(schedule, arguments, self.members, self.tag, keeps_time)
+        running = Running(run, arguments)
+        self._posted.add(running)
+        while not running.test():
+            await Wait((running.next_move(),))
+        self._posted.discard(running)
+        if self._phases is not None:
+            for phase in run.phases():
+                self._phases.span(*phase)
+
+    def scratch(self, like: Flat, count: int) -> Flat:
+        """Return uninitialised memory."""
+        return like.like(count)
+
+    def copy(self, out: Flat, x: Flat) -> None:
+        """Set out to x."""
+        with self.phase("copy"):
+            out.bytes[:] = x.bytes
+
+    def combine(self, total: Flat, x: Flat, op: Reduction) -> None:
+        """Set total to total op x."""
+        with self.phase("reduce"):
+            _core.combine(total.bytes, x.bytes, total.dtype.kernel, op.kernel)
+
+    def divide(self, total: Flat, divisor: int) -> None:
+        """Divide each element."""
+        with self.phase("reduce"):
+            _core.divide(total.bytes, divisor, total.dtype.kernel)
+
+    def combine_rounded(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
+        """Set out to the sources' combination, rounded once."""
+        raw = [source.bytes for source in sources]
+        with self.phase("reduce"):
+            _core.combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
 
     def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
         """Send a control message to a rank of the group."""

@@ -34,6 +34,7 @@ from ringcomm.transport.base import (
     Request,
     WireFault,
 )
+from ringcomm.transport.mpi_library import runner_over
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -224,6 +225,11 @@ class _MpiPersistent:
 class MpiTransport:
     """Transport over a duplicate of `comm`, every rank of which must be here.
 
+    Args:
+        mpi: the module mpi4py.MPI.
+        comm: by default the world.
+        is_native: recorded algorithms run without Python.
+
     Attributes:
         places: where each rank lives.
         nodes: of each rank: the lowest rank of its node.
@@ -234,7 +240,7 @@ class MpiTransport:
     ring_epoch = 0
     incarnation = 0
 
-    def __init__(self, mpi: Any, comm: MPI.Comm | None = None) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Comm | None = None, *, is_native: bool = True) -> None:
         self._mpi = mpi
         parent = mpi.COMM_WORLD if comm is None else comm
         self._data: MPI.Comm = parent.Dup()
@@ -253,6 +259,7 @@ class MpiTransport:
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
         self._outbox_lock = threading.Lock()
         self._dead: set[int] = set()
+        self.runner = runner_over(mpi, self._data, _SEGMENT) if is_native else None
         self._settle()
 
     def _settle(self) -> None:
@@ -409,6 +416,8 @@ class MpiTransport:
         self._poller.close()
         os.close(self._gong)
         self._gong = -1
+        if self.runner is not None:
+            self.runner.close()
         if not is_clean:
             _grave.extend(self._outbox)
             return
