@@ -131,6 +131,15 @@ ORDER = [
         "ranks choose by tables of their own, run two algorithms against each other, and hang",
         ("unit/test_tuning.py",),
     ),
+    Mutation(
+        "recorded-for-other-ranks",
+        "order",
+        "collectives/recording.py",
+        "self._schedule.send(_span(data), self._members[dest])",
+        "self._schedule.send(_span(data), dest)",
+        "an algorithm among some of the ranks sends to others, and hangs",
+        ("unit/test_recording.py",),
+    ),
 ]
 
 CACHE = [
@@ -258,9 +267,9 @@ DTYPE = [
     Mutation(
         "average-of-half-the-halves",
         "dtype",
-        "collectives/op.py",
-        "divisor = len(sources) if op is AVERAGE else 1",
-        "divisor = len(sources) if op is AVERAGE and out.dtype.name == 'float16' else 1",
+        "transport/performer.py",
+        "op, op.divisor(len(sources)))",
+        "op, 1 if 'b' in out.dtype.name else op.divisor(len(sources)))",
         "AVERAGE of bfloat16 is a sum",
         ("unit/test_operators.py",),
     ),
@@ -357,6 +366,15 @@ FAULT = [
         "if self._expected < 0 and not self._requests:",
         "a message that comes short leaves what was in the buffer before, without an error",
         ("mpi/test_spmd.py",),
+    ),
+    Mutation(
+        "moves-do-not-count",
+        "fault",
+        "transport/running.py",
+        "return self._running.test() or self._run.moves != self._seen",
+        "return self._running.test()",
+        "a long operation is given up at its deadline although it goes on",
+        ("unit/test_recording.py",),
     ),
     Mutation(
         "quiet-refusal",

@@ -187,9 +187,6 @@ void bind_shm(nb::module_& m) {
       .def_prop_ro("size", &Team::size);
   m.def("make_team", &make_team, "index"_a, "context"_a, "is_crowded"_a, "memories"_a);
 
-  nb::class_<Program>(m, "Program")
-      .def_prop_ro("is_over", &Program::is_over)
-      .def_prop_ro("fault", &Program::fault);
   nb::class_<NodeStep, Program>(m, "NodeStep")
       .def_prop_ro("agrees", &NodeStep::agrees)
       .def("has_arrived", &NodeStep::has_arrived, "member"_a)
@@ -205,10 +202,10 @@ void bind_shm(nb::module_& m) {
   nb::class_<Loop>(m, "Loop")
       .def("__init__",
            [](Loop* self, std::shared_ptr<NodeMemory> memory, bool is_crowded) {
-             Bell* bell = &memory->bell();
+             Bell* bell = memory == nullptr ? nullptr : &memory->bell();
              new (self) Loop(bell, is_crowded ? kCrowded : kRoomy, std::move(memory));
            },
-           "memory"_a, "is_crowded"_a)
+           "memory"_a.none(), "is_crowded"_a)
       .def("start_thread", &Loop::start_thread)
       .def("stop", &Loop::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("add", &Loop::add, "program"_a)

@@ -2,13 +2,17 @@
 
 namespace ringcomm {
 void bind_kernels(nanobind::module_& m);
+void bind_schedule(nanobind::module_& m);
 void bind_shm(nanobind::module_& m);
 void bind_status(nanobind::module_& m);
+void bind_wire(nanobind::module_& m);
 }  // namespace ringcomm
 
 NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // the status page lives as long as its process, on purpose
   ringcomm::bind_kernels(m);
+  ringcomm::bind_schedule(m);
   ringcomm::bind_shm(m);
   ringcomm::bind_status(m);
+  ringcomm::bind_wire(m);
 }

@@ -6,10 +6,12 @@ import math
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _PREFIX = "RINGCOMM_"
 # Set by init() for the processes that this rank starts, so that they know they are no ranks.
@@ -74,6 +76,8 @@ def environment() -> dict[str, str]:
 def tuning_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:
     """Return where `ringcomm tune` keeps its tables."""
     environ = os.environ if environ is None else environ
+    from pathlib import Path  # 8 ms: not a cost of `import ringcomm`
+
     if settings.tuning:
         return Path(settings.tuning)
     cache = environ.get("XDG_CACHE_HOME", "")

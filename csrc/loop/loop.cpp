@@ -12,6 +12,7 @@ constexpr std::int64_t kLook = 1'000'000;      // between looks at what rings no
 constexpr std::int64_t kFirstNap = 20'000;     // of who polls for messages
 constexpr std::int64_t kHandOver = 1'000'000;  // after which the thread takes over from who waited
 constexpr Patience kBackground = {100, 2};     // the user's thread wants the core
+constexpr Patience kPolling = {50, 20};        // a look at messages takes longer than at flags
 
 bool has_events(int descriptor) {
   if (descriptor < 0) return false;
@@ -43,7 +44,7 @@ bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_n
 }
 
 Loop::Loop(Bell* bell, Patience patience, std::shared_ptr<void> keep_alive)
-    : bell_(bell), patience_(patience), keep_alive_(std::move(keep_alive)) {}
+    : bell_(bell != nullptr ? bell : &own_bell_), patience_(patience), keep_alive_(std::move(keep_alive)) {}
 
 Loop::~Loop() { stop(); }
 
@@ -127,7 +128,7 @@ void Loop::await_news(double seconds, int descriptor) {
 void Loop::park(double seconds, int descriptor) {
   const std::int64_t deadline = monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9);
   const std::uint32_t before = n_over_.load();
-  Backoff backoff(patience_);
+  Backoff backoff(needs_polling() ? kPolling : patience_);
   std::int64_t nap = kFirstNap;
   ++n_waiting_;
   const auto has_news = [&] {

@@ -19,7 +19,8 @@ bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_n
 
 class Loop {
  public:
-  // bell: of this process; who has news for one of the programs rings it. keep_alive: its owner.
+  // bell: of this process; who has news for one of the programs rings it. Null: nobody else does.
+  // keep_alive: its owner.
   Loop(Bell* bell, Patience patience, std::shared_ptr<void> keep_alive);
   Loop(const Loop&) = delete;
   Loop& operator=(const Loop&) = delete;
@@ -52,6 +53,7 @@ class Loop {
   bool needs_polling() const { return needs_polling_.load(); }
   void run();
 
+  Bell own_bell_{};
   Bell* bell_;
   Patience patience_;
   std::shared_ptr<void> keep_alive_;

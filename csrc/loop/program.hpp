@@ -1,11 +1,15 @@
 // A collective, or a part of one, that advances without Python.
 #pragma once
 #include <atomic>
+#include <memory>
 #include <string>
+#include <utility>
 
 namespace ringcomm {
 
-class Program {
+// Shared with Python by enable_shared_from_this: otherwise whoever drops the last reference, a thread
+// of ours too, would have to wait for Python's lock.
+class Program : public std::enable_shared_from_this<Program> {
  public:
   enum class Step { waiting, moved };  // what advance() achieved
 

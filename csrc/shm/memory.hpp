@@ -67,7 +67,7 @@ class Allocator {
   Usage usage_;
 };
 
-class NodeMemory {
+class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
  public:
   // Makes this rank's. arena_nbytes is address space, not memory. Throws std::system_error.
   static std::shared_ptr<NodeMemory> create(std::uint64_t nonce, std::size_t arena_nbytes);

@@ -27,7 +27,7 @@ struct Lane {
   std::uint64_t until;  // and free again when all members' `done` there has come to this
 };
 
-class Team {
+class Team : public std::enable_shared_from_this<Team> {
  public:
   // mates: by index, this rank's own at `index`. mine: where its lanes come from. is_crowded: the
   // node has more ranks than cores. keep_alive: what the pointers of the mates point into.

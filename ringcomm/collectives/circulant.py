@@ -7,12 +7,12 @@ sizes at which the latency counts. The order in which ranks are added differs fr
 from __future__ import annotations
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.op import SUM, Op, combine, finish
+from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.schedule import chunks, circulant_hops, cyclic_runs
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 
-async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
@@ -31,7 +31,7 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     await allgather_(x, parts, t)
 
 
-async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced.
 
     Args:
@@ -43,20 +43,19 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
     for distance, n_chunks in circulant_hops(t.size):
         dest, source = (t.rank + distance) % t.size, (t.rank - distance) % t.size
         growing = _stretches(x, parts, t.rank, n_chunks)
-        arriving = [each.like(each.count) for each in growing]
+        arriving = [t.scratch(each, each.count) for each in growing]
         await t.wait(
             *[t.irecv(each.bytes, source) for each in arriving],
             *[t.isend(each.bytes, dest) for each in _stretches(x, parts, dest, n_chunks)],
         )
-        with t.phase("reduce"):
-            for target, part in zip(growing, arriving, strict=True):
-                combine(target, part, op)
+        for target, part in zip(growing, arriving, strict=True):
+            t.combine(target, part, op)
     own = x[parts[t.rank]]
-    finish(own, op, t.size)
+    t.finish(own, op, t.size)
     return own
 
 
-async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
     """Fill x with every rank's chunk, this rank's being in its place already."""
     for distance, n_chunks in reversed(circulant_hops(t.size)):
         dest, source = (t.rank - distance) % t.size, (t.rank + distance) % t.size

@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.op import SUM, Op, combine_all
+from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.schedule import chunks, shifted_pairs
 from ringcomm.collectives.segments import AHEAD, Pipeline, cut
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 
-async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
@@ -37,7 +37,7 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     await allgather_(x, parts, t)
 
 
-async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
     cuts = cut(x, parts, t)
     own = cuts[t.rank]
@@ -46,8 +46,7 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
 
     def add(mine: Flat, arrived: list[Flat]) -> None:
         sources = [mine if rank == t.rank else each for rank, each in enumerate(arrived)]
-        with t.phase("reduce"):
-            combine_all(mine, sources, op)
+        t.combine_all(mine, sources, op)
 
     for n, mine in enumerate(own):
         await pipeline.make_room()
@@ -61,7 +60,7 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
     return x[parts[t.rank]]
 
 
-async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
     """Fill x with every rank's chunk, this rank's being in its place already."""
     cuts = cut(x, parts, t)
     pipeline = Pipeline(t, AHEAD)
@@ -75,6 +74,6 @@ async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
     await pipeline.drain()
 
 
-def _from_all(x: Flat, t: Channel) -> list[Flat]:
+def _from_all(x: Flat, t: Performer) -> list[Flat]:
     """Return room for what each other rank has in the place of x."""
-    return [x.like(0 if rank == t.rank else x.count) for rank in range(t.size)]
+    return [t.scratch(x, 0 if rank == t.rank else x.count) for rank in range(t.size)]

@@ -7,10 +7,10 @@ import numpy as np
 from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.schedule import consecutive, shifted_pairs
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 
-async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Channel) -> None:
+async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Performer) -> None:
     """Fill root's x with every rank's `own`; parts[r] is the place of rank r's.
 
     Args:
@@ -27,24 +27,24 @@ async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: C
     await t.wait(*[t.irecv(x[parts[r]].bytes, r) for r in range(t.size) if r != root])
 
 
-async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Channel) -> None:
+async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Performer) -> None:
     """Fill every rank's `out` with its part of root's x."""
     if t.rank != root:
         await t.wait(t.irecv(out.bytes, root))
         return
     assert x is not None
-    out.bytes[:] = x[parts[root]].bytes
+    t.copy(out, x[parts[root]])
     await t.wait(*[t.isend(x[parts[r]].bytes, r) for r in range(t.size) if r != root])
 
 
 async def alltoall_(
-    x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Channel
+    x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Performer
 ) -> None:
     """Send x[sent[r]] to each rank r, and receive out[received[r]] from it.
 
     Cost: size - 1 messages in flight each way, in shifted order.
     """
-    out[received[t.rank]].bytes[:] = x[sent[t.rank]].bytes
+    t.copy(out[received[t.rank]], x[sent[t.rank]])
     requests = []
     for dest, source in shifted_pairs(t.rank, t.size):
         requests.append(t.irecv(out[received[source]].bytes, source))
@@ -52,7 +52,7 @@ async def alltoall_(
     await t.wait(*requests)
 
 
-async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
+async def alltoall_counts(counts: list[int], t: Performer) -> list[int]:
     """Send counts[r] to each rank r; return what each rank sent to this one."""
     mine, theirs = (Flat(np.empty(8 * t.size, np.uint8), DTYPES["int64"]) for _ in range(2))
     mine.bytes.view(np.int64)[:] = counts

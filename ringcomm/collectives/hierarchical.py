@@ -17,7 +17,8 @@ from typing import Protocol
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives import direct, node, segmented, select
 from ringcomm.collectives.layout import hosts
-from ringcomm.collectives.op import AVERAGE, SUM, Op, finish
+from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.recording import live, perform
 from ringcomm.collectives.schedule import chunks
 from ringcomm.transport.channel import Channel
 
@@ -36,6 +37,7 @@ class Halves(Protocol):
         ...
 
 
+@live
 async def allreduce_(
     x: Flat, t: Channel, op: Op = SUM, *, within: Halves | None = None, across: Halves | None = None
 ) -> None:
@@ -67,14 +69,14 @@ async def allreduce_(
     local = t.among(here)  # its pairs and those of `column` are others: no message is mistaken
     if within is None:
         within = direct if local.meeting is None else node
-    share = await within.reduce_scatter_(x, parts, local, partial)
+    share = await perform(within.reduce_scatter_, local, x, parts, op=partial)
     if place < k:
         column = t.among([host[place] for host in by_host])
         pieces = chunks(share.count, column.size)
-        own = await across.reduce_scatter_(share, pieces, column, partial)
-        finish(own, op, t.size)
-        await across.allgather_(share, pieces, column)
-    await within.allgather_(x, parts, local)
+        own = await perform(across.reduce_scatter_, column, share, pieces, op=partial)
+        t.finish(own, op, t.size)
+        await perform(across.allgather_, column, share, pieces)
+    await perform(within.allgather_, local, x, parts)
 
 
 _ACROSS: dict[str, Halves] = {"direct": direct, "segmented": segmented}

@@ -11,11 +11,13 @@ import numpy as np
 
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.transport.channel import Channel, Reduction, To
+from ringcomm.collectives.recording import live
+from ringcomm.transport.channel import Channel, NodeReduction, To
 
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
+@live
 async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks.
 
@@ -24,17 +26,20 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     await allreduce(x, x, t, op)
 
 
+@live
 async def allreduce(x: Flat, out: Flat, t: Channel, op: Op = SUM) -> None:
     """Write the reduction of x over all ranks to out, which may be x."""
-    await t.reduce(Reduction(x.bytes, out.bytes, *_kernel(x, t, op)))
+    await t.reduce_in_node(NodeReduction(x.bytes, out.bytes, *_kernel(x, t, op)))
 
 
+@live
 async def reduce(x: Flat, out: Flat | None, root: int, t: Channel, op: Op = SUM) -> None:
     """Write the reduction of x to root's out, which may be its x; None on the other ranks."""
     target = None if out is None else out.bytes
-    await t.reduce(Reduction(x.bytes, target, *_kernel(x, t, op), To.ROOT, root))
+    await t.reduce_in_node(NodeReduction(x.bytes, target, *_kernel(x, t, op), To.ROOT, root))
 
 
+@live
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
     own = x[parts[t.rank]]
@@ -42,47 +47,55 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
     return own
 
 
+@live
 async def reduce_scatter(x: Flat, out: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> None:
     """Write this rank's chunk of the reduction to out, which may be that chunk of x."""
     bounds = [0, *(part.stop * x.dtype.itemsize for part in parts)]
-    await t.reduce(Reduction(x.bytes, out.bytes, *_kernel(x, t, op), To.OWNER, 0, bounds))
+    await t.reduce_in_node(
+        NodeReduction(x.bytes, out.bytes, *_kernel(x, t, op), To.OWNER, 0, bounds)
+    )
 
 
+@live
 async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
     """Fill x with every rank's chunk, this rank's being in its place already."""
     own = x[parts[t.rank]].bytes
     pulls = [(r, 0, x[parts[r]].bytes) for r in _others_first(t)]
-    await t.copy(own, pulls)
+    await t.copy_in_node(own, pulls)
 
 
+@live
 async def broadcast_(x: Flat, root: int, t: Channel) -> None:
     """Replace x on every rank by root's x."""
     if t.rank == root:
-        await t.copy(x.bytes, [])
+        await t.copy_in_node(x.bytes, [])
     else:
-        await t.copy(_NOTHING, [(root, 0, x.bytes)])
+        await t.copy_in_node(_NOTHING, [(root, 0, x.bytes)])
 
 
+@live
 async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Channel) -> None:
     """Fill root's x with every rank's `own`, root's being in its place already."""
     if t.rank != root:
-        await t.copy(own.bytes, [])
+        await t.copy_in_node(own.bytes, [])
         return
     assert x is not None
-    await t.copy(_NOTHING, [(r, 0, x[parts[r]].bytes) for r in _others_first(t)])
+    await t.copy_in_node(_NOTHING, [(r, 0, x[parts[r]].bytes) for r in _others_first(t)])
 
 
+@live
 async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: Channel) -> None:
     """Fill every rank's `out` with its part of root's x."""
     if t.rank != root:
         begin = parts[t.rank].start * out.dtype.itemsize
-        await t.copy(_NOTHING, [(root, begin, out.bytes)])
+        await t.copy_in_node(_NOTHING, [(root, begin, out.bytes)])
         return
     assert x is not None
     out.bytes[:] = x[parts[root]].bytes
-    await t.copy(x.bytes, [])
+    await t.copy_in_node(x.bytes, [])
 
 
+@live
 async def alltoall_(
     x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Channel
 ) -> None:
@@ -90,16 +103,17 @@ async def alltoall_(
     begins = np.array([part.start * x.dtype.itemsize for part in sent], np.int64)
     theirs = np.empty(t.size, np.int64)
     spots = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
-    await t.copy(begins.view(np.uint8), spots)
+    await t.copy_in_node(begins.view(np.uint8), spots)
     pulls = [(r, int(theirs[r]), out[received[r]].bytes) for r in _all_own_first(t)]
-    await t.copy(x.bytes, pulls)
+    await t.copy_in_node(x.bytes, pulls)
 
 
+@live
 async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
     """Send counts[r] to each rank r; return what each rank sent to this one."""
     theirs = np.empty(t.size, np.int64)
     spots = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
-    await t.copy(np.array(counts, np.int64).view(np.uint8), spots)
+    await t.copy_in_node(np.array(counts, np.int64).view(np.uint8), spots)
     return [int(n) for n in theirs]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ringcomm import _core
-from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DType
 
 
@@ -34,6 +32,10 @@ class Op(Enum):
         """Code of the reduction kernels (csrc/kernels/dtype.hpp)."""
         return _KERNELS[self]
 
+    def divisor(self, size: int) -> int:
+        """Return what the combination of `size` ranks' values is divided by at the end."""
+        return size if self is Op.AVERAGE else 1
+
     def require(self, dtype: DType) -> None:
         """Raise TypeError where this operator has no meaning for `dtype`."""
         if self is Op.AVERAGE and dtype.name == "bool":
@@ -47,33 +49,3 @@ class Op(Enum):
 SUM, AVERAGE, MIN, MAX = Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX
 PRODUCT, BAND, BOR, BXOR = Op.PRODUCT, Op.BAND, Op.BOR, Op.BXOR
 _KERNELS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MIN: 2, MAX: 3, BAND: 4, BOR: 5, BXOR: 6}
-
-
-def combine(total: Flat, x: Flat, op: Op) -> None:
-    """Set total to total op x, element by element. Not for 16-bit floats."""
-    _core.combine(total.bytes, x.bytes, total.dtype.kernel, op.kernel)
-
-
-def finish(total: Flat, op: Op, size: int) -> None:
-    """Turn a sum into what `op` asks for, at the one owner of each element."""
-    if op is AVERAGE:
-        _core.divide(total.bytes, size, total.dtype.kernel)
-
-
-def combine_all(out: Flat, sources: list[Flat], op: Op) -> None:
-    """Set out to ((sources[0] op sources[1]) op ...), finished; out may be one of the sources.
-
-    The order is that of the list: the same bits whatever the size of the buffers. sources[0] is
-    overwritten.
-    """
-    if out.dtype.is_16bit_float:
-        divisor = len(sources) if op is AVERAGE else 1
-        raw = [source.bytes for source in sources]
-        _core.combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
-        return
-    total = sources[0]
-    for source in sources[1:]:
-        combine(total, source, op)
-    finish(total, op, len(sources))
-    if total is not out:
-        out.bytes[:] = total.bytes

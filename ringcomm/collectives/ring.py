@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.op import SUM, Op, combine, finish
+from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.schedule import allgather_steps, chunks, reduce_scatter_steps
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 
-async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
@@ -27,7 +27,7 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     await allgather_(x, parts, t)
 
 
-async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk of x; the rest of x is left half-reduced.
 
     Args:
@@ -40,19 +40,18 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
         View of x: chunk `rank` of the reduction.
     """
     left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
-    scratch = x.like(max((part.stop - part.start for part in parts), default=0))
+    scratch = t.scratch(x, max((part.stop - part.start for part in parts), default=0))
     for step in reduce_scatter_steps(t.rank, t.size):
         mine = x[parts[step.receive]]
         arriving = scratch[: mine.count]
         await t.exchange(x[parts[step.send]].bytes, right, arriving.bytes, left)
-        with t.phase("reduce"):
-            combine(mine, arriving, op)
+        t.combine(mine, arriving, op)
     own = x[parts[t.rank]]
-    finish(own, op, t.size)
+    t.finish(own, op, t.size)
     return own
 
 
-async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
     """Fill x with every rank's chunk, this rank's being in its place already."""
     left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
     for step in allgather_steps(t.rank, t.size):

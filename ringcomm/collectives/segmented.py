@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.layout import host_order
-from ringcomm.collectives.op import SUM, Op, combine, finish
+from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.schedule import Step, allgather_steps, chunks, reduce_scatter_steps
 from ringcomm.collectives.segments import AHEAD, Pipeline, cut
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 
-async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
+async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
     Args:
@@ -38,16 +38,15 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     await allgather_(x, parts, t)
 
 
-async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
+async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced."""
     ring, cuts = _ring(x, parts, t)
     ahead = min(AHEAD, len(cuts[0]))
-    scratch = [x.like(max(each[0].count for each in cuts)) for _ in range(ahead)]
+    scratch = [t.scratch(x, max(each[0].count for each in cuts)) for _ in range(ahead)]
     steps = reduce_scatter_steps(ring.rank, ring.size)
 
     def add(total: Flat, arrived: Flat) -> None:
-        with t.phase("reduce"):
-            combine(total, arrived, op)
+        t.combine(total, arrived, op)
 
     moves = [
         Move(sent, scratch[n % ahead][: total.count], functools.partial(add, total))
@@ -55,11 +54,11 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
     ]
     await _flow(moves, ahead, ring)
     own = x[parts[t.rank]]
-    finish(own, op, t.size)
+    t.finish(own, op, t.size)
     return own
 
 
-async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
+async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
     """Fill x with every rank's chunk, this rank's being in its place already."""
     ring, cuts = _ring(x, parts, t)
     steps = allgather_steps(ring.rank, ring.size)
@@ -75,7 +74,7 @@ class Move(NamedTuple):
     arrived: Callable[[Flat], None]
 
 
-async def _flow(moves: Iterable[Move], ahead: int, ring: Channel) -> None:
+async def _flow(moves: Iterable[Move], ahead: int, ring: Performer) -> None:
     """Carry out `moves` in order, `ahead` of them at a time.
 
     What arrives in one step goes right in the next: `ahead` must not exceed the segments of a step.
@@ -89,7 +88,7 @@ async def _flow(moves: Iterable[Move], ahead: int, ring: Channel) -> None:
     await pipeline.drain()
 
 
-def _ring(x: Flat, parts: list[slice], t: Channel) -> tuple[Channel, list[list[Flat]]]:
+def _ring(x: Flat, parts: list[slice], t: Performer) -> tuple[Performer, list[list[Flat]]]:
     """Return the ring host by host, and the segments of the chunks in its order."""
     order = host_order(t.nodes)
     return t.among(order), cut(x, [parts[rank] for rank in order], t)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.schedule import chunks, segment_count
 from ringcomm.transport.base import Request
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 AHEAD = 4  # segments under way; 2, 8 and 16 were no faster (measured as in schedule.py)
 
 
-def cut(x: Flat, parts: list[slice], t: Channel) -> list[list[Flat]]:
+def cut(x: Flat, parts: list[slice], t: Performer) -> list[list[Flat]]:
     """Return the segments of each chunk: as many of each, for which see schedule.py."""
     longest = max(part.stop - part.start for part in parts) * x.dtype.itemsize
     n = segment_count(longest, t.nodes)
@@ -28,7 +28,7 @@ class Pipeline:
         depth: how many steps may be under way.
     """
 
-    def __init__(self, t: Channel, depth: int) -> None:
+    def __init__(self, t: Performer, depth: int) -> None:
         self._t = t
         self._depth = depth
         self._steps: deque[tuple[list[Request], Callable[[], None]]] = deque()

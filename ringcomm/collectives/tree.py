@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.schedule import binomial_tree
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.performer import Performer
 
 
-async def broadcast_(x: Flat, root: int, t: Channel) -> None:
+async def broadcast_(x: Flat, root: int, t: Performer) -> None:
     """Replace x on every rank by root's x.
 
     Cost: ceil(log2 size) rounds; the root sends nbytes in each of them.

@@ -19,6 +19,7 @@ from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adap
 from ringcomm.collectives import exchange, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
+from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.call import Call
@@ -51,7 +52,7 @@ def allreduce(
 
     async def run(t: Channel) -> A:
         algorithm = choose("allreduce", flat, t, is_deterministic=deterministic)
-        await algorithm.allreduce_(flat, t, op)
+        await perform(algorithm.allreduce_, t, flat, op=op)
         return _written(x, work, adapter, t) if in_place else work
 
     return Plan(call, flat.bytes.nbytes, run)
@@ -81,8 +82,8 @@ def reduce(
     async def run(t: Channel) -> A | None:
         parts = chunks(flat.count, t.size)
         algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
-        own = await algorithm.reduce_scatter_(flat, parts, t, op)
-        await module(t, exchange).gather_(flat if is_root else None, own, parts, root, t)
+        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
+        await perform(module(t, exchange).gather_, t, flat if is_root else None, own, parts, root)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
@@ -117,7 +118,7 @@ def reduce_scatter(
         width = math.prod(shape[1:])
         parts = [slice(part.start * width, part.stop * width) for part in rows]
         algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
-        own = await algorithm.reduce_scatter_(flat, parts, t, op)
+        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
         mine = rows[t.rank]
         if in_place:
             view: A = _written(x, work, adapter, t)[mine]
@@ -145,7 +146,7 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await choose("allgather", flat, t).allgather_(flat, parts, t)
+        await perform(choose("allgather", flat, t).allgather_, t, flat, parts)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -161,13 +162,13 @@ def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
         rows = await gather_counts(shape[0], t)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         if t.rank != root:
-            await module(t, exchange).gather_(None, mine, parts, root, t)
+            await perform(module(t, exchange).gather_, t, None, mine, parts, root)
             return None
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await module(t, exchange).gather_(flat, flat[parts[t.rank]], parts, root, t)
+        await perform(module(t, exchange).gather_, t, flat, flat[parts[t.rank]], parts, root)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -195,7 +196,7 @@ def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
         mine = rows[t.rank]
         out: A = adapter.make(DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:]))
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        await module(t, exchange).scatter_(whole, adapter.flat(out), parts, root, t)
+        await perform(module(t, exchange).scatter_, t, whole, adapter.flat(out), parts, root)
         return out
 
     return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
@@ -218,12 +219,13 @@ def alltoall(
     async def run(t: Channel) -> A | tuple[A, list[int]]:
         received = await module(t, exchange).alltoall_counts(sent, t)
         out: A = adapter.empty(x, (sum(received), *shape[1:]))
-        await module(t, exchange).alltoall_(
+        await perform(
+            module(t, exchange).alltoall_,
+            t,
             mine,
             consecutive([n * width for n in sent]),
             adapter.flat(out),
             consecutive([n * width for n in received]),
-            t,
         )
         return (out, received) if return_splits else out
 
@@ -246,7 +248,7 @@ def broadcast(
     flat = adapter.flat(work)
 
     async def run(t: Channel) -> A:
-        await module(t, tree).broadcast_(flat, root, t)
+        await perform(module(t, tree).broadcast_, t, flat, root)
         if is_overwritten:
             return _written(x, work, adapter, t)
         return x if in_place else work
@@ -336,7 +338,7 @@ def grouped_allreduce(
             with t.phase("copy"):
                 fused = together[0] if len(together) == 1 else _fused(together)
             algorithm = choose("allreduce", fused, t, is_deterministic=deterministic)
-            await algorithm.allreduce_(fused, t, op)
+            await perform(algorithm.allreduce_, t, fused, op=op)
             if len(together) > 1:
                 with t.phase("copy"):
                     _unfuse(fused, together)

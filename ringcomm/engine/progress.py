@@ -149,7 +149,7 @@ class Progress:
     ) -> None:
         self._watch = watch
         self._transport = watch.transport
-        self._loop = None if watch.transport.node is None else watch.transport.node.loop
+        self._loop = watch.transport.loop
         self._settings = settings
         self._on_over = on_over
         self._on_lost = on_lost
@@ -200,7 +200,7 @@ class Progress:
         if self._thread is None and self._transport.is_threaded and not self._is_stopping:
             self._thread = threading.Thread(target=self._run, name="ringcomm", daemon=True)
             self._thread.start()
-        if self._loop is not None:
+        if self._transport.is_threaded:
             self._loop.start_thread()
 
     def wait(self, task: Task, timeout_s: float = math.inf) -> bool:
@@ -353,10 +353,10 @@ class Progress:
     @property
     def _is_in_cpp(self) -> bool:
         """True while C++ advances something: it looks more closely than this loop can."""
-        return self._loop is not None and self._loop.has_programs
+        return self._loop.has_programs
 
     def _park(self, nap_s: float, *, is_background: bool) -> None:
-        if self._loop is None or not self._loop.has_programs:
+        if not self._loop.has_programs:
             self._transport.park(nap_s)
         elif is_background:
             self._loop.await_news(nap_s, self._transport.descriptor)
@@ -365,8 +365,7 @@ class Progress:
 
     def _wake(self) -> None:
         self._transport.wake()
-        if self._loop is not None:
-            self._loop.wake()
+        self._loop.wake()
 
     def _advance(self) -> bool:
         self._admit()

@@ -42,7 +42,11 @@ class Lane:
         try:
             yield
         finally:
-            self._timeline.span(self, name, start)
+            self._timeline.span(self, name, start, self._timeline.now())
+
+    def span(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """Record one of PHASES that is over; see time.monotonic_ns()."""
+        self._timeline.span(self, name, self._timeline.at(begin_ns), self._timeline.at(end_ns))
 
 
 class Timeline:
@@ -83,14 +87,18 @@ class Timeline:
         with self._lock:
             self._lanes.discard(lane.number)
 
-    def span(self, lane: Lane, name: str, start: float) -> None:
-        """Record a phase that began at `start` and ends now."""
+    def span(self, lane: Lane, name: str, start: float, end: float) -> None:
+        """Record a phase; times as of now()."""
         event = {"name": name, "cat": "phase", "ph": "X", "ts": start, "tid": lane.number}
-        self._write(event | {"dur": self.now() - start})
+        self._write(event | {"dur": end - start})
 
     def now(self) -> float:
         """Return microseconds of the host's wall clock, which never runs backwards here."""
-        return (time.monotonic_ns() + self._offset_ns) / 1000
+        return self.at(time.monotonic_ns())
+
+    def at(self, monotonic_ns: int) -> float:
+        """Return the microseconds of now() at that time."""
+        return (monotonic_ns + self._offset_ns) / 1000
 
     def close(self) -> None:
         """Write nothing more."""

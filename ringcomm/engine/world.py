@@ -14,7 +14,6 @@ from ringcomm import _core, config
 from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
 from ringcomm.engine.timeline import Timeline
-from ringcomm.engine.tuning import load
 from ringcomm.errors import NotInitializedError, RingcommError
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
@@ -70,6 +69,7 @@ def init(comm: MPI.Comm | None = None) -> None:
     if _world is not None:
         return
     settings = config.settings()
+    from ringcomm.engine.tuning import load
     from ringcomm.transport.mpi import (
         MpiTransport,
         refuse_late_settings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ringcomm import _core
 from ringcomm.arrays.base import Bytes
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ringcomm.transport.shm import NodeTeam
 
 ANY_SOURCE = -1
+WireFault = _core.WireFault  # the wire refused an operation: a hint that a peer died
 DATA, CALLS, P2P = 0, 1, 2  # what a message holds: payload of a collective, calls, of send()
 N_CONTEXTS, N_STREAMS = 1 << 10, 1 << 16
 N_UNNAMED, N_NAMED = 16, 4096  # slots of a group in shared memory, see csrc/shm/board.hpp
@@ -26,10 +28,6 @@ def tag_of(context: int, stream: int, channel: int) -> int:
         channel: DATA, CALLS or P2P.
     """
     return (context << 18) | (stream << 2) | channel
-
-
-class WireFault(Exception):
-    """The wire refused an operation. A hint that a peer died; the dead set decides."""
 
 
 class Request(Protocol):
@@ -96,8 +94,14 @@ class Transport(Protocol):
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
     library: str  # what carries the messages: "Open MPI v5.0.11"
     is_threaded: bool  # more than one thread may use it, one at a time
+    runner: _core.Runner | None  # carries out recorded algorithms without Python, if the wire can
     ring_epoch: int  # version of the membership
     incarnation: int  # life of this rank
+
+    @property
+    def loop(self) -> Loop:
+        """Advances what is under way in C++ without Python's lock."""
+        ...
 
     @property
     def node(self) -> NodeRegion | None:
@@ -158,12 +162,7 @@ class NodeRegion(Protocol):
     """Memory that the ranks of one node share. Shared memory is not send and receive.
 
     What happens in it is carried out by C++ (csrc/shm); every wait for it is a Request.
-
-    Attributes:
-        loop: advances what is under way without Python's lock.
     """
-
-    loop: Loop
 
     def team_or_none(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
         """Return where these ranks of the group `context` meet; None if not all can."""

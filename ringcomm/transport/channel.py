@@ -16,10 +16,13 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from ringcomm import _core
 from ringcomm._core import NodeStep, start_copy, start_reduce
-from ringcomm.arrays.base import Bytes
+from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, WireFault, tag_of
 from ringcomm.transport.header import Kind
+from ringcomm.transport.performer import Performer, Reduction
+from ringcomm.transport.running import Running
 from ringcomm.transport.shm import NodeTeam, StepRequest
 from ringcomm.transport.watch import Letter, Watch
 
@@ -29,6 +32,10 @@ class Phases(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that records its block."""
+        ...
+
+    def span(self, name: str, begin_ns: int, end_ns: int) -> None:
+        """Record what is over, in nanoseconds of the monotonic clock."""
         ...
 
 
@@ -59,7 +66,7 @@ class To(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class NodeReduction:
     """What csrc/shm/step.hpp is asked for.
 
     Attributes:
@@ -98,8 +105,8 @@ class Meeting:
     fingerprint: int
 
 
-class Channel:
-    """Messages of one operation among the ranks of a group.
+class Channel(Performer):
+    """Messages of one operation among the ranks of a group, and what is done with them.
 
     Ranks here are indices into `members`. Only the thread that drives the operation may use it.
 
@@ -157,16 +164,7 @@ class Channel:
         return tuple(self.transport.nodes[member] for member in self.members)
 
     def among(self, ranks: Sequence[int]) -> Self:
-        """Return this channel as some of its ranks see it, numbered by their place in `ranks`.
-
-        It shares the tag: between two ranks messages arrive in the order they were sent, whichever
-        view of the channel they were sent through. So algorithms may follow each other on several
-        views if each receives all that was sent to it, and any two ranks that meet in several of
-        them do so in the same order.
-
-        Args:
-            ranks: of this channel, this one among them; alike on all of them.
-        """
+        """Return this channel as some of its ranks see it."""
         part = copy.copy(self)  # `_posted` stays one set: abandon() of either gives up on both
         part.rank = ranks.index(self.rank)
         part.size = len(ranks)
@@ -190,17 +188,13 @@ class Channel:
         self._posted.add(request)
         return request
 
-    async def exchange(self, data: Bytes, dest: int, out: Bytes, source: int) -> None:
-        """Send to one rank while receiving from another; return when both are done."""
-        await self.wait(self.irecv(out, source), self.isend(data, dest))
-
     async def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; the operation ends here if they never will be."""
         with self.phase("wait"):
             await Wait(requests)
         self._posted.difference_update(requests)
 
-    async def reduce(self, what: Reduction) -> None:
+    async def reduce_in_node(self, what: NodeReduction) -> None:
         """Reduce in shared memory.
 
         Raises:
@@ -223,7 +217,7 @@ class Channel:
         )
         await self._step(step, what)
 
-    async def copy(self, shown: Bytes, pulls: list[tuple[int, int, Bytes]]) -> None:
+    async def copy_in_node(self, shown: Bytes, pulls: list[tuple[int, int, Bytes]]) -> None:
         """Let the others read `shown`; fill each (rank, offset, out) with what they show.
 
         Raises:
@@ -236,7 +230,7 @@ class Channel:
 
     async def meet(self) -> None:
         """Return when all ranks are here, and are about to do the same. Raises Disagreement."""
-        await self.copy(_NOTHING, [])
+        await self.copy_in_node(_NOTHING, [])
 
     @property
     def late(self) -> tuple[int, ...]:
@@ -256,9 +250,9 @@ class Channel:
         assert self.meeting is not None
         with self.phase("shared memory"):
             if not step.is_over and not step.drive(self.linger_s):
-                request = StepRequest(step, self.meeting.team, self.members, buffers)
+                request = StepRequest(step, self.transport.loop, self.members, buffers)
                 self._posted.add(request)
-                self.meeting.team.loop.add(step)
+                self.transport.loop.add(step)
                 await Wait((request,))
                 self._posted.discard(request)
         if step.fault:
@@ -266,6 +260,52 @@ class Channel:
         if not step.agrees:
             raise Disagreement
         self.has_met = True
+
+    async def run(self, schedule: _core.Schedule, arguments: list[Bytes]) -> None:
+        """Carry out a recorded algorithm without Python; the transport must have a runner.
+
+        Args:
+            schedule: see ringcomm.collectives.recording.
+            arguments: the buffers that it was recorded for, or others of the same sizes.
+        """
+        runner = self.transport.runner
+        assert runner is not None
+        keeps_time = self._phases is not None
+        run = runner.run(schedule, arguments, self.members, self.tag, keeps_time)
+        running = Running(run, self.transport.loop, arguments)
+        self._posted.add(running)
+        self.transport.loop.add(run)
+        while not running.test():
+            await Wait((running.next_move(),))
+        self._posted.discard(running)
+        if self._phases is not None:
+            for phase in run.phases():
+                self._phases.span(*phase)
+
+    def scratch(self, like: Flat, count: int) -> Flat:
+        """Return uninitialised memory."""
+        return like.like(count)
+
+    def copy(self, out: Flat, x: Flat) -> None:
+        """Set out to x."""
+        with self.phase("copy"):
+            out.bytes[:] = x.bytes
+
+    def combine(self, total: Flat, x: Flat, op: Reduction) -> None:
+        """Set total to total op x."""
+        with self.phase("reduce"):
+            _core.combine(total.bytes, x.bytes, total.dtype.kernel, op.kernel)
+
+    def divide(self, total: Flat, divisor: int) -> None:
+        """Divide each element."""
+        with self.phase("reduce"):
+            _core.divide(total.bytes, divisor, total.dtype.kernel)
+
+    def combine_rounded(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
+        """Set out to the sources' combination, rounded once."""
+        raw = [source.bytes for source in sources]
+        with self.phase("reduce"):
+            _core.combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
 
     def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
         """Send a control message to a rank of the group."""

@@ -91,7 +91,12 @@ class _Lost:
 
 
 class FaultyTransport:
-    """Transport that hands everything to `inner`, except for the faults."""
+    """Transport that hands everything to `inner`, except for the faults.
+
+    Every message goes through here, so none can do without Python.
+    """
+
+    runner = None
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self._inner = inner

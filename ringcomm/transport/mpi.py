@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringcomm import config
-from ringcomm._core import NodeMemory, StatusPage, Watchdog
+from ringcomm._core import Loop, NodeMemory, StatusPage, Watchdog
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
 from ringcomm.status.page import Ending, State, how_it_ended
@@ -35,6 +35,7 @@ from ringcomm.transport.base import (
     Request,
     WireFault,
 )
+from ringcomm.transport.mpi_library import runner_over
 from ringcomm.transport.shm import RegionAddress, SharedNode, make_memory
 
 if TYPE_CHECKING:
@@ -231,6 +232,11 @@ class _MpiPersistent:
 class MpiTransport:
     """Transport over a duplicate of `comm`, every rank of which must be here.
 
+    Args:
+        mpi: the module mpi4py.MPI.
+        comm: by default the world.
+        is_native: recorded algorithms run without Python.
+
     Attributes:
         places: where each rank lives.
         nodes: of each rank: the lowest rank of its node.
@@ -243,7 +249,7 @@ class MpiTransport:
     ring_epoch = 0
     incarnation = 0
 
-    def __init__(self, mpi: Any, comm: MPI.Comm | None = None) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Comm | None = None, *, is_native: bool = True) -> None:
         self._mpi = mpi
         parent = mpi.COMM_WORLD if comm is None else comm
         self._data: MPI.Comm = parent.Dup()
@@ -262,6 +268,7 @@ class MpiTransport:
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
         self._outbox_lock = threading.Lock()
         self._dead: set[int] = set()
+        self.runner = runner_over(mpi, self._data, _SEGMENT) if is_native else None
         self._settle()
 
     def _settle(self) -> None:
@@ -287,6 +294,8 @@ class MpiTransport:
         self.places: list[Place] = self._data.allgather(mine)
         self.nodes = tuple(place.node for place in self.places)
         self.node = self._share_memory(node, memory)
+        memory_or_none = None if self.node is None else self.node.memory
+        self.loop = Loop(memory_or_none, is_crowded=node.size > len(os.sched_getaffinity(0)))
         self.library = _first_clause(self._mpi.Get_library_version())
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
@@ -444,8 +453,7 @@ class MpiTransport:
 
     def close(self, *, is_clean: bool) -> None:
         """Free the communicators if all ranks do; after a failure MPI keeps them."""
-        if self.node is not None:
-            self.node.close()
+        self.loop.stop()
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._pidfds.clear()
@@ -453,6 +461,8 @@ class MpiTransport:
         self._poller.close()
         os.close(self._gong)
         self._gong = -1
+        if self.runner is not None:
+            self.runner.close()
         if not is_clean:
             _grave.extend(self._outbox)
             return

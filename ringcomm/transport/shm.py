@@ -37,13 +37,11 @@ class SharedNode:
         n_ranks: how many ranks the node has.
 
     Attributes:
-        loop: advances steps without Python's lock.
         is_crowded: the node has more ranks than this process may use cores.
     """
 
     def __init__(self, memory: NodeMemory, rank: int, n_ranks: int) -> None:
         self.is_crowded = n_ranks > len(os.sched_getaffinity(0))
-        self.loop = Loop(memory, self.is_crowded)
         self._memories = {rank: memory}
         self._rank = rank
         self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam | None] = {}
@@ -78,11 +76,7 @@ class SharedNode:
             return None
         memories = [self._memories[rank] for rank in members]
         team = make_team(members.index(self._rank), context, self.is_crowded, memories)
-        return NodeTeam(team, self.loop)
-
-    def close(self) -> None:
-        """Let nothing advance any more; arrays of the arena live on."""
-        self.loop.stop()
+        return NodeTeam(team)
 
     def empty(self, nbytes: int) -> Bytes:
         """Return memory that the ranks of this node map; freed with the last view of it.
@@ -108,12 +102,10 @@ class NodeTeam:
 
     Args:
         team: what C++ knows of them.
-        loop: what advances their steps.
     """
 
-    def __init__(self, team: Team, loop: Loop) -> None:
+    def __init__(self, team: Team) -> None:
         self.team = team
-        self.loop = loop
         self._turns = [slot or N_UNNAMED for slot in range(N_UNNAMED)]
 
     def is_turn_of(self, place: int) -> bool:
@@ -160,7 +152,7 @@ class StepRequest:
 
     Args:
         step: what C++ does.
-        team: who takes part.
+        loop: what advances it.
         members: their ranks in the job.
         buffers: what it reads and writes; alive as long as a peer may touch it.
     """
@@ -168,10 +160,10 @@ class StepRequest:
     source = -1
 
     def __init__(
-        self, step: NodeStep, team: NodeTeam, members: tuple[int, ...], buffers: tuple[Any, ...]
+        self, step: NodeStep, loop: Loop, members: tuple[int, ...], buffers: tuple[Any, ...]
     ) -> None:
         self.step = step
-        self._team = team
+        self._loop = loop
         self._members = members
         self._buffers = buffers
 
@@ -181,7 +173,7 @@ class StepRequest:
 
     def cancel(self) -> None:
         """Let nobody advance it."""
-        self._team.loop.abandon(self.step)
+        self._loop.abandon(self.step)
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -8,10 +8,14 @@ import numpy as np
 import programs
 import pytest
 from mpi4py import rc as mpi4py_rc
+from recordings import CASES, body_of, channel, drive, flat
 
 import ringcomm as rc
+from ringcomm.collectives import ring
+from ringcomm.collectives.recording import perform
 from ringcomm.engine import world
 from ringcomm.transport import mpi as mpi_transport
+from ringcomm.transport.base import WireFault
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64]
 
@@ -55,6 +59,81 @@ def test_transport(body, mpi):
     body(transport)
     transport.close(is_clean=True)
     rc.barrier()
+
+
+@pytest.fixture(scope="module")
+def wires():
+    """One wire without Python, one that cuts messages into pieces of 1000 bytes, one with it."""
+    from mpi4py import MPI
+
+    whole = mpi_transport.MpiTransport(MPI)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi_transport, "_SEGMENT", 1000)
+        cut = mpi_transport.MpiTransport(MPI)
+    made = {"whole": whole, "cut": cut, "python": mpi_transport.MpiTransport(MPI, is_native=False)}
+    yield made
+    rc.barrier()
+    for transport in made.values():
+        transport.close(is_clean=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("count", [1, 10_000])
+def test_the_bits_without_python_are_those_of_the_coroutine(case, count, wires):
+    whole, cut, python = (
+        drive(body_of(case, count)(channel(wires[name])))[0] for name in ("whole", "cut", "python")
+    )
+    assert whole.tobytes() == python.tobytes()
+    assert cut.tobytes() == python.tobytes()
+
+
+@pytest.mark.parametrize("wire", ["whole", "cut"])
+def test_an_operation_that_comes_again_keeps_what_it_had(wire, wires):
+    x, runner = np.ones(2000, np.float32), wires[wire].runner
+    before = None
+    for turn in range(100):
+        x[:] = turn + rc.rank()
+        drive(perform(ring.allreduce_, channel(wires[wire], tag=1), flat(x)))
+        assert (x == rc.size() * turn + sum(range(rc.size()))).all()
+        kept = runner.n_idle, runner.idle_nbytes
+        assert before in (None, kept)
+        before = kept
+
+
+def test_a_message_of_another_size_is_a_fault_without_python_too(wires):
+    if rc.size() == 1:
+        pytest.skip("needs a peer")
+    x = np.ones(1000 if rc.rank() == 0 else 2000, np.float32)
+    if rc.rank() < 2:
+        t = channel(wires["whole"], tag=2)
+        t.rank, t.size, t.members = rc.rank(), 2, (0, 1)
+        with pytest.raises(WireFault):  # too long for rank 0, too short for rank 1
+            drive(perform(ring.allreduce_, t, flat(x)))
+        t.abandon()
+    rc.barrier()
+
+
+def test_abandoned_receives_take_no_message_without_python_either(wires):
+    right, left = (rc.rank() + 1) % rc.size(), (rc.rank() - 1) % rc.size()
+    forgotten, out = np.zeros(8, np.uint8), np.empty(8, np.uint8)
+
+    async def receive_(x, source, t):
+        await t.wait(t.irecv(x.bytes, source))
+
+    t = channel(wires["whole"], tag=3)
+    strand = perform(receive_, t, flat(forgotten), left)
+    strand.send(None)
+    strand.close()
+    t.abandon()
+    rc.barrier()
+    transport = wires["whole"]
+    conformance.finish(
+        transport,
+        transport.irecv(out, left, t.tag),
+        transport.isend(np.full(8, 7, np.uint8), right, t.tag),
+    )
+    assert (out == 7).all()
+    assert (forgotten == 0).all()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -144,9 +223,10 @@ def test_large_allreduce(dtype, count):
 
 def test_one_message_can_be_cut_into_many(monkeypatch):
     monkeypatch.setattr(mpi_transport, "_SEGMENT", 1000)
-    x = np.arange(10_000, dtype=np.float32) + rc.rank()
-    total = rc.size() * np.arange(10_000) + sum(range(rc.size()))
-    assert np.array_equal(rc.allreduce(x), total)
+    right, left = (rc.rank() + 1) % rc.size(), (rc.rank() - 1) % rc.size()
+    x, out = np.arange(10_000, dtype=np.float32), np.zeros(10_000, np.float32)
+    rc.sendrecv(x + rc.rank(), right, out, left)
+    assert np.array_equal(out, x + left)
 
 
 def test_mismatch_is_agreed_on_and_the_engine_works_on():

@@ -72,14 +72,15 @@ def expected(size, count, dtype, op):
     return reduce.reduce(rows, dtype=dtype)
 
 
-def run_on(nodes, body):
+def run_on(nodes, body, **options):
     """Run the coroutine body(rank, channel) on a rank per element of nodes."""
 
     def main(rank):
         plan = Plan(Call("test"), 0, lambda t: body(rank, t))
         return engine().execute("test", None, lambda _: plan)
 
-    return run_ranks(len(nodes), main, hub=LoopbackHub(len(nodes), tuple(nodes)))
+    hub = LoopbackHub(len(nodes), tuple(nodes), **options)
+    return run_ranks(len(nodes), main, hub=hub)
 
 
 def flat(x):
@@ -223,7 +224,7 @@ def spied(nodes, algorithm, count):
         await ALLREDUCE[algorithm].allreduce_(flat(values(rank, count, np.float32)), t, rc.SUM)
         return sent
 
-    return run_on(nodes, body)
+    return run_on(nodes, body, is_native=False)  # C++ would send past the spy
 
 
 def over_the_wire(nodes, algorithm, count):

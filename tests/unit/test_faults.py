@@ -360,11 +360,16 @@ class FailingHub(LoopbackHub):
         self.source, self.error = source, error
         self.has_refused = threading.Event()
 
-    def post_send(self, source, data, dest, tag):
-        if source == self.source:
-            self.has_refused.set()
-            raise self.error("on purpose")
-        return super().post_send(source, data, dest, tag)
+    def transport(self, rank):
+        made = super().transport(rank)
+        if rank == self.source:
+            made.runner = None  # through Python, for the error to be raised there
+            made.isend = self.refuse
+        return made
+
+    def refuse(self, data, dest, tag):
+        self.has_refused.set()
+        raise self.error("on purpose")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, MemoryError])

@@ -1,0 +1,123 @@
+// Bindings of schedules: Python records them, and hands buffers over to run them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <chrono>
+
+#include "loop/run.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ringcomm {
+namespace {
+
+using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using PySpan = std::tuple<std::size_t, std::size_t, std::size_t>;  // buffer, offset, nbytes
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+Span span(const PySpan& of) { return {std::get<0>(of), std::get<1>(of), std::get<2>(of)}; }
+
+std::vector<Span> spans(const std::vector<PySpan>& of) {
+  std::vector<Span> all;
+  for (const PySpan& each : of) all.push_back(span(each));
+  return all;
+}
+
+// Arrays may be read-only: a schedule writes to what its algorithm writes to.
+std::shared_ptr<Run> py_run(Runner& runner, std::shared_ptr<const Schedule> schedule,
+                            const std::vector<ConstBytes>& arguments, std::vector<int> members,
+                            int tag, bool keeps_time) {
+  Bindings bindings{{}, std::move(members), tag};
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (i < schedule->n_arguments() && arguments[i].nbytes() != schedule->buffers()[i])
+      throw std::invalid_argument("argument " + std::to_string(i) + " has " +
+                                  std::to_string(arguments[i].nbytes()) + " bytes, not " +
+                                  std::to_string(schedule->buffers()[i]));
+    bindings.arguments.push_back(const_cast<std::byte*>(
+        reinterpret_cast<const std::byte*>(arguments[i].data())));
+  }
+  return runner.run(std::move(schedule), std::move(bindings), keeps_time);
+}
+
+using PyPhase = std::tuple<std::string, std::int64_t, std::int64_t>;  // name, begin and end in ns
+
+std::vector<PyPhase> phases(const Run& run) {
+  static const char* const kNames[] = {"start", "wait", "reduce", "reduce", "reduce", "copy"};
+  static_assert(std::size(kNames) == std::variant_size_v<Action>);
+  std::vector<PyPhase> all;
+  for (const Phase& each : run.phases())
+    all.emplace_back(kNames[each.action], each.begin_ns, each.end_ns);
+  return all;
+}
+
+// For whoever has no loop of his own: returns whether it is over after at most `seconds`.
+bool drive(Program& program, double seconds) {
+  constexpr int kSpins = 100;
+  constexpr useconds_t kNapUs = 20;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  for (int idle = 0; !program.is_over(); ++idle) {
+    if (program.advance() == Program::Step::moved) idle = 0;
+    if (std::chrono::steady_clock::now() >= deadline) break;
+    if (idle > kSpins) usleep(kNapUs); else if (idle > 0) sched_yield();
+  }
+  return program.is_over();
+}
+
+}  // namespace
+
+void bind_schedule(nb::module_& m) {
+  nb::class_<Schedule>(m, "Schedule")
+      .def(nb::new_([](std::vector<std::size_t> arguments_nbytes) {
+             return std::make_shared<Schedule>(std::move(arguments_nbytes));
+           }),
+           "arguments_nbytes"_a)
+      .def("add_scratch", &Schedule::add_scratch, "nbytes"_a)
+      .def("send", [](Schedule& s, PySpan data, int dest) { return s.send(span(data), dest); },
+           "data"_a, "dest"_a)
+      .def("receive", [](Schedule& s, PySpan out, int source) {
+        return s.receive(span(out), source);
+      }, "out"_a, "source"_a)
+      .def("wait", &Schedule::wait, "messages"_a)
+      .def("combine", [](Schedule& s, PySpan total, PySpan x, int dtype, int op) {
+        s.combine(span(total), span(x), static_cast<DType>(dtype), static_cast<Op>(op));
+      }, "total"_a, "x"_a, "dtype"_a, "op"_a)
+      .def("combine_rounded", [](Schedule& s, PySpan out, const std::vector<PySpan>& sources,
+                                 int dtype, int op, std::size_t divisor) {
+        s.combine_rounded(span(out), spans(sources), static_cast<DType>(dtype),
+                          static_cast<Op>(op), divisor);
+      }, "out"_a, "sources"_a, "dtype"_a, "op"_a, "divisor"_a)
+      .def("divide", [](Schedule& s, PySpan total, int dtype, std::size_t divisor) {
+        s.divide(span(total), static_cast<DType>(dtype), divisor);
+      }, "total"_a, "dtype"_a, "divisor"_a)
+      .def("copy", [](Schedule& s, PySpan out, PySpan x) { s.copy(span(out), span(x)); }, "out"_a,
+           "x"_a)
+      .def("finish", &Schedule::finish)
+      .def_prop_ro("n_actions", [](const Schedule& s) { return s.actions().size(); })
+      .def_prop_ro("scratch_nbytes", &Schedule::scratch_nbytes);
+
+  nb::class_<Program>(m, "Program")
+      .def("advance", [](Program& p) { return p.advance() == Program::Step::moved; }, Unlocked())
+      .def("abandon", &Program::abandon, Unlocked())
+      .def("drive", &drive, Unlocked(), "seconds"_a)
+      .def_prop_ro("is_over", &Program::is_over)
+      .def_prop_ro("fault", &Program::fault);
+
+  nb::class_<Run, Program>(m, "Run").def_prop_ro("moves", &Run::moves)
+      .def("phases", &phases);
+
+  nb::class_<Runner>(m, "Runner")
+      .def("run", &py_run, "schedule"_a, "arguments"_a.noconvert(), "members"_a, "tag"_a,
+           "keeps_time"_a = false)
+      .def("close", &Runner::close, Unlocked())
+      .def_prop_ro("n_idle", &Runner::n_idle)
+      .def_prop_ro("idle_nbytes", &Runner::idle_nbytes);
+}
+
+}  // namespace ringcomm
