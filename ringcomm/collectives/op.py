@@ -63,17 +63,8 @@ def finish(total: Flat, op: Op, size: int) -> None:
 def combine_all(out: Flat, sources: list[Flat], op: Op) -> None:
     """Set out to ((sources[0] op sources[1]) op ...), finished; out may be one of the sources.
 
-    The order is that of the list: the same bits whatever the size of the buffers. sources[0] is
-    overwritten.
+    The order is that of the list: the same bits whatever the size of the buffers.
     """
-    if out.dtype.is_16bit_float:
-        divisor = len(sources) if op is AVERAGE else 1
-        raw = [source.bytes for source in sources]
-        _core.combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
-        return
-    total = sources[0]
-    for source in sources[1:]:
-        combine(total, source, op)
-    finish(total, op, len(sources))
-    if total is not out:
-        out.bytes[:] = total.bytes
+    divisor = len(sources) if op is AVERAGE else 1
+    raw = [source.bytes for source in sources]
+    _core.reduce_many([out.bytes], raw, out.dtype.kernel, op.kernel, divisor)
