@@ -52,20 +52,41 @@ void py_divide(Bytes data, std::size_t divisor, int code) {
   divide(dtype, data.data(), count, divisor);
 }
 
-void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& sources, int code, int op,
+// The addresses of arrays, of which each must have `nbytes`.
+template <class Pointer, class Array>
+std::vector<Pointer> pointers_of(const std::vector<Array>& arrays, std::size_t nbytes,
+                                 DType dtype) {
+  std::vector<Pointer> pointers;
+  pointers.reserve(arrays.size());
+  for (const auto& array : arrays) {
+    if (array.nbytes() != nbytes)
+      throw std::invalid_argument("a buffer has " + std::to_string(array.nbytes()) +
+                                  " bytes, the first destination " + std::to_string(nbytes));
+    count_of(dtype, nbytes, array.data());
+    pointers.push_back(array.data());
+  }
+  return pointers;
+}
+
+void py_reduce_many(const std::vector<Bytes>& dsts, const std::vector<ConstBytes>& srcs, int code,
+                    int op, std::size_t divisor) {
+  if (dsts.empty()) throw std::invalid_argument("no destination");
+  const auto dtype = static_cast<DType>(code);
+  const std::size_t nbytes = dsts[0].nbytes();
+  const auto destinations = pointers_of<void*>(dsts, nbytes, dtype);
+  const auto sources = pointers_of<const void*>(srcs, nbytes, dtype);
+  nb::gil_scoped_release unlocked;
+  reduce_many(static_cast<Op>(op), dtype, destinations.data(), destinations.size(),
+              sources.data(), sources.size(), nbytes / itemsize(dtype), divisor);
+}
+
+void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& srcs, int code, int op,
                         std::size_t divisor) {
-  if (divisor == 0) throw std::invalid_argument("divisor is 0");
   const auto dtype = static_cast<DType>(code);
   const std::size_t count = count_of(dtype, out.nbytes(), out.data());
-  std::vector<const void*> pointers;
-  pointers.reserve(sources.size());
-  for (const auto& source : sources) {
-    require_same_size(out.nbytes(), source.nbytes());
-    count_of(dtype, source.nbytes(), source.data());
-    pointers.push_back(source.data());
-  }
+  const auto sources = pointers_of<const void*>(srcs, out.nbytes(), dtype);
   nb::gil_scoped_release unlocked;
-  combine_rounded(static_cast<Op>(op), dtype, out.data(), pointers.data(), pointers.size(), count,
+  combine_rounded(static_cast<Op>(op), dtype, out.data(), sources.data(), sources.size(), count,
                   divisor);
 }
 
@@ -74,6 +95,8 @@ void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& sources, int c
 void bind_kernels(nb::module_& m) {
   m.def("combine", &py_combine, "dst"_a.noconvert(), "src"_a.noconvert(), "dtype"_a, "op"_a);
   m.def("divide", &py_divide, "data"_a.noconvert(), "divisor"_a, "dtype"_a);
+  m.def("reduce_many", &py_reduce_many, "dsts"_a.noconvert(), "srcs"_a.noconvert(), "dtype"_a,
+        "op"_a, "divisor"_a);
   m.def("combine_rounded", &py_combine_rounded, "out"_a.noconvert(), "sources"_a.noconvert(),
         "dtype"_a, "op"_a, "divisor"_a);
 }

@@ -1,5 +1,6 @@
 // Reduction kernels: plain loops over contiguous memory, no allocation, no locks.
-// Pointers must be aligned for their element type; ranges must not overlap.
+// Pointers must be aligned for their element type. Ranges must not overlap, but a destination may
+// be the very same range as a source.
 #pragma once
 #include <cstddef>
 
@@ -10,21 +11,26 @@ namespace ringcomm {
 std::size_t itemsize(DType dtype);
 std::size_t alignment(DType dtype);
 
-// dst[i] = dst[i] op src[i]. Integers wrap; bool: sum and max are "or", product and min are "and";
-// NaN wins in min and max. Throws std::invalid_argument where op means nothing for dtype, and for
-// 16-bit floats, which would be rounded at every step.
+// Every dst[j][i] = ((src[0][i] op src[1][i]) op src[2][i] ...) / divisor, computed once.
+//
+// Integers wrap, and are divided truncating toward zero. bool: sum and max are "or", product and
+// min are "and". NaN wins in min and max. 16-bit floats are reduced and divided in float32 and
+// rounded once. The bits of an element depend on the bits of its sources alone, not on the
+// instruction set, nor on where a range begins and ends: a NaN that was computed is always the same
+// one. n_dst, n_src and divisor are at least 1. Throws std::invalid_argument where op or divisor
+// mean nothing for dtype.
+void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const void* const* src,
+                 std::size_t n_src, std::size_t count, std::size_t divisor);
+
+// dst[i] = dst[i] op src[i], as above. Throws std::invalid_argument also for 16-bit floats, which
+// would be rounded at every step.
 void combine(Op op, DType dtype, void* dst, const void* src, std::size_t count);
 
 // data[i] /= divisor; integers truncate toward zero. divisor > 0. Not for bool and 16-bit floats.
 void divide(DType dtype, void* data, std::size_t count, std::size_t divisor);
 
-// out[i] = round16(((sources[0][i] op sources[1][i]) op ...) / divisor), in float32, rounded once.
-// float16 and bfloat16; sum, product, min, max. out may be one of the sources.
+// reduce_many() of 16-bit floats to one destination.
 void combine_rounded(Op op, DType dtype, void* out, const void* const* sources,
                      std::size_t n_sources, std::size_t count, std::size_t divisor);
-
-// Every dst[j][i] = ((src[0][i] op src[1][i]) op ...) / divisor.
-void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const void* const* src,
-                 std::size_t n_src, std::size_t count, std::size_t divisor);
 
 }  // namespace ringcomm
