@@ -24,6 +24,7 @@ from ringcomm import config
 from ringcomm._core import StatusPage, Watchdog
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
+from ringcomm.status.guardian import Ward
 from ringcomm.status.page import Ending, State, how_it_ended
 from ringcomm.transport.base import (
     ANY_SOURCE,
@@ -34,6 +35,7 @@ from ringcomm.transport.base import (
     Request,
     WireFault,
 )
+from ringcomm.transport.nodes import node_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -257,49 +259,61 @@ class MpiTransport:
 
     def _settle(self) -> None:
         """Make the status page, learn where everybody lives, watch the ranks of this node."""
-        node: MPI.Comm = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
-        first: int = node.bcast(self.rank)
-        nonce = secrets.randbits(63)
+        candidates: MPI.Comm = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
+        host, pid, nonce = socket.gethostname(), os.getpid(), secrets.randbits(63)
         job: str = self._data.bcast(secrets.token_hex(4))
-        self.page = StatusPage.create(
-            job, socket.gethostname(), self.rank, self.size, node.rank, nonce
-        )
-        mine = Place(
-            socket.gethostname(),
-            os.getpid(),
-            self.page.fd,
-            nonce,
-            first,
-            node.rank,
-            node.size,
-        )
-        self.places: list[Place] = self._data.allgather(mine)
-        self.nodes = tuple(place.node for place in self.places)
+        self.page = StatusPage.create(job, host, self.rank, self.size, candidates.rank, nonce)
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
         self._poller = select.epoll()
         self._gong = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._gong, select.EPOLLIN)
-        for rank, place in enumerate(self.places):
-            if rank != self.rank and place.node == mine.node:
-                self._watch_neighbour(rank, place)
-        node.Barrier()  # nobody may close a page before all have opened it
-        node.Free()
+        node = self._find_node(candidates, Ward(pid, self.page.fd, nonce))
+        candidates.Free()
+        local_rank = node.index(self.rank)
+        self.page.set_local_rank(local_rank)
+        mine = Place(host, pid, self.page.fd, nonce, node[0], local_rank, len(node))
+        self.places: list[Place] = self._data.allgather(mine)
+        self.nodes = tuple(place.node for place in self.places)
 
-    def _watch_neighbour(self, rank: int, place: Place) -> None:
-        """Map the page and open a pidfd; containers can share a kernel but not their processes."""
+    def _find_node(self, candidates: MPI.Comm, me: Ward) -> list[int]:
+        """Watch the ranks of this node; return them, with this one.
+
+        What MPI takes for one node, by its host name, may be containers that see neither each
+        other's processes nor their memory.
+        """
+        for rank, ward in candidates.allgather((self.rank, me)):
+            if rank != self.rank:
+                self._watch_neighbour(rank, ward)
+        # Nobody may close a page before all have opened it: this comes after, on every rank.
+        opened = dict(candidates.allgather((self.rank, set(self._neighbours))))
+        node = node_of(self.rank, opened)
+        for rank in opened[self.rank].difference(node):
+            self._unwatch(rank)
+            del self._neighbours[rank]
+        return node
+
+    def _watch_neighbour(self, rank: int, ward: Ward) -> None:
+        """Map the page and open a pidfd, if this process may; the nonce proves whose page it is."""
         try:
-            pidfd = os.pidfd_open(place.pid)  # before the page, whose nonce proves whose it is
+            pidfd = os.pidfd_open(ward.pid)  # before the page: the pid may change hands
         except OSError:
             return  # MPI's own news, the control channel and the deadline remain
         try:
-            page = StatusPage.open(place.pid, place.page_fd, place.nonce)
+            page = StatusPage.open(ward.pid, ward.page_fd, ward.nonce)
         except RuntimeError:
             os.close(pidfd)
             return
         self._neighbours[rank] = page
         self._pidfds[pidfd] = rank
         self._poller.register(pidfd, select.EPOLLIN)
+
+    def _unwatch(self, rank: int) -> None:
+        for pidfd, owner in list(self._pidfds.items()):
+            if owner == rank:
+                self._poller.unregister(pidfd)
+                os.close(pidfd)
+                del self._pidfds[pidfd]
 
     @property
     def place(self) -> Place:
@@ -450,11 +464,7 @@ class MpiTransport:
         return list(failed.Translate_ranks(None, everyone))
 
     def _death(self, rank: int) -> list[Event]:
-        for pidfd, owner in list(self._pidfds.items()):
-            if owner == rank:
-                self._poller.unregister(pidfd)
-                os.close(pidfd)
-                del self._pidfds[pidfd]
+        self._unwatch(rank)
         if rank not in self._neighbours:
             return [Died(rank, "died (so says MPI)", rank)]
         last_words = self._neighbours[rank].snapshot()
