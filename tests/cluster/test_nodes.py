@@ -1,19 +1,25 @@
 """Ranks that MPI takes for one node, but that cannot open each other's pages, are not one."""
 
 import json
+import subprocess
 
+import pytest
 from harness import run_job
 
-# Starts the script; the ranks that are named first get a pid namespace and a /proc of their own,
-# as in a container that has the host's name.
+# Runs the script, on rank 0 in namespaces of its own, as in a container that has the host's name.
 ENTER = """
 import os, sys
-secluded, *command = sys.argv[1:]
-command = [sys.executable, *command]
-if os.environ["OMPI_COMM_WORLD_RANK"] in secluded:
-    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+command = [sys.executable, "script.py"]
+if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+    command = ["unshare", *sys.argv[1:], *command]
 os.execvp(command[0], command)
 """
+# Nobody sees the other's processes; or, with rights of its own, rank 0 may not look into others,
+# which may look into it.
+SECLUSIONS = {
+    "pid": ("--pid", "--fork", "--kill-child", "--mount-proc"),
+    "user": ("--user", "--map-root-user"),
+}
 SCRIPT = """
 import json
 import numpy as np
@@ -37,22 +43,12 @@ rc.shutdown()
 """
 
 
-def facts_of_job(secluded, layout, cluster, folder):
-    (folder / "enter.py").write_text(ENTER)
-    (folder / "script.py").write_text(SCRIPT)
-    job = run_job(
-        4,
-        *("enter.py", secluded, "script.py"),
-        cwd=folder,
-        options=("--map-by", "slot", "--host", layout),
-        cluster=cluster,
-    )
-    assert job.code == 0, job.output
-    return [json.loads((folder / f"facts.{rank}").read_text()) for rank in range(4)]
-
-
-def test_a_rank_in_a_pid_namespace_of_its_own_is_a_node_of_its_own(cluster, tmp_path):
-    facts = facts_of_job("0", "h0:3,h1:1", cluster, tmp_path)
+@pytest.mark.parametrize("namespace", SECLUSIONS)
+def test_a_rank_that_cannot_see_the_others_is_a_node_of_its_own(namespace, cluster, tmp_path):
+    seclusion = SECLUSIONS[namespace]
+    if subprocess.run(["unshare", *seclusion, "true"], check=False).returncode != 0:
+        pytest.skip(f"unshare {' '.join(seclusion)} is not permitted here")
+    facts = facts_of_job(seclusion, cluster, tmp_path)
     assert [each["nodes"] for each in facts] == [[0, 1, 1, 3]] * 4
     assert [each["numbers"] for each in facts] == [
         [0, 1, 0, 3],
@@ -65,3 +61,12 @@ def test_a_rank_in_a_pid_namespace_of_its_own_is_a_node_of_its_own(cluster, tmp_
     assert [each["neighbours"] for each in facts] == [[], [2], [1], []]
     assert [each["watched"] for each in facts] == [[], [2], [1], []]
     assert [each["sum"] for each in facts] == [4.0] * 4
+
+
+def facts_of_job(seclusion, cluster, folder):
+    (folder / "enter.py").write_text(ENTER)
+    (folder / "script.py").write_text(SCRIPT)
+    layout = ("--map-by", "slot", "--host", "h0:3,h1:1")
+    job = run_job(4, "enter.py", *seclusion, cwd=folder, options=layout, cluster=cluster)
+    assert job.code == 0, job.output
+    return [json.loads((folder / f"facts.{rank}").read_text()) for rank in range(4)]
