@@ -194,6 +194,11 @@ class Cluster:
         """Return False for one that has crashed or was killed."""
         return self._holder(host) is not None
 
+    def has_crashed(self, host):
+        """Return True for one that lost its power, also from inside another host."""
+        self._check(host)
+        return not self._pid_file(host).exists()
+
     def pids(self, host):
         """Return the processes of a host, but for the one that holds its namespaces."""
         self._check(host)
@@ -224,7 +229,7 @@ class Cluster:
     def crash(self, host):
         """Cut the power: the others hear nothing, no FIN, no RST."""
         self.link(host, "down")
-        self._end_processes(host)
+        self._pid_file(host).unlink(missing_ok=True)  # before its end is seen: see has_crashed()
         self._remove(host)
 
     def kill(self, host):
@@ -303,19 +308,22 @@ class Cluster:
         if not said.strip().isdigit():  # setsid says nothing of how its child fared
             raise ClusterError(f"{host} does not start: {said.strip()}")
         network = (NETNS / self._netns(host)).stat().st_ino
-        (self.folder / f"{host}.pid").write_text(f"{said.strip()} {network}\n")
+        self._pid_file(host).write_text(f"{said.strip()} {network}\n")
 
     def _holder(self, host):
         """Return the pid of a live host, else None. Also from inside another host."""
         try:
-            pid, network = map(int, (self.folder / f"{host}.pid").read_text().split())
+            pid, network = map(int, self._pid_file(host).read_text().split())
             return pid if network_of(pid) == network else None
         except FileNotFoundError:
             return None
 
+    def _pid_file(self, host):
+        return self.folder / f"{host}.pid"
+
     def _remove(self, host):
         """Remove its network, and with it the kernel's end of every connection."""
-        (self.folder / f"{host}.pid").unlink(missing_ok=True)
+        self._pid_file(host).unlink(missing_ok=True)
         if host in self._members():
             self._end_processes(host)
             self._in("switch", "ip", "link", "del", f"p{host}", check=False)

@@ -12,7 +12,7 @@ from harness import IS_MPICH
 @pytest.fixture(scope="session")
 def cluster():
     if IS_MPICH:
-        pytest.skip("the jobs here are Open MPI's: MPICH has no layouts by slot and no ULFM")
+        pytest.skip("the layouts of these jobs are in the words of Open MPI's mpirun")
     if reason := obstacle():
         pytest.skip(reason)
     with running(f"pytest-{os.getpid()}", 3, "200mbit") as hosts:

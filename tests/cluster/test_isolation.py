@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from harness import finish_job, start_job
 
 RANK = """
@@ -105,11 +104,10 @@ def started_ranks(job, file, n):
     return {int(pid) for pid in file.read_text().split()}
 
 
-@pytest.mark.parametrize("by", ["node", "slot"])
-def test_ranks_share_within_their_host_and_never_beyond(by, cluster, tmp_path):
+def test_ranks_share_within_their_host_and_never_beyond(cluster, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(RANK)
-    layout = ("--map-by", by, "--host", "h0:2,h1:2,h2:2")
+    layout = ("--map-by", "node", "--host", "h0:2,h1:2,h2:2")
     job = start_job(6, script, cwd=tmp_path, options=layout, cluster=cluster)
     try:
         ranks = started_ranks(job, tmp_path / "started", 6)

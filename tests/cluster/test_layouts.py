@@ -16,7 +16,7 @@ LAYOUTS = {
     "h0 h0 h1 h1 h2 h2": (*BY_SLOT, "--host", "h0:2,h1:2,h2:2"),
     "h0 h0 h1 h2": (*BY_SLOT, "--host", "h0:2,h1:1,h2:1"),
 }
-CHOSEN = "ranks or neighbours or many_named or [0] or [1] or [2] or (large and 300001)"
+CHOSEN = "ranks or neighbours or many_named or [0] or [1] or [2] or (large and 300001 and float)"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
