@@ -59,10 +59,15 @@ def obstacle():
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"no {', '.join(missing)} here: apt install iproute2 util-linux mount hostname"
+    name = f"ringcomm-trial-{os.getpid()}"
     trial = ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-c", _TRIAL]
-    done = subprocess.run(trial, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return f"namespaces are not permitted here: {done.stderr.strip()}"
+    try:
+        run("ip", "netns", "add", name)
+        run(*trial)
+    except ClusterError as error:
+        return f"namespaces are not permitted here: {error}"
+    finally:
+        run("ip", "netns", "del", name, check=False)
     return None
 
 
@@ -417,5 +422,5 @@ def run(*command, check=True):
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if check and done.returncode != 0:
-        raise ClusterError(f"{shlex.join(command)}: {done.stdout.strip()}")
+        raise ClusterError(f"{shlex.join(command[:6])}: {done.stdout.strip()}")
     return done.stdout

@@ -25,7 +25,21 @@ def test_a_refusal_of_the_kernel_is_passed_on(monkeypatch, tmp_path):
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert obstacle() == "namespaces are not permitted here: Operation not permitted"
+    assert obstacle().startswith("namespaces are not permitted here: ip netns add ringcomm-trial-")
+    assert obstacle().endswith(": Operation not permitted")
+
+
+def test_no_trial_is_left(monkeypatch, tmp_path):
+    for tool in fakecluster.TOOLS:
+        (tmp_path / tool).write_text(f'#!/bin/sh\necho "$0" "$@" >>{tmp_path}/calls\n')
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert obstacle() is None
+    name = f"ringcomm-trial-{os.getpid()}"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0].endswith(f"ip netns add {name}")
+    assert calls[-1].endswith(f"ip netns del {name}")
 
 
 @pytest.mark.parametrize("rate", ["200", "200mbps", "mbit", "-1mbit", ""])
