@@ -91,6 +91,8 @@ void bind_status(nb::module_& m) {
       .def_static("open", &MappedPage::open, "pid"_a, "fd"_a, "nonce"_a)
       .def_prop_ro("fd", &MappedPage::fd)
       .def("snapshot", &snapshot)
+      .def("set_local_rank", [](MappedPage& page, int local_rank) { page->local_rank = local_rank; },
+           "local_rank"_a)
       .def("set_state", &set_state, "state"_a)
       .def("set_step", [](MappedPage& page, std::uint64_t step) { page->step.store(step); },
            "step"_a)

@@ -99,10 +99,17 @@ def mpirun_command(n, *arguments, options=()):
     return [str(a) for a in (BIN / "mpirun", *oversubscribe, *options, "-np", n, *arguments)]
 
 
-def start_job(n, *arguments, cwd, env=None, options=()):
-    """Start `mpirun -np n python arguments...` in a session of its own; output is one pipe."""
+def start_job(n, *arguments, cwd, env=None, options=(), cluster=None):
+    """Start `mpirun -np n python arguments...` in a session of its own; output is one pipe.
+
+    On this machine, or on the hosts of a cluster of ci/fakecluster.py, from its h0.
+    """
+    inside = []
+    if cluster is not None:
+        inside = cluster.entering("h0", cwd)
+        options = (*cluster.launch_options(is_mpich=IS_MPICH), *options)
     return subprocess.Popen(
-        mpirun_command(n, BIN / "python", *arguments, options=options),
+        [*inside, *mpirun_command(n, BIN / "python", *arguments, options=options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -148,9 +155,9 @@ def _session_of(leader):
     return found
 
 
-def run_job(n, *arguments, cwd, env=None, options=(), timeout_s=HANG_S):
+def run_job(n, *arguments, timeout_s=HANG_S, **kwargs):
     """Run `mpirun -np n python arguments...` to its end."""
-    return finish_job(start_job(n, *arguments, cwd=cwd, env=env, options=options), timeout_s)
+    return finish_job(start_job(n, *arguments, **kwargs), timeout_s)
 
 
 def run_script(n, text, *arguments, cwd, **kwargs):

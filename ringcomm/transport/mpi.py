@@ -25,6 +25,7 @@ from ringcomm import config
 from ringcomm._core import Loop, NodeMemory, StatusPage, Watchdog
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
+from ringcomm.status.guardian import Ward
 from ringcomm.status.page import Ending, State, how_it_ended
 from ringcomm.transport.base import (
     ANY_SOURCE,
@@ -36,6 +37,7 @@ from ringcomm.transport.base import (
     WireFault,
 )
 from ringcomm.transport.mpi_library import runner_over
+from ringcomm.transport.nodes import node_of
 from ringcomm.transport.shm import RegionAddress, SharedNode, make_memory
 
 if TYPE_CHECKING:
@@ -273,49 +275,54 @@ class MpiTransport:
 
     def _settle(self) -> None:
         """Make the status page, learn where everybody lives, watch the ranks of this node."""
-        node: MPI.Comm = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
-        first: int = node.bcast(self.rank)
-        nonce = secrets.randbits(63)
+        candidates: MPI.Comm = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
+        host, pid, nonce = socket.gethostname(), os.getpid(), secrets.randbits(63)
         job: str = self._data.bcast(secrets.token_hex(4))
-        self.page = StatusPage.create(
-            job, socket.gethostname(), self.rank, self.size, node.rank, nonce
-        )
-        memory = _memory_or_none(nonce) if node.size > 1 else None
-        mine = Place(
-            socket.gethostname(),
-            os.getpid(),
-            self.page.fd,
-            nonce,
-            first,
-            node.rank,
-            node.size,
-            (-1, -1) if memory is None else (memory.board_fd, memory.arena_fd),
-        )
-        self.places: list[Place] = self._data.allgather(mine)
-        self.nodes = tuple(place.node for place in self.places)
-        self.node = self._share_memory(node, memory)
-        memory_or_none = None if self.node is None else self.node.memory
-        self.loop = Loop(memory_or_none, is_crowded=node.size > len(os.sched_getaffinity(0)))
-        self.library = _first_clause(self._mpi.Get_library_version())
+        self.page = StatusPage.create(job, host, self.rank, self.size, candidates.rank, nonce)
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
         self._poller = select.epoll()
         self._gong = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._gong, select.EPOLLIN)
-        for rank, place in enumerate(self.places):
-            if rank != self.rank and place.node == mine.node:
-                self._watch_neighbour(rank, place)
-        node.Barrier()  # nobody may close a page before all have opened it
-        node.Free()
+        node = self._find_node(candidates, Ward(pid, self.page.fd, nonce))
+        local_rank = node.index(self.rank)
+        self.page.set_local_rank(local_rank)
+        memory = _memory_or_none(nonce) if len(node) > 1 else None
+        fds = (-1, -1) if memory is None else (memory.board_fd, memory.arena_fd)
+        mine = Place(host, pid, self.page.fd, nonce, node[0], local_rank, len(node), fds)
+        self.places: list[Place] = self._data.allgather(mine)
+        self.nodes = tuple(place.node for place in self.places)
+        self.node = self._share_memory(candidates, node, memory)
+        candidates.Free()
+        is_crowded = len(node) > len(os.sched_getaffinity(0))
+        self.loop = Loop(None if self.node is None else self.node.memory, is_crowded)
+        self.library = _first_clause(self._mpi.Get_library_version())
 
-    def _watch_neighbour(self, rank: int, place: Place) -> None:
-        """Map the page and open a pidfd; containers can share a kernel but not their processes."""
+    def _find_node(self, candidates: MPI.Comm, me: Ward) -> list[int]:
+        """Watch the ranks of this node; return them, with this one.
+
+        What MPI takes for one node, by its host name, may be containers that see neither each
+        other's processes nor their memory.
+        """
+        for rank, ward in candidates.allgather((self.rank, me)):
+            if rank != self.rank:
+                self._watch_neighbour(rank, ward)
+        # Nobody may close a page before all have opened it: this comes after, on every rank.
+        opened = dict(candidates.allgather((self.rank, set(self._neighbours))))
+        node = node_of(self.rank, opened)
+        for rank in opened[self.rank].difference(node):
+            self._unwatch(rank)
+            del self._neighbours[rank]
+        return node
+
+    def _watch_neighbour(self, rank: int, ward: Ward) -> None:
+        """Map the page and open a pidfd, if this process may; the nonce proves whose page it is."""
         try:
-            pidfd = os.pidfd_open(place.pid)  # before the page, whose nonce proves whose it is
+            pidfd = os.pidfd_open(ward.pid)  # before the page: the pid may change hands
         except OSError:
             return  # MPI's own news, the control channel and the deadline remain
         try:
-            page = StatusPage.open(place.pid, place.page_fd, place.nonce)
+            page = StatusPage.open(ward.pid, ward.page_fd, ward.nonce)
         except RuntimeError:
             os.close(pidfd)
             return
@@ -323,25 +330,27 @@ class MpiTransport:
         self._pidfds[pidfd] = rank
         self._poller.register(pidfd, select.EPOLLIN)
 
-    def _share_memory(self, node: MPI.Comm, memory: NodeMemory | None) -> SharedNode | None:
+    def _share_memory(
+        self, candidates: MPI.Comm, node: list[int], memory: NodeMemory | None
+    ) -> SharedNode | None:
         """Map what the ranks of this node share; None on all of them if one cannot."""
-        if node.size == 1:
-            return None
-        problem = "a rank has no shared memory"
-        shared = None if memory is None else SharedNode(memory, self.rank, node.size)
-        for rank, place in enumerate(self.places):
-            if shared is None or rank == self.rank or place.node != self.place.node:
+        problem = "" if memory is not None else "a rank has none"
+        shared = None if memory is None else SharedNode(memory, self.rank, len(node))
+        for rank in node:
+            if shared is None or rank == self.rank:
                 continue
+            place = self.places[rank]
             try:
                 shared.meet(rank, RegionAddress(place.pid, *place.region_fds, place.nonce))
             except RuntimeError as error:
                 shared, problem = None, f"that of rank {rank} cannot be mapped: {error}"
-        if node.allreduce(shared is not None, self._mpi.LAND):
+        shares = dict(candidates.allgather((self.rank, shared is not None)))
+        if len(node) == 1 or all(shares[rank] for rank in node):
             return shared
         if shared is None:
             _log.warning(
-                "host %s: no shared memory between its ranks (%s): MPI messages are used instead, "
-                "which are several times slower. `ringcomm check` tells more.",
+                "host %s: its ranks share no memory (%s): messages are used instead, which are "
+                "several times slower",
                 self.place.host,
                 problem,
             )
@@ -351,6 +360,13 @@ class MpiTransport:
     def descriptor(self) -> int:
         """An epoll of the deaths of this node, and of wake()."""
         return self._poller.fileno()
+
+    def _unwatch(self, rank: int) -> None:
+        for pidfd, owner in list(self._pidfds.items()):
+            if owner == rank:
+                self._poller.unregister(pidfd)
+                os.close(pidfd)
+                del self._pidfds[pidfd]
 
     @property
     def place(self) -> Place:
@@ -504,11 +520,7 @@ class MpiTransport:
         return list(failed.Translate_ranks(None, everyone))
 
     def _death(self, rank: int) -> list[Event]:
-        for pidfd, owner in list(self._pidfds.items()):
-            if owner == rank:
-                self._poller.unregister(pidfd)
-                os.close(pidfd)
-                del self._pidfds[pidfd]
+        self._unwatch(rank)
         if rank not in self._neighbours:
             return [Died(rank, "died (so says MPI)", rank)]
         last_words = self._neighbours[rank].snapshot()

@@ -1,6 +1,11 @@
-"""Tests that every rank of a job runs at once; started by test_spmd.py, not collected by itself."""
+"""Tests that every rank of a job runs at once, on one host or several; not collected by itself.
 
+LAYOUT, if set, names the host that each rank is to be on.
+"""
+
+import os
 import random
+import socket
 
 import conformance
 import ml_dtypes
@@ -41,8 +46,25 @@ def test_ringcomm_owns_the_end_of_mpi(mpi):
 
 def test_ranks_are_those_of_mpi(mpi):
     assert (rc.rank(), rc.size()) == (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
-    assert (rc.local_rank(), rc.local_size()) == (rc.rank(), rc.size())  # one host
-    assert (rc.cross_rank(), rc.cross_size()) == (0, 1)
+
+
+def hosts_of_ranks():
+    hosts = rc.allgather_object(socket.gethostname())
+    assert hosts == os.environ.get("LAYOUT", " ".join(hosts)).split()
+    return hosts
+
+
+def ranks_of_this_host():
+    return [r for r, host in enumerate(hosts_of_ranks()) if host == socket.gethostname()]
+
+
+def test_ranks_are_numbered_within_their_host_and_across_hosts():
+    ours = ranks_of_this_host()
+    assert (rc.local_rank(), rc.local_size()) == (ours.index(rc.rank()), len(ours))
+    hosts = hosts_of_ranks()
+    in_order = sorted(set(hosts), key=hosts.index)
+    across = [host for host in in_order if hosts.count(host) > rc.local_rank()]
+    assert (rc.cross_rank(), rc.cross_size()) == (across.index(hosts[rc.rank()]), len(across))
 
 
 def test_init_twice_is_once():
@@ -254,7 +276,7 @@ def test_the_status_page_says_what_the_rank_does():
 
 def test_neighbours_are_watched_and_their_pages_mapped():
     transport = world._world.transport
-    assert sorted(transport._neighbours) == [r for r in range(rc.size()) if r != rc.rank()]
+    assert sorted([*transport._neighbours, rc.rank()]) == ranks_of_this_host()
     for rank, page in transport._neighbours.items():
         assert page.snapshot()["rank"] == rank
 

@@ -1,0 +1,39 @@
+"""The suite of tests/mpi across hosts, however the ranks are spread over them.
+
+A choice of it, for the time it takes: what knows of hosts, three random programs of each kind.
+"""
+
+from pathlib import Path
+
+import pytest
+from harness import run_job
+
+ROOT = Path(__file__).parents[2]
+BY_NODE, BY_SLOT = ("--map-by", "node"), ("--map-by", "slot")
+LAYOUTS = {
+    "h0 h1 h2": BY_NODE,
+    "h0 h1 h2 h0 h1 h2": BY_NODE,
+    "h0 h0 h1 h1 h2 h2": (*BY_SLOT, "--host", "h0:2,h1:2,h2:2"),
+    "h0 h0 h1 h2": (*BY_SLOT, "--host", "h0:2,h1:1,h2:1"),
+}
+CHOSEN = "ranks or neighbours or many_named or [0] or [1] or [2] or (large and 300001 and float)"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_suite_passes_on_every_rank(layout, cluster, tmp_path):
+    suite = ROOT / "tests" / "mpi" / "spmd_suite.py"
+    options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-xq"]
+    options += ["-k", CHOSEN]
+    size = len(layout.split())
+    job = run_job(
+        size,
+        *("-P", "-m", "pytest", *options, suite),
+        cwd=tmp_path,
+        env={"LAYOUT": layout},
+        options=LAYOUTS[layout],
+        cluster=cluster,
+        timeout_s=120,
+    )
+    assert job.code == 0, job.output
+    assert job.output.count(" passed") == size, job.output
+    assert "x rank" not in job.output
