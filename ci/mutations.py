@@ -50,12 +50,11 @@ ORDER = [
         "engine/ledger.py",
         """\
         if name is None:
-            self._place += 1
-            return""",
+            return self.unnamed(self.take_place())""",
         """\
-        self._place += 1
+        place = self.take_place()
         if name is None:
-            return""",
+            return self.unnamed(place)""",
         "unnamed calls mismatch where ranks start named ones in another order beside them",
         ("unit/test_programs.py",),
     ),

@@ -7,76 +7,80 @@
 Run with `mpirun -np 4 python train.py`. For torch: `import ringcomm.torch as hvd`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ringcomm._version import __version__
-from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
-from ringcomm.engine.async_ops import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    barrier_async,
-    broadcast_async,
-    broadcast_async_,
-    gather_async,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reduce_scatter_async,
-    reduce_async,
-    reduce_async_,
-    reduce_scatter_async,
-    reduce_scatter_async_,
-    scatter_async,
-)
-from ringcomm.engine.explain import explain
-from ringcomm.engine.group import Group
-from ringcomm.engine.handle import Handle
-from ringcomm.engine.ops import (
-    allgather,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_object,
-    gather,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reduce_scatter,
-    reduce,
-    reduce_,
-    reduce_scatter,
-    reduce_scatter_,
-    scatter,
-)
-from ringcomm.engine.p2p import recv, send, sendrecv
-from ringcomm.engine.registered import empty, node_memory, zeros
-from ringcomm.engine.world import (
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from ringcomm.errors import (
-    CommTimeoutError,
-    ConfigError,
-    MismatchError,
-    NotInitializedError,
-    PeerFailedError,
-    RingcommError,
-    ServerLostError,
-)
-from ringcomm.transport.base import ANY_SOURCE
+
+if TYPE_CHECKING:
+    from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
+    from ringcomm.engine.async_ops import (
+        allgather_async,
+        allreduce_async,
+        allreduce_async_,
+        alltoall_async,
+        barrier_async,
+        broadcast_async,
+        broadcast_async_,
+        gather_async,
+        grouped_allgather_async,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+        grouped_reduce_scatter_async,
+        reduce_async,
+        reduce_async_,
+        reduce_scatter_async,
+        reduce_scatter_async_,
+        scatter_async,
+    )
+    from ringcomm.engine.explain import explain
+    from ringcomm.engine.group import Group
+    from ringcomm.engine.handle import Handle
+    from ringcomm.engine.ops import (
+        allgather,
+        allgather_object,
+        allreduce,
+        allreduce_,
+        alltoall,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_object,
+        gather,
+        grouped_allgather,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_reduce_scatter,
+        reduce,
+        reduce_,
+        reduce_scatter,
+        reduce_scatter_,
+        scatter,
+    )
+    from ringcomm.engine.p2p import recv, send, sendrecv
+    from ringcomm.engine.registered import empty, node_memory, zeros
+    from ringcomm.engine.world import (
+        cross_rank,
+        cross_size,
+        init,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+        start_timeline,
+        stop_timeline,
+    )
+    from ringcomm.errors import (
+        CommTimeoutError,
+        ConfigError,
+        MismatchError,
+        NotInitializedError,
+        PeerFailedError,
+        RingcommError,
+        ServerLostError,
+    )
+    from ringcomm.transport.base import ANY_SOURCE
 
 __all__ = [
     "ANY_SOURCE",
@@ -154,3 +158,34 @@ __all__ = [
     "stop_timeline",
     "zeros",
 ]
+
+# Where the public names live: imported at their first use, so that `import ringcomm` takes no time
+# in programs, and in their worker processes, that may never communicate.
+_HOMES = (
+    "errors",
+    "collectives.op",
+    "transport.base",
+    "engine.world",
+    "engine.group",
+    "engine.handle",
+    "engine.ops",
+    "engine.async_ops",
+    "engine.p2p",
+    "engine.registered",
+    "engine.explain",
+)
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"ringcomm.{home}")
+        if hasattr(module, name):
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module 'ringcomm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

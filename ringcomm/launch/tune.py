@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mpirun -np N ringcomm tune",
+        prog="ringcomm tune",
         description="Measure every algorithm on the ranks and hosts of this job and write a table, "
         "by which later jobs of the same layout choose. RINGCOMM_TUNING names its folder.",
     )

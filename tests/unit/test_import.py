@@ -36,6 +36,21 @@ def test_import_takes_less_than_60_ms_more_than_numpy():
     assert min(float(run_python(code).stdout) for _ in range(5)) < 0.060
 
 
+def test_what_the_first_call_imports_takes_less_than_100_ms():
+    code = (
+        "import time, numpy, subprocess, logging, pickle, threading, ringcomm\n"
+        "t = time.process_time()\n"
+        "for name in ringcomm.__all__: getattr(ringcomm, name)\n"
+        "print(time.process_time() - t)"
+    )
+    assert min(float(run_python(code).stdout) for _ in range(5)) < 0.100
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    done = run_python("import ringcomm; ringcomm.alreduce")
+    assert "AttributeError: module 'ringcomm' has no attribute 'alreduce'" in done.stderr
+
+
 def test_every_public_name_has_a_docstring():
     import ringcomm
 

@@ -269,10 +269,12 @@ def test_a_run_that_is_waited_for_says_when_it_moves():
         perform(ring.allreduce_, channel(hub.transport(rank)), flat(np.ones(9)))
         for rank in range(2)
     ]
-    (move,) = first_move(strands[1])
-    assert not move.test()
+    first_move(strands[1])
+    (move,) = strands[1].send(None)  # what it could post without the other is posted, or soon is
     first_move(strands[0])
-    assert move.test()  # one of its four messages has come
+    deadline = time.monotonic() + DEADLINE_S
+    while not move.test():  # one of its four messages has come
+        assert time.monotonic() < deadline
     for strand in strands:
         strand.close()
 
