@@ -210,8 +210,10 @@ void bind_shm(nb::module_& m) {
       .def("stop", &Loop::stop, nb::call_guard<nb::gil_scoped_release>())
       .def("add", &Loop::add, "program"_a)
       .def_prop_ro("has_programs", &Loop::has_programs)
-      .def("park", &Loop::park, "seconds"_a, "descriptor"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("await_news", &Loop::await_news, "seconds"_a, "descriptor"_a,
+      .def("watch", &Loop::watch, "descriptor"_a)
+      .def("yield_turn", &Loop::yield_turn)
+      .def("park", &Loop::park, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("await_news", &Loop::await_news, "seconds"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def("wake", &Loop::wake)
       .def("abandon", &Loop::abandon, "program"_a, nb::call_guard<nb::gil_scoped_release>());

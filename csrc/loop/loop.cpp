@@ -1,6 +1,8 @@
 #include "loop.hpp"
 
-#include <sys/epoll.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -8,17 +10,16 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::int64_t kLook = 1'000'000;      // between looks at what rings no bell
+constexpr std::int64_t kLook = 1'000'000;      // the longest nap of who polls for messages
+constexpr std::int64_t kLongest = 20'000'000;  // of any other: a bell may have been missed
 constexpr std::int64_t kFirstNap = 20'000;     // of who polls for messages
-constexpr std::int64_t kHandOver = 1'000'000;  // after which the thread takes over from who waited
+constexpr std::int64_t kLinger = 200'000;      // between looks for new work after the last
+constexpr int kLingers = 25;
+constexpr int kUnheardMs = 5;                  // until Python takes note of a death
 constexpr Patience kBackground = {100, 2};     // the user's thread wants the core
+constexpr Patience kNone = {0, 0};
+constexpr std::int64_t kFresh = 300'000;       // after something has moved
 constexpr Patience kPolling = {50, 20};        // a look at messages takes longer than at flags
-
-bool has_events(int descriptor) {
-  if (descriptor < 0) return false;
-  epoll_event event;
-  return epoll_wait(descriptor, &event, 1, 0) > 0;
-}
 
 }  // namespace
 
@@ -52,7 +53,30 @@ void Loop::start_thread() {
   if (!thread_.joinable() && !is_stopping_) thread_ = std::thread([this] { run(); });
 }
 
+void Loop::watch(int descriptor) {
+  if (descriptor < 0 || watcher_.joinable()) return;
+  end_of_watch_ = eventfd(0, EFD_CLOEXEC);
+  watcher_ = std::thread([this, descriptor] {
+    pollfd watched[] = {{descriptor, POLLIN, 0}, {end_of_watch_, POLLIN, 0}};
+    while (poll(watched, 2, -1) >= 0 && watched[1].revents == 0) {
+      wake();
+      watched[1].revents = 0;
+      poll(watched + 1, 1, kUnheardMs);
+      if (watched[1].revents != 0) return;
+    }
+  });
+}
+
+void Loop::yield_turn() {
+  if (n_programs_ != 0) has_work_.notify_one();
+}
+
 void Loop::stop() {
+  if (watcher_.joinable()) {
+    const std::uint64_t one = 1;
+    if (write(end_of_watch_, &one, sizeof one) == sizeof one) watcher_.join();
+    close(end_of_watch_);
+  }
   {
     const std::lock_guard lock(inbox_mutex_);
     is_stopping_ = true;
@@ -66,14 +90,14 @@ void Loop::add(std::shared_ptr<Program> program) {
   {
     const std::lock_guard lock(inbox_mutex_);
     inbox_.push_back(std::move(program));
+    moved_at_.store(monotonic_ns());
     ++n_programs_;
   }
-  has_work_.notify_one();
-  bell_->ring();
+  if (is_idle_.load()) has_work_.notify_one();
 }
 
 void Loop::wake() {
-  is_woken_.store(true);
+  ++n_wakes_;
   bell_->ring();
   done_.ring();
 }
@@ -106,6 +130,7 @@ Loop::Round Loop::advance_all() {
   needs_polling_.store(polls);
   const auto over = std::remove_if(programs_.begin(), programs_.end(),
                                    [](const auto& each) { return each->is_over(); });
+  if (has_moved) moved_at_.store(monotonic_ns());
   if (over == programs_.end()) return has_moved ? Round::moved : Round::idle;
   n_programs_ -= static_cast<int>(programs_.end() - over);
   programs_.erase(over, programs_.end());
@@ -113,30 +138,32 @@ Loop::Round Loop::advance_all() {
   return Round::over;
 }
 
-void Loop::await_news(double seconds, int descriptor) {
+void Loop::await_news(double seconds) {
   const std::int64_t deadline = monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9);
   const std::uint32_t before = n_over_.load();
-  const auto has_news = [&] { return is_woken_.load() || n_over_.load() != before; };
-  while (!has_news() && !has_events(descriptor)) {
+  const auto has_news = [&] { return n_wakes_ != seen_by_await_ || n_over_ != before; };
+  while (!has_news()) {
     const std::int64_t now = monotonic_ns();
     if (now >= deadline) break;
-    done_.sleep(std::min(deadline - now, kLook), has_news);
+    done_.sleep(deadline - now, has_news);
   }
-  is_woken_.store(false);
+  seen_by_await_ = n_wakes_;
 }
 
-void Loop::park(double seconds, int descriptor) {
-  const std::int64_t deadline = monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9);
+void Loop::park(double seconds) {
+  const std::int64_t begin = monotonic_ns();
+  const std::int64_t deadline = begin + static_cast<std::int64_t>(seconds * 1e9);
   const std::uint32_t before = n_over_.load();
-  Backoff backoff(needs_polling() ? kPolling : patience_);
+  const bool is_fresh = begin - moved_at_.load() < kFresh;  // else it was lingered for in vain
+  Backoff backoff(!is_fresh ? kNone : needs_polling() ? kPolling : patience_);
   std::int64_t nap = kFirstNap;
   ++n_waiting_;
   const auto has_news = [&] {
-    if (is_woken_.load() || n_over_.load() != before) return true;
+    if (n_wakes_ != seen_by_park_ || n_over_ != before) return true;
     const std::unique_lock turn(turn_, std::try_to_lock);
     return turn.owns_lock() && advance_all() != Round::idle;
   };
-  while (!is_woken_.exchange(false) && n_over_.load() == before) {
+  while (n_wakes_ == seen_by_park_ && n_over_ == before) {
     if (has_news()) {
       backoff.reset();
       nap = kFirstNap;
@@ -144,10 +171,11 @@ void Loop::park(double seconds, int descriptor) {
     }
     if (backoff.linger()) continue;
     const std::int64_t now = monotonic_ns();
-    if (now >= deadline || has_events(descriptor)) break;
-    bell_->sleep(std::min(deadline - now, needs_polling() ? nap : kLook), has_news);
+    if (now >= deadline) break;
+    bell_->sleep(std::min(deadline - now, needs_polling() ? nap : kLongest), has_news);
     nap = std::min(nap * 3 / 2, kLook);
   }
+  seen_by_park_ = n_wakes_;
   --n_waiting_;
 }
 
@@ -164,10 +192,15 @@ void Loop::run() {
   while (true) {
     {
       std::unique_lock lock(inbox_mutex_);
+      // Whoever adds something mostly waits for it at once, and is not to pay for waking this.
+      for (int i = 0; i < kLingers && !is_stopping_ && n_programs_ == 0; ++i)
+        has_work_.wait_for(lock, std::chrono::nanoseconds(kLinger));
+      is_idle_ = true;
       has_work_.wait(lock, [&] { return is_stopping_ || n_programs_ != 0; });
+      is_idle_ = false;
       if (is_stopping_) return;
       if (n_waiting_ != 0) {
-        has_work_.wait_for(lock, std::chrono::nanoseconds(kHandOver));
+        has_work_.wait_for(lock, std::chrono::nanoseconds(kLongest));
         continue;
       }
     }
@@ -177,7 +210,7 @@ void Loop::run() {
       continue;
     }
     if (backoff.linger()) continue;
-    bell_->sleep(needs_polling() ? nap : 5 * kLook, has_news);
+    bell_->sleep(needs_polling() ? nap : kLongest, has_news);
     nap = std::min(nap * 3 / 2, kLook);
   }
 }

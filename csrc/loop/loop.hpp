@@ -30,17 +30,23 @@ class Loop {
   void start_thread();
   void stop();
 
-  // Any thread; returns at once.
+  // Any thread; returns at once. The caller has advanced it as far as it goes.
   void add(std::shared_ptr<Program> program);
   bool has_programs() const { return n_programs_.load() != 0; }
 
-  // Advances programs until one is over, wake() is called, `descriptor` (an epoll, or -1) has
-  // events, or seconds have passed. One thread at a time.
-  void park(double seconds, int descriptor);
+  // Advances programs until one is over, wake() is called, or seconds have passed. One thread at a
+  // time.
+  void park(double seconds);
 
-  // The same, but leaves advancing to the thread.
-  void await_news(double seconds, int descriptor);
+  // The same, but leaves advancing to the thread. One thread at a time, beside one in park().
+  void await_news(double seconds);
   void wake();
+
+  // Calls wake() as soon as, and as long as, `descriptor` has events; -1: never.
+  void watch(int descriptor);
+
+  // Who was in park() does not come again soon: the thread takes over.
+  void yield_turn();
 
   // Forgets a program: nobody advances it after this returns.
   void abandon(Program& program);
@@ -66,10 +72,14 @@ class Loop {
   std::atomic<int> n_programs_{0};
   std::atomic<int> n_waiting_{0};  // threads in park()
   std::atomic<std::uint32_t> n_over_{0};
-  std::atomic<bool> is_woken_{false};
+  std::atomic<std::uint32_t> n_wakes_{0};
+  std::uint32_t seen_by_park_ = 0, seen_by_await_ = 0;  // of them, by who was in there last
+  std::atomic<bool> is_idle_{false};  // the thread sleeps until it is told of work
   std::atomic<bool> needs_polling_{false};
+  std::atomic<std::int64_t> moved_at_{0};
   bool is_stopping_ = false;
-  std::thread thread_;
+  std::thread thread_, watcher_;
+  int end_of_watch_ = -1;
 };
 
 }  // namespace ringcomm

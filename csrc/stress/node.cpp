@@ -150,7 +150,7 @@ void run_rank(const Node& node, std::size_t rank, unsigned n_rounds, unsigned se
     if (flight.size() == kInFlight || round >= n_rounds) {
       if (flight.empty()) break;
       Operation& oldest = *flight.front();
-      while (!oldest.step->is_over()) loop.park(0.01, -1);
+      while (!oldest.step->is_over()) loop.park(0.01);
       oldest.check();
       flight.erase(flight.begin());
     }

@@ -32,6 +32,9 @@ _LOOK_EVERY = 16
 # to 1 ms at once, and from there on to 5 ms, half a percent of the time waited so far.
 _NAP_S, _LONG_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3, 5e-3
 _NAP_SHARE = 1 / 200
+# The end of what is in C++, a death and wake() end a nap there: no more than news of other kinds is
+# late. A pass through this loop after a nap takes 100-200 us, for the caches are cold by then.
+_LONGEST_CPP_NAP_S, _CPP_NAP_SHARE = 20e-3, 1 / 20
 _PASS_SHARE = 20  # a look at hundreds of operations takes long: naps are 20 times longer
 _IDLE_LOOK_S = 0.25  # an idle rank answers who asks where it is, and hears of deaths
 _CONFIRM_S = 2.0  # time for a refused message to turn out as a death
@@ -89,6 +92,12 @@ class Task:
     def late(self) -> tuple[int, ...]:
         """Ranks of the job that it waits for in shared memory and that have not come there."""
         return tuple(rank for channel in self.channels for rank in channel.late)
+
+    @property
+    def waits_in_cpp(self) -> bool:
+        """True if it has begun, and can go on only when C++ is done with something."""
+        pending = [request for _, requests in self._strands for request in requests]
+        return bool(pending) and all(hasattr(request, "is_in_cpp") for request in pending)
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting; return True if anything moved."""
@@ -170,11 +179,13 @@ class Progress:
             is_awaited: this thread is going to wait for it, so no other need be woken.
         """
         self._inbox.append(task)
+        if task.waits_in_cpp:
+            return  # it advances there, which wakes who is to take note of its end
         with self._turn:
             if self._driver is not None:
                 self._wake()
             elif not is_awaited:
-                self._turn.notify_all()
+                self._loop.wake()
 
     def begin(self, task: Task, *, is_awaited: bool, at_once: bool) -> None:
         """Let a task begin; any thread.
@@ -307,16 +318,22 @@ class Progress:
 
     def _hand_over(self) -> None:
         """Wake who may drive now; nobody if there is nothing to do, for waking costs 10 us."""
-        if self._tasks or self._inbox or self._waiting:
+        if self._waiting:
             self._turn.notify_all()
+            return
+        self._loop.yield_turn()
+        if not all(task.waits_in_cpp for task in (*self._tasks, *self._inbox)):
+            self._loop.wake()
 
     def _run(self) -> None:
         """Drive while there is something to do and nobody who waits does it."""
         mark = object()
         while True:
             with self._turn:
-                if not (self._is_stopping or self._is_mine()):
-                    self._turn.wait(_IDLE_LOOK_S)
+                is_idle = not (self._is_stopping or self._is_mine())
+            if is_idle:
+                self._loop.await_news(_IDLE_LOOK_S)
+            with self._turn:
                 if self._is_stopping:
                     return
                 if self._driver is not None or self._waiting:
@@ -343,12 +360,16 @@ class Progress:
             if has_moved:
                 polls, nap, moved_at = 0, _NAP_S, now
             polls += 1
+            is_in_cpp = all(task.waits_in_cpp for task in self._tasks)
             is_slow = polls >= (_CPP_SPINS if self._is_in_cpp else spins)
             if is_slow or turns % _LOOK_EVERY == 0:
                 self._look_around(now)
             if is_slow:
                 self._park(nap, is_background=spins == _BACKGROUND_SPINS)
-                nap = max(_longer(nap, now - moved_at), _PASS_SHARE * (now - began_at))
+                nap = max(
+                    _longer(nap, now - moved_at, is_in_cpp=is_in_cpp),
+                    _PASS_SHARE * (now - began_at),
+                )
 
     @property
     def _is_in_cpp(self) -> bool:
@@ -359,9 +380,9 @@ class Progress:
         if not self._loop.has_programs:
             self._transport.park(nap_s)
         elif is_background:
-            self._loop.await_news(nap_s, self._transport.descriptor)
+            self._loop.await_news(nap_s)
         else:
-            self._loop.park(nap_s, self._transport.descriptor)
+            self._loop.park(nap_s)
 
     def _wake(self) -> None:
         self._transport.wake()
@@ -435,9 +456,12 @@ def _end_of(task: Task, deadline: float) -> Callable[[], bool]:
     return lambda: task.is_over or time.monotonic() >= deadline
 
 
-def _longer(nap_s: float, waited_s: float) -> float:
+def _longer(nap_s: float, waited_s: float, *, is_in_cpp: bool) -> float:
     """Return how long to sleep after a nap that was in vain."""
-    limit = min(max(_LONG_NAP_S, waited_s * _NAP_SHARE), _LONGEST_NAP_S)
+    share, longest = _NAP_SHARE, _LONGEST_NAP_S
+    if is_in_cpp:
+        share, longest = _CPP_NAP_SHARE, _LONGEST_CPP_NAP_S
+    limit = min(max(_LONG_NAP_S, waited_s * share), longest)
     return min(nap_s * 1.5, limit)
 
 

@@ -108,11 +108,6 @@ class Transport(Protocol):
         """What this rank shares with the ranks of its node; None: nothing."""
         ...
 
-    @property
-    def descriptor(self) -> int:
-        """An epoll that has events when a rank of the node dies, or wake() is called; -1: none."""
-        ...
-
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send; `data` must not change until the request is complete."""
         ...

@@ -91,7 +91,6 @@ class LoopbackTransport:
 
     is_threaded = True
     library = "threads"
-    descriptor = -1
     ring_epoch = 0
     incarnation = 0
 

@@ -281,7 +281,9 @@ class MpiTransport:
         self.page = StatusPage.create(job, host, self.rank, self.size, candidates.rank, nonce)
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
-        self._poller = select.epoll()
+        self._deaths = select.epoll()  # the pidfds of the neighbours
+        self._poller = select.epoll()  # and the gong
+        self._poller.register(self._deaths, select.EPOLLIN)
         self._gong = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._gong, select.EPOLLIN)
         node = self._find_node(candidates, Ward(pid, self.page.fd, nonce))
@@ -296,6 +298,7 @@ class MpiTransport:
         candidates.Free()
         is_crowded = len(node) > len(os.sched_getaffinity(0))
         self.loop = Loop(None if self.node is None else self.node.memory, is_crowded)
+        self.loop.watch(self._deaths.fileno())
         self.library = _first_clause(self._mpi.Get_library_version())
 
     def _find_node(self, candidates: MPI.Comm, me: Ward) -> list[int]:
@@ -328,7 +331,7 @@ class MpiTransport:
             return
         self._neighbours[rank] = page
         self._pidfds[pidfd] = rank
-        self._poller.register(pidfd, select.EPOLLIN)
+        self._deaths.register(pidfd, select.EPOLLIN)
 
     def _share_memory(
         self, candidates: MPI.Comm, node: list[int], memory: NodeMemory | None
@@ -356,15 +359,10 @@ class MpiTransport:
             )
         return None
 
-    @property
-    def descriptor(self) -> int:
-        """An epoll of the deaths of this node, and of wake()."""
-        return self._poller.fileno()
-
     def _unwatch(self, rank: int) -> None:
         for pidfd, owner in list(self._pidfds.items()):
             if owner == rank:
-                self._poller.unregister(pidfd)
+                self._deaths.unregister(pidfd)
                 os.close(pidfd)
                 del self._pidfds[pidfd]
 
@@ -475,6 +473,7 @@ class MpiTransport:
         self._pidfds.clear()
         self._neighbours.clear()
         self._poller.close()
+        self._deaths.close()
         os.close(self._gong)
         self._gong = -1
         if self.runner is not None:
@@ -508,7 +507,7 @@ class MpiTransport:
 
     def _ended_neighbours(self) -> list[int]:
         """Return them in the order in which they ended, which is what epoll keeps."""
-        return [self._pidfds[fd] for fd, _ in self._poller.poll(0) if fd in self._pidfds]
+        return [self._pidfds[fd] for fd, _ in self._deaths.poll(0) if fd in self._pidfds]
 
     def _failed_in_mpi(self) -> list[int]:
         if not self.is_fault_tolerant:

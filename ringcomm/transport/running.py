@@ -16,6 +16,7 @@ class Running:
         arguments: the buffers; they stay alive as long as this does.
     """
 
+    is_in_cpp = True
     source = ANY_SOURCE
 
     def __init__(self, run: Run, loop: Loop, arguments: list[Bytes]) -> None:
@@ -44,6 +45,7 @@ class Running:
 class NextMove:
     """Used like a message that is complete when another step was made, or none is left."""
 
+    is_in_cpp = True
     source = ANY_SOURCE
 
     def __init__(self, running: Running, run: Run) -> None:

@@ -157,6 +157,7 @@ class StepRequest:
         buffers: what it reads and writes; alive as long as a peer may touch it.
     """
 
+    is_in_cpp = True
     source = -1
 
     def __init__(
