@@ -351,7 +351,6 @@ class Progress:
 
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
         turns, polls, nap, moved_at = 0, 0, _NAP_S, time.monotonic()
-        self._watch.poll()
         while not is_enough():
             turns += 1
             began_at = time.monotonic()
@@ -362,7 +361,7 @@ class Progress:
             polls += 1
             is_in_cpp = all(task.waits_in_cpp for task in self._tasks)
             is_slow = polls >= (_CPP_SPINS if self._is_in_cpp else spins)
-            if is_slow or turns % _LOOK_EVERY == 0:
+            if (is_slow and turns > 1) or turns % _LOOK_EVERY == 0:
                 self._look_around(now)
             if is_slow:
                 self._park(nap, is_background=spins == _BACKGROUND_SPINS)

@@ -50,6 +50,8 @@ class Selection:
         self, collective: str, x: Flat, t: Channel, *, is_deterministic: bool = False
     ) -> Any:
         """Return the module whose functions carry out a collective on `x` among the ranks of t."""
+        if t.meeting is not None and collective not in self.forced:
+            return node
         case = Case(
             collective, x.bytes.nbytes, x.dtype, t.nodes, is_deterministic, t.meeting is not None
         )

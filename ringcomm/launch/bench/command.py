@@ -180,22 +180,13 @@ def _contenders(wanted: Options, send: Array, recv: Array, native: NativeMpi) ->
         return [Contender(native, "private", send, recv)]
     ours = RingcommEngine(wanted.mode)
     found = []
-    for each in _buffers(wanted, native):
+    for each in wanted.buffers or options.BUFFERS:
         memory = send if each == "private" else engines.registered(send.nbytes)
         found.append(Contender(ours, each, memory, recv))
     others: list[Engine] = [
         native if name == "native" else engines.load_engine(name) for name in wanted.against
     ]
     return found + [Contender(other, "private", send, recv) for other in others]
-
-
-def _buffers(wanted: Options, native: NativeMpi) -> tuple[str, ...]:
-    if engines.has_registered():
-        return wanted.buffers or options.BUFFERS
-    if wanted.buffers is not None and "registered" in wanted.buffers:
-        raise ConfigError("--buffers registered: this version has no rc.empty()")
-    _say(native, "# this version has no registered buffers")
-    return ("private",)
 
 
 def _private(nbytes: int) -> Array:

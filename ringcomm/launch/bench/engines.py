@@ -132,21 +132,12 @@ def load_engine(name: str) -> Engine:
     return made
 
 
-# --- not in every version of ringcomm -----------------------------------------------------------
-# The one place that asks whether they are there. TODO(merge): call rc.empty and rc.explain as such.
-def has_registered() -> bool:
-    """Return True if rc.empty() gives arrays that all ranks of the node map."""
-    return hasattr(rc, "empty")
-
-
 def registered(nbytes: int) -> Array:
     """Return memory of rc.empty(), shape (nbytes,), uint8."""
-    memory: Array = getattr(rc, "empty")((nbytes,), np.uint8)  # noqa: B009 - mypy knows of none
+    memory: Array = rc.empty((nbytes,), np.uint8)
     return memory
 
 
 def explain(nbytes: int, dtype: np.dtype[Any]) -> str:
-    """Return what rc.explain() says of an allreduce, on one line; "" without it."""
-    if not hasattr(rc, "explain"):
-        return ""
-    return " ".join(str(getattr(rc, "explain")(nbytes, dtype.name)).split())  # noqa: B009
+    """Return what rc.explain() says of an allreduce, on one line."""
+    return str(rc.explain(nbytes, dtype.name)).partition("\n")[0]
