@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kInlineTotal = 64u << 10;  // what a rank may have to read to do it all itself
 constexpr std::size_t kPiece = 256u << 10;       // of each buffer, before other work gets its turn
-constexpr std::size_t kSegment = 128u << 10;     // of each buffer, on its way through the lanes
+constexpr std::size_t kSegment = 256u << 10;     // of each buffer, on its way through the lanes
 constexpr std::size_t kLine = 64;
 
 std::size_t n_parts(std::size_t nbytes, std::size_t part) { return (nbytes + part - 1) / part; }
@@ -41,12 +41,9 @@ bool NodeStep::all_at(std::atomic<std::uint64_t> Progress::* counter, std::uint6
   return meeting_.team->all_at(slot(), counter, at(n));
 }
 
-std::byte* NodeStep::my_lane() {
-  if (!lane_) {
-    lane_ = meeting_.team->take_lane();
-    progress(index()).lane = lane_->offset;
-  }
-  return meeting_.team->me().arena + lane_->offset;
+void NodeStep::take_lane_for(const void* buffer) {
+  lane_ = meeting_.team->take_lane();
+  progress(index()).lane = lane_->offset + skew_from(buffer);
 }
 
 std::byte* NodeStep::lane_of(std::size_t member) const {
@@ -166,7 +163,7 @@ void ReduceStep::meet() {
     const auto [begin, end] = slice(owner);
     n_segments_ = std::max<std::uint64_t>(n_segments_, n_parts(end - begin, segment_));
   }
-  my_lane();
+  take_lane_for(what_.source);
 }
 
 Program::Step ReduceStep::work() {
@@ -377,7 +374,7 @@ void CopyStep::meet() {
   for (std::size_t member = 0; member < size(); ++member)
     n_segments_ = std::max(n_segments_, segments_of(member));
   if (kind_ == Source::staged)
-    my_lane();
+    take_lane_for(what_.shown);
   else if (n_segments_ != 0)
     signal(&Progress::ready, kAllDone);  // nobody waits for this rank
 }
@@ -407,7 +404,7 @@ bool CopyStep::show() {
   if (n_shown_ == n_own) return false;
   if (n_shown_ >= n_places && !all_at(&Progress::done, n_shown_ - n_places + 1)) return false;
   const std::size_t begin = n_shown_ * kSegment;
-  std::memcpy(my_lane() + n_shown_ % n_places * kSegment, what_.shown + begin,
+  std::memcpy(lane_of(index()) + n_shown_ % n_places * kSegment, what_.shown + begin,
               std::min(kSegment, what_.nbytes - begin));
   ++n_shown_;
   signal(&Progress::ready, n_shown_ == n_own ? kAllDone : n_shown_);

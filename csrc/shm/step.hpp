@@ -41,8 +41,8 @@ class NodeStep : public Program {
   std::uint64_t at(std::uint64_t n) const { return progress_of(seq_, n); }
   void signal(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n);
   bool all_at(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n) const;
-  // Returns the lane through which this rank's private memory passes; given back at the end.
-  std::byte* my_lane();
+  // Takes a lane through which `buffer`, private memory of this rank, passes; given back at the end.
+  void take_lane_for(const void* buffer);
   std::byte* lane_of(std::size_t member) const;
   std::size_t size() const { return meeting_.team->size(); }
   std::size_t index() const { return meeting_.team->index(); }

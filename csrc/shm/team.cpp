@@ -19,7 +19,7 @@ Team::Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemor
       steps_(kSlots, 0) {}
 
 Team::~Team() {
-  for (const Lane& lane : lanes_) mine_->allocator().give_back(lane.offset, kLane);
+  for (const Lane& lane : lanes_) mine_->allocator().give_back(lane.offset, kLane + kSkew);
 }
 
 Patience Team::patience() const { return is_crowded_ ? kCrowded : kRoomy; }
@@ -51,7 +51,7 @@ Lane Team::take_lane() {
     lanes_.erase(lane);
     return taken;
   }
-  return {mine_->allocator().take(kLane), 0, 0};
+  return {mine_->allocator().take(kLane + kSkew), 0, 0};
 }
 
 void Team::give_back(Lane lane) {
@@ -59,7 +59,7 @@ void Team::give_back(Lane lane) {
   lanes_.push_back(lane);
   for (auto each = lanes_.begin(); lanes_.size() > kSpareLanes && each != lanes_.end();) {
     const bool is_free = all_at(each->slot, &Progress::done, each->until);
-    if (is_free) mine_->allocator().give_back(each->offset, kLane);
+    if (is_free) mine_->allocator().give_back(each->offset, kLane + kSkew);
     each = is_free ? lanes_.erase(each) : std::next(each);
   }
 }

@@ -20,6 +20,14 @@ struct Mate {
 
 constexpr std::size_t kLane = 1u << 20;
 
+// A load waits for an earlier store whose address has the same last 12 bits, wholly or in part: a copy
+// between buffers that lie 16 bytes apart in this sense takes 12 times longer (measured, AMD EPYC:
+// 23.6 against 1.9 us for 64 KiB). So lanes begin half a page away from the buffer they serve.
+constexpr std::size_t kSkew = 4096;
+inline std::size_t skew_from(const void* buffer) {
+  return (reinterpret_cast<std::uintptr_t>(buffer) + kSkew / 2) % kSkew / 64 * 64;
+}
+
 // A piece of this rank's arena through which private buffers pass.
 struct Lane {
   std::size_t offset;
@@ -60,7 +68,7 @@ class Team : public std::enable_shared_from_this<Team> {
   // Wakes every other member's process if it sleeps.
   void ring() const;
 
-  // Returns kLane bytes of this rank's arena that nobody reads any more.
+  // Returns kLane + kSkew bytes of this rank's arena that nobody reads any more.
   Lane take_lane();
   void give_back(Lane lane);
 

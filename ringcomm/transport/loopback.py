@@ -17,7 +17,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Arrived, Died, Event, PersistentRequest, Request
 from ringcomm.transport.shm import RegionAddress, SharedNode
 
-_ARENA = 1 << 32
+_ARENA = 5 << 30
 
 
 class LoopbackHub:
