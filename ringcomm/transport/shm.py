@@ -92,9 +92,10 @@ class SharedNode:
 def make_memory(nonce: int) -> NodeMemory:
     """Return new memory for this rank: room for all of the machine's, of which none is used yet.
 
-    The arenas of a node are mapped one behind the other. Caches that look for an address by its last
-    28 bits (AMD Zen) take places in them for one if a multiple of 2**28 lies between: an allreduce of
-    1 MiB took 220 us instead of 37 (measured). So an arena's size is far from any such multiple.
+    The arenas of a node are mapped one behind the other. Caches that look for an address by its
+    last 28 bits (AMD Zen) take places in them for one if a multiple of 2**28 lies between: an
+    allreduce of 1 MiB took 220 us instead of 37 (measured). So an arena's size is far from any
+    such multiple.
 
     Raises:
         RuntimeError: it cannot be had.
