@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adapter_of_kind
-from ringcomm.collectives import exchange, tree
+from ringcomm.collectives import exchange, node, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
@@ -80,10 +80,14 @@ def reduce(
     choose = engine().selection.algorithm
 
     async def run(t: Channel) -> A | None:
-        parts = chunks(flat.count, t.size)
+        out = flat if is_root else None
         algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
-        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
-        await perform(module(t, exchange).gather_, t, flat if is_root else None, own, parts, root)
+        if algorithm is node:
+            await node.reduce(flat, out, root, t, op)
+        else:
+            parts = chunks(flat.count, t.size)
+            own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
+            await perform(module(t, exchange).gather_, t, out, own, parts, root)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
