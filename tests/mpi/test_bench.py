@@ -20,7 +20,7 @@ def off_by_one_on_rank_1(x, *args):
     return x
 
 rc.allreduce_ = off_by_one_on_rank_1
-sys.exit(cli.main(["bench", "--sizes", "12K", "--iterations", "1"]))
+sys.exit(cli.main(["bench", "--sizes", "12K", "--iterations", "1", "--buffers", "private"]))
 """
 
 
