@@ -34,10 +34,12 @@ bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_n
       continue;
     }
     if (limit_ns == 0) return false;
-    if (backoff.linger()) continue;
+    const bool lingers = backoff.linger();
+    if (lingers && !backoff.is_time_to_look()) continue;
     const std::int64_t now = monotonic_ns();
     if (deadline == 0) deadline = now + limit_ns;
     if (now >= deadline) return false;
+    if (lingers) continue;
     bell.sleep(std::min(deadline - now, kLook),
                [&] { return program.advance() == Program::Step::moved; });
     if (program.is_over()) return true;
@@ -72,6 +74,11 @@ void Loop::yield_turn() {
 }
 
 void Loop::stop() {
+  if (getpid() != pid_) {  // a fork: the threads, and the descriptor of the watch, are the parent's
+    if (thread_.joinable()) thread_.detach();
+    if (watcher_.joinable()) watcher_.detach();
+    return;
+  }
   if (watcher_.joinable()) {
     const std::uint64_t one = 1;
     if (write(end_of_watch_, &one, sizeof one) == sizeof one) watcher_.join();
@@ -94,6 +101,7 @@ void Loop::add(std::shared_ptr<Program> program) {
     ++n_programs_;
   }
   if (is_idle_.load()) has_work_.notify_one();
+  bell_->ring();  // a peer may have rung before the program was here
 }
 
 void Loop::wake() {
@@ -140,42 +148,46 @@ Loop::Round Loop::advance_all() {
 
 void Loop::await_news(double seconds) {
   const std::int64_t deadline = monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9);
-  const std::uint32_t before = n_over_.load();
-  const auto has_news = [&] { return n_wakes_ != seen_by_await_ || n_over_ != before; };
+  const auto has_news = [&] {
+    return n_wakes_ != seen_by_await_ || n_over_ != over_seen_by_await_;
+  };
   while (!has_news()) {
     const std::int64_t now = monotonic_ns();
     if (now >= deadline) break;
     done_.sleep(deadline - now, has_news);
   }
   seen_by_await_ = n_wakes_;
+  over_seen_by_await_ = n_over_;
 }
 
 void Loop::park(double seconds) {
   const std::int64_t begin = monotonic_ns();
   const std::int64_t deadline = begin + static_cast<std::int64_t>(seconds * 1e9);
-  const std::uint32_t before = n_over_.load();
   const bool is_fresh = begin - moved_at_.load() < kFresh;  // else it was lingered for in vain
   Backoff backoff(!is_fresh ? kNone : needs_polling() ? kPolling : patience_);
   std::int64_t nap = kFirstNap;
   ++n_waiting_;
   const auto has_news = [&] {
-    if (n_wakes_ != seen_by_park_ || n_over_ != before) return true;
+    if (n_wakes_ != seen_by_park_ || n_over_ != over_seen_by_park_) return true;
     const std::unique_lock turn(turn_, std::try_to_lock);
     return turn.owns_lock() && advance_all() != Round::idle;
   };
-  while (n_wakes_ == seen_by_park_ && n_over_ == before) {
+  while (n_wakes_ == seen_by_park_ && n_over_ == over_seen_by_park_) {
     if (has_news()) {
       backoff.reset();
       nap = kFirstNap;
       continue;
     }
-    if (backoff.linger()) continue;
+    const bool lingers = backoff.linger();
+    if (lingers && !backoff.is_time_to_look()) continue;
     const std::int64_t now = monotonic_ns();
     if (now >= deadline) break;
+    if (lingers) continue;
     bell_->sleep(std::min(deadline - now, needs_polling() ? nap : kLongest), has_news);
     nap = std::min(nap * 3 / 2, kLook);
   }
   seen_by_park_ = n_wakes_;
+  over_seen_by_park_ = n_over_;
   --n_waiting_;
 }
 

@@ -1,5 +1,7 @@
 // Advances programs without Python's lock: in the thread that waits for one, else in one of its own.
 #pragma once
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -59,6 +61,7 @@ class Loop {
   bool needs_polling() const { return needs_polling_.load(); }
   void run();
 
+  const pid_t pid_ = getpid();
   Bell own_bell_{};
   Bell* bell_;
   Patience patience_;
@@ -74,6 +77,7 @@ class Loop {
   std::atomic<std::uint32_t> n_over_{0};
   std::atomic<std::uint32_t> n_wakes_{0};
   std::uint32_t seen_by_park_ = 0, seen_by_await_ = 0;  // of them, by who was in there last
+  std::uint32_t over_seen_by_park_ = 0, over_seen_by_await_ = 0;
   std::atomic<bool> is_idle_{false};  // the thread sleeps until it is told of work
   std::atomic<bool> needs_polling_{false};
   std::atomic<std::int64_t> moved_at_{0};

@@ -66,6 +66,9 @@ class Backoff {
 
   void reset() { looks_ = 0; }
 
+  // Now and then: a core that was offered may come back after a whole time slice.
+  bool is_time_to_look() const { return looks_ % 32 == 0; }
+
   // Lets a moment pass; false once it is time to sleep.
   bool linger() {
     if (looks_ >= patience_.spins + patience_.yields) return false;

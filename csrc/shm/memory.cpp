@@ -72,6 +72,7 @@ Mapping::~Mapping() {
 }
 
 std::size_t Allocator::take(std::size_t nbytes) {
+  if (getpid() != pid_) throw std::logic_error("a fork of a rank has no shared memory to hand out");
   nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kPage ? kAlignment : kPage);
   const std::lock_guard lock(mutex_);
   const auto found = find(nbytes);
@@ -97,6 +98,7 @@ Allocator::Blocks::iterator Allocator::find(std::size_t nbytes) {
 }
 
 void Allocator::give_back(std::size_t offset, std::size_t nbytes) {
+  if (getpid() != pid_) return;  // the parent's arrays live on
   nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kPage ? kAlignment : kPage);
   const std::lock_guard lock(mutex_);
   usage_.in_use -= nbytes;

@@ -3,6 +3,8 @@
 // /dev/shm, which is small in containers, is not used. Both are sparse: a page costs memory once it
 // is written.
 #pragma once
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -36,7 +38,9 @@ class Mapping {
 // Hands out pieces of an arena. Any thread.
 class Allocator {
  public:
-  explicit Allocator(const Mapping& arena) : arena_(arena) { free_[0] = {arena.nbytes(), false}; }
+  explicit Allocator(const Mapping& arena) : arena_(arena), pid_(getpid()) {
+    free_[0] = {arena.nbytes(), false};
+  }
 
   struct Usage {
     std::size_t in_use = 0;   // bytes handed out
@@ -45,9 +49,10 @@ class Allocator {
   };
 
   // Returns the offset of nbytes at a multiple of 64, of undefined content.
-  // Throws std::bad_alloc when the arena is full.
+  // Throws std::bad_alloc when the arena is full, std::logic_error in a fork of the process: it shares
+  // the arena, but not what is known of it.
   std::size_t take(std::size_t nbytes);
-  void give_back(std::size_t offset, std::size_t nbytes);
+  void give_back(std::size_t offset, std::size_t nbytes);  // no effect in a fork
   Usage usage() const;
 
  private:
@@ -62,6 +67,7 @@ class Allocator {
   void trim();
 
   const Mapping& arena_;
+  const pid_t pid_;
   mutable std::mutex mutex_;
   Blocks free_;
   Usage usage_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "../kernels/reduce.hpp"
@@ -68,6 +69,15 @@ bool NodeStep::all_here() {
 
 Program::Step NodeStep::advance() {
   if (is_over()) return Step::waiting;
+  try {
+    return go_on();
+  } catch (const std::exception& error) {  // no room for a lane: this rank alone cannot go on
+    end(error.what());
+    return Step::moved;
+  }
+}
+
+Program::Step NodeStep::go_on() {
   if (!has_met_) {
     if (!all_here()) return Step::waiting;
     has_met_ = true;

@@ -54,6 +54,7 @@ class NodeStep : public Program {
 
  private:
   bool all_here();
+  Step go_on();
 
   Meeting meeting_;
   std::uint64_t seq_;

@@ -19,15 +19,22 @@ Team::Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemor
       steps_(kSlots, 0) {}
 
 Team::~Team() {
-  for (const Lane& lane : lanes_) mine_->allocator().give_back(lane.offset, kLane + kSkew);
+  for (const Lane& lane : lanes_)
+    if (all_at(lane.slot, &Progress::done, lane.until)) mine_->allocator().give_back(lane.offset, kLane + kSkew);
 }
 
 Patience Team::patience() const { return is_crowded_ ? kCrowded : kRoomy; }
 
 void Team::signal(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
                   std::uint64_t value) {
-  (this->slot(index_, slot).progress.*counter).store(value, std::memory_order_seq_cst);
-  if (all_at(slot, counter, value)) ring();
+  std::atomic<std::uint64_t>& mine = this->slot(index_, slot).progress.*counter;
+  const std::uint64_t before = mine.load(std::memory_order_relaxed);  // this rank alone writes it
+  mine.store(value, std::memory_order_seq_cst);
+  bool was_last = true;
+  for (std::size_t member = 0; member < size() && was_last; ++member)
+    was_last = member == index_ || before < (this->slot(member, slot).progress.*counter)
+                                                .load(std::memory_order_seq_cst);
+  if (was_last) ring();
 }
 
 bool Team::all_at(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,

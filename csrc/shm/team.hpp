@@ -59,8 +59,8 @@ class Team : public std::enable_shared_from_this<Team> {
   // Takes part in the next step of a slot; returns its number, alike on all members.
   std::uint64_t next_step(std::size_t slot) { return ++steps_[slot]; }
 
-  // Stores `value`, and wakes the others if this was the last they may be waiting for: if the
-  // counters of all members have come to it.
+  // Stores `value`, and wakes the others if they may have waited for it: if this member was the only
+  // one behind, so that the least of all counters has grown.
   void signal(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
   bool all_at(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
               std::uint64_t value) const;

@@ -34,8 +34,9 @@ class TorchAdapter:
         return tuple(x.shape)
 
     def is_contiguous(self, x: torch.Tensor) -> bool:
-        """Return True for a C-ordered tensor without a pending conjugation or negation."""
-        return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+        """Return True for an aligned C-ordered tensor, no conjugation or negation pending."""
+        is_aligned = x.data_ptr() % x.element_size() == 0
+        return x.is_contiguous() and is_aligned and not x.is_conj() and not x.is_neg()
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Return a C-ordered copy."""

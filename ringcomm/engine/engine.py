@@ -178,16 +178,20 @@ class Engine:
         """Let what was begun at this place be a task, and wait for it."""
         group = self.world
         ledger = group.ledger_for(self)
-        ready = plan(group)
+        try:
+            ready = plan(group)
 
-        async def run(t: Channel) -> None:
-            await t.follow(step, ready)
+            async def run(t: Channel) -> None:
+                await t.follow(step, ready)
 
-        ticket = ledger.unnamed(place)
-        task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
-        work = Work(task, ledger, ticket, ready.nbytes, None, group, is_awaited=True)
-        with self._lock:
-            self._launch(work, Plan(ready.call, ready.nbytes, run))
+            ticket = ledger.unnamed(place)
+            task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
+            work = Work(task, ledger, ticket, ready.nbytes, None, group, is_awaited=True)
+            with self._lock:
+                self._launch(work, Plan(ready.call, ready.nbytes, run))
+        except BaseException as error:  # an interrupt: its place is taken, and others wait for it
+            self.lose_place(place, error)
+            raise
         self._progress.begin(task, is_awaited=True, at_once=True)
         self._result_or_loss(task)
 
@@ -269,6 +273,7 @@ class Engine:
 
     def shared_memory(self, nbytes: int) -> Bytes | None:
         """Return memory that the ranks of this node map, None where nothing is shared."""
+        self._require_own_process()
         node = self._transport.node
         return None if node is None else node.empty(nbytes)
 
@@ -475,12 +480,12 @@ class Engine:
         verdict = await agree(fingerprint, ledger.proposal(ticket), talk)
         is_good = verdict.is_agreed and work.problem is None
         ledger.settle(ticket, verdict.value, fingerprint if is_good else None)
-        if not verdict.is_agreed:
-            raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
-        if work.problem is not None:
-            raise work.problem
-        await _take_turn(work.neighbours, ticket)
+        await _take_turn(work.neighbours, ticket)  # also where nothing will be done with it
         try:
+            if not verdict.is_agreed:
+                raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
+            if work.problem is not None:
+                raise work.problem
             return await plan.run(self._channel(work, verdict.value, DATA, fingerprint))
         finally:
             _end_turn(work.neighbours, ticket)

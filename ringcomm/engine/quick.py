@@ -111,24 +111,20 @@ class Quick:
             if not is_numpy:
                 adapter_for(x).written(x)
         else:
-            from ringcomm.engine import plans  # which stands above the engine
-
             self._engine.adopt(
-                place, step, lambda g: plans.allreduce(g, None, x, op, in_place=True)
+                place, step, lambda g: _plans().allreduce(g, None, x, op, in_place=True)
             )
         return True
 
     def _learn(self, x: Any, op: Op) -> None:
         """Remember an allreduce, if it is one that can go this way; the general way comes first."""
-        from ringcomm.engine import plans  # which stands above the engine
-
         if not isinstance(op, Op) or len(self._known) >= _MAX_KNOWN:
             return
         try:
             adapter = adapter_for(x)
             if type(x) is np.ndarray:
                 memoryview(x)  # type: ignore[arg-type]  # bfloat16 cannot be passed to C++ as quickly
-            call = plans.reduction("allreduce_", None, op, x, adapter)
+            call = _plans().reduction("allreduce_", None, op, x, adapter)
         except (TypeError, ValueError, BufferError):
             return
         dtype = adapter.dtype(x)
@@ -137,6 +133,12 @@ class Quick:
         self._known[x.dtype, x.shape, op] = _Known(
             call.fingerprint(), op.kernel, dtype.kernel, divisor, nbytes
         )
+
+
+def _plans() -> Any:
+    from ringcomm.engine import plans  # which stands above the engine
+
+    return plans
 
 
 def _is_plain_tensor(x: Any) -> bool:

@@ -43,7 +43,7 @@ class Letter:
         if self.header is not None:
             return True
         box = self.boxes.get(self.address)
-        for index, (source, header, text) in enumerate(box or ()):
+        for index, (source, header, text) in enumerate(tuple(box or ())):
             if box and self.wanted in (source, ANY_SOURCE):
                 del box[index]
                 if not box:

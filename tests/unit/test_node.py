@@ -1,5 +1,6 @@
 """What the ranks of one node do in shared memory, over ranks as threads."""
 
+import os
 import time
 
 import ml_dtypes
@@ -331,3 +332,32 @@ def test_registered_arrays_have_the_shape_and_dtype_that_was_asked_for(size):
             assert not np.ascontiguousarray(x).view(np.uint8).any()
 
     run_ranks(size, body)
+
+
+def test_errors_of_a_group_over_two_nodes_free_their_slots():
+    def body(rank):
+        for _ in range(N_UNNAMED + 2):  # each takes its turn in a slot of the node
+            with pytest.raises(ValueError, match="root is 99"):
+                rc.broadcast(np.zeros(3), root=99)
+        assert (rc.allreduce(np.ones(3)) == 4).all()
+
+    run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)), settings=Settings(timeout_s=10))
+
+
+def test_a_fork_neither_takes_nor_frees_registered_memory():
+    def body(rank):
+        x = rc.zeros(80 * MIB, np.uint8)
+        x.fill(7)
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                del x
+                try:
+                    rc.empty(10, np.uint8)
+                except rc.NotInitializedError:
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert (x == 7).all()
+
+    run_ranks(1, body, hub=LoopbackHub(2, (0, 0)))

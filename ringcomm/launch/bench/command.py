@@ -206,7 +206,8 @@ def _refusals(case: Case, contenders: Sequence[Contender]) -> list[str]:
 
 
 def _with_algorithm(case: Case, rows: list[Row]) -> list[Row]:
-    text = engines.explain(case.nbytes, case.dtype) if case.collective == "allreduce" else ""
+    is_ours = rc.is_initialized() and case.collective == "allreduce"
+    text = engines.explain(case.nbytes, case.dtype) if is_ours else ""
     return [
         dataclasses.replace(row, algorithm=text) if row.engine == "ringcomm" else row
         for row in rows
