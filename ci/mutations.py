@@ -249,8 +249,8 @@ DTYPE = [
         "pending-negation",
         "dtype",
         "arrays/torch.py",
-        "return x.is_contiguous() and not x.is_conj() and not x.is_neg()",
-        "return x.is_contiguous() and not x.is_conj()",
+        "return x.is_contiguous() and is_aligned and not x.is_conj() and not x.is_neg()",
+        "return x.is_contiguous() and is_aligned and not x.is_conj()",
         "a tensor with a pending negation, as z.conj().imag, is sent with the wrong sign",
         ("faces/test_state.py",),
     ),
@@ -476,4 +476,48 @@ OPTIMIZER = [
     ),
 ]
 
-MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER]
+NODE = [
+    Mutation(
+        "left-unnoticed-in-memory",
+        "fault",
+        "engine/patience.py",
+        "gone = [r for r in task.late if r in watch.peers.left]",
+        "gone = [r for r in task.late if r in watch.peers.dead]",
+        "a rank that left is waited for in shared memory until the deadline",
+        ("unit/test_node.py",),
+    ),
+    Mutation(
+        "turn-kept-after-an-error",
+        "order",
+        "engine/engine.py",
+        """\
+        finally:
+            _end_turn(work.neighbours, ticket)""",
+        """\
+        finally:
+            if work.problem is None:
+                _end_turn(work.neighbours, ticket)""",
+        "after a bad argument the sixteenth operation over several nodes hangs",
+        ("unit/test_node.py",),
+    ),
+    Mutation(
+        "disagreement-is-done",
+        "cache",
+        "engine/quick.py",
+        "if step is None:",
+        "if step is None or step.is_over:",
+        "an allreduce of other shapes on another rank reduces nothing and says nothing",
+        ("unit/test_node.py",),
+    ),
+    Mutation(
+        "view-loses-its-memory",
+        "order",
+        "engine/registered.py",
+        "return np.empty(lengths, kind) if data is None else data.view(kind).reshape(lengths)",
+        "return np.empty(lengths, kind)",
+        "registered arrays are ordinary ones, and every allreduce takes four passes",
+        ("unit/test_node.py",),
+    ),
+]
+
+MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE]
