@@ -15,7 +15,7 @@ def test_there_are_blocks():
     assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "async", "torch"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["registered", "arrays", "async", "torch"])
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
         pytest.importorskip("torch", reason="the core is tested without torch, too")
