@@ -12,7 +12,7 @@ BLOCKS = re.findall(
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["registered", "arrays", "async", "torch"])
