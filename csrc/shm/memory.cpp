@@ -1,6 +1,7 @@
 #include "memory.hpp"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -8,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <new>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -54,6 +56,45 @@ int open_of(int pid, int fd) {
   if (opened < 0) fail("open shared memory of another rank");
   return opened;
 }
+
+// A fork would share the arena: what a DataLoader worker adds to its copy of a gradient would be in
+// the gradient of the rank. So the arenas that a process hands out become private in its forks.
+class PrivateInForks {
+ public:
+  static PrivateInForks& instance() {
+    static auto* const made = new PrivateInForks;  // outlives whatever is destroyed at exit
+    return *made;
+  }
+
+  void add(const Mapping* arena, int fd) {
+    const std::lock_guard lock(mutex_);
+    arenas_.insert({arena, fd});
+  }
+  void remove(const Mapping* arena, int fd) {
+    const std::lock_guard lock(mutex_);
+    arenas_.erase({arena, fd});
+  }
+
+ private:
+  PrivateInForks() {
+    const int error = pthread_atfork([] { instance().mutex_.lock(); },    //
+                                     [] { instance().mutex_.unlock(); },  //
+                                     [] { instance().in_child(); });
+    if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_atfork");
+  }
+
+  void in_child() {
+    for (const auto& [arena, fd] : arenas_) {
+      const void* at = mmap(arena->data(), arena->nbytes(), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, 0);
+      if (at == MAP_FAILED) _exit(70);  // rather no child than one that writes into its parent
+    }
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  std::set<std::pair<const Mapping*, int>> arenas_;
+};
 
 }  // namespace
 
@@ -152,6 +193,7 @@ NodeMemory::NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes)
       allocator_(arena_) {}
 
 NodeMemory::~NodeMemory() {
+  PrivateInForks::instance().remove(&arena_, arena_fd_);
   close(board_fd_);
   close(arena_fd_);
 }
@@ -162,6 +204,7 @@ std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t 
   std::shared_ptr<NodeMemory> made(new NodeMemory(board.get(), arena.get(), arena_nbytes));
   board.release();
   arena.release();
+  PrivateInForks::instance().add(&made->arena_, made->arena_fd_);
   made->head_->nonce = nonce;
   made->head_->magic = kBoardMagic;
   return made;

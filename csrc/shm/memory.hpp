@@ -49,8 +49,7 @@ class Allocator {
   };
 
   // Returns the offset of nbytes at a multiple of 64, of undefined content.
-  // Throws std::bad_alloc when the arena is full, std::logic_error in a fork of the process: it shares
-  // the arena, but not what is known of it.
+  // Throws std::bad_alloc when the arena is full, std::logic_error in a fork of the process.
   std::size_t take(std::size_t nbytes);
   void give_back(std::size_t offset, std::size_t nbytes);  // no effect in a fork
   Usage usage() const;
@@ -75,7 +74,8 @@ class Allocator {
 
 class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
  public:
-  // Makes this rank's. arena_nbytes is address space, not memory. Throws std::system_error.
+  // Makes this rank's. arena_nbytes is address space, not memory. A fork of this process has the arena
+  // at the same address, but what it writes there is its own. Throws std::system_error.
   static std::shared_ptr<NodeMemory> create(std::uint64_t nonce, std::size_t arena_nbytes);
 
   // Maps that of another process. Throws std::system_error, or std::runtime_error if it is not the

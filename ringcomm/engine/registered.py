@@ -35,8 +35,9 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None =
 
     A collective inside a node takes one pass over registered arrays, and four over others. Slices
     and views of it count as registered, torch.from_numpy(x) too. Local: no other rank need call it,
-    and its memory is free again when the last view of it is gone. In a fork of this process it is
-    shared, not copied. On a rank that shares no memory with another it is an ordinary array.
+    and its memory is free again when the last view of it is gone. What a fork of this process
+    writes there is the fork's own; pages that it has not written show what this process writes
+    meanwhile. On a rank that shares no memory with another it is an ordinary array.
 
     Args:
         shape: of the array, or its length.

@@ -344,6 +344,23 @@ def test_errors_of_a_group_over_two_nodes_free_their_slots():
     run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)), settings=Settings(timeout_s=10))
 
 
+def test_what_a_fork_writes_into_registered_memory_is_its_own():
+    def body(rank):
+        x = rc.zeros(3 * 4096, np.uint8)
+        x.fill(7)
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                found = bytes(x)
+                x.fill(9)
+                os._exit(0 if found == b"\7" * x.size and (x == 9).all() else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert (x == 7).all()
+        assert (rc.allreduce(x) == 14).all()
+
+    run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
+
+
 def test_a_fork_neither_takes_nor_frees_registered_memory():
     def body(rank):
         x = rc.zeros(80 * MIB, np.uint8)
