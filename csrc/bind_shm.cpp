@@ -1,8 +1,6 @@
 // Bindings of the node engine: check, release the GIL, call.
 // Every array is .noconvert(): an implicit copy would be reduced and lost. Whoever starts a step
 // keeps its arrays alive until it is over.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -17,18 +15,14 @@
 #include <tuple>
 #include <vector>
 
+#include "bind.hpp"
 #include "kernels/reduce.hpp"
 #include "loop/loop.hpp"
 #include "shm/step.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace ringcomm {
 namespace {
 
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using NumpyBytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 
 struct Piece {
@@ -215,6 +209,7 @@ void bind_shm(nb::module_& m) {
       .def("park", &Loop::park, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("await_news", &Loop::await_news, "seconds"_a,
            nb::call_guard<nb::gil_scoped_release>())
+      .def("settle", &Loop::settle, nb::call_guard<nb::gil_scoped_release>())
       .def("wake", &Loop::wake)
       .def("abandon", &Loop::abandon, "program"_a, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -160,6 +160,15 @@ void Loop::await_news(double seconds) {
   over_seen_by_await_ = n_over_;
 }
 
+void Loop::settle() {
+  const std::lock_guard turn(turn_);
+  Round round;
+  do {
+    round = advance_all();
+    if (round == Round::over) done_.ring();
+  } while (round != Round::idle);
+}
+
 void Loop::park(double seconds) {
   const std::int64_t begin = monotonic_ns();
   const std::int64_t deadline = begin + static_cast<std::int64_t>(seconds * 1e9);

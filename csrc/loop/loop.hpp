@@ -32,7 +32,7 @@ class Loop {
   void start_thread();
   void stop();
 
-  // Any thread; returns at once. The caller has advanced it as far as it goes.
+  // Any thread; returns at once.
   void add(std::shared_ptr<Program> program);
   bool has_programs() const { return n_programs_.load() != 0; }
 
@@ -46,6 +46,9 @@ class Loop {
 
   // Calls wake() as soon as, and as long as, `descriptor` has events; -1: never.
   void watch(int descriptor);
+
+  // Advances programs until none goes on: what the others had done before this call is in them then.
+  void settle();
 
   // Who was in park() does not come again soon: the thread takes over.
   void yield_turn();

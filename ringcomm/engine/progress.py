@@ -439,10 +439,22 @@ class Progress:
                     task.patience.check(now)
                 refuse_hopeless(task, self._watch, task.fault)
             except RingcommError as error:
-                self._finish(task, error)
+                self._finish(task, None if self._completes(task) else error)
             else:
                 if now >= task.fault_until:
                     self._finish(task, _refused(task))
+
+    def _completes(self, task: Task) -> bool:
+        """Return True if a rank that is gone had done its part of the task before."""
+        if task.fault is not None:
+            return False
+        self._loop.settle()
+        try:
+            while task.advance():
+                pass
+        except Exception:  # noqa: BLE001 - why it cannot complete is known, and says more
+            return False
+        return not task.has_work
 
 
 async def _raise(error: BaseException) -> None:

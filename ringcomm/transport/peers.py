@@ -114,7 +114,8 @@ class PeerTable:
                 return Obstacle(rank, departed.get(rank, reason))
         for rank in dead:
             cause = self._followed[rank]
-            return Obstacle(cause, f"failed, and rank {rank} stopped because of it")
+            how = self.left.get(cause, "failed")
+            return Obstacle(cause, f"{how}, and rank {rank} stopped because of it")
         return next((why for r, why in self.broken.items() if r in members), None)
 
     def quitter(self, members: Collection[int]) -> GaveUp | None:

@@ -46,6 +46,13 @@ def test_a_follower_alone_points_at_the_cause():
     assert peers.obstacle(KEY, ALL) == Obstacle(4, "failed, and rank 2 stopped because of it")
 
 
+def test_a_cause_that_left_is_not_said_to_have_failed():
+    peers = table()
+    peers.note_left(4, "left the job")
+    peers.note_dead(2, "whatever", blames=4)
+    assert peers.obstacle(KEY, ALL) == Obstacle(4, "left the job, and rank 2 stopped because of it")
+
+
 def test_words_are_better_than_a_bare_death():
     peers = table()
     peers.note_dead(1, "died without a word", blames=1)
