@@ -1,7 +1,5 @@
 // Bindings of the reduction kernels: check, release the GIL, call.
 // Every array is .noconvert(): an implicit copy would be summed into and lost.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -9,16 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "bind.hpp"
 #include "kernels/reduce.hpp"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace ringcomm {
 namespace {
-
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::size_t count_of(DType dtype, std::size_t nbytes, const void* data) {
   const std::size_t item = itemsize(dtype);

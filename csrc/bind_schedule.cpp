@@ -1,6 +1,4 @@
 // Bindings of schedules: Python records them, and hands buffers over to run them.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -10,17 +8,13 @@
 
 #include <chrono>
 
+#include "bind.hpp"
 #include "loop/run.hpp"
-
-namespace nb = nanobind;
-using namespace nb::literals;
 
 namespace ringcomm {
 namespace {
 
-using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PySpan = std::tuple<std::size_t, std::size_t, std::size_t>;  // buffer, offset, nbytes
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 Span span(const PySpan& of) { return {std::get<0>(of), std::get<1>(of), std::get<2>(of)}; }
 

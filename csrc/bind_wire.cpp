@@ -1,24 +1,16 @@
 // Bindings of the wires: what Python hands over to them, and the hub of ranks as threads.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
+#include "bind.hpp"
 #include "loop/run.hpp"
 #include "wire/loopback.hpp"
 #include "wire/mpi.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace ringcomm {
 namespace {
-
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 std::unique_ptr<LoopbackMessage> loopback_send(LoopbackHub& hub, int rank, ConstBytes data,
                                                int dest, int tag) {

@@ -70,6 +70,18 @@ def run_ranks(size, body, **kwargs):
     return results
 
 
+def wait_until(is_so, what, timeout_s=10):
+    """Return once is_so(); fail with `what` after timeout_s.
+
+    For news of other processes, in files and in /proc: nothing can be waited for there, so they are
+    looked at again and again.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, what() if callable(what) else what
+        time.sleep(0.01)  # see above
+
+
 # --- jobs ---------------------------------------------------------------------------------------
 BIN = Path(sys.executable).parent
 IS_MPICH = "mpich" in subprocess.run(

@@ -18,13 +18,13 @@ class Table:
 
     Attributes:
         layout: of ranks over hosts, see layout.describe().
-        library: the MPI library.
+        implementation: the MPI library.
         version: of ringcomm.
         seconds: for each collective: for each nbytes, ascending: for each algorithm.
     """
 
     layout: str
-    library: str
+    implementation: str
     version: str
     seconds: Mapping[str, Mapping[int, Mapping[str, float]]]
 
@@ -64,12 +64,12 @@ class Table:
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"it is no tuning table of format {_FORMAT}")
-        wanted = {"layout": str, "library": str, "version": str, "seconds": dict}
+        wanted = {"layout": str, "implementation": str, "version": str, "seconds": dict}
         wrong = [name for name, kind in wanted.items() if not isinstance(content.get(name), kind)]
         if wrong:
             raise ValueError(f"it lacks {', '.join(wrong)}")
         seconds = {name: _rows(rows) for name, rows in content["seconds"].items()}
-        return cls(content["layout"], content["library"], content["version"], seconds)
+        return cls(content["layout"], content["implementation"], content["version"], seconds)
 
 
 def _rows(rows: Any) -> dict[int, dict[str, float]]:

@@ -317,9 +317,9 @@ class Engine:
         return tuple(self._transport.nodes[rank] for rank in group.ranks)
 
     @property
-    def library(self) -> str:
+    def implementation(self) -> str:
         """What carries the messages: "Open MPI v5.0.11"."""
-        return self._transport.library
+        return self._transport.implementation
 
     def note_step(self, step: int) -> None:
         """Write the number of completed training steps to the status page."""

@@ -1,4 +1,4 @@
-"""Where the tables of `ringcomm tune` are kept: one file per topology and MPI library."""
+"""Where the tables of `ringcomm tune` are kept: one file per topology and MPI implementation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def load(settings: Settings, transport: Transport) -> str:
     A table that is there but cannot be used is announced: it may be repaired by measuring anew.
     """
     layout = describe(transport.nodes)
-    path = table_path(settings, layout, transport.library)
+    path = table_path(settings, layout, transport.implementation)
     try:
         text = path.read_text()
-        problem = _problem(Table.loads(text), layout, transport.library)
+        problem = _problem(Table.loads(text), layout, transport.implementation)
     except FileNotFoundError:
         if settings.tuning:
             _log.warning(
@@ -34,7 +34,7 @@ def load(settings: Settings, transport: Transport) -> str:
                 "estimate. `mpirun -np %d ringcomm tune` writes one.",
                 path.parent,
                 layout,
-                transport.library,
+                transport.implementation,
                 transport.size,
             )
         return ""
@@ -53,7 +53,7 @@ def load(settings: Settings, transport: Transport) -> str:
 
 def save(settings: Settings, table: Table) -> Path:
     """Write the table where load() finds it; whoever reads meanwhile gets the old one, whole."""
-    path = table_path(settings, table.layout, table.library)
+    path = table_path(settings, table.layout, table.implementation)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
@@ -66,20 +66,20 @@ def save(settings: Settings, table: Table) -> Path:
     return path
 
 
-def table_path(settings: Settings, layout: str, library: str) -> Path:
-    """Return the file for a layout of ranks over hosts and an MPI library."""
+def table_path(settings: Settings, layout: str, implementation: str) -> Path:
+    """Return the file for a layout of ranks over hosts and an MPI implementation."""
     import hashlib  # loads OpenSSL, 5 ms: not a cost of `import ringcomm`
 
-    key = f"{layout} {library}"
+    key = f"{layout} {implementation}"
     name = re.sub(r"[^a-z0-9.]+", "-", key.lower())
     if len(name) > 100:
         name = f"{name[:80]}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
     return tuning_folder(settings) / f"{name}.json"
 
 
-def _problem(table: Table, layout: str, library: str) -> str:
+def _problem(table: Table, layout: str, implementation: str) -> str:
     """Return why a table does not count here, "" if it does."""
-    found = (table.layout, table.library, f"ringcomm {table.version}")
-    here = (layout, library, f"ringcomm {__version__}")
+    found = (table.layout, table.implementation, f"ringcomm {table.version}")
+    here = (layout, implementation, f"ringcomm {__version__}")
     differing = [(a, b) for a, b in zip(found, here, strict=True) if a != b]
     return "; ".join(f"it was measured with {a}, this is {b}" for a, b in differing)

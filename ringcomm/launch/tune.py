@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
         for collective in COLLECTIVES
     }
     current = engine()
-    layout, library = describe(current.nodes_of(current.world)), current.library
+    layout, implementation = describe(current.nodes_of(current.world)), current.implementation
     if rc.rank() == 0:
-        table = Table(layout, library, __version__, seconds)
+        table = Table(layout, implementation, __version__, seconds)
         print(_printed(table))
         print(f"written to {tuning.save(current.settings, table)}", flush=True)
     rc.shutdown()
@@ -126,7 +126,7 @@ def _seconds(collective: str, name: str, x: Flat) -> float:
 
 def _printed(table: Table) -> str:
     """Return the table as text, the fastest of each row marked."""
-    lines = [f"{table.layout}, {table.library}, ringcomm {table.version}; us, float32"]
+    lines = [f"{table.layout}, {table.implementation}, ringcomm {table.version}; us, float32"]
     for collective, rows in table.seconds.items():
         names = list(dict.fromkeys(name for row in rows.values() for name in sorted(row)))
         lines.append(f"\n{collective:<16}" + "".join(f"{name:>15}" for name in names))

@@ -92,7 +92,7 @@ class Transport(Protocol):
     rank: int
     size: int
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
-    library: str  # what carries the messages: "Open MPI v5.0.11"
+    implementation: str  # what carries the messages: "Open MPI v5.0.11"
     is_threaded: bool  # more than one thread may use it, one at a time
     runner: _core.Runner | None  # carries out recorded algorithms without Python, if the wire can
     ring_epoch: int  # version of the membership

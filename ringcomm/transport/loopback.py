@@ -90,7 +90,7 @@ class LoopbackTransport:
     """Transport of one rank of a LoopbackHub."""
 
     is_threaded = True
-    library = "threads"
+    implementation = "threads"
     ring_epoch = 0
     incarnation = 0
 

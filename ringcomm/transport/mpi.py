@@ -243,7 +243,7 @@ class MpiTransport:
         places: where each rank lives.
         nodes: of each rank: the lowest rank of its node.
         node: the memory that this rank shares with its node, if it does.
-        library: name and version of the MPI library.
+        implementation: name and version of the MPI library.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
     """
@@ -299,7 +299,7 @@ class MpiTransport:
         is_crowded = len(node) > len(os.sched_getaffinity(0))
         self.loop = Loop(None if self.node is None else self.node.memory, is_crowded)
         self.loop.watch(self._deaths.fileno())
-        self.library = _first_clause(self._mpi.Get_library_version())
+        self.implementation = _first_clause(self._mpi.Get_library_version())
 
     def _find_node(self, candidates: MPI.Comm, me: Ward) -> list[int]:
         """Watch the ranks of this node; return them, with this one.

@@ -40,7 +40,7 @@ class NativeMpi:
 
     Attributes:
         name: "native".
-        library: what MPI_Get_library_version() says.
+        implementation: what MPI_Get_library_version() says.
         rank, size: in MPI_COMM_WORLD.
         local_size: ranks on this host.
         leaders: the first rank of each host.
@@ -52,7 +52,7 @@ class NativeMpi:
         self._mpi = mpi
         self._comm: MPI.Comm = mpi.COMM_WORLD.Dup()
         self._meeting: MPI.Comm = mpi.COMM_WORLD.Dup()
-        self.library: str = mpi.Get_library_version()
+        self.implementation: str = mpi.Get_library_version()
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
         node: MPI.Comm = self._comm.Split_type(mpi.COMM_TYPE_SHARED)

@@ -12,7 +12,7 @@ from harness import IS_MPICH
 @pytest.fixture(scope="session")
 def cluster():
     if IS_MPICH:
-        pytest.skip("the layouts of these jobs are in the words of Open MPI's mpirun")
+        pytest.skip("MPICH's mpiexec knows none of the options that lay out these ranks")
     if reason := obstacle():
         pytest.skip(reason)
     with running(f"pytest-{os.getpid()}", 3, "200mbit") as hosts:
@@ -30,7 +30,7 @@ def nothing_is_left_on_a_host(cluster):
                 for pid in cluster.pids(host):
                     os.kill(pid, signal.SIGKILL)
             pytest.fail(f"left behind: {left}")
-        time.sleep(0.02)
+        time.sleep(0.02)  # the end of a process of a job that is over is told to nobody
 
 
 def leftovers(cluster):

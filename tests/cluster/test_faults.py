@@ -5,10 +5,9 @@ Across hosts the mpirun of Open MPI 5 may end with 0 after a death, or hang.
 
 import os
 import re
-import time
 
 from fakecluster import running
-from harness import run_script, start_job
+from harness import run_script, start_job, wait_until
 
 KILL = """
 import glob, os, signal, sys, time
@@ -26,7 +25,7 @@ except rc.PeerFailedError as error:
     open(f"heard.{rc.rank()}", "w").write(str(error.rank))
     deadline = time.monotonic() + 10  # a launcher ends the others once one of them ends
     while time.monotonic() < deadline and len(glob.glob("heard.*")) < 5:
-        time.sleep(0.01)
+        time.sleep(0.01)  # the others' files are all that tells of them now
     raise
 """
 POWER_LOSS = """
@@ -79,7 +78,7 @@ def test_hosts_that_lose_power_in_silence_are_named_at_the_deadline(cluster, tmp
 
 
 def wait_for_files(folder, name, ranks):
-    deadline = time.monotonic() + 30
-    while missing := [rank for rank in ranks if not (folder / f"{name}.{rank}").exists()]:
-        assert time.monotonic() < deadline, f"nothing {name} by ranks {missing}"
-        time.sleep(0.01)
+    def missing():
+        return [rank for rank in ranks if not (folder / f"{name}.{rank}").exists()]
+
+    wait_until(lambda: not missing(), lambda: f"nothing {name} by ranks {missing()}", 30)

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from fakecluster import COMMAND, Cluster, ClusterError, bytes_per_second, running, state_of
+from harness import wait_until
 from linkrate import measure
 
 KNOCK = """
@@ -26,7 +26,7 @@ sys.path.insert(0, sys.argv[1])
 from fakecluster import running
 with running(sys.argv[2], 1, "1gbit"):
     print("up", flush=True)
-    time.sleep(60)
+    time.sleep(60)  # until the test kills it
 """
 
 
@@ -48,15 +48,8 @@ def output_of(cluster, host, *command):
 
 def start_sleeper(cluster, host):
     sleeper = subprocess.Popen([*cluster.entering(host), "sleep", "60"])
-    wait_until(lambda: sleeper.pid in cluster.pids(host))
+    wait_until(lambda: sleeper.pid in cluster.pids(host), "the sleeper does not start")
     return sleeper
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_host_has_a_name_and_an_address_of_its_own(cluster):
@@ -110,7 +103,7 @@ def test_frozen_processes_run_on_when_thawed(cluster):
     cluster.freeze("h1")
     assert state_of(sleeper.pid) == "T"
     cluster.thaw("h1")
-    wait_until(lambda: state_of(sleeper.pid) == "S")
+    wait_until(lambda: state_of(sleeper.pid) == "S", "it does not run on")
     sleeper.kill()
     sleeper.wait()
 
@@ -164,5 +157,5 @@ def test_a_cluster_ends_with_whoever_runs_it(how):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True) as owner:
         assert owner.stdout.readline() == "up\n"
         owner.send_signal(how)
-    wait_until(lambda: not Cluster(name).folder.exists())
+    wait_until(lambda: not Cluster(name).folder.exists(), "the cluster outlives its owner")
     assert name not in subprocess.check_output(["ip", "netns", "list"], text=True)

@@ -9,10 +9,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from harness import finish_job, start_job
+from harness import finish_job, start_job, wait_until
 
 RANK = """
 import os, sys, time
@@ -36,7 +35,7 @@ fd = os.memfd_create("page")
 os.truncate(fd, 4096)
 page = mmap.mmap(fd, 4096)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(60)  # holds it until the test kills it
 """
 INTRUDER = """
 import mmap, os, sys, time
@@ -45,7 +44,7 @@ pidfd = os.pidfd_open(pid)
 path = next(f.path for f in os.scandir(f"/proc/{pid}/fd") if "memfd" in os.readlink(f.path))
 page = mmap.mmap(os.open(path, os.O_RDWR), 4096)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(60)  # holds it until the test kills it
 """
 
 
@@ -96,11 +95,11 @@ def held_processes(pid):
 
 
 def started_ranks(job, file, n):
-    deadline = time.monotonic() + 30
-    while not file.exists() or file.read_text().count(" ") < n:
+    def have_started():
         assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline, "the ranks do not start"
-        time.sleep(0.01)
+        return file.exists() and file.read_text().count(" ") >= n
+
+    wait_until(have_started, "the ranks do not start", 30)
     return {int(pid) for pid in file.read_text().split()}
 
 

@@ -622,6 +622,8 @@ def test_the_picture_has_a_line_per_engine_and_its_speedup(monkeypatch, tmp_path
 
 
 def test_matplotlib_draws_it(tmp_path):
-    pytest.importorskip("matplotlib", reason="an extra: pip install 'ringcomm[plot]'")
+    pytest.importorskip(
+        "matplotlib", reason="an extra, for pictures alone: pip install 'ringcomm[plot]'"
+    )
     plot.draw(REPORT, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reductions import HALVES, NUMPY, is_defined
 
 from ringcomm import _core
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.op import BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
-
-HALVES = ("float16", "bfloat16")
 
 
 def raw(x):
@@ -35,25 +34,6 @@ def test_codes_are_those_of_the_header():
     assert codes_of("DType") == [d.name.replace("bool", "boolean") for d in by_code]
     assert codes_of("Op") == [op.value for op in (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)]
     assert [op.kernel for op in (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)] == list(range(7))
-
-
-NUMPY = {
-    SUM: np.add,
-    PRODUCT: np.multiply,
-    MIN: np.minimum,
-    MAX: np.maximum,
-    BAND: np.bitwise_and,
-    BOR: np.bitwise_or,
-    BXOR: np.bitwise_xor,
-}
-
-
-def is_defined(op, name):
-    try:
-        op.require(DTYPES[name])
-    except TypeError:
-        return False
-    return True
 
 
 WIDE = [name for name in DTYPES if name not in HALVES]

@@ -10,34 +10,17 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from reductions import HALVES, NUMPY, is_defined
 
 from ringcomm import _core
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.op import BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from ringcomm.collectives.op import BAND, BXOR, MAX, MIN, PRODUCT, SUM
 
-NUMPY = {
-    SUM: np.add,
-    PRODUCT: np.multiply,
-    MIN: np.minimum,
-    MAX: np.maximum,
-    BAND: np.bitwise_and,
-    BOR: np.bitwise_or,
-    BXOR: np.bitwise_xor,
-}
-HALVES = ["float16", "bfloat16"]
 FLOATS = [*HALVES, "float32", "float64", "complex64", "complex128"]
 
 
 def dtype_of(name):
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-
-
-def is_defined(op, name):
-    try:
-        op.require(DTYPES[name])
-    except TypeError:
-        return False
-    return True
 
 
 DEFINED = [(op, name) for op in NUMPY for name in DTYPES if is_defined(op, name)]
@@ -317,7 +300,7 @@ def portable(tmp_path_factory):
     """The loops for float16 that a processor with F16C never takes, compiled here."""
     compiler = shutil.which("c++")
     if compiler is None:
-        pytest.skip("needs a C++ compiler")
+        pytest.skip("no c++ here: the portable loops of float16 are built apart from the package")
     here = Path(__file__)
     library = tmp_path_factory.mktemp("portable") / "portable.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]

@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
+from harness import wait_until
 
 from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.status.guardian import Guardian, Ward
@@ -172,10 +172,7 @@ WAITING = 'page.begin_op("allreduce[w]", 1, 4_200_000); time.sleep(60)'
 
 def wait_until_running(rank):
     """Return once its page says that it is in an operation; another process tells nobody."""
-    deadline = time.monotonic() + 10
-    while rank.page.snapshot()["op_state"] != OpState.RUNNING:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: rank.page.snapshot()["op_state"] == OpState.RUNNING, "it does not begin")
 
 
 def guarded(capfd, culprit, bystander, *, grace_s=0.1, is_fault_tolerant=False):

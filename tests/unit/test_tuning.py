@@ -57,7 +57,7 @@ GOOD = json.loads(TABLE.dumps())
         (TABLE.dumps()[:-9], "Expecting"),
         ("[]", "no tuning table"),
         (json.dumps(GOOD | {"format": 0}), "no tuning table of format 1"),
-        (json.dumps(GOOD | {"library": None}), "lacks library"),
+        (json.dumps(GOOD | {"implementation": None}), "lacks implementation"),
         (json.dumps(GOOD | {"seconds": {"allreduce": 3}}), "not by size and algorithm"),
         (json.dumps(GOOD | {"seconds": {"allreduce": {"1": {"ring": 0}}}}), "not positive"),
         (json.dumps(GOOD | {"seconds": {"allreduce": {"1": {"ring": None}}}}), "not by size"),

@@ -109,7 +109,7 @@ def _measure_all(
     report = Report(
         size=native.size,
         hosts=len(native.leaders),
-        mpi=str(kind_of_library(native.library)),
+        mpi=str(kind_of_library(native.implementation)),
         link_gbps=None if link is None else link / 1e9,
         rows=[],
         **facts,
