@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "kernels/copy.hpp"
 #include "kernels/reduce.hpp"
 
 namespace ringcomm {
@@ -83,6 +84,11 @@ void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& srcs, int code
                   divisor);
 }
 
+// By address, for arrays that are not numpy's; the caller has checked them.
+void py_copy_memory(std::uintptr_t out, std::uintptr_t x, std::size_t nbytes) {
+  copy_streamed(reinterpret_cast<void*>(out), reinterpret_cast<const void*>(x), nbytes);
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -92,6 +98,7 @@ void bind_kernels(nb::module_& m) {
         "op"_a, "divisor"_a);
   m.def("combine_rounded", &py_combine_rounded, "out"_a.noconvert(), "sources"_a.noconvert(),
         "dtype"_a, "op"_a, "divisor"_a);
+  m.def("copy_memory", &py_copy_memory, "out"_a, "x"_a, "nbytes"_a, Unlocked());
 }
 
 }  // namespace ringcomm

@@ -7,6 +7,8 @@ from enum import Enum, auto
 
 import torch
 
+from ringcomm._core import copy_memory
+from ringcomm.arrays.torch import TORCH
 from ringcomm.torch.buckets import Bucket, Member
 from ringcomm.torch.presence import DENSE, LATE, SPARSE
 
@@ -117,7 +119,7 @@ class Slot:
         if gradient is None or not code & DENSE:
             self._view.zero_()
             return
-        self._view.copy_(_strided(gradient))
+        _copy(self._view, _strided(gradient))
         self.parameter.grad = self._view
 
     def spare(self, target: torch.Tensor) -> None:
@@ -160,6 +162,17 @@ class Slot:
             return gradient
         own, bucket = gradient.untyped_storage(), self._view.untyped_storage()
         return gradient.detach().clone() if own.data_ptr() == bucket.data_ptr() else gradient
+
+
+def _copy(view: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set a bucket's view to a gradient; a large one is not to drive all else out of the caches."""
+    is_plain = type(gradient) is torch.Tensor and gradient.is_cpu
+    is_alike = view.dtype == gradient.dtype and view.stride() == gradient.stride()
+    if is_plain and is_alike and not (gradient.is_conj() or gradient.is_neg()):
+        copy_memory(view.data_ptr(), gradient.data_ptr(), view.nbytes)  # a view has no gaps
+        TORCH.written(view)
+    else:
+        view.copy_(gradient)
 
 
 def _strided(gradient: torch.Tensor) -> torch.Tensor:

@@ -150,3 +150,15 @@ def test_unaligned_buffer_is_refused():
     store = np.zeros(12, np.uint8)
     with pytest.raises(ValueError, match="aligned"):
         _core.combine(store[1:9], np.zeros(8, np.uint8), code("float32"), SUM.kernel)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 63, 64])
+@pytest.mark.parametrize("nbytes", [0, 1, 100, (1 << 20) - 1, 1 << 20, (1 << 20) + 65, 3 << 20])
+def test_a_streamed_copy_writes_what_it_is_to_and_no_more(nbytes, shift):
+    rng = np.random.default_rng(nbytes)
+    x = rng.integers(0, 256, nbytes + 7, np.uint8)
+    out = np.full(nbytes + 192, 171, np.uint8)
+    _core.copy_memory(out.ctypes.data + 64 + shift, x.ctypes.data + 7, nbytes)
+    assert (out[64 + shift : 64 + shift + nbytes] == x[7:]).all()
+    assert (out[: 64 + shift] == 171).all()
+    assert (out[64 + shift + nbytes :] == 171).all()
