@@ -77,6 +77,8 @@ class NumpyAdapter:
         """Raise ValueError for a read-only array, and for one that repeats elements (stride 0)."""
         if not x.flags.writeable:
             raise ValueError("cannot write in place: the array is read-only. Pass one that is not")
+        if x.flags.c_contiguous:
+            return
         if x.size and any(step == 0 and n > 1 for step, n in zip(x.strides, x.shape, strict=True)):
             raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ringcomm._core import NodeStep, StatusPage
 from ringcomm.arrays.base import Bytes
@@ -24,7 +24,7 @@ from ringcomm.engine.handle import Handle, warn_of_dropped
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
-from ringcomm.engine.progress import Progress, Strand, Task
+from ringcomm.engine.progress import Over, Progress, Strand, Task
 from ringcomm.engine.quick import Quick
 from ringcomm.engine.selection import Selection
 from ringcomm.engine.timeline import Timeline
@@ -39,6 +39,7 @@ from ringcomm.status.page import State
 from ringcomm.transport.base import CALLS, DATA, Transport
 from ringcomm.transport.channel import Channel, Disagreement, Wait
 from ringcomm.transport.shm import Never, NodeTeam, Turn
+from ringcomm.transport.steps import Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
@@ -57,11 +58,31 @@ class Plan(Generic[R]):
         call: what all ranks must agree on.
         nbytes: size of the payload, for reports.
         run: moves the payload and returns the result.
+        step: all that it comes to where all ranks share memory, if that is one step.
+        finish: returns the result after that step.
     """
 
     call: Call
     nbytes: int
     run: Callable[[Channel], Coroutine[Any, Any, R]]
+    step: NodeReduction | NodeCopy | None = None
+    finish: Callable[[Channel | None], R] | None = None
+
+
+class _Entry(NamedTuple):
+    """An operation that this rank has entered.
+
+    Attributes:
+        group: whose it is.
+        ledger: of the group.
+        ticket: which one it is.
+        is_awaited: who started it waits for it.
+    """
+
+    group: Group
+    ledger: Ledger
+    ticket: Ticket
+    is_awaited: bool
 
 
 @dataclass(frozen=True)
@@ -171,29 +192,22 @@ class Engine:
 
     def lose_place(self, place: int, error: BaseException) -> None:
         """What was begun at this place ends with an error that the other ranks do not know."""
-        if self._break(f"operation #{place}", error):
+        self._lose(f"operation #{place}", error)
+
+    def _lose(self, label: str, error: BaseException) -> None:
+        if self._break(label, error):
             self._progress.lose(self._copy_of_broken)
 
     def adopt(self, place: int, step: NodeStep, plan: Callable[[Group], Plan[Any]]) -> None:
         """Let what was begun at this place be a task, and wait for it."""
-        group = self.world
-        ledger = group.ledger_for(self)
+        ledger = self.world.ledger_for(self)
+        entry = _Entry(self.world, ledger, ledger.unnamed(place), is_awaited=True)
         try:
-            ready = plan(group)
-
-            async def run(t: Channel) -> None:
-                await t.follow(step, ready)
-
-            ticket = ledger.unnamed(place)
-            task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
-            work = Work(task, ledger, ticket, ready.nbytes, None, group, is_awaited=True)
-            with self._lock:
-                self._launch(work, Plan(ready.call, ready.nbytes, run))
+            ready = plan(self.world)
         except BaseException as error:  # an interrupt: its place is taken, and others wait for it
             self.lose_place(place, error)
             raise
-        self._progress.begin(task, is_awaited=True, at_once=True)
-        self._result_or_loss(task)
+        self._result_or_loss(self._follow(step, ready, entry))
 
     def start(
         self,
@@ -211,11 +225,12 @@ class Engine:
         self._progress.work_in_background()
         return Handle(self, self._enqueue(kind, name, plan, group, is_awaited=False))
 
-    def result_of(self, task: Task, timeout_s: float | None = None) -> Any:
+    def result_of(self, task: Task | Over, timeout_s: float | None = None) -> Any:
         """Return what a task comes to; see Handle.wait()."""
         if timeout_s is not None and not timeout_s >= 0:
             raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
         if not task.is_over:
+            assert isinstance(task, Task)
             self._require_own_process()
             self._wait(task, math.inf if timeout_s is None else timeout_s)
         task.is_asked = True
@@ -385,7 +400,7 @@ class Engine:
         """Return the label of the oldest operation that is pending, "" if there is none."""
         return self._pending.oldest()
 
-    def _result_or_loss(self, task: Task) -> Any:
+    def _result_or_loss(self, task: Task | Over) -> Any:
         """Wait for a task of which nobody has a handle."""
         try:
             return self.result_of(task)
@@ -402,7 +417,7 @@ class Engine:
         group: Group | None,
         *,
         is_awaited: bool,
-    ) -> Task:
+    ) -> Task | Over:
         self._require_own_process()
         self._require_usable()
         if group is None:
@@ -415,10 +430,71 @@ class Engine:
             self._require_usable()
             self._require_room()
             ticket = ledger.enter(ready.call.name)
-            task = Task(_label(ready.call, ticket, group, self.world), ticket, group.ranks)
-            work = Work(task, ledger, ticket, ready.nbytes, problem, group, is_awaited)
-            self._launch(work, ready)
+            entry = _Entry(group, ledger, ticket, is_awaited)
+            is_one_step = problem is None and self._is_one_step(ready, entry)
+            if not is_one_step:
+                task = self._make_task(ready, entry, problem)
+        if is_one_step:
+            return self._take_step(ready, entry)
         self._progress.begin(task, is_awaited=is_awaited, at_once=group.team is not None)
+        return task
+
+    def _is_one_step(self, plan: Plan[Any], entry: _Entry) -> bool:
+        """Return True if all that an operation comes to is one step, which it can take now."""
+        team, ticket = entry.group.team, entry.ticket
+        if plan.step is None or team is None:
+            return False
+        if self.timeline is not None or self.selection.leaves_memory:
+            return False
+        if ticket.name is None:
+            return team.is_turn_of(ticket.number)
+        return entry.ledger.is_cached(ticket)
+
+    def _take_step(self, plan: Plan[R], entry: _Entry) -> Task | Over:
+        """Carry out the one step of an operation; only what is not over at once becomes a task."""
+        ledger, ticket, team = entry.ledger, entry.ticket, entry.group.team
+        assert team is not None
+        assert plan.step is not None
+        assert plan.finish is not None
+        try:
+            slot = ledger.slot(ticket, ledger.proposal(ticket))
+            assert slot is not None
+            step = plan.step.begin(Meeting(team, slot, plan.call.fingerprint))
+            is_over = step.is_over or step.drive(_LINGER_S if entry.is_awaited else 0.0)
+            if is_over and step.agrees and not step.fault:
+                result = plan.finish(None)
+                with self._lock:
+                    ledger.finish(ticket)
+                    _end_turn(team, ticket)
+                return Over(result, lambda: _label(plan.call, ticket, entry.group, self.world))
+        except BaseException as error:  # its place is taken, and others wait for it
+            self._lose(_label(plan.call, ticket, entry.group, self.world), error)
+            raise
+        return self._follow(step, plan, entry)
+
+    def _follow(self, step: NodeStep, plan: Plan[Any], entry: _Entry) -> Task:
+        """Return a task that carries on with a step that was begun."""
+        finish = plan.finish
+        assert finish is not None
+
+        async def run(t: Channel) -> Any:
+            await t.follow(step, plan)
+            return finish(t)
+
+        try:
+            with self._lock:
+                task = self._make_task(Plan(plan.call, plan.nbytes, run), entry)
+        except BaseException as error:
+            self._lose(_label(plan.call, entry.ticket, entry.group, self.world), error)
+            raise
+        self._progress.begin(task, is_awaited=entry.is_awaited, at_once=True)
+        return task
+
+    def _make_task(self, plan: Plan[Any], entry: _Entry, problem: Exception | None = None) -> Task:
+        """Return a task that is pending; the lock is held."""
+        group, ledger, ticket, is_awaited = entry
+        task = Task(_label(plan.call, ticket, group, self.world), ticket, group.ranks)
+        self._launch(Work(task, ledger, ticket, plan.nbytes, problem, group, is_awaited), plan)
         return task
 
     def _launch(self, work: Work, plan: Plan[Any]) -> None:
@@ -438,7 +514,7 @@ class Engine:
         """Return how to carry out a plan: agree first, or beside it if all did so before."""
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None
-        fingerprint = plan.call.fingerprint()
+        fingerprint = plan.call.fingerprint
         if work.team is not None and (ticket.name is None or ledger.is_cached(ticket)):
             return (self._meet_and_run(work, plan, fingerprint),)
         stream = ledger.cached_stream(ticket, fingerprint)
@@ -677,7 +753,7 @@ def _try(
     try:
         _require_name(name)
         ready = plan(group)
-        ready.call.fingerprint()  # what cannot be packed is told like a bad argument
+        _ = ready.call.fingerprint  # what cannot be packed is told like a bad argument
         return ready, None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         name = name if isinstance(name, str) else None

@@ -54,7 +54,7 @@ class Founding:
     async def _agree(self, task: Task, call: Call, number: int, engine: Engine) -> int:
         talk = Channel(engine.watch, task.key, task.members)
         task.channels.append(talk)
-        verdict = await agree(call.fingerprint(), self._next_context, talk)
+        verdict = await agree(call.fingerprint, self._next_context, talk)
         context = verdict.value
         self._next_context = max(self._next_context, context + 1)
         if not verdict.is_agreed:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from ringcomm.engine.engine import Engine
-    from ringcomm.engine.progress import Task
+    from ringcomm.engine.progress import Over, Task
 
 _log = logging.getLogger("ringcomm")
 R = TypeVar("R")
@@ -22,7 +22,7 @@ class Handle(Generic[R]):
     was passed in must not be changed, and in-place arguments not be read.
     """
 
-    def __init__(self, engine: Engine, task: Task) -> None:
+    def __init__(self, engine: Engine, task: Task | Over) -> None:
         self._engine = engine
         self._task = task
 
@@ -48,7 +48,7 @@ class Handle(Generic[R]):
         return self._task.is_over
 
     def __del__(self) -> None:
-        task: Task | None = self.__dict__.get("_task")
+        task: Task | Over | None = self.__dict__.get("_task")
         if task is None or task.is_asked:
             return
         task.is_dropped = True
@@ -60,6 +60,6 @@ class Handle(Generic[R]):
         return f"<Handle of {self._task.label}: {state}>"
 
 
-def warn_of_dropped(task: Task) -> None:
+def warn_of_dropped(task: Task | Over) -> None:
     """Log the error of an operation whose handle is gone."""
     _log.warning("nobody waited for an operation that failed: %s", task.error)

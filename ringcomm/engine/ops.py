@@ -56,7 +56,16 @@ def allreduce(
 
     Cost: 2 (size - 1) / size of x's bytes sent per rank, after one agreement round.
     """
-    return _run("allreduce", name, group, plans.allreduce, x, op, deterministic=deterministic)
+    return _run(
+        "allreduce",
+        name,
+        group,
+        plans.allreduce,
+        x,
+        op,
+        is_borrowed=True,
+        deterministic=deterministic,
+    )
 
 
 def allreduce_(
@@ -149,7 +158,14 @@ def reduce_scatter(
         A new array: the first dimension n is split, the first n % size ranks get one row more.
     """
     return _run(
-        "reduce_scatter", name, group, plans.reduce_scatter, x, op, deterministic=deterministic
+        "reduce_scatter",
+        name,
+        group,
+        plans.reduce_scatter,
+        x,
+        op,
+        is_borrowed=True,
+        deterministic=deterministic,
     )
 
 

@@ -6,6 +6,7 @@ arguments are those of the public function (ringcomm.engine.ops), behind the gro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -16,20 +17,23 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adapter_of_kind
+from ringcomm.arrays.base import Bytes
 from ringcomm.collectives import exchange, node, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
-from ringcomm.engine.call import Call
+from ringcomm.engine.call import Call, call_of_reduction
 from ringcomm.engine.engine import Plan
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.steps import MEET, NodeCopy, NodeReduction, To
 
 A = TypeVar("A", bound=Any)
 MIB = 1 << 20
+_NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
 def allreduce(
@@ -39,23 +43,38 @@ def allreduce(
     op: Op,
     *,
     in_place: bool = False,
+    is_borrowed: bool = False,
     deterministic: bool = False,
 ) -> Plan[A]:
-    """Plan an allreduce; the result is x itself if in_place."""
+    """Plan an allreduce; the result is x itself if in_place.
+
+    is_borrowed: x stays as it is until the operation is over, so it need not be copied at once.
+    """
     adapter = adapter_for(x)
     kind = "allreduce_" if in_place else "allreduce"
     call = reduction(kind, name, op, x, adapter, deterministic=deterministic)
-    work = _working_copy(x, adapter, in_place=in_place)
-    flat = adapter.flat(work)
+    if is_borrowed:
+        source = adapter.flat(_contiguous(x, adapter))
+        work: A = adapter.empty(x, adapter.shape(x))
+        flat = adapter.flat(work)
+    else:
+        work = _working_copy(x, adapter, in_place=in_place)
+        source = flat = adapter.flat(work)
 
     choose = engine().selection.algorithm
 
-    async def run(t: Channel) -> A:
-        algorithm = choose("allreduce", flat, t, is_deterministic=deterministic)
-        await perform(algorithm.allreduce_, t, flat, op=op)
+    def finish(t: Channel | None = None) -> A:
         return _written(x, work, adapter, t) if in_place else work
 
-    return Plan(call, flat.bytes.nbytes, run)
+    async def run(t: Channel) -> A:
+        if source is not flat:
+            t.copy(flat, source)
+        algorithm = choose("allreduce", flat, t, is_deterministic=deterministic)
+        await perform(algorithm.allreduce_, t, flat, op=op)
+        return finish(t)
+
+    step = _reduction_in_node(source, flat.bytes, op, group)
+    return Plan(call, flat.bytes.nbytes, run, step, finish)
 
 
 def reduce(
@@ -102,9 +121,13 @@ def reduce_scatter(
     op: Op,
     *,
     in_place: bool = False,
+    is_borrowed: bool = False,
     deterministic: bool = False,
 ) -> Plan[A]:
-    """Plan a reduction of which each rank gets its rows; in place they stand in x, as a view."""
+    """Plan a reduction of which each rank gets its rows; in place they stand in x, as a view.
+
+    is_borrowed: see allreduce().
+    """
     adapter = adapter_for(x)
     kind = "reduce_scatter_" if in_place else "reduce_scatter"
     call = reduction(kind, name, op, x, adapter, deterministic=deterministic)
@@ -112,27 +135,32 @@ def reduce_scatter(
     _require_rows(shape, kind)
     if in_place and not adapter.is_contiguous(x):
         raise ValueError(f"{kind} returns a view of x, so x must be contiguous: pass x.copy()")
-    work = _working_copy(x, adapter, in_place=in_place)
-    flat = adapter.flat(work)
+    work = _contiguous(x, adapter) if is_borrowed else _working_copy(x, adapter, in_place=in_place)
+    source = adapter.flat(work)
+    parts, mine = _rows_by_rank(shape, group)
+    out: A = x[mine] if in_place else adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
+    target = adapter.flat(out)
 
     choose = engine().selection.algorithm
 
-    async def run(t: Channel) -> A:
-        rows = chunks(shape[0], t.size)
-        width = math.prod(shape[1:])
-        parts = [slice(part.start * width, part.stop * width) for part in rows]
-        algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
-        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
-        mine = rows[t.rank]
+    def finish(t: Channel | None = None) -> A:
         if in_place:
-            view: A = _written(x, work, adapter, t)[mine]
-            return view
-        out: A = adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
-        with t.phase("copy"):
-            adapter.flat(out).bytes[:] = own.bytes
+            _written(x, work, adapter, t)
         return out
 
-    return Plan(call, flat.bytes.nbytes, run)
+    async def run(t: Channel) -> A:
+        flat = source
+        if is_borrowed:
+            flat = source.like(source.count)
+            t.copy(flat, source)
+        algorithm = choose("reduce_scatter", flat, t, is_deterministic=deterministic)
+        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
+        if not in_place:
+            t.copy(target, own)
+        return finish(t)
+
+    step = _reduction_in_node(source, target.bytes, op, group, parts)
+    return Plan(call, source.bytes.nbytes, run, step, finish)
 
 
 def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
@@ -251,13 +279,18 @@ def broadcast(
     work: A = _contiguous(x, adapter) if in_place else adapter.copy(x)
     flat = adapter.flat(work)
 
-    async def run(t: Channel) -> A:
-        await perform(module(t, tree).broadcast_, t, flat, root)
+    def finish(t: Channel | None = None) -> A:
         if is_overwritten:
             return _written(x, work, adapter, t)
         return x if in_place else work
 
-    return Plan(call, flat.bytes.nbytes, run)
+    async def run(t: Channel) -> A:
+        await perform(module(t, tree).broadcast_, t, flat, root)
+        return finish(t)
+
+    shown = group.rank == root
+    step = NodeCopy(flat.bytes) if shown else NodeCopy(_NO_BYTES, [(int(root), 0, flat.bytes)])
+    return Plan(call, flat.bytes.nbytes, run, step, finish)
 
 
 def barrier(group: Group, name: str | None) -> Plan[None]:
@@ -267,7 +300,7 @@ def barrier(group: Group, name: str | None) -> Plan[None]:
     async def run(_: Channel) -> None:
         return None
 
-    return Plan(Call("barrier", name), 0, run)
+    return Plan(Call("barrier", name), 0, run, MEET, _nothing)
 
 
 def broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Plan[Any]:
@@ -388,8 +421,10 @@ def reduction(
         raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
     dtype = adapter.dtype(x)
     op.require(dtype)
-    how = f"{op}, deterministic" if deterministic else str(op)
-    return Call(kind, name, op=how, dtype=str(dtype), shape=adapter.shape(x), root=root)
+    how = f"{op.name}, deterministic" if deterministic else op.name
+    if root is None:
+        return call_of_reduction(kind, name, how, dtype.name, adapter.shape(x))
+    return Call(kind, name, op=how, dtype=dtype.name, shape=adapter.shape(x), root=root)
 
 
 def _rows_of(
@@ -456,10 +491,34 @@ def _working_copy(x: A, adapter: ArrayAdapter, *, in_place: bool) -> A:
     return _contiguous(x, adapter)
 
 
-def _written(x: A, work: A, adapter: ArrayAdapter, t: Channel) -> A:
+def _written(x: A, work: A, adapter: ArrayAdapter, t: Channel | None) -> A:
     if work is x:
         adapter.written(x)
     else:
-        with t.phase("copy"):
+        with contextlib.nullcontext() if t is None else t.phase("copy"):
             adapter.assign(x, work)
     return x
+
+
+def _rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], slice]:
+    """Return whose which elements are after a reduce_scatter, and which rows are this rank's."""
+    rows = chunks(shape[0], group.size)
+    width = math.prod(shape[1:])
+    return [slice(r.start * width, r.stop * width) for r in rows], rows[group.index]
+
+
+def _reduction_in_node(
+    source: Flat, target: Bytes, op: Op, group: Group, parts: Sequence[slice] = ()
+) -> NodeReduction:
+    """Return a reduction where all ranks share memory; with `parts`, each rank gets its part."""
+    to = To.OWNER if parts else To.ALL
+    item = source.dtype.itemsize
+    bounds = [0, *(part.stop * item for part in parts)] if parts else ()
+    divisor = op.divisor(group.size)
+    return NodeReduction(
+        source.bytes, target, op.kernel, source.dtype.kernel, divisor, to, 0, bounds
+    )
+
+
+def _nothing(t: Channel | None = None) -> None:
+    del t

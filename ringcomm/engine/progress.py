@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 from ringcomm.config import Settings
 from ringcomm.engine.ledger import Ticket
@@ -136,6 +136,29 @@ class Task:
             self._strands.remove(entry)
             if strand is self._first:
                 self.result = stop.value
+
+
+class Over:
+    """Stands for the task of an operation that was over before one was made.
+
+    Args:
+        result: of the operation.
+        label: returns "allreduce[layer3.weight]".
+    """
+
+    __slots__ = ("_label", "is_asked", "is_dropped", "result")
+    is_over: Final = True
+    error: Final = None
+
+    def __init__(self, result: Any, label: Callable[[], str]) -> None:
+        self.result = result
+        self.is_asked = self.is_dropped = False
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        """See Task."""
+        return self._label()
 
 
 class Progress:
@@ -351,6 +374,8 @@ class Progress:
 
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
         turns, polls, nap, moved_at = 0, 0, _NAP_S, time.monotonic()
+        if self._is_in_cpp and all(task.waits_in_cpp for task in (*self._tasks, *self._inbox)):
+            self._park(nap, is_background=spins == _BACKGROUND_SPINS)  # it may be over in a moment
         while not is_enough():
             turns += 1
             began_at = time.monotonic()

@@ -131,7 +131,7 @@ class Quick:
         nbytes = dtype.itemsize * int(np.prod(adapter.shape(x), dtype=np.int64))
         divisor = self._team.team.size if op is AVERAGE else 1
         self._known[x.dtype, x.shape, op] = _Known(
-            call.fingerprint(), op.kernel, dtype.kernel, divisor, nbytes
+            call.fingerprint, op.kernel, dtype.kernel, divisor, nbytes
         )
 
 

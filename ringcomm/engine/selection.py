@@ -29,18 +29,15 @@ class Selection:
 
     Attributes:
         forced: the algorithm that the user wants, by collective.
+        leaves_memory: ranks that share memory may be forced to use messages all the same.
         table: what was measured on this topology, alike on all ranks, or None.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.forced = settings.forced
+        self.leaves_memory = any(algorithm != "node" for algorithm in self.forced.values())
         self.table: Table | None = None
         self._announced: set[tuple[str, str, str]] = set()
-
-    @property
-    def leaves_memory(self) -> bool:
-        """True if ranks that share memory may be forced to use messages all the same."""
-        return any(algorithm != "node" for algorithm in self.forced.values())
 
     def choice(self, case: Case) -> Choice:
         """Return the algorithm for `case`, and why."""

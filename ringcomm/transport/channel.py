@@ -11,19 +11,17 @@ import copy
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol, Self
 
-import numpy as np
-
 from ringcomm import _core
-from ringcomm._core import NodeStep, start_copy, start_reduce
+from ringcomm._core import NodeStep
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, WireFault, tag_of
 from ringcomm.transport.header import Kind
 from ringcomm.transport.performer import Performer, Reduction
 from ringcomm.transport.running import Running
-from ringcomm.transport.shm import NodeTeam, StepRequest
+from ringcomm.transport.shm import StepRequest
+from ringcomm.transport.steps import MEET, Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.watch import Letter, Watch
 
 
@@ -39,7 +37,6 @@ class Phases(Protocol):
         ...
 
 
-_NOTHING: Bytes = np.empty(0, np.uint8)
 _UNSEEN = contextlib.nullcontext()
 
 
@@ -55,54 +52,6 @@ class Wait:
 
 class Disagreement(Exception):
     """The ranks of a node are about to do different things in one operation. Nothing was sent."""
-
-
-class To(IntEnum):
-    """Who gets the result of a reduction."""
-
-    ALL = 0
-    OWNER = 1  # each rank its part
-    ROOT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReduction:
-    """What csrc/shm/step.hpp is asked for.
-
-    Attributes:
-        source: this rank's values.
-        target: where the result goes, as large as what is due here; None where nothing is.
-        op: code of the kernel.
-        dtype: code of the kernel.
-        divisor: of the sum.
-        to: who gets it.
-        root: the one that gets it, To.ROOT.
-        bounds: in bytes: rank r owns [bounds[r], bounds[r + 1]). Empty: equal parts.
-    """
-
-    source: Bytes
-    target: Bytes | None
-    op: int
-    dtype: int
-    divisor: int
-    to: To = To.ALL
-    root: int = 0
-    bounds: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of an operation meet in shared memory.
-
-    Attributes:
-        team: those of its ranks that share this node's memory.
-        slot: of the operation.
-        fingerprint: of what this rank is about to do; they compare it before anything moves.
-    """
-
-    team: NodeTeam
-    slot: int
-    fingerprint: int
 
 
 class Channel(Performer):
@@ -201,21 +150,7 @@ class Channel(Performer):
             Disagreement: a rank is about to do something else.
         """
         assert self.meeting is not None
-        where = self.meeting
-        step = start_reduce(
-            where.team.team,
-            where.slot,
-            where.fingerprint,
-            what.source,
-            what.target,
-            what.bounds,
-            what.to,
-            what.root,
-            what.op,
-            what.dtype,
-            what.divisor,
-        )
-        await self._step(step, what)
+        await self._step(what.begin(self.meeting), what)
 
     async def copy_in_node(self, shown: Bytes, pulls: list[tuple[int, int, Bytes]]) -> None:
         """Let the others read `shown`; fill each (rank, offset, out) with what they show.
@@ -224,13 +159,13 @@ class Channel(Performer):
             Disagreement: a rank is about to do something else.
         """
         assert self.meeting is not None
-        where = self.meeting
-        step = start_copy(where.team.team, where.slot, where.fingerprint, shown, pulls)
-        await self._step(step, shown, pulls)
+        what = NodeCopy(shown, pulls)
+        await self._step(what.begin(self.meeting), what)
 
     async def meet(self) -> None:
         """Return when all ranks are here, and are about to do the same. Raises Disagreement."""
-        await self.copy_in_node(_NOTHING, [])
+        assert self.meeting is not None
+        await self._step(MEET.begin(self.meeting), MEET)
 
     @property
     def late(self) -> tuple[int, ...]:

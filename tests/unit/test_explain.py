@@ -12,6 +12,7 @@ from ringcomm import config
 from ringcomm.config import Settings
 from ringcomm.engine.selection import MODULES
 from ringcomm.transport.loopback import LoopbackHub
+from ringcomm.transport.steps import NodeReduction
 
 
 def explained(*args, nodes=(0, 0, 2, 2), algorithm="auto", **kwargs):
@@ -130,14 +131,21 @@ def test_an_unknown_algorithm_names_the_known_ones(text):
 def test_what_is_forced_is_what_is_run(algorithm, monkeypatch):
     nodes, run = (0,) * 5 if algorithm == "node" else (0, 0, 2, 2, 2), []
     module = MODULES[algorithm]
-    allreduce_ = module.allreduce_
+    allreduce_, begin = module.allreduce_, NodeReduction.begin
 
     @functools.wraps(allreduce_)
     async def spy(x, t, op):
         run.append(t.rank)
         await allreduce_(x, t, op)
 
-    monkeypatch.setattr(module, "allreduce_", spy)
+    def spy_on_step(self, where):
+        run.append(where.team.team.index)
+        return begin(self, where)
+
+    if algorithm == "node":  # one step is carried out without its module
+        monkeypatch.setattr(NodeReduction, "begin", spy_on_step)
+    else:
+        monkeypatch.setattr(module, "allreduce_", spy)
     results = run_ranks(
         5,
         lambda rank: rc.allreduce(np.full(300, rank + 1.0)),

@@ -127,7 +127,7 @@ def test_fingerprints_differ_where_calls_differ():
         Call("allreduce", "w" * 500 + "a", op="SUM", dtype="float32", shape=(2, 3)),
         Call("allreduce", "w" * 500 + "b", op="SUM", dtype="float32", shape=(2, 3)),
     ]
-    prints = {call.fingerprint() for call in [base, *others]}
+    prints = {call.fingerprint for call in [base, *others]}
     assert len(prints) == len(others) + 1
     assert all(0 <= p < 1 << 64 for p in prints)
 

@@ -344,6 +344,22 @@ def test_errors_of_a_group_over_two_nodes_free_their_slots():
     run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)), settings=Settings(timeout_s=10))
 
 
+def test_autograd_hears_of_a_reduction_whether_or_not_a_rank_is_late():
+    torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
+
+    def body(rank):
+        x = torch.ones(3)
+        rc.allreduce_(x)  # from now on the way is known
+        for is_late in (False, True):
+            before = x._version
+            if is_late and rank == 1:
+                time.sleep(0.05)  # longer than who waits in C++ does
+            rc.allreduce_(x)
+            assert x._version > before
+
+    run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
+
+
 def test_what_a_fork_writes_into_registered_memory_is_its_own():
     def body(rank):
         x = rc.zeros(3 * 4096, np.uint8)

@@ -1,0 +1,98 @@
+"""What ranks that share memory do in one step, and where they meet for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+from ringcomm._core import NodeStep, start_copy, start_reduce
+from ringcomm.arrays.base import Bytes
+from ringcomm.transport.shm import NodeTeam
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of an operation meet in shared memory.
+
+    Attributes:
+        team: those of its ranks that share this node's memory.
+        slot: of the operation.
+        fingerprint: of what this rank is about to do; they compare it before anything moves.
+    """
+
+    team: NodeTeam
+    slot: int
+    fingerprint: int
+
+
+class To(IntEnum):
+    """Who gets the result of a reduction."""
+
+    ALL = 0
+    OWNER = 1  # each rank its part
+    ROOT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReduction:
+    """What csrc/shm/step.hpp is asked for.
+
+    Attributes:
+        source: this rank's values.
+        target: where the result goes, as large as what is due here; None where nothing is.
+        op: code of the kernel.
+        dtype: code of the kernel.
+        divisor: of the sum.
+        to: who gets it.
+        root: the one that gets it, To.ROOT.
+        bounds: in bytes: rank r owns [bounds[r], bounds[r + 1]). Empty: equal parts.
+    """
+
+    source: Bytes
+    target: Bytes | None
+    op: int
+    dtype: int
+    divisor: int
+    to: To = To.ALL
+    root: int = 0
+    bounds: Sequence[int] = ()
+
+    def begin(self, where: Meeting) -> NodeStep:
+        """Start it."""
+        return start_reduce(
+            where.team.team,
+            where.slot,
+            where.fingerprint,
+            self.source,
+            self.target,
+            self.bounds,
+            self.to,
+            self.root,
+            self.op,
+            self.dtype,
+            self.divisor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCopy:
+    """What csrc/shm/step.hpp is asked for.
+
+    Attributes:
+        shown: what the others may read.
+        pulls: (rank, offset, out) each: fill `out` with what that rank shows, from there on.
+    """
+
+    shown: Bytes
+    pulls: Sequence[tuple[int, int, Bytes]] = ()
+
+    def begin(self, where: Meeting) -> NodeStep:
+        """Start it."""
+        return start_copy(where.team.team, where.slot, where.fingerprint, self.shown, self.pulls)
+
+
+MEET: Final = NodeCopy(np.empty(0, np.uint8))  # nothing but the agreement
