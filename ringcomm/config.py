@@ -128,6 +128,10 @@ def _forced(text: str) -> dict[str, str]:
             )
         for each in [collective] if colon else COLLECTIVES:
             forced[each] = algorithm
+        if colon and text.count(f"{collective}:") > 1:
+            raise ConfigError(
+                f"{_PREFIX}ALGORITHM is {text!r}, which has two choices for {collective}."
+            )
     return {
         collective: algorithm for collective, algorithm in forced.items() if algorithm != "auto"
     }

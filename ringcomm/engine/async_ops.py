@@ -6,6 +6,9 @@ arguments, too, for the other ranks must hear of them. Many operations may be in
 ours advances them while Python computes. Until an operation is over, an array that was passed in
 must not be changed, and one that is overwritten not be read; reductions and broadcasts that are not
 in place copy x at once.
+
+A rank may have 16,384 operations pending; the next one raises RingcommError there. Wait for handles
+as you go: how many are pending at a time differs from rank to rank.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ringcomm.engine.founding import Founding
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle, warn_of_dropped
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
-from ringcomm.engine.patience import ANSWER_S, ask_around, describe_wait
+from ringcomm.engine.patience import ANSWER_S, Farewell, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
 from ringcomm.engine.progress import Over, Progress, Strand, Task
 from ringcomm.engine.quick import Quick
@@ -227,7 +227,7 @@ class Engine:
 
     def result_of(self, task: Task | Over, timeout_s: float | None = None) -> Any:
         """Return what a task comes to; see Handle.wait()."""
-        if timeout_s is not None and not timeout_s >= 0:
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
         if not task.is_over:
             assert isinstance(task, Task)
@@ -355,8 +355,8 @@ class Engine:
         """Complete what was started and say that this rank takes part in nothing more.
 
         Returns when no other rank does. There is no deadline: a rank may evaluate for hours after
-        the others are done. Whoever needs this rank after all gets a PeerFailedError, and a death
-        ends this wait.
+        the others are done, but a warning says for whom this one waits. Whoever needs this rank
+        after all gets a PeerFailedError, and a death ends this wait.
 
         Returns:
             True if every rank left in order, so that MPI can be finalized.
@@ -374,9 +374,7 @@ class Engine:
         self.record(None)
         self.watch.announce_left(how)
         if self._broken is None:
-            self._progress.run_until(
-                lambda: not self.watch.peers.still_here or bool(self.watch.peers.dead)
-            )
+            self._progress.run_until(Farewell(self.watch, self.settings).is_over)
         is_clean = self._broken is None and not self.watch.peers.dead
         self._transport.close(is_clean=is_clean)
         self.quick = None
@@ -424,6 +422,7 @@ class Engine:
             group = self.world
         elif not isinstance(group, Group):
             raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+        _require_name(name)
         ledger = group.ledger_for(self)
         ready, problem = _try(kind, name, group, plan)
         with self._lock:
@@ -625,6 +624,7 @@ class Engine:
                 text = describe_wait(task, self.watch, limit_s)
                 missing = self.watch.peers.missing(task.key, task.members)
         except BaseException as error:  # an interrupt, or the wire broke
+            task.is_asked = True
             self._on_lost(error)
             raise
         raise CommTimeoutError(
@@ -688,9 +688,7 @@ class Engine:
         if isinstance(error, PeerFailedError):
             self.watch.announce_broken(error.rank, error.reason)
         elif not isinstance(error, CommTimeoutError):
-            self.watch.announce_failed(
-                self.rank, f"broke off {label}: {type(error).__name__}: {error}"
-            )
+            self.watch.announce_failed(self.rank, f"broke off {label}: {_text_of(error)}")
         return True
 
     def _copy_of_broken(self) -> RingcommError:
@@ -731,9 +729,13 @@ def _lasting(label: str, error: BaseException) -> RingcommError:
     if isinstance(error, RingcommError):
         return error
     return RingcommError(
-        f"{label}: was broken off by {type(error).__name__}: {error}; the engine cannot be "
+        f"{label}: was broken off by {_text_of(error)}; the engine cannot be "
         "used any more. End this job"
     )
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _outcome(work: Work, error: BaseException | None, *, is_fatal: bool) -> str:
@@ -751,12 +753,10 @@ def _try(
     kind: str, name: str | None, group: Group, plan: Callable[[Group], Plan[R]]
 ) -> tuple[Plan[R], Exception | None]:
     try:
-        _require_name(name)
         ready = plan(group)
         _ = ready.call.fingerprint  # what cannot be packed is told like a bad argument
         return ready, None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        name = name if isinstance(name, str) else None
         call = Call(kind, name, error=f"{type(error).__name__}: {error}")
         return Plan(call, 0, _never_run), error
 

@@ -67,7 +67,7 @@ def explain(
         group: whose collective; None: all ranks. This rank need not be a member.
 
     Raises:
-        TypeError: no such dtype, or an operator without meaning for it.
+        TypeError: no such dtype, or an operator without meaning for it, or nbytes is no int.
         ValueError: no such collective, or nbytes is negative.
         NotInitializedError: init() has not run.
     """
@@ -75,8 +75,12 @@ def explain(
         raise ValueError(
             f"collective is {collective!r}; it must be one of {', '.join(COLLECTIVES)}"
         )
+    if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
+        raise TypeError(f"nbytes is {nbytes!r}; it must be a number of bytes, an int")
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it must be >= 0")
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
     current = engine()
     kind = _dtype(dtype)
     if collective != "allgather":
@@ -114,5 +118,6 @@ def _dtype(dtype: Any) -> DType:
         with contextlib.suppress(TypeError):
             name = np.dtype(dtype).name  # np.float32, "f4"
     if name not in DTYPES:
-        raise TypeError(f"{dtype!r} cannot be sent; dtypes are {', '.join(DTYPES)}")
+        hint = f". Pass collective={dtype!r}" if dtype in COLLECTIVES else ""
+        raise TypeError(f"{dtype!r} cannot be sent; dtypes are {', '.join(DTYPES)}{hint}")
     return DTYPES[name]

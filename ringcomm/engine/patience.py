@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from typing import Protocol
 
 from ringcomm.config import Settings
@@ -48,6 +49,25 @@ class Waiting(Protocol):
         ...
 
 
+class Warnings:
+    """Keeps a rank that waits for many operations from saying so of each.
+
+    Args:
+        settings: how long a wait is before it is worth a warning.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._period_s = settings.stall_warning_or_inf
+        self._next = -math.inf
+
+    def may_warn(self, now: float) -> bool:
+        """Return True if the last warning is a while ago; another one is due then."""
+        if now < self._next:
+            return False
+        self._next = now + self._period_s
+        return True
+
+
 class Patience:
     """Warns once, then gives up for all ranks; asks around first, so that both name the missing.
 
@@ -55,10 +75,14 @@ class Patience:
         task: what is waited for.
         watch: what is known of the others.
         settings: deadline and warning.
+        warnings: of all waits of this rank.
         start: when the wait began, in seconds of the monotonic clock.
     """
 
-    def __init__(self, task: Waiting, watch: Watch, settings: Settings, start: float) -> None:
+    def __init__(
+        self, task: Waiting, watch: Watch, settings: Settings, warnings: Warnings, start: float
+    ) -> None:
+        self._warnings = warnings
         self._task = task
         self._watch = watch
         self._timeout_s = settings.timeout_or_inf
@@ -76,7 +100,8 @@ class Patience:
             ask_around(self._task, self._watch)
         if now >= self._warn_at:
             self._warn_at = math.inf
-            _log.warning("%s", self._text(now))
+            if self._warnings.may_warn(now):
+                _log.warning("%s", self._text(now))
         if now >= self._deadline:
             self._deadline = math.inf
             self._give_up_at = now + min(ANSWER_S, self._timeout_s)
@@ -92,6 +117,32 @@ class Patience:
 
     def _text(self, now: float) -> str:
         return describe_wait(self._task, self._watch, now - self._start)
+
+
+class Farewell:
+    """The wait of a rank that is done for those that are not: without end, but not in silence."""
+
+    def __init__(self, watch: Watch, settings: Settings) -> None:
+        self._watch = watch
+        self._start = time.monotonic()
+        self._warn_at = self._start + settings.stall_warning_or_inf
+
+    def is_over(self) -> bool:
+        """Return True once every rank has left, or one is dead; warns once."""
+        peers, now = self._watch.peers, time.monotonic()
+        if not peers.still_here or peers.dead:
+            return True
+        if now >= self._warn_at:
+            self._warn_at = math.inf
+            ranks = ", ".join(map(str, peers.still_here))
+            _log.warning(
+                "shutdown: rank %d has waited %.1f s for ranks that have not left: %s. They may be "
+                "busy, or hang; this wait has no deadline.",
+                self._watch.transport.rank,
+                now - self._start,
+                ranks,
+            )
+        return False
 
 
 def ask_around(task: Waiting, watch: Watch) -> None:

@@ -7,6 +7,7 @@ arguments are those of the public function (ringcomm.engine.ops), behind the gro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import operator
@@ -364,6 +365,8 @@ def grouped_allreduce(
         for x, adapter in zip(xs, adapters, strict=True)
     ]
     flats = [adapter.flat(each) for each, adapter in zip(work, adapters, strict=True)]
+    if in_place:
+        _require_apart(kind, flats)
     items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
     batches = plan_fusion(items, engine().settings.fusion_mib * MIB)
 
@@ -441,6 +444,12 @@ def _listed(kind: str, xs: Sequence[A]) -> Sequence[A]:
     if not isinstance(xs, list | tuple):
         raise TypeError(f"{kind} takes a list or tuple of arrays, not {type(xs).__qualname__}")
     return xs
+
+
+def _require_apart(kind: str, flats: Sequence[Flat]) -> None:
+    spans = sorted((flat.bytes.ctypes.data, flat.bytes.nbytes) for flat in flats)
+    if any(at + nbytes > after for (at, nbytes), (after, _) in itertools.pairwise(spans)):
+        raise ValueError(f"{kind}: two of the arrays overlap in memory: it can be reduced but once")
 
 
 def _grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:

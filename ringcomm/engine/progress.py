@@ -9,16 +9,18 @@ nobody does, a thread of ours. It is woken by what is submitted; there is no cyc
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, Final
 
 from ringcomm.config import Settings
 from ringcomm.engine.ledger import Ticket
-from ringcomm.engine.patience import Patience, refuse_hopeless
+from ringcomm.engine.patience import Patience, Warnings, refuse_hopeless
 from ringcomm.errors import RingcommError
 from ringcomm.transport.base import Request, WireFault
 from ringcomm.transport.channel import Channel
@@ -36,7 +38,7 @@ _NAP_SHARE = 1 / 200
 # late. A pass through this loop after a nap takes 100-200 us, for the caches are cold by then.
 _LONGEST_CPP_NAP_S, _CPP_NAP_SHARE = 20e-3, 1 / 20
 _PASS_SHARE = 20  # a look at hundreds of operations takes long: naps are 20 times longer
-_IDLE_LOOK_S = 0.25  # an idle rank answers who asks where it is, and hears of deaths
+_IDLE_LOOK_S = 0.2  # an idle rank answers who asks where it is, and hears of deaths
 _CONFIRM_S = 2.0  # time for a refused message to turn out as a death
 
 Strand = Coroutine[tuple[Request, ...], None, Any]
@@ -185,6 +187,7 @@ class Progress:
         self._settings = settings
         self._on_over = on_over
         self._on_lost = on_lost
+        self._warnings = Warnings(settings)
         self._inbox: deque[Task] = deque()
         self._tasks: list[Task] = []
         self._turn = threading.Condition()
@@ -350,7 +353,7 @@ class Progress:
 
     def _run(self) -> None:
         """Drive while there is something to do and nobody who waits does it."""
-        mark = object()
+        mark, looked_at = object(), -math.inf
         while True:
             with self._turn:
                 is_idle = not (self._is_stopping or self._is_mine())
@@ -362,9 +365,16 @@ class Progress:
                 if self._driver is not None or self._waiting:
                     continue
                 self._driver = mark
+            # Even with nothing to do a look is taken now and then: others ask where this rank is.
+            now = time.monotonic()
+            is_due = now - looked_at >= _IDLE_LOOK_S
+            looked_at, looks = now if is_due else looked_at, itertools.count(not is_due)
             # What goes wrong is told to all tasks; nobody waits here.
             with contextlib.suppress(BaseException):
-                self._take_part(mark, lambda: not self._is_wanted(), _BACKGROUND_SPINS)
+                self._take_part(mark, partial(self._is_done, looks), _BACKGROUND_SPINS)
+
+    def _is_done(self, looks: Iterator[int]) -> bool:
+        return next(looks) > 0 and not self._is_wanted()
 
     def _is_mine(self) -> bool:
         return bool(self._tasks or self._inbox) and not (self._driver or self._waiting)
@@ -458,7 +468,7 @@ class Progress:
             if task.is_over:
                 continue
             if task.patience is None:
-                task.patience = Patience(task, self._watch, self._settings, now)
+                task.patience = Patience(task, self._watch, self._settings, self._warnings, now)
             try:
                 if task.fault is None:
                     task.patience.check(now)

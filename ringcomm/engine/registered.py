@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ringcomm.arrays import DTYPES, Array
+from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.numpy import NumpyAdapter
+from ringcomm.engine.engine import Engine
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 
@@ -41,7 +43,8 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None =
 
     Args:
         shape: of the array, or its length.
-        dtype: as numpy takes it, among those of rc.allreduce; "bfloat16" needs ml_dtypes.
+        dtype: as numpy takes it, or torch calls it, among those of rc.allreduce; "bfloat16" needs
+            ml_dtypes.
         group: with whom it is to be reduced; all that share this node can.
 
     Raises:
@@ -52,11 +55,13 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None =
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
     adapter = NumpyAdapter()
-    kind = adapter.make(DTYPES["bfloat16"], ()).dtype if dtype == "bfloat16" else np.dtype(dtype)
+    name = str(dtype).removeprefix("torch.")
+    is_named = name in DTYPES and not isinstance(dtype, type)
+    kind = adapter.make(DTYPES[name], ()).dtype if is_named else np.dtype(dtype)
     adapter.dtype(np.empty(0, kind))
     lengths = _lengths(shape)
     nbytes = math.prod(lengths) * kind.itemsize
-    data = current.shared_memory(nbytes)
+    data = _memory(current, nbytes)
     return np.empty(lengths, kind) if data is None else data.view(kind).reshape(lengths)
 
 
@@ -72,8 +77,21 @@ def node_memory() -> NodeMemory:
     return NodeMemory(*engine().shared_usage())
 
 
+def _memory(current: Engine, nbytes: int) -> Bytes | None:
+    try:
+        if nbytes >= 1 << 63:
+            raise MemoryError
+        return current.shared_memory(nbytes)
+    except MemoryError:
+        in_use = current.shared_usage()[0]
+        raise MemoryError(
+            f"no room for {nbytes} bytes in this rank's shared memory, which is as large as the "
+            f"machine's; {in_use} are in use"
+        ) from None
+
+
 def _lengths(shape: int | Sequence[int]) -> tuple[int, ...]:
-    lengths = tuple(map(operator.index, shape if isinstance(shape, Sequence) else (shape,)))
+    lengths = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
     if any(n < 0 for n in lengths):
         raise ValueError(f"shape is {lengths}; lengths must be >= 0")
     return lengths

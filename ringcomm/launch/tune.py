@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     if rc.rank() == 0:
         table = Table(layout, implementation, __version__, seconds)
         print(_printed(table))
+        if current.shares_memory(current.world):
+            print("\nranks of one host meet in its memory (node), whatever is measured")
         print(f"written to {tuning.save(current.settings, table)}", flush=True)
     rc.shutdown()
     return 0
@@ -55,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringcomm tune",
         description="Measure every algorithm on the ranks and hosts of this job and write a table, "
-        "by which later jobs of the same layout choose. RINGCOMM_TUNING names its folder.",
+        "by which later jobs of the same layout choose; ranks of one host always meet in its "
+        "memory. RINGCOMM_TUNING names its folder.",
     )
     parser.add_argument(
         "--sizes",

@@ -18,6 +18,7 @@ from ringcomm import _core
 _PROGRAM = Path(_core.__file__).with_name("ringcomm-guardian")
 _START_S = 10.0
 _END_S = 5.0
+_FOREVER_S = 1e9  # what it takes for "never"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Guardian:
         self._process = subprocess.Popen(
             [
                 str(_PROGRAM),
-                str(int(grace_s * 1000)),
+                str(int(min(grace_s, _FOREVER_S) * 1000)),
                 str(int(is_fault_tolerant)),
                 *(f"{w.pid}:{w.page_fd}:{w.nonce}" for w in wards),
             ],

@@ -257,3 +257,15 @@ def test_torch_tensors_come_back_as_torch_tensors():
         assert (view == 1).all()
         assert (kept == 1).all()
         assert all(each.dtype == torch.bfloat16 for each in (total, rows, mixed, view, kept))
+
+
+def test_grouped_arrays_that_overlap_are_refused_on_every_rank():
+    def body(rank):
+        x = np.ones((4, 6))
+        for xs in ([x, x], [x[0], x[0]], [x[1:3], x[2:]]):
+            with pytest.raises((ValueError, rc.MismatchError), match="it can be reduced but once"):
+                rc.grouped_allreduce_(xs)
+        rc.grouped_allreduce_([x[:2], x[2:]])
+        return (x == 2).all()
+
+    assert all(run_ranks(2, body))

@@ -127,6 +127,27 @@ def test_an_unknown_algorithm_names_the_known_ones(text):
         config.settings({"RINGCOMM_ALGORITHM": text})
 
 
+def test_two_choices_for_one_collective_are_refused():
+    with pytest.raises(rc.ConfigError, match="which has two choices for allreduce"):
+        config.settings({"RINGCOMM_ALGORITHM": "allreduce:ring,allreduce:direct"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("1MiB",), TypeError, "nbytes is '1MiB'; it must be a number of bytes"),
+        ((True,), TypeError, "nbytes is True"),
+        ((8, "allgather"), TypeError, "Pass collective='allgather'"),
+    ],
+)
+def test_what_explain_cannot_take(arguments, error, text):
+    def body(_rank):
+        with pytest.raises(error, match=text):
+            rc.explain(*arguments)
+
+    run_ranks(1, body)
+
+
 @pytest.mark.parametrize("algorithm", config.ALGORITHMS)
 def test_what_is_forced_is_what_is_run(algorithm, monkeypatch):
     nodes, run = (0,) * 5 if algorithm == "node" else (0, 0, 2, 2, 2), []

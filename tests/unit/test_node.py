@@ -344,6 +344,16 @@ def test_errors_of_a_group_over_two_nodes_free_their_slots():
     run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)), settings=Settings(timeout_s=10))
 
 
+@pytest.mark.parametrize("shape", [1 << 50, (1 << 40, 1 << 40)])
+def test_an_array_larger_than_the_machine_is_a_memory_error_that_says_so(shape):
+    def body(_rank):
+        with pytest.raises(MemoryError, match=r"no room for [0-9]{16,} bytes"):
+            rc.empty(shape, "f8")
+        assert rc.zeros(np.array([2, 3]), "f4").shape == (2, 3)
+
+    run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
+
+
 def test_autograd_hears_of_a_reduction_whether_or_not_a_rank_is_late():
     torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
