@@ -219,6 +219,7 @@ class Engine:
         """Begin one collective and return at once; see execute().
 
         Raises:
+            TypeError: name is no text.
             ValueError: an operation of that name is pending, or this rank is not in the group.
             NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
         """
