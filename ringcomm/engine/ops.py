@@ -13,8 +13,9 @@ block); it is agreed on at its first use and may be used again once the operatio
 Raises, all of them: MismatchError (the same on every rank, the engine works on; the text says if
 anything was sent, which only happens under a name that had been agreed on), PeerFailedError,
 CommTimeoutError (after both, the engine is unusable), NotInitializedError; and
-TypeError or ValueError for an argument that is wrong in the same way on every rank. A ValueError on
-this rank alone: an operation of that name is pending here, or this rank is not in the group.
+TypeError or ValueError for an argument that is wrong in the same way on every rank. A ValueError or
+TypeError on this rank alone: an operation of that name is pending here, or the name is no text, or
+this rank is not in the group.
 """
 
 from __future__ import annotations
