@@ -267,8 +267,8 @@ def test_departure_is_no_failure_for_the_operation_it_took_part_in():
     assert run_ranks(4, body) == [True] * 4
 
 
-class StarvingLoop:
-    """Begins a program, then advances nothing of its own accord: its threads get no time."""
+class WatchedLoop:
+    """A Loop, and an event: that rank 0's program has begun."""
 
     def __init__(self, loop, has_begun):
         self._loop = loop
@@ -276,6 +276,10 @@ class StarvingLoop:
 
     def __getattr__(self, name):
         return getattr(self._loop, name)
+
+
+class StarvingLoop(WatchedLoop):
+    """Begins a program, then advances nothing of its own accord: its threads get no time."""
 
     def add(self, program):
         self._loop.add(program)
@@ -292,15 +296,8 @@ class StarvingLoop:
         pass
 
 
-class FollowingLoop:
+class FollowingLoop(WatchedLoop):
     """Begins a program once the other rank has."""
-
-    def __init__(self, loop, has_begun):
-        self._loop = loop
-        self._has_begun = has_begun
-
-    def __getattr__(self, name):
-        return getattr(self._loop, name)
 
     def add(self, program):
         assert self._has_begun.wait(10)
