@@ -460,7 +460,7 @@ class Engine:
             slot = ledger.slot(ticket, ledger.proposal(ticket))
             assert slot is not None
             step = plan.step.begin(Meeting(team, slot, plan.call.fingerprint))
-            is_over = step.is_over or step.drive(_LINGER_S if entry.is_awaited else 0.0)
+            is_over = step.is_over or step.drive(team.moment_s if entry.is_awaited else 0.0)
             if is_over and step.agrees and not step.fault:
                 result = plan.finish(None)
                 with self._lock:

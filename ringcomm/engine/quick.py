@@ -22,7 +22,6 @@ from ringcomm.transport.shm import NodeTeam
 if TYPE_CHECKING:
     from ringcomm.engine.engine import Engine
 
-_MOMENT_S = 1e-3
 _MAX_KNOWN = 4096
 
 
@@ -89,7 +88,7 @@ class Quick:
                     known.op,
                     known.dtype,
                     known.divisor,
-                    _MOMENT_S,
+                    team.moment_s,
                 )
             else:
                 step = allreduce_memory(
@@ -101,7 +100,7 @@ class Quick:
                     known.op,
                     known.dtype,
                     known.divisor,
-                    _MOMENT_S,
+                    team.moment_s,
                 )
         except BaseException as error:
             self._engine.lose_place(place, error)

@@ -10,6 +10,7 @@ from ringcomm._core import Loop, NodeMemory, NodeStep, Team, make_team, take
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import N_UNNAMED
 
+_MOMENT_S = 1e-3  # about what two ranks in step need to meet, with some patience
 _APART = 0x9E37000  # 2**28 times the golden ratio, in whole pages
 
 
@@ -40,10 +41,14 @@ class SharedNode:
 
     Attributes:
         is_crowded: the node has more ranks than this process may use cores.
+        moment_s: how long who waits for a step does nothing else. Python, once it is asked, takes
+            longer than a step, and more so where ranks take turns on the cores.
     """
 
     def __init__(self, memory: NodeMemory, rank: int, n_ranks: int) -> None:
-        self.is_crowded = n_ranks > len(os.sched_getaffinity(0))
+        n_cores = len(os.sched_getaffinity(0))
+        self.is_crowded = n_ranks > n_cores
+        self.moment_s = _MOMENT_S * max(1.0, n_ranks / n_cores)
         self._memories = {rank: memory}
         self._rank = rank
         self._teams: dict[tuple[int, tuple[int, ...]], NodeTeam | None] = {}
@@ -78,7 +83,7 @@ class SharedNode:
             return None
         memories = [self._memories[rank] for rank in members]
         team = make_team(members.index(self._rank), context, self.is_crowded, memories)
-        return NodeTeam(team)
+        return NodeTeam(team, self.moment_s)
 
     def empty(self, nbytes: int) -> Bytes:
         """Return memory that the ranks of this node map; freed with the last view of it.
@@ -109,10 +114,12 @@ class NodeTeam:
 
     Args:
         team: what C++ knows of them.
+        moment_s: see SharedNode.
     """
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, moment_s: float) -> None:
         self.team = team
+        self.moment_s = moment_s
         self._turns = [slot or N_UNNAMED for slot in range(N_UNNAMED)]
 
     def is_turn_of(self, place: int) -> bool:
