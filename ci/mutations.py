@@ -175,7 +175,7 @@ CACHE = [
     Mutation(
         "stale-ranks-keep-the-entry",
         "cache",
-        "engine/engine.py",
+        "engine/execution.py",
         """\
             work.ledger.settle(work.ticket, stream, None)
             raise await""",
@@ -507,14 +507,14 @@ NODE = [
     Mutation(
         "turn-kept-after-an-error",
         "order",
-        "engine/engine.py",
+        "engine/execution.py",
         """\
         finally:
-            _end_turn(work.neighbours, ticket)""",
+            end_turn(work.neighbours, ticket)""",
         """\
         finally:
             if work.problem is None:
-                _end_turn(work.neighbours, ticket)""",
+                end_turn(work.neighbours, ticket)""",
         "after a bad argument the sixteenth operation over several nodes hangs",
         ("unit/test_node.py",),
     ),

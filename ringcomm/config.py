@@ -117,6 +117,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 def _forced(text: str) -> dict[str, str]:
     """Read RINGCOMM_ALGORITHM."""
     forced = {}
+    chosen = set()
     for item in text.split(","):
         collective, colon, algorithm = item.rpartition(":")
         known = collective in COLLECTIVES if colon else True
@@ -126,12 +127,12 @@ def _forced(text: str) -> dict[str, str]:
                 f"{', '.join(ALGORITHMS)}, or such a choice for some collectives, as in "
                 f"allreduce:ring,allgather:direct; collectives are {', '.join(COLLECTIVES)}."
             )
+        if collective in chosen:
+            what = collective or "all collectives"
+            raise ConfigError(f"{_PREFIX}ALGORITHM is {text!r}, which has two choices for {what}.")
+        chosen.add(collective)
         for each in [collective] if colon else COLLECTIVES:
             forced[each] = algorithm
-        if colon and text.count(f"{collective}:") > 1:
-            raise ConfigError(
-                f"{_PREFIX}ALGORITHM is {text!r}, which has two choices for {collective}."
-            )
     return {
         collective: algorithm for collective, algorithm in forced.items() if algorithm != "auto"
     }

@@ -79,7 +79,7 @@ def wait_until(is_so, what, timeout_s=10):
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, what() if callable(what) else what
-        time.sleep(0.01)  # see above
+        time.sleep(0.01)  # nobody tells of a file or of another process
 
 
 # --- jobs ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.engine import plans
-from ringcomm.engine.engine import Plan
+from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.world import engine

@@ -1,23 +1,23 @@
-"""One rank's operations: which is which, agreed on, carried out; and whether the next can be."""
+"""One rank's operations: which is which, begun, waited for; and whether the next can be."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ringcomm._core import NodeStep, StatusPage
 from ringcomm.arrays.base import Bytes
 from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
-from ringcomm.engine.agreement import agree, broadcast_bytes, mismatch
+from ringcomm.engine.agreement import broadcast_bytes
 from ringcomm.engine.call import Call
+from ringcomm.engine.execution import Execution, Plan, end_turn
 from ringcomm.engine.founding import Founding
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle, warn_of_dropped
@@ -36,37 +36,14 @@ from ringcomm.errors import (
     RingcommError,
 )
 from ringcomm.status.page import State
-from ringcomm.transport.base import CALLS, DATA, Transport
-from ringcomm.transport.channel import Channel, Disagreement, Wait
-from ringcomm.transport.shm import Never, NodeTeam, Turn
-from ringcomm.transport.steps import Meeting, NodeCopy, NodeReduction
+from ringcomm.transport.base import Transport
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.shm import NodeTeam
+from ringcomm.transport.steps import Meeting
 from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
 R = TypeVar("R")
-
-# How long who waits for an operation stays in C++ before it looks at anything else.
-_LINGER_S = 1e-3
-_NEVER = Never()
-
-
-@dataclass(frozen=True)
-class Plan(Generic[R]):
-    """A collective that this rank is ready to carry out.
-
-    Attributes:
-        call: what all ranks must agree on.
-        nbytes: size of the payload, for reports.
-        run: moves the payload and returns the result.
-        step: all that it comes to where all ranks share memory, if that is one step.
-        finish: returns the result after that step.
-    """
-
-    call: Call
-    nbytes: int
-    run: Callable[[Channel], Coroutine[Any, Any, R]]
-    step: NodeReduction | NodeCopy | None = None
-    finish: Callable[[Channel | None], R] | None = None
 
 
 class _Entry(NamedTuple):
@@ -141,6 +118,7 @@ class Engine:
         self._pending = Pending(page)
         self._founding = Founding()
         self.selection = Selection(settings)
+        self._execution = Execution(self.watch, self.selection)
         self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
         self._n_serial = 0
         self._broken: RingcommError | None = None
@@ -465,7 +443,7 @@ class Engine:
                 result = plan.finish(None)
                 with self._lock:
                     ledger.finish(ticket)
-                    _end_turn(team, ticket)
+                    end_turn(team, ticket)
                 return Over(result, lambda: _label(plan.call, ticket, entry.group, self.world))
         except BaseException as error:  # its place is taken, and others wait for it
             self._lose(_label(plan.call, ticket, entry.group, self.world), error)
@@ -501,7 +479,7 @@ class Engine:
         """Give a task what it is to do; the lock is held."""
         try:
             self._pending.add(work, self.timeline)
-            work.task.start(*self._strands(work, plan))
+            work.task.start(*self._execution.strands(work, plan))
         except BaseException as error:  # its place is taken, and others will wait for it
             self._pending.remove(work.ticket.key, has_failed=True)
             work.task.stop()
@@ -509,107 +487,6 @@ class Engine:
             if self._break(work.task.label, error):
                 self._progress.lose(self._copy_of_broken)
             raise
-
-    def _strands(self, work: Work, plan: Plan[Any]) -> tuple[Strand, ...]:
-        """Return how to carry out a plan: agree first, or beside it if all did so before."""
-        ledger, ticket = work.ledger, work.ticket
-        assert ledger is not None
-        fingerprint = plan.call.fingerprint
-        if work.team is not None and (ticket.name is None or ledger.is_cached(ticket)):
-            return (self._meet_and_run(work, plan, fingerprint),)
-        stream = ledger.cached_stream(ticket, fingerprint)
-        if stream is None or work.problem is not None:
-            return (self._agree_and_run(work, plan, fingerprint),)
-        run = self._run_beside(plan, self._channel(work, stream, DATA, fingerprint))
-        return run, self._agree_beside(work, plan, fingerprint, stream)
-
-    async def _meet_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
-        """Agree in shared memory, with the first thing that the operation does there."""
-        ledger, ticket, team = work.ledger, work.ticket, work.team
-        assert ledger is not None
-        assert team is not None
-        stream = ledger.proposal(ticket)
-        t = self._channel(work, stream, DATA, fingerprint)
-        await _take_turn(team, ticket)
-        try:
-            if self.selection.leaves_memory:
-                await t.meet()
-            result = None if work.problem is not None else await plan.run(t)
-            if not t.has_met:
-                await t.meet()
-        except Disagreement:
-            pass
-        else:
-            if work.problem is not None:
-                raise work.problem
-            return result
-        finally:
-            _end_turn(team, ticket)
-        ledger.settle(ticket, stream, None)
-        raise await self._mismatch(work, plan, stream, has_moved=False)
-
-    async def _agree_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
-        ledger, ticket = work.ledger, work.ticket
-        assert ledger is not None
-        talk = self._channel(work, 0, CALLS)
-        has_moved = ledger.is_cached(ticket)  # other ranks may take this for what was agreed on
-        verdict = await agree(fingerprint, ledger.proposal(ticket), talk)
-        is_good = verdict.is_agreed and work.problem is None
-        ledger.settle(ticket, verdict.value, fingerprint if is_good else None)
-        await _take_turn(work.neighbours, ticket)  # also where nothing will be done with it
-        try:
-            if not verdict.is_agreed:
-                raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
-            if work.problem is not None:
-                raise work.problem
-            return await plan.run(self._channel(work, verdict.value, DATA, fingerprint))
-        finally:
-            _end_turn(work.neighbours, ticket)
-
-    async def _run_beside(self, plan: Plan[Any], t: Channel) -> Any:
-        """Carry out what all ranks agreed on before, while they agree anew."""
-        with contextlib.suppress(Disagreement):
-            return await plan.run(t)
-        await Wait((_NEVER,))  # the agreement that goes on beside says what is wrong
-
-    async def _agree_beside(
-        self, work: Work, plan: Plan[Any], fingerprint: int, stream: int
-    ) -> None:
-        """Agree while the data moves; a rank that does not agree poisons what has moved."""
-        assert work.ledger is not None
-        verdict = await agree(fingerprint, stream, self._channel(work, 0, CALLS))
-        if not verdict.is_agreed:
-            work.ledger.settle(work.ticket, stream, None)
-            raise await self._mismatch(work, plan, stream, has_moved=True)
-
-    async def _mismatch(
-        self, work: Work, plan: Plan[Any], stream: int, *, has_moved: bool
-    ) -> MismatchError:
-        talk = self._channel(work, stream, CALLS)
-        error = await mismatch(plan.call, work.ticket.number, talk, has_moved=has_moved)
-        error.__cause__ = work.problem
-        return error
-
-    def _channel(
-        self, work: Work, stream: int, channel: int, fingerprint: int | None = None
-    ) -> Channel:
-        """Return a view of the wire; with a fingerprint, of the node's memory, too."""
-        assert work.ledger is not None
-        slot = None if fingerprint is None else work.ledger.slot(work.ticket, stream)
-        made = Channel(
-            self.watch,
-            work.task.key,
-            work.task.members,
-            context=work.ledger.context,
-            stream=stream,
-            channel=channel,
-            phases=work.lane,
-            slot=slot,
-            fingerprint=fingerprint or 0,
-        )
-        made.linger_s = _LINGER_S if work.is_awaited else 0.0
-        work.task.channels.append(made)
-        return made
 
     def _wait(self, task: Task, limit_s: float) -> None:
         """Return once the task is over; ask who is missing before giving up on it for now."""
@@ -707,17 +584,6 @@ class Engine:
     def _set_state(self, state: State) -> None:
         if self._page is not None:
             self._page.set_state(state)
-
-
-async def _take_turn(team: NodeTeam | None, ticket: Ticket) -> None:
-    """Wait until the slot of an unnamed operation is free; a name has its own."""
-    if team is not None and ticket.name is None and not team.is_turn_of(ticket.number):
-        await Wait((Turn(team, ticket.number),))
-
-
-def _end_turn(team: NodeTeam | None, ticket: Ticket) -> None:
-    if team is not None and ticket.name is None:
-        team.end_turn(ticket.number)
 
 
 def _is_harmless(work: Work, error: BaseException) -> bool:

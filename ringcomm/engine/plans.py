@@ -26,7 +26,7 @@ from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.call import Call, call_of_reduction
-from ringcomm.engine.engine import Plan
+from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 from ringcomm.transport.channel import Channel

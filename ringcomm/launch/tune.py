@@ -21,7 +21,7 @@ from ringcomm.collectives.table import Table
 from ringcomm.config import COLLECTIVES
 from ringcomm.engine import tuning
 from ringcomm.engine.call import Call
-from ringcomm.engine.engine import Plan
+from ringcomm.engine.execution import Plan
 from ringcomm.engine.explain import bytes_text
 from ringcomm.engine.selection import MODULES
 from ringcomm.engine.world import engine

@@ -20,7 +20,7 @@ from ringcomm.collectives.layout import hosts
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.config import Settings
 from ringcomm.engine.call import Call
-from ringcomm.engine.engine import Plan
+from ringcomm.engine.execution import Plan
 from ringcomm.engine.world import engine
 from ringcomm.transport.loopback import LoopbackHub
 

@@ -127,9 +127,13 @@ def test_an_unknown_algorithm_names_the_known_ones(text):
         config.settings({"RINGCOMM_ALGORITHM": text})
 
 
-def test_two_choices_for_one_collective_are_refused():
-    with pytest.raises(rc.ConfigError, match="which has two choices for allreduce"):
-        config.settings({"RINGCOMM_ALGORITHM": "allreduce:ring,allreduce:direct"})
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("allreduce:ring,allreduce:direct", "allreduce"), ("ring,direct", "all collectives")],
+)
+def test_two_choices_for_the_same_are_refused(text, what):
+    with pytest.raises(rc.ConfigError, match=f"which has two choices for {what}"):
+        config.settings({"RINGCOMM_ALGORITHM": text})
 
 
 @pytest.mark.parametrize(
