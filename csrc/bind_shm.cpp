@@ -79,36 +79,56 @@ std::vector<std::size_t> shares(std::size_t nbytes, std::size_t n) {
   return bounds;
 }
 
-// Begins an allreduce and stays with it for a moment; returns what is left to do, if anything.
-std::shared_ptr<NodeStep> allreduce_memory(const std::shared_ptr<Team>& team, std::size_t slot,
-                                           std::uint64_t fingerprint, std::uintptr_t address,
-                                           std::size_t nbytes, int op, int code,
-                                           std::size_t divisor, double seconds) {
-  auto* data = reinterpret_cast<std::byte*>(address);
-  const auto dtype = static_cast<DType>(code);
-  if (divisor == 0) throw std::invalid_argument("divisor is 0");
-  require_elements(dtype, data, nbytes);
-  Meeting meeting = meeting_of(team, slot, fingerprint);
-  nb::gil_scoped_release unlocked;
-  const auto step = std::make_shared<ReduceStep>(
-      std::move(meeting), Reduction{data, data, shares(nbytes, team->size()), Target::all, 0,
-                                    static_cast<Op>(op), dtype, divisor});
-  const bool is_over = drive(*step, *team->me().bell, team->patience(),
-                             static_cast<std::int64_t>(seconds * 1e9));
-  if (is_over && step->agrees() && step->fault().empty()) return nullptr;
-  return step;
-}
+// An allreduce in place that was made before, ready to be made again.
+class KnownAllreduce {
+ public:
+  // moment_s: how long run() stays with it.
+  KnownAllreduce(std::shared_ptr<Team> team, std::uint64_t fingerprint, std::size_t nbytes, int op,
+                 int dtype, std::size_t divisor, double moment_s)
+      : team_(std::move(team)),
+        fingerprint_(fingerprint),
+        nbytes_(nbytes),
+        op_(static_cast<Op>(op)),
+        dtype_(static_cast<DType>(dtype)),
+        divisor_(divisor),
+        moment_ns_(static_cast<std::int64_t>(moment_s * 1e9)) {
+    if (divisor == 0) throw std::invalid_argument("divisor is 0");
+  }
 
-std::shared_ptr<NodeStep> allreduce_array(const std::shared_ptr<Team>& team, std::size_t slot,
-                                          std::uint64_t fingerprint, nb::handle x, int op, int code,
-                                          std::size_t divisor, double seconds) {
-  Py_buffer view;
-  if (PyObject_GetBuffer(x.ptr(), &view, PyBUF_WRITABLE) != 0) throw nb::python_error();
-  const auto address = reinterpret_cast<std::uintptr_t>(view.buf);
-  const auto nbytes = static_cast<std::size_t>(view.len);
-  PyBuffer_Release(&view);  // the caller holds x
-  return allreduce_memory(team, slot, fingerprint, address, nbytes, op, code, divisor, seconds);
-}
+  // Begins it and stays with it for a moment; returns what is left to do, if anything.
+  std::shared_ptr<NodeStep> run(std::size_t slot, std::uintptr_t address) const {
+    auto* data = reinterpret_cast<std::byte*>(address);
+    require_elements(dtype_, data, nbytes_);
+    Meeting meeting = meeting_of(team_, slot, fingerprint_);
+    nb::gil_scoped_release unlocked;
+    const auto step = std::make_shared<ReduceStep>(
+        std::move(meeting), Reduction{data, data, shares(nbytes_, team_->size()), Target::all, 0, op_,
+                                      dtype_, divisor_});
+    const bool is_over = drive(*step, *team_->me().bell, team_->patience(), moment_ns_);
+    if (is_over && step->agrees() && step->fault().empty()) return nullptr;
+    return step;
+  }
+
+  // x: writable and contiguous.
+  std::shared_ptr<NodeStep> run_on(std::size_t slot, nb::handle x) const {
+    Py_buffer view;
+    if (PyObject_GetBuffer(x.ptr(), &view, PyBUF_WRITABLE) != 0) throw nb::python_error();
+    const auto address = reinterpret_cast<std::uintptr_t>(view.buf);
+    const auto nbytes = static_cast<std::size_t>(view.len);
+    PyBuffer_Release(&view);  // the caller holds x
+    if (nbytes != nbytes_) throw std::invalid_argument("x is no array of that size");
+    return run(slot, address);
+  }
+
+ private:
+  std::shared_ptr<Team> team_;
+  std::uint64_t fingerprint_;
+  std::size_t nbytes_;
+  Op op_;
+  DType dtype_;
+  std::size_t divisor_;
+  std::int64_t moment_ns_;
+};
 
 std::shared_ptr<NodeStep> start_reduce(const std::shared_ptr<Team>& team, std::size_t slot,
                                        std::uint64_t fingerprint, ConstBytes source,
@@ -187,10 +207,11 @@ void bind_shm(nb::module_& m) {
       .def("drive", &drive_step, "seconds"_a);
   m.def("start_reduce", &start_reduce, "team"_a, "slot"_a, "fingerprint"_a, "source"_a.noconvert(),
         "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a);
-  m.def("allreduce_memory", &allreduce_memory, "team"_a, "slot"_a, "fingerprint"_a, "address"_a,
-        "nbytes"_a, "op"_a, "dtype"_a, "divisor"_a, "seconds"_a);
-  m.def("allreduce_array", &allreduce_array, "team"_a, "slot"_a, "fingerprint"_a, "x"_a, "op"_a,
-        "dtype"_a, "divisor"_a, "seconds"_a);
+  nb::class_<KnownAllreduce>(m, "KnownAllreduce")
+      .def(nb::init<std::shared_ptr<Team>, std::uint64_t, std::size_t, int, int, std::size_t, double>(),
+           "team"_a, "fingerprint"_a, "nbytes"_a, "op"_a, "dtype"_a, "divisor"_a, "moment_s"_a)
+      .def("run", &KnownAllreduce::run)
+      .def("run_on", &KnownAllreduce::run_on);
   m.def("start_copy", &start_copy, "team"_a, "slot"_a, "fingerprint"_a, "shown"_a.noconvert(), "pulls"_a);
 
   nb::class_<Loop>(m, "Loop")

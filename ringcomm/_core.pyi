@@ -42,6 +42,20 @@ def make_team(
     index: int, context: int, is_crowded: bool, memories: Sequence[NodeMemory]
 ) -> Team: ...
 
+class KnownAllreduce:
+    def __init__(
+        self,
+        team: Team,
+        fingerprint: int,
+        nbytes: int,
+        op: int,
+        dtype: int,
+        divisor: int,
+        moment_s: float,
+    ) -> None: ...
+    def run(self, slot: int, address: int, /) -> NodeStep | None: ...
+    def run_on(self, slot: int, x: NDArray[Any], /) -> NodeStep | None: ...
+
 class NodeStep(Program):
     @property
     def agrees(self) -> bool: ...
@@ -61,27 +75,6 @@ def start_reduce(
     dtype: int,
     divisor: int,
 ) -> NodeStep: ...
-def allreduce_array(
-    team: Team,
-    slot: int,
-    fingerprint: int,
-    x: NDArray[Any],
-    op: int,
-    dtype: int,
-    divisor: int,
-    seconds: float,
-) -> NodeStep | None: ...
-def allreduce_memory(
-    team: Team,
-    slot: int,
-    fingerprint: int,
-    address: int,
-    nbytes: int,
-    op: int,
-    dtype: int,
-    divisor: int,
-    seconds: float,
-) -> NodeStep | None: ...
 def start_copy(
     team: Team,
     slot: int,

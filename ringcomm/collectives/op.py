@@ -24,6 +24,8 @@ class Op(Enum):
     BOR = "bor"
     BXOR = "bxor"
 
+    __hash__ = object.__hash__  # Enum's own is Python code that hashes the name each time
+
     def __str__(self) -> str:
         return self.name
 

@@ -18,6 +18,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.agreement import broadcast_bytes
 from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Execution, Plan, end_turn
+from ringcomm.engine.forks import n_forks
 from ringcomm.engine.founding import Founding
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle, warn_of_dropped
@@ -113,13 +114,14 @@ class Engine:
         self.quick = None if self.world.team is None else Quick(self, self.world.team)
         self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
         self._page = page
-        self._pid = os.getpid()
+        self._pid, self._n_forks = os.getpid(), n_forks()
         self._lock = threading.Lock()
         self._pending = Pending(page)
         self._founding = Founding()
         self.selection = Selection(settings)
         self._execution = Execution(self.watch, self.selection)
-        self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
+        self._ledger_of_world = self.world.ledger_for(self)
+        self._ledgers = {base_of(0, None): self._ledger_of_world}
         self._n_serial = 0
         self._broken: RingcommError | None = None
         self._is_closed = False
@@ -157,14 +159,13 @@ class Engine:
 
         None: it cannot do without.
         """
-        if os.getpid() != self._pid or self._is_closed or self._broken is not None:
+        if self._is_closed or self._broken is not None or self._n_forks != n_forks():
             return None
+        if self.timeline is not None or self.selection.leaves_memory:
+            return None
+        ledger, team = self._ledger_of_world, self.world.team
         with self._lock:
-            ledger = self.world.ledger_for(self)
-            team = self.world.team
             if team is None or not team.is_turn_of(ledger.next_place):
-                return None
-            if self.timeline is not None or self.selection.leaves_memory:
                 return None
             return ledger.take_place()
 
@@ -178,7 +179,7 @@ class Engine:
 
     def adopt(self, place: int, step: NodeStep, plan: Callable[[Group], Plan[Any]]) -> None:
         """Let what was begun at this place be a task, and wait for it."""
-        ledger = self.world.ledger_for(self)
+        ledger = self._ledger_of_world
         entry = _Entry(self.world, ledger, ledger.unnamed(place), is_awaited=True)
         try:
             ready = plan(self.world)
@@ -340,7 +341,7 @@ class Engine:
         Returns:
             True if every rank left in order, so that MPI can be finalized.
         """
-        if self._is_closed or os.getpid() != self._pid:
+        if self._is_closed or self._n_forks != n_forks():
             return False
         with self._lock:
             self._is_closed = True
@@ -512,7 +513,7 @@ class Engine:
         )
 
     def _require_own_process(self) -> None:
-        if os.getpid() != self._pid:
+        if self._n_forks != n_forks():
             raise NotInitializedError(
                 f"this process (pid {os.getpid()}) is a child of rank {self.rank} "
                 f"(pid {self._pid}); only the rank itself can communicate. Do it there, and hand "

@@ -54,12 +54,15 @@ class Ledger:
     Args:
         context: of the group.
         is_first: this rank is the group's rank 0, which hands out the streams of names.
+
+    Attributes:
+        next_place: of the next unnamed operation.
     """
 
     def __init__(self, context: int, *, is_first: bool) -> None:
         self.context = context
         self._is_first = is_first
-        self._place = 0
+        self.next_place = 1
         self._unnamed = base_of(context, None)
         self._entries: dict[str, _Entry] = {}
         self._bases: dict[str, int] = {}
@@ -89,15 +92,11 @@ class Ledger:
         entry.number += 1
         return Ticket(name, self._bases[name], entry.number)
 
-    @property
-    def next_place(self) -> int:
-        """The place of the next unnamed operation."""
-        return self._place + 1
-
     def take_place(self) -> int:
         """Return the place of an unnamed operation that begins on this rank."""
-        self._place += 1
-        return self._place
+        place = self.next_place
+        self.next_place = place + 1
+        return place
 
     def unnamed(self, place: int) -> Ticket:
         """Return the ticket of the unnamed operation at this place."""
@@ -159,7 +158,7 @@ class Ledger:
     def has_entered(self, base: int, number: int) -> bool:
         """Return True if this rank is, or was, in that operation, as far as it is remembered."""
         if base == self._unnamed:
-            return number <= self._place
+            return number < self.next_place
         name = self._names.get(base)
         return name is not None and number <= self._entries[name].number
 

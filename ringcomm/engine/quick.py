@@ -8,12 +8,11 @@ within a moment, a mismatch or a rank that is late, becomes a task like any othe
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringcomm._core import NodeStep, allreduce_array, allreduce_memory
+from ringcomm._core import KnownAllreduce
 from ringcomm.arrays import adapter_for
 from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.transport.base import N_UNNAMED
@@ -23,25 +22,6 @@ if TYPE_CHECKING:
     from ringcomm.engine.engine import Engine
 
 _MAX_KNOWN = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What C++ and the other ranks need of an allreduce that was made before.
-
-    Attributes:
-        fingerprint: of the call.
-        op: code of the kernel.
-        dtype: code of the kernel.
-        divisor: of the sum.
-        nbytes: of the array.
-    """
-
-    fingerprint: int
-    op: int
-    dtype: int
-    divisor: int
-    nbytes: int
 
 
 class Quick:
@@ -55,7 +35,7 @@ class Quick:
     def __init__(self, engine: Engine, team: NodeTeam) -> None:
         self._engine = engine
         self._team = team
-        self._known: dict[tuple[Any, Any, Op], _Known] = {}
+        self._known: dict[tuple[Any, Any, Op], KnownAllreduce] = {}
 
     def allreduce_(self, x: Any, op: Op) -> bool:
         """Reduce x in place if this way is open; else do nothing and return False.
@@ -76,37 +56,14 @@ class Quick:
         place = self._engine.take_place()
         if place is None:
             return False
-        team = self._team
+        slot = place % N_UNNAMED
         try:
-            step: NodeStep | None
-            if is_numpy:
-                step = allreduce_array(
-                    team.team,
-                    place % N_UNNAMED,
-                    known.fingerprint,
-                    x,
-                    known.op,
-                    known.dtype,
-                    known.divisor,
-                    team.moment_s,
-                )
-            else:
-                step = allreduce_memory(
-                    team.team,
-                    place % N_UNNAMED,
-                    known.fingerprint,
-                    x.data_ptr(),
-                    known.nbytes,
-                    known.op,
-                    known.dtype,
-                    known.divisor,
-                    team.moment_s,
-                )
+            step = known.run_on(slot, x) if is_numpy else known.run(slot, x.data_ptr())
         except BaseException as error:
             self._engine.lose_place(place, error)
             raise
         if step is None:
-            team.end_turn(place)
+            self._team.end_turn(place)
             if not is_numpy:
                 adapter_for(x).written(x)
         else:
@@ -129,8 +86,14 @@ class Quick:
         dtype = adapter.dtype(x)
         nbytes = dtype.itemsize * int(np.prod(adapter.shape(x), dtype=np.int64))
         divisor = self._team.team.size if op is AVERAGE else 1
-        self._known[x.dtype, x.shape, op] = _Known(
-            call.fingerprint, op.kernel, dtype.kernel, divisor, nbytes
+        self._known[x.dtype, x.shape, op] = KnownAllreduce(
+            self._team.team,
+            call.fingerprint,
+            nbytes,
+            op.kernel,
+            dtype.kernel,
+            divisor,
+            self._team.moment_s,
         )
 
 

@@ -39,11 +39,17 @@ class _World:
         self.guardian = guardian
 
 
+class _Override(threading.local):
+    """The engine that serves this thread alone, if any: ranks as threads."""
+
+    engine: Engine | None = None  # of the class, or whoever asks waits for an AttributeError
+
+
 _world: _World | None = None
 _mpi: Started | None = None  # MPI is started once per process and survives shutdown()
 _is_mpi_broken = False  # a rank died or left out of turn: MPI_Finalize would wait for it
 _unheard: LastWords | None = None  # of a world that could not be left as shutdown() promises
-_override = threading.local()
+_override = _Override()
 
 
 def init(comm: MPI.Comm | None = None) -> None:
@@ -159,7 +165,7 @@ def entered(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
-        del _override.engine
+        _override.engine = None
 
 
 def rank() -> int:
@@ -212,7 +218,7 @@ def cross_size() -> int:
 
 
 def _current() -> Engine | None:
-    override: Engine | None = getattr(_override, "engine", None)
+    override = _override.engine
     if override is not None:
         return override
     return None if _world is None else _world.engine

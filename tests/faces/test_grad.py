@@ -151,6 +151,24 @@ def test_a_grad_replaced_between_passes_is_this_ranks_own(size):
 
 
 @SIZES
+def test_autograd_learns_that_the_next_backward_overwrote_a_gradient(size):
+    def body(rank):
+        model = nn.Linear(3, 2)
+        optimizer = wrap(model)
+        for _ in range(2):  # after the first step the buckets are made anew
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+        factor = torch.ones(2, 3, requires_grad=True)
+        penalty = (factor * model.weight.grad).sum()
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+
+    run_ranks(size, body)
+
+
+@SIZES
 def test_horovods_pattern_of_synchronize_and_skip_synchronize(size):
     def train(model, optimizer, batches):
         for x, y in batches:
