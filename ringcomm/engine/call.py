@@ -41,12 +41,12 @@ class Call:
         """64 bits that differ where calls differ."""
         return int.from_bytes(_digest(self.pack(), 8), "little")
 
-    def pack(self) -> bytes:
-        """Return the wire form; names and errors are cut at 400 characters."""
+    def pack(self, *, whole: bool = False) -> bytes:
+        """Return the wire form; names and errors are cut at 400 characters, unless whole."""
         fields = vars(self).copy()  # asdict() copies deeply: 21 us against 0.2
         fields.pop("fingerprint", None)
         for key in ("name", "error"):
-            if fields[key] is not None and len(fields[key]) > _MAX_TEXT:
+            if not whole and fields[key] is not None and len(fields[key]) > _MAX_TEXT:
                 digest = _digest(fields[key].encode(errors="surrogatepass"), 6).hex()
                 fields[key] = f"{fields[key][:_MAX_TEXT]}...{digest}"
         return json.dumps(fields).encode()

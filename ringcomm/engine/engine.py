@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from ringcomm._core import NodeStep, StatusPage
 from ringcomm.arrays.base import Bytes
@@ -22,6 +23,7 @@ from ringcomm.engine.forks import n_forks
 from ringcomm.engine.founding import Founding
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle, warn_of_dropped
+from ringcomm.engine.joining import Joining
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.patience import ANSWER_S, Farewell, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
@@ -118,10 +120,12 @@ class Engine:
         self._lock = threading.Lock()
         self._pending = Pending(page)
         self._founding = Founding()
+        self._joining = self.watch.host = Joining(self, self._pending, self._lock)
         self.selection = Selection(settings)
         self._execution = Execution(self.watch, self.selection)
         self._ledger_of_world = self.world.ledger_for(self)
         self._ledgers = {base_of(0, None): self._ledger_of_world}
+        self._groups: WeakValueDictionary[int, Group] = WeakValueDictionary({0: self.world})
         self._n_serial = 0
         self._broken: RingcommError | None = None
         self._is_closed = False
@@ -161,7 +165,7 @@ class Engine:
         """
         if self._is_closed or self._broken is not None or self._n_forks != n_forks():
             return None
-        if self.timeline is not None or self.selection.leaves_memory:
+        if self.timeline is not None or self.selection.leaves_memory or self._joining.has_guests:
             return None
         ledger, team = self._ledger_of_world, self.world.team
         with self._lock:
@@ -281,7 +285,36 @@ class Engine:
         """Return the ledger of a new group, agreed on by its members; blocks."""
         ledger = self._founding.found(group, self)
         self._ledgers[base_of(ledger.context, None)] = ledger
+        self._groups[ledger.context] = group
         return ledger
+
+    def group_of(self, context: int) -> Group:
+        """Return the group whose operations have this context.
+
+        Raises:
+            RingcommError: it is no more on this rank.
+        """
+        group = self._groups.get(context)
+        if group is None:
+            raise RingcommError(
+                f"join(): another rank uses group {context}, which rank {self.rank} has dropped: "
+                "keep a reference to it"
+            )
+        return group
+
+    def join(self) -> int:
+        """Stand in for this rank, which has no more work, until all ranks have joined; blocks.
+
+        Returns:
+            The last rank that joined, the same on all.
+        """
+        self.work_in_background()
+        last: int = self._result_or_loss(self._joining.begin())
+        return last
+
+    def stand_in(self, call: Call, plan: Callable[[Group], Plan[Any]], group: Group) -> Task | Over:
+        """Begin this rank's part of an operation in which it has nothing to contribute."""
+        return self._enqueue(call.kind, call.name, plan, group, is_awaited=False)
 
     def meet(self, version: str, table: str = "") -> None:
         """Return when every rank runs this version and its guardian watches; first call of all.
@@ -358,7 +391,7 @@ class Engine:
         is_clean = self._broken is None and not self.watch.peers.dead
         self._transport.close(is_clean=is_clean)
         self.quick = None
-        self.watch.whereabouts = None  # no cycle may keep the page's descriptor
+        self.watch.whereabouts = self.watch.host = None  # no cycle may keep the page's descriptor
         self._progress.close()
         return is_clean
 
@@ -423,7 +456,7 @@ class Engine:
         team, ticket = entry.group.team, entry.ticket
         if plan.step is None or team is None:
             return False
-        if self.timeline is not None or self.selection.leaves_memory:
+        if self.timeline is not None or self.selection.leaves_memory or self._joining.has_guests:
             return False
         if ticket.name is None:
             return team.is_turn_of(ticket.number)
@@ -473,7 +506,8 @@ class Engine:
         """Return a task that is pending; the lock is held."""
         group, ledger, ticket, is_awaited = entry
         task = Task(_label(plan.call, ticket, group, self.world), ticket, group.ranks)
-        self._launch(Work(task, ledger, ticket, plan.nbytes, problem, group, is_awaited), plan)
+        work = Work(task, ledger, ticket, plan.nbytes, plan.call, problem, group, is_awaited)
+        self._launch(work, plan)
         return task
 
     def _launch(self, work: Work, plan: Plan[Any]) -> None:
@@ -481,6 +515,7 @@ class Engine:
         try:
             self._pending.add(work, self.timeline)
             work.task.start(*self._execution.strands(work, plan))
+            self._joining.invite(work)
         except BaseException as error:  # its place is taken, and others will wait for it
             self._pending.remove(work.ticket.key, has_failed=True)
             work.task.stop()

@@ -92,6 +92,13 @@ class Group:
         return self._ledger
 
     @property
+    def engine(self) -> Engine:
+        """What carries out its operations on this rank."""
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    @property
     def index(self) -> int:
         """`rank` of a member."""
         assert self.rank is not None

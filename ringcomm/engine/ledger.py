@@ -102,6 +102,13 @@ class Ledger:
         """Return the ticket of the unnamed operation at this place."""
         return Ticket(None, self._unnamed, place)
 
+    def is_next(self, name: str | None, number: int) -> bool:
+        """Return True if enter() would return the ticket of this number."""
+        if name is None:
+            return number == self.next_place
+        entry = self._entries.get(name)
+        return name not in self._pending and number == (0 if entry is None else entry.number + 1)
+
     def finish(self, ticket: Ticket) -> None:
         """The operation is over on this rank."""
         if ticket.name is not None:

@@ -287,6 +287,25 @@ def barrier(*, name: str | None = None, group: Group | None = None) -> None:
     _run("barrier", name, group, plans.barrier)
 
 
+def join() -> int:
+    """Take part in what the other ranks do until all have called this; blocks.
+
+    For ranks that have fewer batches than others: this one goes on to contribute what changes no
+    result (0 to a SUM, 1 to a PRODUCT, no rows to an allgather ...), to operations with a name and
+    without, and of any group. An AVERAGE is still divided by the number of all ranks.
+
+    Returns:
+        The last rank that called it, the same on all.
+
+    Raises:
+        PeerFailedError: a rank left without joining.
+        CommTimeoutError: nothing has happened for RINGCOMM_TIMEOUT_S, and not all have joined.
+
+    A broadcast or scatter from a rank that has joined is a MismatchError on the others.
+    """
+    return engine().join()
+
+
 def grouped_allreduce(
     xs: Sequence[A],
     op: Op = SUM,

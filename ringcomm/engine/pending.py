@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringcomm._core import StatusPage
+from ringcomm.engine.call import Call
 from ringcomm.engine.ledger import Ledger, Ticket
 from ringcomm.engine.progress import Task
 from ringcomm.engine.timeline import Lane, Timeline
@@ -25,6 +26,7 @@ class Work:
         ledger: of its group; None for what is no collective.
         ticket: which operation it is.
         nbytes: size of the payload.
+        call: what all ranks must agree on; None for what is no collective.
         problem: why this rank could not plan it, if it could not.
         group: whose it is; None for what is no collective.
         is_awaited: who started it waits for it.
@@ -36,6 +38,7 @@ class Work:
     ledger: Ledger | None
     ticket: Ticket
     nbytes: int
+    call: Call | None = None
     problem: Exception | None = None
     group: Group | None = None
     is_awaited: bool = False
@@ -75,6 +78,10 @@ class Pending:
     def tasks(self) -> list[Task]:
         """Return what is pending, oldest first."""
         return [work.task for work in list(self._works.values())]
+
+    def works(self) -> list[Work]:
+        """Return what is pending, with what is kept with it, oldest first."""
+        return list(self._works.values())
 
     def oldest(self) -> str:
         """Return the label of what has been pending for longest, "" if nothing is."""

@@ -23,18 +23,19 @@ from ringcomm.collectives import exchange, node, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
+from ringcomm.collectives.scaling import Scaling, scale
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.call import Call, call_of_reduction
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.steps import MEET, NodeCopy, NodeReduction, To
 
 A = TypeVar("A", bound=Any)
 MIB = 1 << 20
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
+_AS_IT_IS = Scaling()
 
 
 def allreduce(
@@ -46,6 +47,7 @@ def allreduce(
     in_place: bool = False,
     is_borrowed: bool = False,
     deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
 ) -> Plan[A]:
     """Plan an allreduce; the result is x itself if in_place.
 
@@ -53,18 +55,25 @@ def allreduce(
     """
     adapter = adapter_for(x)
     kind = "allreduce_" if in_place else "allreduce"
-    call = reduction(kind, name, op, x, adapter, deterministic=deterministic)
-    if is_borrowed:
+    call = reduction(kind, name, op, x, adapter, deterministic=deterministic, scaling=scaling)
+    if scaling:
+        if in_place:
+            adapter.require_writable(x)
+        work, source = _scaled(x, adapter, scaling)
+        flat = source
+    elif is_borrowed:
         source = adapter.flat(_contiguous(x, adapter))
-        work: A = adapter.empty(x, adapter.shape(x))
+        work = adapter.empty(x, adapter.shape(x))
         flat = adapter.flat(work)
     else:
         work = _working_copy(x, adapter, in_place=in_place)
         source = flat = adapter.flat(work)
 
-    choose = engine().selection.algorithm
+    op, factor = scaling.on_the_wire(op, flat.dtype, group.size)
+    choose = group.engine.selection.algorithm
 
     def finish(t: Channel | None = None) -> A:
+        scale(flat, factor)
         return _written(x, work, adapter, t) if in_place else work
 
     async def run(t: Channel) -> A:
@@ -97,7 +106,7 @@ def reduce(
     work = _working_copy(x, adapter, in_place=in_place and is_root)
     flat = adapter.flat(work)
 
-    choose = engine().selection.algorithm
+    choose = group.engine.selection.algorithm
 
     async def run(t: Channel) -> A | None:
         out = flat if is_root else None
@@ -124,27 +133,35 @@ def reduce_scatter(
     in_place: bool = False,
     is_borrowed: bool = False,
     deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
 ) -> Plan[A]:
     """Plan a reduction of which each rank gets its rows; in place they stand in x, as a view.
 
-    is_borrowed: see allreduce().
+    is_borrowed: see allreduce(). scaling: not in place.
     """
     adapter = adapter_for(x)
     kind = "reduce_scatter_" if in_place else "reduce_scatter"
-    call = reduction(kind, name, op, x, adapter, deterministic=deterministic)
+    call = reduction(kind, name, op, x, adapter, deterministic=deterministic, scaling=scaling)
     shape = adapter.shape(x)
     _require_rows(shape, kind)
     if in_place and not adapter.is_contiguous(x):
         raise ValueError(f"{kind} returns a view of x, so x must be contiguous: pass x.copy()")
-    work = _contiguous(x, adapter) if is_borrowed else _working_copy(x, adapter, in_place=in_place)
-    source = adapter.flat(work)
+    if scaling:
+        work, source = _scaled(x, adapter, scaling)
+    else:
+        work = (
+            _contiguous(x, adapter) if is_borrowed else _working_copy(x, adapter, in_place=in_place)
+        )
+        source = adapter.flat(work)
     parts, mine = _rows_by_rank(shape, group)
     out: A = x[mine] if in_place else adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
     target = adapter.flat(out)
 
-    choose = engine().selection.algorithm
+    op, factor = scaling.on_the_wire(op, source.dtype, group.size)
+    choose = group.engine.selection.algorithm
 
     def finish(t: Channel | None = None) -> A:
+        scale(target, factor)
         if in_place:
             _written(x, work, adapter, t)
         return out
@@ -166,11 +183,10 @@ def reduce_scatter(
 
 def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     """Plan the concatenation of all ranks' rows."""
-    del group  # any will do
     adapter, call, mine = _rows_of(x, "allgather", name)
     shape = adapter.shape(x)
 
-    choose = engine().selection.algorithm
+    choose = group.engine.selection.algorithm
 
     async def run(t: Channel) -> A:
         rows = await gather_counts(shape[0], t)
@@ -331,12 +347,19 @@ def grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[l
 
 
 def grouped_reduce_scatter(
-    group: Group, name: str | None, xs: Sequence[A], op: Op, *, deterministic: bool = False
+    group: Group,
+    name: str | None,
+    xs: Sequence[A],
+    op: Op,
+    *,
+    deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
 ) -> Plan[list[A]]:
     """Plan several reduce_scatters as one."""
     kind = "grouped_reduce_scatter"
     plans = [
-        reduce_scatter(group, None, x, op, deterministic=deterministic) for x in _listed(kind, xs)
+        reduce_scatter(group, None, x, op, deterministic=deterministic, scaling=scaling)
+        for x in _listed(kind, xs)
     ]
     return _grouped(kind, name, plans)
 
@@ -349,28 +372,32 @@ def grouped_allreduce(
     *,
     in_place: bool = False,
     deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
 ) -> Plan[list[A]]:
     """Plan an allreduce of several arrays, fused where they share a dtype."""
     kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
-    del group
     adapters = [adapter_for(x) for x in _listed(kind, xs)]
     if in_place and len({id(x) for x in xs}) < len(xs):
         raise ValueError(f"{kind}: the same array is passed twice: it can be reduced but once")
     calls = [
-        reduction(kind, None, op, x, adapter, deterministic=deterministic)
+        reduction(kind, None, op, x, adapter, deterministic=deterministic, scaling=scaling)
         for x, adapter in zip(xs, adapters, strict=True)
     ]
     work = [
-        _working_copy(x, adapter, in_place=in_place)
+        _working_copy(x, adapter, in_place=in_place and not scaling)
         for x, adapter in zip(xs, adapters, strict=True)
     ]
     flats = [adapter.flat(each) for each, adapter in zip(work, adapters, strict=True)]
     if in_place:
         _require_apart(kind, flats)
+        for x, adapter in zip(xs, adapters, strict=True):
+            adapter.require_writable(x)
+    for flat in flats:
+        scale(flat, scaling.before)
     items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
-    batches = plan_fusion(items, engine().settings.fusion_mib * MIB)
+    batches = plan_fusion(items, group.engine.settings.fusion_mib * MIB)
 
-    choose = engine().selection.algorithm
+    choose = group.engine.selection.algorithm
 
     async def run(t: Channel) -> list[A]:
         for batch in batches:
@@ -378,7 +405,9 @@ def grouped_allreduce(
             with t.phase("copy"):
                 fused = together[0] if len(together) == 1 else _fused(together)
             algorithm = choose("allreduce", fused, t, is_deterministic=deterministic)
-            await perform(algorithm.allreduce_, t, fused, op=op)
+            way, factor = scaling.on_the_wire(op, fused.dtype, group.size)
+            await perform(algorithm.allreduce_, t, fused, op=way)
+            scale(fused, factor)
             if len(together) > 1:
                 with t.phase("copy"):
                     _unfuse(fused, together)
@@ -418,13 +447,17 @@ def reduction(
     *,
     root: int | None = None,
     deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
 ) -> Call:
     """Return what all ranks must agree on before they reduce x."""
     if not isinstance(op, Op):
         raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
     dtype = adapter.dtype(x)
     op.require(dtype)
+    scaling.require(dtype)
     how = f"{op.name}, deterministic" if deterministic else op.name
+    if scaling:
+        how = f"{how}, {scaling}"
     if root is None:
         return call_of_reduction(kind, name, how, dtype.name, adapter.shape(x))
     return Call(kind, name, op=how, dtype=dtype.name, shape=adapter.shape(x), root=root)
@@ -498,6 +531,14 @@ def _working_copy(x: A, adapter: ArrayAdapter, *, in_place: bool) -> A:
         return copied
     adapter.require_writable(x)
     return _contiguous(x, adapter)
+
+
+def _scaled(x: A, adapter: ArrayAdapter, scaling: Scaling) -> tuple[A, Flat]:
+    """Return a copy of x times what comes before a reduction, and the copy's memory."""
+    work: A = adapter.copy(x)
+    flat = adapter.flat(work)
+    scale(flat, scaling.before)
+    return work, flat
 
 
 def _written(x: A, work: A, adapter: ArrayAdapter, t: Channel | None) -> A:

@@ -56,6 +56,18 @@ class Letter:
         """Do nothing: nobody else writes into a letter."""
 
 
+class Host(Protocol):
+    """Who is told of ranks that have joined, see ringcomm.engine.joining."""
+
+    def hear_joined(self, source: int, header: Header) -> None:
+        """Rank `source` has joined, or knows that all have."""
+        ...
+
+    def hear_invite(self, source: int, header: Header, text: str) -> None:
+        """Rank `source` has begun an operation that this rank is a member of."""
+        ...
+
+
 class Watch:
     """Feeds one PeerTable, and the letter boxes, from the control channel and the deaths seen.
 
@@ -63,6 +75,7 @@ class Watch:
         peers: what is known.
         own_failure: set when another thread of this rank failed; whoever waits stops.
         whereabouts: answers those who ask where this rank is.
+        host: is told of ranks that have joined.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -70,6 +83,7 @@ class Watch:
         self.peers = PeerTable(transport.rank, transport.size)
         self.own_failure: str | None = None
         self.whereabouts: Whereabouts | None = None
+        self.host: Host | None = None
         self._left: str | None = None
         self._boxes: _Boxes = {}
 
@@ -144,6 +158,10 @@ class Watch:
             peers.note_absent(source, header.key, text)
         elif kind is Kind.GAVE_UP:
             peers.note_gave_up(source, GaveUp.of_text(text))
+        elif kind is Kind.JOINED and self.host is not None:
+            self.host.hear_joined(source, header)
+        elif kind is Kind.INVITE and self.host is not None:
+            self.host.hear_invite(source, header, text)
         elif kind is Kind.BROKE:
             peers.note_broken(source, header.about, text)
         elif kind is Kind.LEFT:
