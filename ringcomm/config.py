@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ConfigError
@@ -114,6 +114,53 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     return found
 
 
+# Horovod's variables that mean one of our settings: name -> (setting, factor).
+_HOROVOD = {
+    "HOROVOD_FUSION_THRESHOLD": ("fusion_mib", 1 / (1 << 20)),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warning_s", 1.0),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("timeout_s", 1.0),
+}
+_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
+
+
+def horovod_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Return settings() with what Horovod's variables say where no RINGCOMM_ variable does.
+
+    Raises:
+        ConfigError: one of them is no number >= 0.
+    """
+    environ = os.environ if environ is None else environ
+    found = settings(environ)
+    changes: dict[str, Any] = {}
+    for variable, (field, factor) in _HOROVOD.items():
+        if variable in environ:
+            changes[field] = _number(variable, environ[variable]) * factor
+    if _is_on(environ.get("HOROVOD_STALL_CHECK_DISABLE", "")):
+        changes["stall_warning_s"] = 0.0
+    timeline = environ.get("HOROVOD_TIMELINE", "")
+    if timeline and timeline != "DYNAMIC":  # that one means: it may be started later
+        changes["timeline"] = timeline.removesuffix(".json")
+    ours = {field for field in changes if _PREFIX + field.upper() in environ}
+    return replace(found, **{field: v for field, v in changes.items() if field not in ours})
+
+
+def horovod_log_level(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the level of logging that HOROVOD_LOG_LEVEL names, None if it does not."""
+    environ = os.environ if environ is None else environ
+    text = environ.get("HOROVOD_LOG_LEVEL", "").upper()
+    level = _LEVELS.get(text, text)
+    known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    if text and level not in known:
+        raise ConfigError(
+            f"HOROVOD_LOG_LEVEL is {text!r}; it must be trace, debug, info, warning, error or fatal"
+        )
+    return level or None
+
+
+def _is_on(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes", "on")
+
+
 def _forced(text: str) -> dict[str, str]:
     """Read RINGCOMM_ALGORITHM."""
     forced = {}
@@ -168,7 +215,7 @@ def launched_size(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
 def is_fault_tolerant(environ: Mapping[str, str] | None = None) -> bool:
     """Return True under `mpirun --with-ft ulfm`."""
     environ = os.environ if environ is None else environ
-    return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true", "yes", "on")
+    return _is_on(environ.get("OMPI_MCA_mpi_ft_enable", ""))
 
 
 def _launch(environ: Mapping[str, str]) -> str:

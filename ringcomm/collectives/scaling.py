@@ -80,7 +80,16 @@ def _scale(x: Flat, factor: float) -> None:
 
 
 def _scale_bfloat16(bits: NDArray[np.uint16], factor: float) -> None:
-    wide = (bits.astype(np.uint32) << 16).view(np.float32) * np.float32(factor)
-    raw = wide.view(np.uint32)
-    rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16  # to nearest, ties to even
-    bits[:] = np.where(np.isnan(wide), np.uint32(0x7FC0), rounded)
+    bits[:] = to_bfloat16(from_bfloat16(bits) * np.float32(factor))
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return the values that stand in the upper halves of float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the nearest values of 16 bits, ties to even."""
+    raw = values.view(np.uint32)
+    rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -270,6 +270,10 @@ class Engine:
             members = tuple(rank for rank in members if nodes[rank] == nodes[self.rank])
         return node.team_or_none(context, members)
 
+    def ranks_of(self, comm: Any) -> tuple[int, ...]:
+        """Return the ranks of an mpi4py communicator. Raises ValueError if one is no rank here."""
+        return self._transport.ranks_of(comm)
+
     def shared_memory(self, nbytes: int) -> Bytes | None:
         """Return memory that the ranks of this node map, None where nothing is shared."""
         self._require_own_process()
@@ -348,6 +352,11 @@ class Engine:
     def implementation(self) -> str:
         """What carries the messages: "Open MPI v5.0.11"."""
         return self._transport.implementation
+
+    @property
+    def is_threaded(self) -> bool:
+        """True if operations advance while Python computes."""
+        return self._transport.is_threaded
 
     def note_step(self, step: int) -> None:
         """Write the number of completed training steps to the status page."""

@@ -12,7 +12,7 @@ from ringcomm.arrays import DTYPES, adapter_of_kind
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.scaling import Scaling
-from ringcomm.engine import plans
+from ringcomm.engine import adasum, plans
 from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
@@ -66,6 +66,13 @@ def _grouped_reduction(plan: Callable[..., Plan[Any]]) -> Callable[[Group, Call]
     return make
 
 
+def _adasum(group: Group, call: Call) -> Plan[Any]:
+    _, *factors = (call.op or "").split(", ")
+    scaling = _scaling(factors) if factors else None
+    xs = [_neutral(DTYPES[dtype], shape, Op.SUM) for dtype, shape in call.members or ()]
+    return adasum.plan(group, call.name, xs, in_place=call.kind.endswith("_"), scaling=scaling)
+
+
 def _allgather(group: Group, call: Call) -> Plan[Any]:
     return plans.allgather(group, call.name, _no_rows(call.dtype, call.shape))
 
@@ -108,6 +115,7 @@ def _barrier(group: Group, call: Call) -> Plan[Any]:
 
 _FROM_ROOT = ("broadcast", "broadcast_object", "scatter")
 _MAKERS: dict[str, Callable[[Group, Call], Plan[Any]]] = {
+    "adasum": _adasum,
     "allgather": _allgather,
     "allgather_object": _allgather_object,
     "allreduce": _reduction(plans.allreduce),
@@ -129,12 +137,18 @@ def _how(call: Call) -> tuple[Op, dict[str, Any]]:
     """Return the operator and the options of a reduction; see plans.reduction()."""
     name, *more = (call.op or Op.SUM.name).split(", ")
     options: dict[str, Any] = {}
-    factors = dict(each.split("=") for each in more if "=" in each)
+    factors = [each for each in more if "=" in each]
     if "deterministic" in more:
         options["deterministic"] = True
     if factors:
-        options["scaling"] = Scaling(float(factors["prescale"]), float(factors["postscale"]))
+        options["scaling"] = _scaling(factors)
     return Op[name], options
+
+
+def _scaling(factors: list[str]) -> Scaling:
+    """Read what Scaling prints."""
+    values = dict(each.split("=") for each in factors)
+    return Scaling(float(values["prescale"]), float(values["postscale"]))
 
 
 def _neutral(dtype: DType, shape: _Shape, op: Op) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ringcomm import _core, config
@@ -70,11 +70,21 @@ def init(comm: MPI.Comm | None = None) -> None:
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
         RingcommError: a rank failed before this second init(); end the job.
     """
+    start(config.settings, comm)
+
+
+def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = None) -> None:
+    """Do what init() does, with other settings.
+
+    Args:
+        read_settings: called unless this process is a rank already.
+        comm: see init().
+    """
     global _world, _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
     _refuse_child()
-    if _world is not None:
+    if _current() is not None:
         return
-    settings = config.settings()
+    settings = read_settings()
     from ringcomm.engine.tuning import load
     from ringcomm.transport.mpi import (
         MpiTransport,

@@ -1,4 +1,4 @@
-"""Data-parallel training with torch: two lines around an existing optimizer.
+"""Data-parallel training with torch: Horovod's names, two lines around an existing optimizer.
 
     import ringcomm.torch as hvd
     hvd.init()
@@ -15,34 +15,152 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ringcomm.collectives.op import AVERAGE as Average
+from ringcomm.collectives.op import MAX as Max
+from ringcomm.collectives.op import MIN as Min
+from ringcomm.collectives.op import PRODUCT as Product
 from ringcomm.collectives.op import SUM as Sum
 from ringcomm.engine.world import (
     cross_rank,
     cross_size,
-    init,
     is_initialized,
     local_rank,
     local_size,
     rank,
     shutdown,
     size,
+    stop_timeline,
+)
+from ringcomm.errors import RingcommError as HorovodInternalError
+from ringcomm.torch.compression import Compression
+from ringcomm.torch.handles import poll, synchronize
+from ringcomm.torch.job import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    start_timeline,
+)
+from ringcomm.torch.movements import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    join,
 )
 from ringcomm.torch.optimizer import DistributedOptimizer
-from ringcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
+from ringcomm.torch.process_sets import (
+    ProcessSet,
+    add_process_set,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    process_set_by_id,
+    remove_process_set,
+)
+from ringcomm.torch.reductions import (
+    Adasum,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from ringcomm.torch.state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
     "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "process_set_by_id",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
 ]

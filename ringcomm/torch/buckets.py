@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,10 @@ import torch
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.engine import async_ops
+from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.registered import zeros
+from ringcomm.torch.recipe import Recipe
 
 MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -40,17 +42,22 @@ class Scaling:
     """How the gradients of the ranks become one.
 
     Attributes:
-        op: AVERAGE, or SUM.
+        recipe: what the optimizer was told.
         samples: how many this rank's gradient is the mean of; None: all count alike.
     """
 
-    op: Op
+    recipe: Recipe
     samples: float | None = None
 
     @property
     def wire_op(self) -> Op:
         """What the engine is asked for: a weighted mean is a sum, divided at the end."""
-        return self.op if self.samples is None else SUM
+        return self.recipe.op if self.samples is None else SUM
+
+    @property
+    def group(self) -> Group:
+        """The ranks whose gradients become one."""
+        return self.recipe.group
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,10 @@ class Stray:
     dtype: str
     op: str
 
-    def launch_zeros(self) -> Handle[torch.Tensor]:
+    def launch_zeros(self, group: Group) -> Handle[torch.Tensor]:
         """Take part with zeros, so that those ranks do not wait for this one."""
         zeros = torch.zeros(self.count, dtype=getattr(torch, self.dtype))
-        return async_ops.allreduce_async_(zeros, Op(self.op), name=self.name)
+        return async_ops.allreduce_async_(zeros, Op(self.op), name=self.name, group=group)
 
 
 class Bucket:
@@ -88,6 +95,7 @@ class Bucket:
     Args:
         kind: "gradients", for the name.
         parameters: (index, name, parameter) of each, of one dtype.
+        group: whose gradients they are.
         suffix: of the name.
 
     Attributes:
@@ -103,12 +111,13 @@ class Bucket:
         self,
         kind: str,
         parameters: Sequence[tuple[int, str, torch.nn.Parameter]],
+        group: Group,
         suffix: str = "",
     ) -> None:
         more = len(parameters) - 1
         self.name = f"{kind} of {parameters[0][1]}" + (f"+{more}" if more else "") + suffix
         counts = [p.numel() for _, _, p in parameters]
-        self.buffer = _registered(sum(counts), parameters[0][2].dtype)
+        self.buffer = _registered(sum(counts), parameters[0][2].dtype, group)
         pieces = torch.split(self.buffer, counts)
         self.members = [
             Member(index, _view_like(piece, p))
@@ -116,6 +125,8 @@ class Bucket:
         ]
         self._wide: torch.Tensor | None = None
         self._wire, self._op = self.buffer, AVERAGE
+        self._restore: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+        self._factor = 1.0
         self.handles: tuple[Handle[torch.Tensor], ...] = ()
         self.expect_all()
 
@@ -136,8 +147,18 @@ class Bucket:
 
     def launch(self, scaling: Scaling) -> None:
         """Start to reduce the buffer."""
-        self._wire, self._op = self._weighted(scaling.samples), scaling.wire_op
-        self.handles = (async_ops.allreduce_async_(self._wire, scaling.wire_op, name=self.name),)
+        recipe = scaling.recipe
+        scaled = self._weighted(scaling.samples)
+        if recipe.predivide != 1.0:
+            scaled.div_(recipe.predivide)
+        self._wire, ctx = recipe.compression.compress(scaled)
+        self._restore = lambda wire: recipe.compression.decompress(wire, ctx)
+        self._op = scaling.wire_op
+        handle = async_ops.allreduce_async_(
+            self._wire, self._op, name=self.name, group=scaling.group
+        )
+        self.handles = (handle,)
+        self._factor = recipe.predivide
 
     def land(self, total: float | None) -> None:
         """Wait for the result; the buffer is this rank's again, also after a MismatchError.
@@ -147,10 +168,11 @@ class Bucket:
         """
         (handle,), self.handles = self.handles, ()
         handle.wait()
-        if total is not None:
-            self._wire.div_(total)
-        if self._wire is not self.buffer:
-            self.buffer.copy_(self._wire)
+        result = self._restore(self._wire)
+        if total is not None or self._factor != 1.0:
+            result.mul_(self._factor / (1.0 if total is None else total))
+        if result is not self.buffer:
+            self.buffer.copy_(result)
 
     def _weighted(self, samples: float | None) -> torch.Tensor:
         """Return what to send; float32 for 16-bit gradients, which a factor could overflow."""
@@ -167,12 +189,13 @@ def make_buckets(
     kind: str,
     parameters: Sequence[tuple[int, str, torch.nn.Parameter]],
     max_nbytes: float,
+    group: Group,
     suffix: str = "",
 ) -> list[Bucket]:
     """Return the buckets of these (index, name, parameter), in the order of the list."""
     sizes = [(p.numel() * p.element_size(), p.dtype) for _, _, p in parameters]
     return [
-        Bucket(kind, [parameters[place] for place in places], suffix)
+        Bucket(kind, [parameters[place] for place in places], group, suffix)
         for places in plan_buckets(sizes, range(len(parameters)), max_nbytes)
     ]
 
@@ -192,9 +215,13 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _registered(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _registered(count: int, dtype: torch.dtype, group: Group) -> torch.Tensor:
     """Return zeros that the ranks of this node reduce where they stand."""
-    return torch.from_numpy(zeros(count * dtype.itemsize, "uint8")).view(dtype)
+    return torch.from_numpy(zeros(count * dtype.itemsize, "uint8", group=group)).view(dtype)
+
+
+def _as_it_is(wire: torch.Tensor) -> torch.Tensor:
+    return wire
 
 
 def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

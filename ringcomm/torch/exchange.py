@@ -80,7 +80,7 @@ class Exchange:
         mine = Presence(bytes(slot.code for slot in self.slots), flags)
         message = np.frombuffer(bytearray(mine.pack(self.step)), np.uint8)
         name = f"which gradients are there{self.suffix}"
-        handle = async_ops.allreduce_async_(message, BOR, name=name)
+        handle = async_ops.allreduce_async_(message, BOR, name=name, group=self.scaling.group)
         yield handle
         return Presence.unpack(handle.wait().tobytes())
 
@@ -93,7 +93,9 @@ class Exchange:
             )
         fault = samples_fault(presence)
         if fault == "partial":
-            samples = ops.allgather_object(self.scaling.samples, name=f"samples{self.suffix}")
+            samples = ops.allgather_object(
+                self.scaling.samples, name=f"samples{self.suffix}", group=self.scaling.group
+            )
             return MismatchError(explain_samples(samples))
         if fault == "empty":
             return ValueError(
@@ -109,10 +111,11 @@ class Exchange:
             MismatchError: always, on every rank.
         """
         mine = [bucket.outline for bucket in self.buckets if bucket.is_under_way]
-        told = ops.allgather_object((self.step, mine), name=f"steps{self.suffix}")
+        group = self.scaling.group
+        told = ops.allgather_object((self.step, mine), name=f"steps{self.suffix}", group=group)
         known = {outline.name for outline in mine}
         strays = {outline for _, theirs in told for outline in theirs if outline.name not in known}
-        handles = [outline.launch_zeros() for outline in sorted(strays)]
+        handles = [outline.launch_zeros(group) for outline in sorted(strays)]
         yield from handles
         problem = MismatchError(explain_steps([step for step, _ in told]))
         yield from self._land((), None, problem)
@@ -143,7 +146,8 @@ class Exchange:
             if (code := presence.codes[slot.index]) & LATE or (code & DENSE and slot.bucket is None)
         ]
         named = [(slot.index, slot.name, slot.parameter) for slot in apart]
-        buckets = make_buckets("late gradients", named, self.max_nbytes, self.suffix)
+        group = self.scaling.group
+        buckets = make_buckets("late gradients", named, self.max_nbytes, group, self.suffix)
         for bucket in buckets:
             for member in bucket.members:
                 self.slots[member.index].take_part()
@@ -155,7 +159,8 @@ class Exchange:
         if self.scaling.samples is None:
             return None
         mine = np.array([self.scaling.samples])
-        handle = async_ops.allreduce_async_(mine, name=f"number of samples{self.suffix}")
+        name, group = f"number of samples{self.suffix}", self.scaling.group
+        handle = async_ops.allreduce_async_(mine, name=name, group=group)
         yield handle
         return float(handle.wait()[0])
 

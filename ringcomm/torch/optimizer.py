@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -14,18 +15,28 @@ from torch.optim import Optimizer
 from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine.world import engine
 from ringcomm.errors import NotInitializedError
+from ringcomm.torch.adasum import with_adasum
+from ringcomm.torch.compression import Compression
+from ringcomm.torch.process_sets import ProcessSet, global_process_set
+from ringcomm.torch.recipe import Recipe, recipe_of
 from ringcomm.torch.reducer import GradientReducer
+from ringcomm.torch.reductions import AnyOp
 
 T = TypeVar("T", bound=Optimizer)
-_OURS = ("_reducer", "_is_skipping", "step")
+_OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
 
 
 def DistributedOptimizer(
     optimizer: T,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    *,
-    op: Op = AVERAGE,
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
+    op: AnyOp = AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> T:
     """Return `optimizer` with gradients averaged over all ranks when backward() returns.
 
@@ -36,6 +47,7 @@ def DistributedOptimizer(
     - synchronize(): see .grad final without a step; step() does it by itself.
     - skip_synchronize(): context in which step() uses .grad as it is.
     - set_samples(n): weigh this rank's gradient of this step by n, e.g. its batch size.
+    - set_backward_passes_per_step(n): from the next step on.
 
     Every rank must wrap the same parameters in the same order, and run as many backward() and
     step() as the others. A rank may leave parameters out, or have no backward() for a step: what is
@@ -46,15 +58,24 @@ def DistributedOptimizer(
         optimizer: any torch.optim.Optimizer over CPU parameters; closures work.
         named_parameters: model.named_parameters(), for error messages. It may name more
             parameters than the optimizer holds.
-        op: rc.AVERAGE, or rc.SUM.
+        compression: what is sent: Compression.none, fp16 or bf16.
         backward_passes_per_step: the first n - 1 backward() of a step send nothing; the n-th sends
             the sum of what all have computed, and so do any that follow.
+        op: Average or Sum. Adasum: gradients stay each rank's own, and what step() adds to the
+            weights is combined; of the arguments that follow it takes process_set alone.
+        gradient_predivide_factor: gradients are divided by it before they are sent and multiplied
+            after, for 16-bit dtypes whose sums would overflow.
+        num_groups: this many groups of parameters travel as one message each; 0: buckets of
+            RINGCOMM_FUSION_MIB.
+        groups: lists of parameters that travel as one message each, or their number.
+        sparse_as_dense: sparse gradients are made dense first.
+        process_set: the ranks that take part; on others the optimizer works alone.
 
     Raises:
         NotInitializedError: init() has not run.
         TypeError: a parameter is not in host memory, or of a dtype that cannot be reduced.
         ValueError: names are not unique, a parameter of the optimizer has none or belongs to
-            another DistributedOptimizer, or op or backward_passes_per_step is out of range.
+            another DistributedOptimizer, or an argument is out of range.
 
     backward() and step() then raise MismatchError (on every rank), PeerFailedError and
     CommTimeoutError; and RingcommError after a backward() that failed, until zero_grad().
@@ -68,14 +89,28 @@ def DistributedOptimizer(
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     engine()
     named = _named(optimizer, named_parameters)
-    reducer = GradientReducer(named, op, backward_passes_per_step)
+    if isinstance(op, Op):
+        recipe = recipe_of(
+            op,
+            compression,
+            gradient_predivide_factor,
+            num_groups,
+            groups,
+            sparse_as_dense,
+            process_set,
+        )
+        return _wrapped(optimizer, GradientReducer(named, recipe, backward_passes_per_step))
+    return with_adasum(optimizer, named, compression, process_set)
+
+
+def _wrapped(optimizer: T, reducer: GradientReducer) -> T:
     base = type(optimizer)
     kind: type[_Distributed] = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
     wrapped = object.__new__(kind)
     earlier_step = optimizer.__dict__.pop("step", None)
     wrapped.__dict__ = optimizer.__dict__
     wrapped._reducer = reducer
-    wrapped._is_skipping = False
+    wrapped._is_skipping = wrapped._has_synchronized = wrapped._has_warned = False
     if hasattr(earlier_step, "_wrapped_by_lr_sched"):
         _let_scheduler_see_steps(wrapped)
     return cast(T, wrapped)
@@ -86,9 +121,15 @@ class _Distributed(Optimizer):
 
     _reducer: GradientReducer
     _is_skipping: bool
+    _has_synchronized: bool  # by the user, since the last step
+    _has_warned: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; takes part in the reduction if no backward() has here."""
+        if self._has_synchronized and not self._is_skipping and not self._has_warned:
+            self._has_warned = True
+            _warn_of_synchronize()
+        self._has_synchronized = False
         if closure is None:
             self._flush()
             result = super().step()
@@ -108,6 +149,11 @@ class _Distributed(Optimizer):
     def synchronize(self) -> None:
         """Make .grad final now. Collective if this rank has run too few backward(), else free."""
         self._reducer.flush()
+        self._has_synchronized = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Send nothing before the n-th backward() of a step; on every rank alike, between steps."""
+        self._reducer.set_passes_per_step(passes)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -148,7 +194,7 @@ class _Distributed(Optimizer):
         plain.__dict__ = {k: v for k, v in self.__dict__.items() if k not in _OURS}
         reducer = self._reducer
         names = [slot.name for slot in reducer.slots]
-        return _rewrap, (plain, names, reducer.op, reducer.passes_per_step)
+        return _rewrap, (plain, names, reducer.recipe, reducer.passes_per_step)
 
     def _flush(self) -> None:
         if not self._is_skipping:
@@ -164,7 +210,17 @@ class _Distributed(Optimizer):
 _Distributed.step.hooked = True  # type: ignore[attr-defined]
 
 
-def _rewrap(optimizer: Optimizer, names: Sequence[str], op: Op, passes: int) -> Optimizer:
+def _warn_of_synchronize() -> None:
+    """Say once what Horovod's users forget; here it costs nothing."""
+    warnings.warn(
+        "optimizer.step() after optimizer.synchronize(): in Horovod that reduces gradients twice. "
+        "Here it does not, but `with optimizer.skip_synchronize(): optimizer.step()` is right in "
+        "both",
+        stacklevel=3,
+    )
+
+
+def _rewrap(optimizer: Optimizer, names: Sequence[str], recipe: Recipe, passes: int) -> Optimizer:
     """Make a DistributedOptimizer of a copy."""
     try:
         engine()
@@ -174,9 +230,8 @@ def _rewrap(optimizer: Optimizer, names: Sequence[str], op: Op, passes: int) -> 
             "elsewhere, save optimizer.state_dict(), which is plain torch"
         ) from error
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return DistributedOptimizer(
-        optimizer, zip(names, parameters, strict=True), op=op, backward_passes_per_step=passes
-    )
+    named = list(zip(names, parameters, strict=True))
+    return _wrapped(optimizer, GradientReducer(named, recipe, passes))
 
 
 def _named(

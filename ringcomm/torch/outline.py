@@ -10,6 +10,7 @@ import numpy as np
 
 from ringcomm.collectives.op import BOR
 from ringcomm.engine import async_ops, ops
+from ringcomm.engine.group import Group
 from ringcomm.errors import MismatchError
 from ringcomm.torch.presence import is_alike, with_complement
 
@@ -37,21 +38,25 @@ class Check:
     Args:
         mine: this rank's.
         name: by which the ranks know it.
+        group: those ranks.
 
     Attributes:
         handle: what to wait for.
     """
 
-    def __init__(self, mine: Outline, name: str) -> None:
+    def __init__(self, mine: Outline, name: str, group: Group) -> None:
         self._mine = mine
+        self._group = group
         self._name = name
         message = np.array(list(with_complement(mine.digest())), np.uint8)
-        self.handle = async_ops.allreduce_async_(message, BOR, name=name)
+        self.handle = async_ops.allreduce_async_(message, BOR, name=name, group=group)
 
     def require_alike(self) -> None:
         """Raise MismatchError, on every rank and with the first difference, if there is any."""
         if not is_alike(self.handle.wait().tobytes()):
-            outlines = ops.allgather_object(self._mine, name=f"{self._name}, in full")
+            outlines = ops.allgather_object(
+                self._mine, name=f"{self._name}, in full", group=self._group
+            )
             raise MismatchError(explain(outlines))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine import async_ops
 from ringcomm.engine.world import engine
 from ringcomm.errors import MismatchError, RingcommError
@@ -29,6 +29,7 @@ from ringcomm.torch.exchange import Exchange
 from ringcomm.torch.outline import Check, Outline
 from ringcomm.torch.passes import Passes
 from ringcomm.torch.presence import SPARSE, Presence, ready_order
+from ringcomm.torch.recipe import Recipe
 from ringcomm.torch.registry import claim, enrol, release
 from ringcomm.torch.slots import Slot, State
 from ringcomm.torch.together import Work, carry_out
@@ -42,7 +43,7 @@ class GradientReducer:
 
     Args:
         named_parameters: (name, parameter), frozen ones too, alike on every rank and in one order.
-        op: rc.AVERAGE or rc.SUM.
+        recipe: how they are reduced.
         passes_per_step: backward() calls whose gradients are added up before anything is sent.
 
     Attributes:
@@ -53,11 +54,9 @@ class GradientReducer:
         number: see registry.Numbered.
     """
 
-    def __init__(self, named_parameters: Named, op: Op, passes_per_step: int) -> None:
-        _require_op(op)
-        _require_count(passes_per_step)
-        self.op = op
-        self.passes_per_step = passes_per_step
+    def __init__(self, named_parameters: Named, recipe: Recipe, passes_per_step: int) -> None:
+        self.recipe = recipe
+        self.set_passes_per_step(passes_per_step)
         self.step = 0
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] | None = None
@@ -79,7 +78,18 @@ class GradientReducer:
         self._order: list[int] | None = None  # of readiness, as rank 0 saw it; agreed on by all
         self._sparse: set[int] = set()  # agreed on by all
         self.extend(named_parameters)
-        enrol(self, engine())
+        enrol(self, recipe.group)
+
+    def set_passes_per_step(self, n: int) -> None:
+        """Add up the gradients of n backward() calls before anything is sent; between two steps.
+
+        Raises:
+            ValueError: n is no whole number from 1 on.
+        """
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
+        self.passes_per_step = n
+        self._check, self._is_agreed = None, False
 
     def extend(self, named_parameters: Named) -> None:
         """Reduce the gradients of these, too; the same on every rank, between two steps.
@@ -133,7 +143,7 @@ class GradientReducer:
 
     def set_samples(self, n: float) -> None:
         """Weigh this rank's gradient of this step by n."""
-        if self.op is not AVERAGE:
+        if self.recipe.op is not AVERAGE:
             raise ValueError("set_samples() weighs a mean, but this optimizer's op is SUM")
         n = float(n)
         if not 0 <= n < math.inf:
@@ -149,6 +159,8 @@ class GradientReducer:
     def after_gradient(self, index: int) -> None:
         """See autograd.Listener."""
         slot = self.slots[index]
+        if self.recipe.sparse_as_dense and slot.has_sparse:
+            slot.densify()
         if slot.state is State.SETTLED:
             self._spoiling(self._require_heard, slot)
         elif self._is_communicating and slot.state is State.OPEN and slot.is_ready:
@@ -188,7 +200,7 @@ class GradientReducer:
     # --- reductions -------------------------------------------------------------------------------
     @property
     def _scaling(self) -> Scaling:
-        return Scaling(self.op, self._samples)
+        return Scaling(self.recipe, self._samples)
 
     @property
     def _max_nbytes(self) -> float:
@@ -207,10 +219,11 @@ class GradientReducer:
         self._hear_new(State.OPEN)
         if self._engine() is not engine():  # shutdown() and init() lie between
             self._engine = weakref.ref(engine())
-            enrol(self, engine())
+            enrol(self, self.recipe.group)
             self._replan()
         if self._check is None:
-            self._check = Check(self._outline(), name=f"parameters{self._suffix}")
+            name = f"parameters{self._suffix}"
+            self._check = Check(self._outline(), name, self.recipe.group)
         if self.buckets is None:
             self.buckets = self._make_buckets()
         self._full.clear()
@@ -240,12 +253,19 @@ class GradientReducer:
             for index in order or reversed(range(len(self.slots)))
             if self.slots[index].is_heard and index not in self._sparse
         ]
-        named = [(i, self.slots[i].name, self.slots[i].parameter) for i in indices]
-        buckets = make_buckets("gradients", named, self._max_nbytes, self._suffix)
+        batches = self.recipe.batches(indices, [slot.parameter for slot in self.slots])
+        buckets = [
+            bucket for each in batches.together for bucket in self._buckets_of(each, math.inf)
+        ]
+        buckets += self._buckets_of(batches.others, self._max_nbytes)
         for bucket in buckets:
             for member in bucket.members:
                 self.slots[member.index].place(bucket, member)
         return buckets
+
+    def _buckets_of(self, indices: Sequence[int], max_nbytes: float) -> list[Bucket]:
+        named = [(i, self.slots[i].name, self.slots[i].parameter) for i in indices]
+        return make_buckets("gradients", named, max_nbytes, self.recipe.group, self._suffix)
 
     def _exchange(self) -> Exchange:
         return Exchange(
@@ -282,7 +302,8 @@ class GradientReducer:
             self._drop_buckets()
         if self._fired is not None:
             mine = np.array(ready_order(list(self._fired), len(self.slots)), np.int32)
-            handle = async_ops.broadcast_async(mine, name=f"order of gradients{self._suffix}")
+            name, group = f"order of gradients{self._suffix}", self.recipe.group
+            handle = async_ops.broadcast_async(mine, name=name, group=group)
             yield handle
             self._order = handle.wait().tolist()
 
@@ -293,7 +314,7 @@ class GradientReducer:
         if not new:
             return
         for slot in new:
-            _require_reducible(slot, self.op)
+            _require_reducible(slot, self.recipe.op)
         claim([(slot.name, slot.parameter) for slot in new], self)
         self._hooks.append(Hooks(self, {slot.index: slot.parameter for slot in new}))
         for slot in new:
@@ -314,7 +335,7 @@ class GradientReducer:
 
     def _outline(self) -> Outline:
         settings = {
-            "op": self.op,
+            **self.recipe.outline([slot.parameter for slot in self.slots]),
             "backward_passes_per_step": self.passes_per_step,
             "RINGCOMM_FUSION_MIB": engine().settings.fusion_mib,
         }
@@ -386,13 +407,3 @@ def _require_reducible(slot: Slot, op: Op) -> None:
         op.require(TORCH.dtype(slot.parameter))
     except TypeError as error:
         raise TypeError(f"DistributedOptimizer: {slot.name}: {error}") from error
-
-
-def _require_op(op: object) -> None:
-    if op not in (AVERAGE, SUM):
-        raise ValueError(f"DistributedOptimizer: op is AVERAGE or SUM, not {op}")
-
-
-def _require_count(n: object) -> None:
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.engine.engine import Engine
+from ringcomm.engine.group import Group
 
 
 class Numbered(Protocol):
@@ -24,13 +24,13 @@ class Numbered(Protocol):
 
 
 _owners: MutableMapping[torch.Tensor, ref[Numbered]] = WeakIdKeyDictionary()
-_counts: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+_counts: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 
 
-def enrol(newcomer: Numbered, engine: Engine) -> None:
-    """Give it the next number: alike on all ranks, whatever their garbage collectors have done."""
-    newcomer.number = _counts.get(engine, 0) + 1
-    _counts[engine] = newcomer.number
+def enrol(newcomer: Numbered, group: Group) -> None:
+    """Give it the group's next number: alike on its ranks, whatever their garbage collectors do."""
+    newcomer.number = _counts.get(group, 0) + 1
+    _counts[group] = newcomer.number
 
 
 def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:

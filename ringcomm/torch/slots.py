@@ -109,6 +109,12 @@ class Slot:
         gradient = self.parameter.grad
         return gradient is not None and gradient.layout is torch.sparse_coo
 
+    def densify(self) -> None:
+        """Make .grad dense."""
+        gradient = self.parameter.grad
+        if gradient is not None:
+            self.parameter.grad = gradient.to_dense()
+
     def pack(self, code: int = DENSE) -> None:
         """Write this rank's gradient, or zeros, to the bucket.
 

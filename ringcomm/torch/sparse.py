@@ -6,7 +6,6 @@ import torch
 
 from ringcomm.collectives.op import AVERAGE
 from ringcomm.engine import async_ops
-from ringcomm.engine.world import engine
 from ringcomm.torch.buckets import Scaling, wide
 from ringcomm.torch.slots import Slot
 
@@ -30,15 +29,15 @@ class SparseSum:
         self.index = slot.index
         self.result = torch.empty(0)
         self._shape, self._dtype = parameter.shape, parameter.dtype
-        self._divisor = engine().size if scaling.wire_op is AVERAGE else 1
+        self._divisor = scaling.group.size if scaling.wire_op is AVERAGE else 1
         rows, values = _rows(parameter, parameter.grad if slot.has_sparse else None)
         if scaling.samples is not None:  # the mean over an empty batch is NaN
             values = wide(values)
             values = values * scaling.samples if scaling.samples else torch.zeros_like(values)
         title = f"sparse gradient of {slot.name}{suffix}"
         self.handles = (
-            async_ops.allgather_async(rows, name=f"{title}: rows"),
-            async_ops.allgather_async(values, name=f"{title}: values"),
+            async_ops.allgather_async(rows, name=f"{title}: rows", group=scaling.group),
+            async_ops.allgather_async(values, name=f"{title}: values", group=scaling.group),
         )
 
     def land(self, total: float | None) -> None:

@@ -9,46 +9,80 @@ import torch
 
 from ringcomm.engine import ops
 from ringcomm.engine.world import rank
+from ringcomm.torch.process_sets import ProcessSet, global_process_set
 
-_Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]]
+_Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
-def broadcast_parameters(params: _Parameters, root_rank: int = 0) -> None:
+def broadcast_parameters(
+    params: _Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
     """Overwrite tensors with root's, on every rank.
 
     Args:
-        params: model.state_dict() or model.named_parameters(), a generator too; the same names,
-            shapes and dtypes on every rank. Entries of a state_dict that are no tensors are left
-            alone.
-        root_rank: the rank whose values all get.
+        params: model.state_dict(), model.named_parameters() or model.parameters(), a generator too;
+            the same names, shapes and dtypes on every rank. Entries of a state_dict that are no
+            tensors are left alone.
+        root_rank: the rank of the job whose values all get.
+        process_set: the ranks that take part.
 
     Raises:
         MismatchError: names, shapes or dtypes differ between ranks.
     """
+    root, group = process_set.root(root_rank), process_set.group
     entries = params.items() if isinstance(params, Mapping) else params
-    for name, tensor in entries:
+    for place, entry in enumerate(entries):
+        name, tensor = entry if isinstance(entry, tuple) else (f"parameter {place}", entry)
         if isinstance(tensor, torch.Tensor):
-            ops.broadcast_(tensor, root_rank, name=name)
+            ops.broadcast_(tensor, root, name=name, group=group)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
     """Load root's optimizer.state_dict() on every other rank; parameters are not touched.
 
     Args:
         optimizer: of the same class over parameters of the same shapes on every rank. State that
             a rank lacks (it has made no step yet) is created.
-        root_rank: the rank whose state, hyper-parameters included, all get.
+        root_rank: the rank of the job whose state, hyper-parameters included, all get.
+        model: ignored; Horovod needs it for some optimizers.
+        process_set: the ranks that take part.
     """
+    del model
+    root, group = process_set.root(root_rank), process_set.group
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
     outline = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
-    outline = ops.broadcast_object(outline, root_rank, name="optimizer state, outline")
+    outline = ops.broadcast_object(outline, root, name="optimizer state, outline", group=group)
     if not is_root:
         tensors = [torch.empty(t.shape, dtype=t.dtype) for t in _placeholders(outline)]
     for index, tensor in enumerate(tensors):
-        ops.broadcast_(tensor, root_rank, name=f"optimizer state, tensor {index}")
+        ops.broadcast_(tensor, root, name=f"optimizer state, tensor {index}", group=group)
     if not is_root:
         optimizer.load_state_dict(_with_tensors(outline, tensors))
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return root's object; see ringcomm.broadcast_object()."""
+    group = process_set.lane("object") if name is None else process_set.group
+    return ops.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return every rank's object, in rank order; see ringcomm.allgather_object()."""
+    group = process_set.lane("object") if name is None else process_set.group
+    return ops.allgather_object(obj, name=name, group=group)
 
 
 class _Placeholder:

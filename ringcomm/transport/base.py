@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ringcomm import _core
 from ringcomm.arrays.base import Bytes
@@ -142,6 +142,10 @@ class Transport(Protocol):
 
     def abandon(self, requests: list[Request]) -> None:
         """Cancel own receives; keep requests and buffers alive for ever, peers may still write."""
+        ...
+
+    def ranks_of(self, comm: Any) -> tuple[int, ...]:
+        """Return the ranks of an mpi4py communicator. Raises ValueError if one is no rank here."""
         ...
 
     def label(self, rank: int) -> str:

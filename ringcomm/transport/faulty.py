@@ -2,8 +2,8 @@
 
 It wraps any Transport and does to the messages that this rank sends what networks, and MPI within
 its rules, do: loses them, holds them back, lets those of different peers or tags overtake each
-other; or lets the rank die at a chosen one. Control messages of an agreement or of send() and
-recv() count as messages, for operations depend on them; the others, which speak of faults, do not.
+other; or lets the rank die at a chosen one. Control messages of an agreement, of send(), recv() and
+join() count as messages, for operations depend on them; the others, which speak of faults, do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Event, PersistentRequest, Request, Transport
-from ringcomm.transport.header import LETTERS, Header
+from ringcomm.transport.header import OF_OPERATIONS, Header
 
 _CONTROL = -1  # stands for a tag: control messages of one peer do not overtake each other
 
@@ -129,7 +129,7 @@ class FaultyTransport:
     def control(self, dest: int, message: bytes) -> None:
         """Send a control message, or not."""
         header, _ = Header.unpack(message)
-        if header.kind in LETTERS:
+        if header.kind in OF_OPERATIONS:
             self._send(lambda: self._inner.control(dest, message), (dest, _CONTROL))
         elif not self._faults.drop_control:
             self._inner.control(dest, message)

@@ -30,6 +30,7 @@ class Kind(IntEnum):
 
 
 LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data
+OF_OPERATIONS = (*LETTERS, Kind.JOINED, Kind.INVITE)  # without these one may not come to its end
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from typing import Any
 
 from ringcomm import _core
 from ringcomm._core import NodeMemory
@@ -118,6 +119,10 @@ class LoopbackTransport:
     def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
         """Return a receive that can be started many times."""
         return self._hub.messages.receive(self.rank, out, source, tag)
+
+    def ranks_of(self, comm: Any) -> tuple[int, ...]:
+        """Refuse: there is no MPI."""
+        raise ValueError(f"{comm!r}: ranks that are threads have no communicators")
 
     def control(self, dest: int, message: bytes) -> None:
         """Put the message into the other's mailbox."""

@@ -273,6 +273,18 @@ class MpiTransport:
         self.runner = runner_over(mpi, self._data, _SEGMENT) if is_native else None
         self._settle()
 
+    def ranks_of(self, comm: MPI.Comm) -> tuple[int, ...]:
+        """Return the ranks of a communicator."""
+        if not isinstance(comm, self._mpi.Comm) or comm == self._mpi.COMM_NULL:
+            raise ValueError(f"{comm!r} is no mpi4py communicator of this process")
+        group, mine = comm.Get_group(), self._data.Get_group()
+        ranks = tuple(group.Translate_ranks(list(range(group.size)), mine))
+        group.Free()
+        mine.Free()
+        if self._mpi.UNDEFINED in ranks:
+            raise ValueError("the communicator has a process that is no rank of this job")
+        return ranks
+
     def _settle(self) -> None:
         """Make the status page, learn where everybody lives, watch the ranks of this node."""
         candidates: MPI.Comm = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)

@@ -23,6 +23,7 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 from ringcomm.config import Settings  # noqa: E402
+from ringcomm.torch.recipe import Recipe  # noqa: E402
 
 UNSENT = Settings(timeout_s=20, fusion_mib=1)  # one bucket: nothing leaves before all is there
 
@@ -237,7 +238,7 @@ def test_a_bucket_that_ranks_send_otherwise_is_named_and_training_can_go_on():
         optimizer = wrap(model)
         mine = share(batches, rank, 2)
         fit(model, optimizer, mine[:2])
-        optimizer._reducer.op = rc.SUM if rank else rc.AVERAGE
+        optimizer._reducer.recipe = Recipe(rc.SUM if rank else rc.AVERAGE)
         with pytest.raises(rc.MismatchError, match=r"gradients of \d"):
             mse_loss(model(mine[2][0]), mine[2][1]).backward()
         optimizer._reducer.op = rc.AVERAGE

@@ -248,6 +248,7 @@ def test_a_second_backward_sends_the_buckets_that_it_touches_alone(sent):
     assert [sorted(names) for names in run_ranks(2, body, settings=settings)] == [expected] * 2
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step")  # after synchronize(), on purpose
 def test_step_sends_nothing_after_a_backward(sent):
     replicas = models(2)
     batches = data(3, 2)

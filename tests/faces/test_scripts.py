@@ -131,6 +131,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer.step")  # after synchronize(), on purpose
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seed", range(25))
 def test_a_random_script_equals_one_process(seed, size):

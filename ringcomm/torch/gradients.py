@@ -1,0 +1,42 @@
+"""Lets gradients flow through collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def apply(
+    forward: Callable[[_Tensors], list[torch.Tensor]],
+    backward: Callable[[_Tensors, _Tensors], list[torch.Tensor]],
+    tensors: _Tensors,
+) -> list[torch.Tensor]:
+    """Return forward(tensors); if gradients are wanted, they come from backward().
+
+    Args:
+        forward: the collective.
+        backward: returns the gradient of each tensor, given those of the results, and the tensors.
+            Collective, too.
+        tensors: what it is applied to.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return forward(tensors)
+    return list(_Collective.apply(forward, backward, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Collective(torch.autograd.Function):
+    """The step of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> Any:
+        ctx.backward_of_it = backward
+        ctx.tensors = tuple(x.detach() for x in tensors)  # for their shapes
+        return tuple(forward([x.detach() for x in tensors]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *ctx.backward_of_it(grads, ctx.tensors)

@@ -1,0 +1,240 @@
+"""Collectives that move torch tensors, with the names, arguments and defaults of Horovod.
+
+The contracts are those of the engine (ringcomm.engine.ops); this face translates. What is common to
+all stands in reductions.py; gradients flow through the forms that do not end in `_` or `_async`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.collectives.op import AVERAGE
+from ringcomm.engine import ops, plans
+from ringcomm.engine.world import engine
+from ringcomm.torch import gradients
+from ringcomm.torch.dispatch import start
+from ringcomm.torch.handles import Handle
+from ringcomm.torch.process_sets import ProcessSet, global_process_set
+
+
+# --- allgather ----------------------------------------------------------------------------------
+def allgather(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the tensors of all ranks, one after another along the first dimension, a new tensor.
+
+    Args:
+        tensor: at least one dimension; the same dtype on every rank, and the same shape but for the
+            first dimension.
+        name: see above.
+        process_set: see above.
+    """
+    (result,) = gradients.apply(
+        lambda xs: [allgather_async(xs[0], name, process_set).wait()],
+        lambda grads, xs: _rows_of_mean(grads, xs, process_set),
+        [tensor],
+    )
+    return result
+
+
+def allgather_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start allgather()."""
+    return start("allgather", name, process_set, "allgather", plans.allgather, tensor)
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Return allgather() of each tensor."""
+    return gradients.apply(
+        lambda xs: grouped_allgather_async(xs, name, process_set).wait(),
+        lambda grads, xs: _rows_of_mean(grads, xs, process_set),
+        list(tensors),
+    )
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """Start grouped_allgather()."""
+    plan = plans.grouped_allgather
+    return start("grouped_allgather", name, process_set, "grouped", plan, list(tensors))
+
+
+# --- broadcast ----------------------------------------------------------------------------------
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return root's tensor, a new one.
+
+    Args:
+        tensor: the same shape and dtype on every rank.
+        root_rank: the rank of the job whose values all get.
+        name: see above.
+        process_set: see above.
+    """
+    (result,) = gradients.apply(
+        lambda xs: [broadcast_async(xs[0], root_rank, name, process_set).wait()],
+        lambda grads, _: _mean_at_root(grads, root_rank, process_set),
+        [tensor],
+    )
+    return result
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start broadcast()."""
+    root = process_set.root(root_rank)
+    return start("broadcast", name, process_set, "broadcast", plans.broadcast, tensor, root)
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Overwrite `tensor` with root's, and return it."""
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """Start broadcast_()."""
+    root = process_set.root(root_rank)
+    plan = plans.broadcast
+    return start("broadcast_", name, process_set, "broadcast", plan, tensor, root, in_place=True)
+
+
+# --- alltoall -----------------------------------------------------------------------------------
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the rows that each rank has for this one, one after another in rank order.
+
+    Args:
+        tensor: at least one dimension; the same dtype on every rank, and the same shape but for the
+            first dimension.
+        splits: how many rows go to each rank, integers; None: as many to each.
+        name: see above.
+        process_set: see above.
+
+    Returns:
+        The rows; with splits a pair: the rows, and an int32 tensor of how many came from each rank.
+    """
+    told: list[torch.Tensor] = []
+
+    def forward(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        rows, received = _alltoall(xs[0], splits, name, process_set).wait()
+        told.append(received)
+        return [rows]
+
+    def backward(grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
+        return [alltoall(grads[0], told[0], process_set=process_set)[0]]
+
+    (rows,) = gradients.apply(forward, backward, [tensor])
+    return rows if splits is None else (rows, told[0])
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Any]:
+    """Start alltoall()."""
+    handle = _alltoall(tensor, splits, name, process_set)
+    if splits is None:
+        return Handle([handle], lambda pair: pair[0])
+    return handle
+
+
+def _alltoall(
+    tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
+    rows = None if splits is None else [operator.index(n) for n in _listed(splits)]
+    plan = plans.alltoall
+    handle = start(
+        "alltoall", name, process_set, "alltoall", plan, tensor, rows, return_splits=True
+    )
+    return Handle([handle], lambda pair: (pair[0], torch.tensor(pair[1], dtype=torch.int32)))
+
+
+# --- the others ---------------------------------------------------------------------------------
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank has called it; operations under way with a name may be overtaken."""
+    lane = process_set.lane("object")
+    engine().execute("barrier", None, lambda g: plans.barrier(g, None), lane)
+
+
+def join(device: int = -1) -> int:
+    """Take part in what the others do until all ranks have called this; see ringcomm.join().
+
+    Args:
+        device: ignored: tensors are in host memory.
+
+    Returns:
+        The last rank that joined.
+    """
+    del device
+    return ops.join()
+
+
+def _rows_of_mean(
+    grads: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """Return of each gathered gradient's mean the rows that this rank had contributed."""
+    found = []
+    for grad, x in zip(grads, xs, strict=True):
+        mean = _mean(grad, process_set)
+        rows = allgather(torch.tensor([len(x)]), process_set=process_set)
+        start = int(rows[: process_set.rank()].sum())
+        found.append(mean[start : start + len(x)])
+    return found
+
+
+def _mean_at_root(
+    grads: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    means = [_mean(grad, process_set) for grad in grads]
+    is_root = engine().rank == root_rank
+    return means if is_root else [torch.zeros_like(mean) for mean in means]
+
+
+def _listed(splits: Any) -> list[Any]:
+    return list(splits.tolist() if hasattr(splits, "tolist") else splits)
+
+
+def _mean(grad: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    plan = plans.allreduce
+    handle = start("allreduce", None, process_set, "allreduce", plan, grad, AVERAGE)
+    mean: torch.Tensor = handle.wait()
+    return mean

@@ -1,0 +1,234 @@
+"""Process sets: Horovod's name for groups of ranks, numbered alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from ringcomm.engine import ops
+from ringcomm.engine.engine import Engine
+from ringcomm.engine.group import Group
+from ringcomm.engine.world import engine
+from ringcomm.errors import MismatchError
+
+# Operations without a name are matched by their order among those of their kind, as in Horovod: a
+# group of its own for each kind. Allreduce has the process set's own, which has the shortest way.
+KINDS: Final = ("allgather", "alltoall", "broadcast", "grouped", "reducescatter", "object")
+
+
+class ProcessSet:
+    """Ranks that run collectives among themselves; pass it to init() or add_process_set() first.
+
+    Args:
+        ranks_or_comm: ranks, in any order; or an mpi4py communicator with those ranks.
+
+    Attributes:
+        process_set_id: the same on every rank; None until it is added, and after it is removed.
+        ranks: ascending; None for a communicator until it is added, and after it is removed.
+    """
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self.process_set_id: int | None = None
+        self.ranks: list[int] | None = None
+        self._comm = None if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
+        if self._comm is None:
+            ranks = list(ranks_or_comm)
+            if any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
+                raise ValueError(
+                    f"ProcessSet takes ranks, ints, or an mpi4py communicator, not {ranks!r}"
+                )
+            self.ranks = sorted(ranks)
+        elif not hasattr(self._comm, "Get_group"):
+            raise ValueError(
+                f"ProcessSet takes ranks or an mpi4py communicator, not {ranks_or_comm!r}"
+            )
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> Any:
+        if self is global_process_set:
+            return _global, ()
+        if self.process_set_id is None:
+            return ProcessSet, (self.resolve(),)
+        return _of_ranks, (self.resolve(),)
+
+    def size(self) -> int:
+        """Return the number of its ranks."""
+        return len(self._known_ranks())
+
+    def rank(self) -> int:
+        """Return the index of this process among its ranks, -1 if it is none of them."""
+        ranks, mine = self._known_ranks(), engine().rank
+        return ranks.index(mine) if mine in ranks else -1
+
+    def included(self) -> bool:
+        """Return True if this process is one of its ranks."""
+        return engine().rank in self._known_ranks()
+
+    @property
+    def group(self) -> Group:
+        """The engine's group of these ranks."""
+        return _registry()[self].group
+
+    def lane(self, kind: str) -> Group:
+        """Return the group in which operations of this kind that have no name are matched."""
+        return _registry()[self].lanes[kind]
+
+    def root(self, root_rank: int) -> int:
+        """Return the index of a rank of the job among these ranks.
+
+        Raises:
+            ValueError: it is none of them.
+        """
+        ranks = self._known_ranks()
+        if root_rank not in ranks:
+            raise ValueError(f"root_rank is {root_rank}; the ranks of {self} are {ranks}")
+        return ranks.index(root_rank)
+
+    def resolve(self) -> list[int]:
+        """Return its ranks; those of a communicator are looked up."""
+        if self.ranks is None and self._comm is not None:
+            self.ranks = sorted(engine().ranks_of(self._comm))
+        return self._known_ranks()
+
+    def _known_ranks(self) -> list[int]:
+        if self is global_process_set:
+            return list(range(engine().size))
+        if self.ranks is None:
+            raise ValueError(f"{self} is not in use: pass it to add_process_set() first")
+        return self.ranks
+
+
+class _Lanes:
+    """The groups of one process set in one engine."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        is_member = group.rank is not None
+        self.lanes = {kind: Group(group.ranks) if is_member else group for kind in KINDS}
+        self.lanes["allreduce"] = group
+
+
+class _Registry:
+    """The process sets of one engine, by id."""
+
+    def __init__(self) -> None:
+        self._sets: dict[int, ProcessSet] = {}
+        self._lanes: dict[tuple[int, ...], _Lanes] = {}
+        self._next_id = 0
+
+    def __getitem__(self, which: ProcessSet) -> _Lanes:
+        lanes = self._lanes.get(tuple(which._known_ranks()))
+        if lanes is None or (which is not global_process_set and which.process_set_id is None):
+            raise ValueError(f"{which} is not in use: pass it to add_process_set() first")
+        return lanes
+
+    def add(self, which: ProcessSet) -> ProcessSet:
+        """Number a process set; one of the same ranks that is there shares its number."""
+        ranks = tuple(which.resolve())
+        told = ops.allgather_object(ranks) if self._sets else [ranks]
+        if any(each != ranks for each in told):
+            other = next(r for r, each in enumerate(told) if each != told[0])
+            raise MismatchError(
+                f"add_process_set: rank 0 adds ranks {list(told[0])}, rank {other} "
+                f"{list(told[other])}. Every rank must add the same process sets in the same order"
+            )
+        known = next((n for n, each in self._sets.items() if tuple(each.resolve()) == ranks), None)
+        if known is None:
+            is_all = ranks == tuple(range(engine().size))
+            self._lanes[ranks] = _Lanes(engine().world if is_all else Group(ranks))
+            known, self._next_id = self._next_id, self._next_id + 1
+            self._sets[known] = which
+        which.process_set_id = known
+        return which
+
+    def remove(self, which: ProcessSet) -> bool:
+        """Forget a process set."""
+        number = which.process_set_id
+        if number is None or number not in self._sets:
+            raise ValueError(f"{which} is not in use")
+        if number == 0:
+            return False
+        ops.barrier()  # no rank may still need it
+        known = self._sets.pop(number)
+        del self._lanes[tuple(known.resolve())]
+        for each in (known, which):
+            each.process_set_id = each.ranks = None
+        return True
+
+    def by_id(self) -> dict[int, ProcessSet]:
+        """Return those in use."""
+        return dict(sorted(self._sets.items()))
+
+
+global_process_set: Final = ProcessSet([])
+global_process_set.process_set_id = 0
+_registries: WeakKeyDictionary[Engine, _Registry] = WeakKeyDictionary()
+
+
+def _global() -> ProcessSet:
+    return global_process_set
+
+
+def _of_ranks(ranks: list[int]) -> ProcessSet:
+    """Return the process set in use that has these ranks: of a copy, or of what was pickled."""
+    for known in _registry().by_id().values():
+        if known.resolve() == ranks:
+            return known
+    raise ValueError(f"no process set of ranks {ranks} is in use: add_process_set({ranks}) first")
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Put a process set into use, and return it. Every rank of the job calls it, in one order.
+
+    Raises:
+        ValueError: a rank that does not exist, or the same one twice, or none.
+        MismatchError: ranks add different ones.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    return _registry().add(process_set)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set out of use, and all others of the same ranks. Every rank calls it.
+
+    Returns:
+        False for the global one, which stays.
+    """
+    return _registry().remove(process_set)
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Return the ranks of each process set in use, by id."""
+    return {number: each.resolve() for number, each in _registry().by_id().items()}
+
+
+def process_set_by_id(process_set_id: int) -> ProcessSet:
+    """Return the process set of this id. Raises ValueError if there is none."""
+    known = _registry().by_id()
+    if process_set_id not in known:
+        raise ValueError(f"no process set has the id {process_set_id}; known: {list(known)}")
+    return known[process_set_id]
+
+
+def prepare(process_sets: Iterable[ProcessSet] = ()) -> None:
+    """Put the global process set into use, and these. Every rank calls it."""
+    registry = _registry()
+    for each in process_sets:
+        registry.add(each)
+
+
+def _registry() -> _Registry:
+    """Return this engine's; the first call makes the groups of the global one. Collective then."""
+    current = engine()
+    registry = _registries.get(current)
+    if registry is None:
+        registry = _registries[current] = _Registry()
+        registry.add(global_process_set)
+        registry.by_id()[0].ranks = list(range(current.size))
+    return registry

@@ -1,0 +1,558 @@
+"""The collectives under Horovod's names: signatures, defaults, semantics."""
+
+import itertools
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
+
+from harness import run_ranks  # noqa: E402
+
+import ringcomm as rc  # noqa: E402
+import ringcomm.torch as hvd  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("wire")
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+DTYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16]
+DTYPES += [torch.float32, torch.float64]
+
+
+def whole(rank, *shape, dtype=torch.float32):
+    n = torch.Size(shape).numel()
+    return ((torch.arange(n) * 3 + rank * 5) % 7).reshape(shape).to(dtype)
+
+
+def total(size, *shape):
+    return sum(whole(r, *shape, dtype=torch.float64) for r in range(size))
+
+
+# --- reductions ---------------------------------------------------------------------------------
+@SIZES
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_average_is_the_default_and_sum_an_option(size, dtype, dims):
+    shape = (5,) * dims
+
+    def body(rank):
+        x = whole(rank, *shape, dtype=dtype)
+        before = x.clone()
+        mean, sums = hvd.allreduce(x), hvd.allreduce(x, op=hvd.Sum)
+        assert torch.equal(x, before)
+        assert mean.dtype == sums.dtype == dtype
+        expected = total(size, *shape)
+        assert torch.equal(sums, expected.to(dtype))
+        exact = expected / size if dtype.is_floating_point else (expected / size).trunc()
+        assert torch.allclose(mean.double(), exact.to(dtype).double(), rtol=1e-6)
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_the_older_average_argument_still_works(size):
+    def body(rank):
+        x = whole(rank, 4)
+        with pytest.warns(DeprecationWarning, match="op="):
+            assert torch.equal(hvd.allreduce(x, average=False), total(size, 4).float())
+        with pytest.warns(DeprecationWarning, match="op="):
+            assert torch.allclose(hvd.allreduce(x, average=True), (total(size, 4) / size).float())
+        with pytest.raises(ValueError, match="not both"):
+            hvd.allreduce(x, average=True, op=hvd.Sum)
+
+    run_ranks(size, body)
+
+
+@SIZES
+@pytest.mark.parametrize(("op", "fold"), [(hvd.Min, torch.amin), (hvd.Max, torch.amax)])
+def test_min_and_max(size, op, fold):
+    def body(rank):
+        expected = fold(torch.stack([whole(r, 6) for r in range(size)]), 0)
+        assert torch.equal(hvd.allreduce(whole(rank, 6), op=op), expected)
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_in_place_forms_overwrite_and_return_their_argument(size):
+    def body(rank):
+        x, y = whole(rank, 4), whole(rank, 3)
+        assert hvd.allreduce_(x, op=hvd.Sum) is x
+        handle = hvd.allreduce_async_(y, op=hvd.Sum)
+        assert hvd.synchronize(handle) is y
+        assert torch.equal(x, total(size, 4).float())
+        assert torch.equal(y, total(size, 3).float())
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_grouped_forms_reduce_each_tensor(size):
+    def body(rank):
+        xs = [whole(rank, n, dtype=d) for n, d in itertools.product((0, 3), DTYPES)]
+        results = hvd.grouped_allreduce(xs, op=hvd.Sum)
+        for x, result in zip(xs, results, strict=True):
+            assert torch.equal(result, total(size, *x.shape).to(x.dtype))
+        copies = [x.clone() for x in xs]
+        handle = hvd.grouped_allreduce_async_(copies, op=hvd.Sum, name="g")
+        assert all(a is b for a, b in zip(hvd.synchronize(handle), copies, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(copies, results, strict=True))
+
+    run_ranks(size, body)
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float16])
+def test_factors_scale_before_and_after(size, dtype):
+    def body(rank):
+        x = whole(rank, 9, dtype=dtype) + 1
+        result = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5)
+        parts = [(whole(r, 9, dtype=dtype) + 1).double() * 0.5 for r in range(size)]
+        if not dtype.is_floating_point:
+            parts = [part.trunc() for part in parts]
+        expected = sum(parts) * 1.5
+        expected = expected if dtype.is_floating_point else expected.trunc()
+        assert torch.allclose(result.double(), expected.to(dtype).double(), rtol=1e-3)
+
+    run_ranks(size, body)
+
+
+def test_the_mean_of_float16_does_not_overflow():
+    def body(rank):
+        return hvd.allreduce(torch.full((3,), 60000.0, dtype=torch.float16)).tolist()
+
+    assert run_ranks(4, body) == [[60000.0] * 3] * 4
+
+
+@SIZES
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_compression_sends_16_bits_and_returns_the_dtype(size, compression):
+    def body(rank):
+        x = whole(rank, 5)
+        result = hvd.allreduce(x, op=hvd.Sum, compression=compression)
+        assert result.dtype == torch.float32
+        assert torch.equal(result, total(size, 5).float())
+        n = torch.tensor([rank])
+        assert hvd.allreduce(n, op=hvd.Sum, compression=compression).item() == sum(range(size))
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_reducescatter_gives_the_first_ranks_one_row_more(size):
+    def body(rank):
+        x = whole(rank, size + 1, 2)
+        rows = hvd.reducescatter(x, op=hvd.Sum)
+        first = rank + min(rank, 1)
+        n = 2 if rank == 0 else 1
+        assert torch.equal(rows, total(size, size + 1, 2)[first : first + n].float())
+        assert torch.allclose(hvd.reducescatter(x), rows / size)
+        several = hvd.grouped_reducescatter([x, x], op=hvd.Sum)
+        assert all(torch.equal(each, rows) for each in several)
+
+    run_ranks(size, body)
+
+
+@SIZES
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+def test_sparse_tensors_are_added_up(size, op):
+    def body(rank):
+        x = torch.sparse_coo_tensor(
+            [[rank, 0], [1, 2]], [1.0, 2.0], (size, 3), check_invariants=True
+        )
+        result = hvd.synchronize(hvd.sparse_allreduce_async(x, name="s", op=op))
+        expected = sum(
+            torch.sparse_coo_tensor(
+                [[r, 0], [1, 2]], [1.0, 2.0], (size, 3), check_invariants=True
+            ).to_dense()
+            for r in range(size)
+        )
+        assert torch.allclose(result.to_dense(), expected / (size if op is hvd.Average else 1))
+
+    run_ranks(size, body)
+
+
+# --- movements ----------------------------------------------------------------------------------
+@SIZES
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool])
+def test_allgather_takes_rows_of_any_number(size, dtype):
+    def body(rank):
+        expected = torch.cat([whole(r, r + 1, 2, dtype=dtype) for r in range(size)])
+        assert torch.equal(hvd.allgather(whole(rank, rank + 1, 2, dtype=dtype)), expected)
+        several = hvd.grouped_allgather([whole(rank, rank + 1, 2, dtype=dtype)] * 2)
+        assert all(torch.equal(each, expected) for each in several)
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_broadcast_from_every_root(size):
+    def body(rank):
+        for root in range(size):
+            x = whole(rank, 3)
+            assert torch.equal(hvd.broadcast(x, root), whole(root, 3))
+            assert torch.equal(x, whole(rank, 3))
+            assert hvd.broadcast_(x, root) is x
+            assert torch.equal(x, whole(root, 3))
+
+    run_ranks(size, body)
+
+
+@SIZES
+@pytest.mark.parametrize("form", [list, torch.tensor])
+def test_alltoall_tells_what_came_where_splits_are_given(size, form):
+    def body(rank):
+        x = torch.full((sum(range(size)), 2), rank)
+        rows, received = hvd.alltoall(x, splits=form(list(range(size))))
+        assert received.dtype == torch.int32
+        assert received.tolist() == [rank] * size
+        assert torch.equal(rows[:, 0], torch.arange(size).repeat_interleave(rank))
+        even = hvd.alltoall(torch.arange(size) + 10 * rank)
+        assert even.tolist() == [10 * r + rank for r in range(size)]
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_objects(size):
+    def body(rank):
+        obj = {"rank": rank}
+        assert hvd.broadcast_object(obj if rank == 0 else None, 0) == {"rank": 0}
+        assert hvd.allgather_object(obj) == [{"rank": r} for r in range(size)]
+
+    run_ranks(size, body)
+
+
+# --- matching -----------------------------------------------------------------------------------
+@SIZES
+def test_names_match_whatever_the_order(size):
+    def body(rank):
+        names = [f"n{k}" for k in range(8)]
+        order = names[rank:] + names[:rank]
+        handles = {
+            name: hvd.allreduce_async(torch.tensor([int(name[1:])]), name=name, op=hvd.Sum)
+            for name in order
+        }
+        return [hvd.synchronize(handles[name]).item() for name in names]
+
+    assert run_ranks(size, body) == [[k * size for k in range(8)]] * size
+
+
+@SIZES
+def test_without_names_operations_are_matched_among_those_of_their_kind(size):
+    def body(rank):
+        starts = [
+            lambda: hvd.allreduce_async(torch.tensor([1.0]), op=hvd.Sum),
+            lambda: hvd.allgather_async(torch.tensor([rank])),
+            lambda: hvd.broadcast_async(torch.tensor([rank]), size - 1),
+            lambda: hvd.alltoall_async(torch.full((size,), rank)),
+            lambda: hvd.reducescatter_async(torch.ones(size), op=hvd.Sum),
+        ]
+        order = [(k + rank) % len(starts) for k in range(len(starts))]
+        handles = {k: starts[k]() for k in order}
+        results = [hvd.synchronize(handles[k]).tolist() for k in range(len(starts))]
+        everyone = list(range(size))
+        assert results == [[size], everyone, [size - 1], everyone, [size]]
+
+    run_ranks(size, body)
+
+
+def test_a_handle_is_not_done_before_all_ranks_have_come():
+    asked = threading.Event()
+
+    def body(rank):
+        hvd.init()
+        if rank == 1:
+            assert asked.wait(20)
+        handle = hvd.allreduce_async(torch.ones(2), name="x")
+        if rank == 0:
+            assert not hvd.poll(handle)
+            asked.set()
+        assert hvd.synchronize(handle).tolist() == [1.0, 1.0]
+        assert hvd.poll(handle)
+        return hvd.synchronize(handle).tolist()
+
+    assert run_ranks(2, body) == [[1.0, 1.0]] * 2
+
+
+def test_a_name_that_is_pending_is_refused_where_it_is_used_again():
+    first = threading.Event()
+
+    def body(rank):
+        hvd.init()
+        if rank == 1:
+            assert first.wait(20)
+            return hvd.synchronize(hvd.allreduce_async(torch.ones(2), name="x")).tolist()
+        handle = hvd.allreduce_async(torch.ones(2), name="x")
+        with pytest.raises(ValueError, match="'x' is pending"):
+            hvd.allreduce_async(torch.ones(2), name="x")
+        first.set()
+        return hvd.synchronize(handle).tolist()
+
+    assert run_ranks(2, body) == [[1.0, 1.0]] * 2
+
+
+def test_a_barrier_may_overtake_named_operations():
+    def body(rank):
+        handle = hvd.allreduce_async(torch.ones(2), name="x") if rank == 0 else None
+        hvd.barrier()
+        handle = handle or hvd.allreduce_async(torch.ones(2), name="x")
+        return hvd.synchronize(handle).tolist()
+
+    assert run_ranks(2, body) == [[1.0, 1.0]] * 2
+
+
+MISTAKES = {
+    "shapes": lambda rank: hvd.allreduce(torch.ones(2 + rank), name="m"),
+    "dimensions": lambda rank: hvd.allreduce(torch.ones((2,) * (rank + 1)), name="m"),
+    "dtypes": lambda rank: hvd.allreduce(torch.ones(2).to(DTYPES[rank - 2]), name="m"),
+    "operators": lambda rank: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Max][rank], name="m"),
+    "factors": lambda rank: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + rank, name="m"),
+    "roots": lambda rank: hvd.broadcast(torch.ones(2), rank, name="m"),
+    "widths": lambda rank: hvd.allgather(torch.ones(2, 1 + rank), name="m"),
+    "kinds": lambda rank: [hvd.allreduce, hvd.allgather][rank](torch.ones(2), name="m"),
+    "numbers": lambda rank: hvd.grouped_allreduce([torch.ones(2)] * (rank + 1), name="m"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mismatch_is_the_same_error_on_every_rank_and_the_next_operation_works(mistake):
+    def body(rank):
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            mistake(rank)
+        assert isinstance(caught.value, RuntimeError)
+        return str(caught.value), hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item()
+
+    (text, after), other = run_ranks(2, body)
+    assert other == (text, after)
+    assert after == 2.0
+
+
+@pytest.mark.parametrize("splits", [[1], [1, 5], [-1, 4], [1.5, 1.5]])
+def test_wrong_splits_are_refused(splits):
+    def body(rank):
+        with pytest.raises((ValueError, TypeError)):
+            hvd.alltoall(torch.ones(3), splits=splits)
+
+    run_ranks(2, body)
+
+
+# --- gradients ----------------------------------------------------------------------------------
+def gradient(f, x):
+    x = x.clone().requires_grad_()
+    f(x).sum().backward()
+    return x.grad
+
+
+@SIZES
+def test_gradients_of_reductions(size):
+    def body(rank):
+        x = whole(rank, 4, 2)
+        ones = torch.ones(4, 2)
+        assert torch.equal(gradient(lambda x: hvd.allreduce(x, op=hvd.Sum), x), ones * size)
+        assert torch.allclose(gradient(hvd.allreduce, x), ones)
+        scaled = gradient(lambda x: hvd.allreduce(x, prescale_factor=2, postscale_factor=3), x)
+        assert torch.allclose(scaled, ones * 6)
+        several = gradient(lambda x: sum(hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)), x)
+        assert torch.equal(several, ones * 3 * size)
+        assert torch.equal(gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), x), ones * size)
+        assert torch.allclose(gradient(hvd.reducescatter, x), ones)
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_gradients_of_movements(size):
+    def body(rank):
+        x = whole(rank, rank + 1, 2)
+        ones = torch.ones_like(x)
+        weights = torch.arange(float(sum(range(size + 1)))).unsqueeze(1)
+        first = sum(range(rank + 1))
+        gathered = gradient(lambda x: hvd.allgather(x) * weights, x)
+        assert torch.allclose(gathered, ones * weights[first : first + rank + 1])
+        same = whole(rank, 3)
+        expected = torch.full((3,), 1.0 if rank == size - 1 else 0.0)
+        assert torch.allclose(gradient(lambda x: hvd.broadcast(x, size - 1), same), expected)
+        rows = whole(rank, size, 2)
+        assert torch.equal(
+            gradient(lambda x: hvd.alltoall(x) * 3, rows), torch.full((size, 2), 3.0)
+        )
+
+    run_ranks(size, body)
+
+
+def test_no_graph_is_kept_where_none_is_wanted():
+    def body(rank):
+        x = torch.ones(3, requires_grad=True)
+        with torch.no_grad():
+            assert not hvd.allreduce(x).requires_grad
+        assert not hvd.allreduce(torch.ones(3)).requires_grad
+        assert hvd.allreduce(x).requires_grad
+
+    run_ranks(2, body)
+
+
+# --- process sets -------------------------------------------------------------------------------
+def test_process_sets_are_numbered_alike_and_shared_by_their_ranks():
+    def body(rank):
+        even = hvd.add_process_set([2, 0])
+        odd = hvd.add_process_set(hvd.ProcessSet([1, 3]))
+        again = hvd.add_process_set([0, 2])
+        assert (even.process_set_id, odd.process_set_id, again.process_set_id) == (1, 2, 1)
+        assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2, 3], 1: [0, 2], 2: [1, 3]}
+        mine = even if rank % 2 == 0 else odd
+        other = odd if mine is even else even
+        assert mine.included()
+        assert not other.included()
+        assert (mine.size(), mine.rank(), other.rank()) == (2, rank // 2, -1)
+        with pytest.raises(ValueError, match="no member"):
+            hvd.allreduce(torch.ones(1), process_set=other)
+        root = mine.ranks[1]
+        return [
+            hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, process_set=mine).item(),
+            hvd.allgather(torch.tensor([rank]), process_set=mine).tolist(),
+            hvd.broadcast(torch.tensor([rank]), root, process_set=mine).item(),
+        ]
+
+    even, odd, *_ = results = run_ranks(4, body)
+    assert even == [2, [0, 2], 2]
+    assert odd == [4, [1, 3], 3]
+    assert results[2:] == [even, odd]
+
+
+def test_a_process_set_that_is_removed_is_not_used_again():
+    def body(rank):
+        some = hvd.add_process_set([0, 1])
+        assert hvd.remove_process_set(some)
+        assert not hvd.remove_process_set(hvd.global_process_set)
+        with pytest.raises(ValueError, match="not in use"):
+            hvd.allreduce(torch.ones(1), process_set=some)
+        assert hvd.add_process_set([0, 1]).process_set_id == 2
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
+
+    run_ranks(3, body)
+
+
+def test_ranks_that_add_different_process_sets_all_hear_of_it():
+    def body(rank):
+        hvd.init()
+        with pytest.raises(rc.MismatchError, match=r"rank 0 adds ranks \[0\], rank 1 \[1\]"):
+            hvd.add_process_set([rank])
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+@pytest.mark.parametrize("ranks", [[0, 5], [0, 0], []])
+def test_process_sets_of_ranks_that_do_not_exist_are_refused(ranks):
+    def body(rank):
+        with pytest.raises(ValueError, match="rank"):
+            hvd.add_process_set(ranks)
+
+    run_ranks(2, body)
+
+
+def test_a_root_outside_the_process_set_is_refused():
+    def body(rank):
+        some = hvd.add_process_set([0, 1])
+        if rank < 2:
+            with pytest.raises(ValueError, match="root_rank is 2"):
+                hvd.broadcast(torch.ones(1), 2, process_set=some)
+
+    run_ranks(3, body)
+
+
+# --- join ---------------------------------------------------------------------------------------
+def test_operations_without_names_go_on_after_a_join():
+    def body(rank):
+        for k in range(rank + 1):
+            alive = 3 - k
+            assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [alive] * 2
+            assert len(hvd.allgather(torch.ones(1))) == alive
+        assert hvd.join() == 2
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), len(hvd.allgather(torch.ones(1)))
+
+    assert run_ranks(3, body) == [(3, 3)] * 3
+
+
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product])
+def test_min_max_and_product_do_not_see_a_rank_that_joined(op):
+    def body(rank):
+        values = [-3.0, 2.0]
+        result = hvd.allreduce(torch.tensor(values), op=op).tolist() if rank else None
+        hvd.join()
+        return result
+
+    assert run_ranks(2, body)[1] == [-3.0, 2.0]
+
+
+def test_process_sets_used_unequally_stay_in_step():
+    def body(rank):
+        some = hvd.add_process_set([0, 1])
+        if rank < 2:
+            for _ in range(5):
+                hvd.allreduce(torch.ones(1), process_set=some)
+        return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_ranks(3, body) == [3] * 3
+
+
+# --- Adasum -------------------------------------------------------------------------------------
+def combined(vectors):
+    """Adasum by its definition, in float64."""
+    if len(vectors) == 1:
+        return vectors[0]
+    paired = 1 << (len(vectors).bit_length() - 1)
+    head = list(vectors[:paired])
+    for k, extra in enumerate(vectors[paired:]):
+        head[k] = pair(head[k], extra)
+    while len(head) > 1:
+        head = [pair(a, b) for a, b in zip(head[::2], head[1::2], strict=True)]
+    return head[0]
+
+
+def pair(a, b):
+    dot = (a * b).sum()
+    share = [1 - dot / (2 * (v * v).sum()) if v.any() else 1.0 for v in (a, b)]
+    return a * share[0] + b * share[1]
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
+)
+def test_adasum_by_its_definition(size, dtype, tolerance):
+    vectors = [torch.randn(50, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    vectors = [v.to(dtype) for v in vectors]
+
+    def body(rank):
+        x = vectors[rank].clone()
+        result = hvd.allreduce(x, op=hvd.Adasum)
+        assert hvd.allreduce_(x, op=hvd.Adasum) is x
+        assert torch.equal(x, result)
+        return result
+
+    results = run_ranks(size, body)
+    expected = combined([v.double() for v in vectors])
+    assert torch.allclose(results[0].double(), expected, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_adasum_is_the_sum_of_orthogonal_and_the_mean_of_equal_vectors():
+    def body(rank):
+        apart = torch.zeros(2)
+        apart[rank] = 3.0
+        same = torch.tensor([1.0, 2.0])
+        several = hvd.grouped_allreduce([apart, same], op=hvd.Adasum)
+        return [each.tolist() for each in several]
+
+    assert run_ranks(2, body) == [[[3.0, 3.0], [1.0, 2.0]]] * 2
+
+
+def test_adasum_takes_floats_only():
+    def body(rank):
+        with pytest.raises(TypeError, match="takes floats"):
+            hvd.allreduce(torch.ones(2, dtype=torch.int32), op=hvd.Adasum)
+
+    run_ranks(1, body)
