@@ -18,7 +18,7 @@ from ringcomm.engine.world import engine
 from ringcomm.torch import gradients
 from ringcomm.torch.dispatch import start
 from ringcomm.torch.handles import Handle
-from ringcomm.torch.process_sets import ProcessSet, global_process_set
+from ringcomm.torch.process_sets import ProcessSet, global_process_set, prepare
 
 
 # --- allgather ----------------------------------------------------------------------------------
@@ -205,6 +205,7 @@ def join(device: int = -1) -> int:
         The last rank that joined.
     """
     del device
+    prepare()  # what is made at the first operation, all ranks must make
     return ops.join()
 
 

@@ -18,7 +18,6 @@ from ringcomm.engine.world import engine
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
 
-
 _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
 
 

@@ -1,0 +1,145 @@
+"""Scripts that import horovod.torch run unchanged."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="the core is tested without torch, too")
+
+from harness import run_job, run_script
+
+SCRIPT = """
+import sys
+import torch
+import horovod
+import horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average, allreduce
+
+hvd.init()
+assert hvd.mpi_built() and not hvd.gloo_built() and not hvd.nccl_built()
+assert hvd.is_homogeneous() and hvd.local_size() == hvd.size()
+model = torch.nn.Linear(3, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), compression=Compression.fp16, op=Average
+)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3) * hvd.rank()).sum().backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+try:
+    hvd.allreduce(torch.ones(1 + hvd.rank()), name="wrong")
+except HorovodInternalError as error:
+    print("agreed:", error)
+total = allreduce(torch.tensor([1.0]), op=hvd.Sum).item()
+last = hvd.join()
+print("total", total, "arguments", sys.argv[1:], "version", horovod.__version__, "last", last >= 0)
+hvd.shutdown()
+"""
+
+
+def test_a_script_runs_under_the_alias(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = run_job(2, "-m", "ringcomm.torch.as_horovod", "train.py", "--epochs", "3", cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("total 2.0 arguments ['--epochs', '3'] version 0.28.1 last True") == 2
+    assert job.output.count("agreed: allreduce[wrong]: rank 0 sent float32 (1,)") == 2
+
+
+def test_a_module_beside_the_script_is_found_and_m_runs_a_module(tmp_path):
+    (tmp_path / "net.py").write_text("width = 5\n")
+    (tmp_path / "main.py").write_text(
+        "import net, horovod.torch as hvd\nhvd.init()\nprint('width', net.width, hvd.size())\n"
+    )
+    for way in (["main.py"], ["-m", "main"]):
+        job = run_job(1, "-m", "ringcomm.torch.as_horovod", *way, cwd=tmp_path)
+        assert job.code == 0, job.output
+        assert "width 5 1" in job.output
+
+
+def test_installed_from_within_a_script(tmp_path):
+    text = """
+        from ringcomm.torch.as_horovod import install
+        install()
+        install()
+        import horovod.torch as hvd
+        import ringcomm.torch
+        assert hvd.allreduce is ringcomm.torch.allreduce
+        print("fine")
+    """
+    job = run_script(1, "\n".join(line.strip() for line in text.splitlines()), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "fine" in job.output
+
+
+def test_a_horovod_that_is_loaded_already_is_not_replaced(tmp_path):
+    (tmp_path / "horovod.py").write_text("")
+    text = "import horovod; from ringcomm.torch.as_horovod import install; install()"
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "before that" in done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-m"], 2)])
+def test_usage(arguments, code):
+    done = subprocess.run(
+        [sys.executable, "-m", "ringcomm.torch.as_horovod", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert "usage: python -m ringcomm.torch.as_horovod" in done.stdout + done.stderr
+
+
+def test_process_sets_from_communicators_and_at_init(tmp_path):
+    text = """
+import torch, ringcomm.torch as hvd
+from mpi4py import MPI
+halves = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+first = hvd.ProcessSet([0, 2])
+hvd.init(process_sets=[first, hvd.ProcessSet([1])])
+assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
+every = hvd.add_process_set(hvd.ProcessSet(MPI.COMM_WORLD))
+assert every.process_set_id == 0
+if first.included():
+    mine = hvd.ProcessSet(halves)
+    assert mine.resolve() == [0, 2]
+    print("sum", hvd.allreduce(torch.tensor([hvd.rank()]), op=hvd.Sum, process_set=first).item())
+"""
+    job = run_script(3, text, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("sum 2") == 2
+
+
+def test_init_and_shutdown_and_init_again(tmp_path):
+    text = """
+import torch, ringcomm.torch as hvd
+for _ in range(3):
+    hvd.init()
+    some = hvd.add_process_set([0])
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    assert hvd.join() >= 0
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+print("done")
+"""
+    job = run_script(2, text, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("done") == 2
