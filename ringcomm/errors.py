@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class RingcommError(Exception):
+class RingcommError(RuntimeError):
     """Base of all errors of this library."""
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ringcomm.arrays import Array, ArrayAdapter, Flat, adapter_for
 from ringcomm.engine.call import shape_text
 from ringcomm.engine.group import Group
+from ringcomm.engine.handle import Handle
 from ringcomm.engine.ledger import base_of
 from ringcomm.engine.progress import Strand, Task
 from ringcomm.engine.world import engine
@@ -85,6 +86,34 @@ def sendrecv(
     return source
 
 
+def send_async(
+    x: Array,
+    dest: int,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+) -> Handle[None]:
+    """Start send(); dest may be this rank. x must stay as it is until the handle is done."""
+    begin = _sender(x, dest, tag, group, may_be_self=True, is_awaited=False, timeout_s=timeout_s)
+    return Handle(engine(), begin())
+
+
+def recv_async(
+    out: Array,
+    source: int = ANY_SOURCE,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+) -> Handle[int]:
+    """Start recv(); source may be this rank. The handle's result is the rank that has sent."""
+    begin = _receiver(
+        out, source, tag, group, may_be_self=True, is_awaited=False, timeout_s=timeout_s
+    )
+    return Handle(engine(), begin())
+
+
 @dataclass(frozen=True)
 class _Side:
     """This rank's side of a conversation.
@@ -136,7 +165,14 @@ class _Side:
 
 
 def _sender(
-    x: Array, dest: int, tag: int, group: Group | None, *, may_be_self: bool
+    x: Array,
+    dest: int,
+    tag: int,
+    group: Group | None,
+    *,
+    may_be_self: bool,
+    is_awaited: bool = True,
+    timeout_s: float | None = None,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to send."""
     side = _Side.of(x, tag, group)
@@ -148,11 +184,19 @@ def _sender(
         return _send(side, side.channel(task, serial), flat, outline, dest=dest, serial=serial)
 
     label = f"send(dest={dest}, tag={tag}){side.where}"
-    return lambda: engine().converse(label, _pair(side.group, dest), talk)
+    pair = _pair(side.group, dest)
+    return lambda: engine().converse(label, pair, talk, is_awaited=is_awaited, timeout_s=timeout_s)
 
 
 def _receiver(
-    out: Array, source: int, tag: int, group: Group | None, *, may_be_self: bool
+    out: Array,
+    source: int,
+    tag: int,
+    group: Group | None,
+    *,
+    may_be_self: bool,
+    is_awaited: bool = True,
+    timeout_s: float | None = None,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to receive."""
     side = _Side.of(out, tag, group)
@@ -162,7 +206,13 @@ def _receiver(
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
     members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
     label = f"recv(source={name}, tag={tag}){side.where}"
-    return lambda: engine().converse(label, members, lambda task, _: _recv(side, task, out, source))
+    return lambda: engine().converse(
+        label,
+        members,
+        lambda task, _: _recv(side, task, out, source),
+        is_awaited=is_awaited,
+        timeout_s=timeout_s,
+    )
 
 
 async def _send(

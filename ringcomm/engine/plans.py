@@ -74,7 +74,7 @@ def allreduce(
         await perform(algorithm.allreduce_, t, flat, op=op)
         return finish(t)
 
-    step = _reduction_in_node(source, flat.bytes, op, group)
+    step = reduction_in_node(source, flat.bytes, op, group)
     return Plan(call, flat.bytes.nbytes, run, step, finish)
 
 
@@ -160,7 +160,7 @@ def reduce_scatter(
             t.copy(target, own)
         return finish(t)
 
-    step = _reduction_in_node(source, target.bytes, op, group, parts)
+    step = reduction_in_node(source, target.bytes, op, group, parts)
     return Plan(call, source.bytes.nbytes, run, step, finish)
 
 
@@ -516,7 +516,7 @@ def _rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], sl
     return [slice(r.start * width, r.stop * width) for r in rows], rows[group.index]
 
 
-def _reduction_in_node(
+def reduction_in_node(
     source: Flat, target: Bytes, op: Op, group: Group, parts: Sequence[slice] = ()
 ) -> NodeReduction:
     """Return a reduction where all ranks share memory; with `parts`, each rank gets its part."""
