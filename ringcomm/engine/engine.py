@@ -529,8 +529,8 @@ class Engine:
             self._on_lost(error)
             raise
         raise CommTimeoutError(
-            f"{text} It is still under way, and the engine works on: wait again, or pass "
-            "a larger timeout_s.",
+            f"{text} The timeout of this wait is over. It is still under way, and the engine works "
+            "on: wait again, or pass a larger timeout_s.",
             missing=missing,
         )
 

@@ -7,6 +7,7 @@ that returns has been received.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,9 +94,26 @@ def send_async(
     tag: int = 0,
     group: Group | None = None,
     timeout_s: float | None = None,
+    by_count: bool = False,
 ) -> Handle[None]:
-    """Start send(); dest may be this rank. x must stay as it is until the handle is done."""
-    begin = _sender(x, dest, tag, group, may_be_self=True, is_awaited=False, timeout_s=timeout_s)
+    """Start send(); dest may be this rank. x must stay as it is until the handle is done.
+
+    Args:
+        x: see send().
+        dest: see send().
+        tag: see send().
+        group: see send().
+        timeout_s: deadline, in seconds; None: RINGCOMM_TIMEOUT_S.
+        by_count: x and what receives it need but as many elements, not the same shape; alike on
+            both sides.
+    """
+    begin = _sender(
+        *(x, dest, tag, group),
+        may_be_self=True,
+        is_awaited=False,
+        timeout_s=timeout_s,
+        by_count=by_count,
+    )
     return Handle(engine(), begin())
 
 
@@ -106,10 +124,15 @@ def recv_async(
     tag: int = 0,
     group: Group | None = None,
     timeout_s: float | None = None,
+    by_count: bool = False,
 ) -> Handle[int]:
-    """Start recv(); source may be this rank. The handle's result is the rank that has sent."""
+    """Start recv(); the handle's result is the rank that has sent. See send_async()."""
     begin = _receiver(
-        out, source, tag, group, may_be_self=True, is_awaited=False, timeout_s=timeout_s
+        *(out, source, tag, group),
+        may_be_self=True,
+        is_awaited=False,
+        timeout_s=timeout_s,
+        by_count=by_count,
     )
     return Handle(engine(), begin())
 
@@ -124,6 +147,7 @@ class _Side:
         context: of the group.
         mailbox: 64 bits for the group and the tag.
         adapter: of the array that is sent or received.
+        by_count: arrays fit if they have as many elements.
     """
 
     watch: Watch
@@ -131,19 +155,23 @@ class _Side:
     context: int
     mailbox: int
     adapter: ArrayAdapter
+    by_count: bool
 
     @classmethod
-    def of(cls, x: Array, tag: int, group: Group | None) -> _Side:
+    def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
         """Check the arguments."""
         current = engine()
         group = group or current.world
         context = group.ledger_for(current).context
         mailbox = base_of(_MAILBOXES, f"{context}:{operator.index(tag)}")
-        return cls(current.watch, group, context, mailbox, adapter_for(x))
+        return cls(current.watch, group, context, mailbox, adapter_for(x), by_count)
 
     def outline(self, x: Array) -> str:
         """Return "float32 (2, 3)"."""
-        return f"{self.adapter.dtype(x)} {shape_text(self.adapter.shape(x))}"
+        shape = self.adapter.shape(x)
+        if self.by_count:
+            shape = (math.prod(shape),)
+        return f"{self.adapter.dtype(x)} {shape_text(shape)}"
 
     @property
     def where(self) -> str:
@@ -173,9 +201,10 @@ def _sender(
     may_be_self: bool,
     is_awaited: bool = True,
     timeout_s: float | None = None,
+    by_count: bool = False,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to send."""
-    side = _Side.of(x, tag, group)
+    side = _Side.of(x, tag, group, by_count=by_count)
     dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
     outline = side.outline(x)
     flat = side.adapter.flat(x if side.adapter.is_contiguous(x) else side.adapter.copy(x))
@@ -197,9 +226,10 @@ def _receiver(
     may_be_self: bool,
     is_awaited: bool = True,
     timeout_s: float | None = None,
+    by_count: bool = False,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to receive."""
-    side = _Side.of(out, tag, group)
+    side = _Side.of(out, tag, group, by_count=by_count)
     side.adapter.require_writable(out)
     if source != ANY_SOURCE:
         source = _peer("source", source, side.group, may_be_self=may_be_self)

@@ -110,10 +110,10 @@ class Patience:
             ask_around(self._task, self._watch)
         if now >= self._give_up_at:
             self._give_up_at = math.inf
-            limit = "RINGCOMM_TIMEOUT_S=" if self._task.timeout_s is None else "its timeout of "
-            unit = "" if self._task.timeout_s is None else " s"
+            own = f"of {self._timeout_s:g} s"
+            limit = own if self._task.timeout_s else f"RINGCOMM_TIMEOUT_S={self._timeout_s:g}"
             message = (
-                f"{self._text(now)} {limit}{self._timeout_s:g}{unit} is over. "
+                f"{self._text(now)} The timeout {limit} is over. "
                 "The engine cannot be used any more; end this job, or raise the limit."
             )
             missing = self._watch.peers.missing(self._task.key, self._task.members)

@@ -327,7 +327,7 @@ def allgather_object(group: Group, name: str | None, obj: Any) -> Plan[list[byte
 def grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
     """Plan several allgathers as one."""
     kind = "grouped_allgather"
-    return _grouped(kind, name, [allgather(group, None, x) for x in _listed(kind, xs)])
+    return grouped(kind, name, [allgather(group, None, x) for x in _listed(kind, xs)])
 
 
 def grouped_reduce_scatter(
@@ -338,7 +338,7 @@ def grouped_reduce_scatter(
     plans = [
         reduce_scatter(group, None, x, op, deterministic=deterministic) for x in _listed(kind, xs)
     ]
-    return _grouped(kind, name, plans)
+    return grouped(kind, name, plans)
 
 
 def grouped_allreduce(
@@ -390,7 +390,7 @@ def grouped_allreduce(
     return Plan(_grouped_call(kind, name, calls), nbytes, run)
 
 
-def _grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
+def grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
     """Plan several collectives as one, with one agreement for all of them."""
 
     async def run(t: Channel) -> list[A]:

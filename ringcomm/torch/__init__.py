@@ -27,8 +27,11 @@ from ringcomm.engine.world import (
     shutdown,
     size,
 )
+from ringcomm.torch.distributed.entry import init_process_group, register
 from ringcomm.torch.optimizer import DistributedOptimizer
 from ringcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+register()
 
 __all__ = [
     "Average",
@@ -39,6 +42,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "init",
+    "init_process_group",
     "is_initialized",
     "local_rank",
     "local_size",

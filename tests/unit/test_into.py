@@ -71,7 +71,9 @@ def test_alltoall_into_takes_each_part_to_its_rank(wire):
         sent = [rank + dest for dest in range(3)]
         received = [source + rank for source in range(3)]
         x = np.repeat(np.arange(3) + 10 * rank, sent)
-        return start(into.alltoall_into, np.empty(sum(received), x.dtype), x, received=received, sent=sent)
+        return start(
+            into.alltoall_into, np.empty(sum(received), x.dtype), x, received=received, sent=sent
+        )
 
     for rank, out in enumerate(run_ranks(3, body)):
         counts = [source + rank for source in range(3)]
@@ -163,7 +165,7 @@ def test_an_operation_may_have_a_deadline_of_its_own():
 
     first, _ = outcomes(2, body, settings=Settings(timeout_s=30))
     assert isinstance(first, rc.CommTimeoutError)
-    assert "timeout of 0.3 s is over" in str(first)
+    assert " timeout of 0.3 s is over" in str(first)
     assert first.missing == (1,)
 
 
