@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +210,55 @@ def launched_size(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
         if text.isdigit() and int(text) > 1:
             return variable, int(text)
     return None
+
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID")
+
+
+def is_launched_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
+    """Return True if an MPI launcher started this process, of any number of ranks."""
+    environ = os.environ if environ is None else environ
+    return any(name in environ for name in _RANK_VARIABLES) or launched_size(environ) is not None
+
+
+_FOREIGN = {
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "GROUP_RANK": "torchrun",
+    "RAY_JOB_ID": "Ray",
+    "RAY_ADDRESS": "Ray",
+}
+
+
+def foreign_launcher(environ: Mapping[str, str] | None = None) -> str:
+    """Return the name of a launcher that is not MPI's, "" if there is no sign of one."""
+    environ = os.environ if environ is None else environ
+    return next((name for variable, name in _FOREIGN.items() if variable in environ), "")
+
+
+def torch_ranks(environ: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Return what torch.distributed's variables say, by "rank" and "world_size".
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    environ = os.environ if environ is None else environ
+    found = {}
+    for variable in ("RANK", "WORLD_SIZE"):
+        text = environ.get(variable, "")
+        if text and not text.isdigit():
+            raise ConfigError(f"{variable} is {text!r}; it must be a number >= 0, or not be set.")
+        if text:
+            found[variable.lower()] = int(text)
+    return found
+
+
+def missing_of_torch(
+    given: Container[str] = (), environ: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return which of the variables that torch's env:// needs are not set, and not in `given`."""
+    environ = os.environ if environ is None else environ
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return [name for name in needed if not environ.get(name) and name.lower() not in given]
 
 
 def is_fault_tolerant(environ: Mapping[str, str] | None = None) -> bool:

@@ -70,7 +70,7 @@ class Call:
 
 @functools.lru_cache(maxsize=8192)
 def call_of_reduction(
-    kind: str, name: str | None, op: str, dtype: str, shape: tuple[int, ...]
+    kind: str, name: str | None, op: str | None, dtype: str, shape: tuple[int, ...]
 ) -> Call:
     """Return the same Call each time, so that its fingerprint is computed once."""
     return Call(kind, name, op=op, dtype=dtype, shape=shape)

@@ -28,7 +28,6 @@ from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ti
 from ringcomm.engine.patience import ANSWER_S, Farewell, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
 from ringcomm.engine.progress import Over, Progress, Strand, Task
-from ringcomm.engine.quick import Quick
 from ringcomm.engine.selection import Selection
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
@@ -57,12 +56,14 @@ class _Entry(NamedTuple):
         ledger: of the group.
         ticket: which one it is.
         is_awaited: who started it waits for it.
+        timeout_s: its own deadline, if it has one.
     """
 
     group: Group
     ledger: Ledger
     ticket: Ticket
     is_awaited: bool
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,6 @@ class Engine:
         self.timeline = Timeline(settings.timeline, self.rank) if settings.timeline else None
         self._transport = transport
         self.world = Group._of_all(self, self.size)
-        self.quick = None if self.world.team is None else Quick(self, self.world.team)
         self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
         self._page = page
         self._pid, self._n_forks = os.getpid(), n_forks()
@@ -123,8 +123,7 @@ class Engine:
         self._joining = self.watch.host = Joining(self, self._pending, self._lock)
         self.selection = Selection(settings)
         self._execution = Execution(self.watch, self.selection)
-        self._ledger_of_world = self.world.ledger_for(self)
-        self._ledgers = {base_of(0, None): self._ledger_of_world}
+        self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
         self._groups: WeakValueDictionary[int, Group] = WeakValueDictionary({0: self.world})
         self._n_serial = 0
         self._broken: RingcommError | None = None
@@ -138,6 +137,8 @@ class Engine:
         name: str | None,
         plan: Callable[[Group], Plan[R]],
         group: Group | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> R:
         """Carry out one collective; blocks. Every rank of the group calls it.
 
@@ -147,19 +148,21 @@ class Engine:
             plan: checks the arguments and says what to do. If it raises, this rank still takes
                 part in the agreement, so that the others get a MismatchError instead of waiting.
             group: None: all ranks.
+            timeout_s: deadline of this operation; None: RINGCOMM_TIMEOUT_S.
 
         Raises:
             TypeError, ValueError, ...: plan() raised, in the same way on every rank.
             MismatchError: ranks disagree; the same on every rank; the engine works on.
             PeerFailedError: a rank died or left.
-            CommTimeoutError: a rank did not come within RINGCOMM_TIMEOUT_S.
+            CommTimeoutError: a rank did not come within timeout_s.
             NotInitializedError: after shutdown(), or in a child of this rank.
         """
-        result: R = self._result_or_loss(self._enqueue(kind, name, plan, group, is_awaited=True))
+        task = self._enqueue(kind, name, plan, group, is_awaited=True, timeout_s=timeout_s)
+        result: R = self._result_or_loss(task)
         return result
 
-    def take_place(self) -> int | None:
-        """Return the place of an operation of all ranks that does without a task; see quick.py.
+    def take_place(self, ledger: Ledger, team: NodeTeam) -> int | None:
+        """Return the place of an operation that does without a task; see quick.py.
 
         None: it cannot do without.
         """
@@ -167,9 +170,8 @@ class Engine:
             return None
         if self.timeline is not None or self.selection.leaves_memory or self._joining.has_guests:
             return None
-        ledger, team = self._ledger_of_world, self.world.team
         with self._lock:
-            if team is None or not team.is_turn_of(ledger.next_place):
+            if not team.is_turn_of(ledger.next_place):
                 return None
             return ledger.take_place()
 
@@ -181,12 +183,20 @@ class Engine:
         if self._break(label, error):
             self._progress.lose(self._copy_of_broken)
 
-    def adopt(self, place: int, step: NodeStep, plan: Callable[[Group], Plan[Any]]) -> None:
-        """Let what was begun at this place be a task, and wait for it."""
-        ledger = self._ledger_of_world
-        entry = _Entry(self.world, ledger, ledger.unnamed(place), is_awaited=True)
+    def adopt(
+        self,
+        place: int,
+        step: NodeStep,
+        plan: Callable[[Group], Plan[Any]],
+        group: Group,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Let what was begun at this place of `group` be a task, and wait for it."""
+        ledger = group.ledger_for(self)
+        entry = _Entry(group, ledger, ledger.unnamed(place), True, timeout_s)
         try:
-            ready = plan(self.world)
+            ready = plan(group)
         except BaseException as error:  # an interrupt: its place is taken, and others wait for it
             self.lose_place(place, error)
             raise
@@ -198,6 +208,8 @@ class Engine:
         name: str | None,
         plan: Callable[[Group], Plan[R]],
         group: Group | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> Handle[R]:
         """Begin one collective and return at once; see execute().
 
@@ -207,7 +219,8 @@ class Engine:
             NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
         """
         self._progress.work_in_background()
-        return Handle(self, self._enqueue(kind, name, plan, group, is_awaited=False))
+        task = self._enqueue(kind, name, plan, group, is_awaited=False, timeout_s=timeout_s)
+        return Handle(self, task)
 
     def result_of(self, task: Task | Over, timeout_s: float | None = None) -> Any:
         """Return what a task comes to; see Handle.wait()."""
@@ -231,6 +244,8 @@ class Engine:
         talk: Callable[[Task, int], Strand],
         *,
         ticket: Ticket | None = None,
+        is_awaited: bool = True,
+        timeout_s: float | None = None,
     ) -> Task:
         """Begin to speak with other ranks about what no collective agrees on; see result_of().
 
@@ -239,7 +254,11 @@ class Engine:
             members: the ranks of the job whose death ends it, this one among them.
             talk: returns what to do, given the task and a serial number of this rank's.
             ticket: what it is, alike on those ranks; None: no other rank knows it.
+            is_awaited: this thread is going to wait for it.
+            timeout_s: its deadline; None: RINGCOMM_TIMEOUT_S.
         """
+        if not is_awaited:
+            self._progress.work_in_background()
         self._require_own_process()
         with self._lock:
             self._require_usable()
@@ -248,9 +267,10 @@ class Engine:
             if ticket is None:
                 ticket = Ticket(None, base_of(NO_GROUP, f"rank {self.rank}"), self._n_serial)
             task = Task(label, ticket, members)
+            task.timeout_s = timeout_s
             task.start(talk(task, self._n_serial))
             self._pending.add(Work(task, None, ticket, 0), self.timeline)
-            self._progress.submit(task, is_awaited=True)
+            self._progress.submit(task, is_awaited=is_awaited)
         return task
 
     def team_of(
@@ -399,7 +419,7 @@ class Engine:
             self._progress.run_until(Farewell(self.watch, self.settings).is_over)
         is_clean = self._broken is None and not self.watch.peers.dead
         self._transport.close(is_clean=is_clean)
-        self.quick = None
+        self.world.quick = None
         self.watch.whereabouts = self.watch.host = None  # no cycle may keep the page's descriptor
         self._progress.close()
         return is_clean
@@ -437,6 +457,7 @@ class Engine:
         group: Group | None,
         *,
         is_awaited: bool,
+        timeout_s: float | None = None,
     ) -> Task | Over:
         self._require_own_process()
         self._require_usable()
@@ -451,7 +472,7 @@ class Engine:
             self._require_usable()
             self._require_room()
             ticket = ledger.enter(ready.call.name)
-            entry = _Entry(group, ledger, ticket, is_awaited)
+            entry = _Entry(group, ledger, ticket, is_awaited, timeout_s)
             is_one_step = problem is None and self._is_one_step(ready, entry)
             if not is_one_step:
                 task = self._make_task(ready, entry, problem)
@@ -513,8 +534,9 @@ class Engine:
 
     def _make_task(self, plan: Plan[Any], entry: _Entry, problem: Exception | None = None) -> Task:
         """Return a task that is pending; the lock is held."""
-        group, ledger, ticket, is_awaited = entry
+        group, ledger, ticket, is_awaited, timeout_s = entry
         task = Task(_label(plan.call, ticket, group, self.world), ticket, group.ranks)
+        task.timeout_s = timeout_s
         work = Work(task, ledger, ticket, plan.nbytes, plan.call, problem, group, is_awaited)
         self._launch(work, plan)
         return task
@@ -551,8 +573,8 @@ class Engine:
             self._on_lost(error)
             raise
         raise CommTimeoutError(
-            f"{text} It is still under way, and the engine works on: wait again, or pass "
-            "a larger timeout_s.",
+            f"{text} The timeout of this wait is over. It is still under way, and the engine works "
+            "on: wait again, or pass a larger timeout_s.",
             missing=missing,
         )
 
@@ -593,6 +615,7 @@ class Engine:
         finally:
             task.error = error
             task.is_over = True
+            task.call_back()
         if error is not None and is_fatal and self._break(task.label, error):
             self._progress.fail_all(self._copy_of_broken)
         elif task.is_dropped and error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ class Handle(Generic[R]):
         """
         result: R = self._engine.result_of(self._task, timeout_s)
         return result
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Let `callback` be called once, when the operation is over, however it ends.
+
+        At once and in this thread if it is over already; else in the thread that notices, which
+        then does nothing else for this rank: the callback must be short, must not raise, and must
+        not wait for anything.
+        """
+        self._task.when_over(callback)
 
     def done(self) -> bool:
         """Return True once wait() would return or raise at once; never blocks."""

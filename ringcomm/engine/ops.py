@@ -82,8 +82,8 @@ def allreduce_(
     After a PeerFailedError or CommTimeoutError the contents of x are undefined, and after a
     MismatchError that says so.
     """
-    if name is None and group is None and not deterministic:
-        quick = engine().quick
+    if name is None and not deterministic:
+        quick = engine().world.quick if group is None else getattr(group, "quick", None)
         if quick is not None and quick.allreduce_(x, op):
             return x
     return _run(

@@ -7,6 +7,7 @@ that returns has been received.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from ringcomm.arrays import Array, ArrayAdapter, Flat, adapter_for
 from ringcomm.engine.call import shape_text
 from ringcomm.engine.group import Group
+from ringcomm.engine.handle import Handle
 from ringcomm.engine.ledger import base_of
 from ringcomm.engine.progress import Strand, Task
 from ringcomm.engine.world import engine
@@ -85,6 +87,56 @@ def sendrecv(
     return source
 
 
+def send_async(
+    x: Array,
+    dest: int,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+    by_count: bool = False,
+) -> Handle[None]:
+    """Start send(); dest may be this rank. x must stay as it is until the handle is done.
+
+    Args:
+        x: see send().
+        dest: see send().
+        tag: see send().
+        group: see send().
+        timeout_s: deadline, in seconds; None: RINGCOMM_TIMEOUT_S.
+        by_count: x and what receives it need but as many elements, not the same shape; alike on
+            both sides.
+    """
+    begin = _sender(
+        *(x, dest, tag, group),
+        may_be_self=True,
+        is_awaited=False,
+        timeout_s=timeout_s,
+        by_count=by_count,
+    )
+    return Handle(engine(), begin())
+
+
+def recv_async(
+    out: Array,
+    source: int = ANY_SOURCE,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    timeout_s: float | None = None,
+    by_count: bool = False,
+) -> Handle[int]:
+    """Start recv(); the handle's result is the rank that has sent. See send_async()."""
+    begin = _receiver(
+        *(out, source, tag, group),
+        may_be_self=True,
+        is_awaited=False,
+        timeout_s=timeout_s,
+        by_count=by_count,
+    )
+    return Handle(engine(), begin())
+
+
 @dataclass(frozen=True)
 class _Side:
     """This rank's side of a conversation.
@@ -95,6 +147,7 @@ class _Side:
         context: of the group.
         mailbox: 64 bits for the group and the tag.
         adapter: of the array that is sent or received.
+        by_count: arrays fit if they have as many elements.
     """
 
     watch: Watch
@@ -102,19 +155,23 @@ class _Side:
     context: int
     mailbox: int
     adapter: ArrayAdapter
+    by_count: bool
 
     @classmethod
-    def of(cls, x: Array, tag: int, group: Group | None) -> _Side:
+    def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
         """Check the arguments."""
         current = engine()
         group = group or current.world
         context = group.ledger_for(current).context
         mailbox = base_of(_MAILBOXES, f"{context}:{operator.index(tag)}")
-        return cls(current.watch, group, context, mailbox, adapter_for(x))
+        return cls(current.watch, group, context, mailbox, adapter_for(x), by_count)
 
     def outline(self, x: Array) -> str:
         """Return "float32 (2, 3)"."""
-        return f"{self.adapter.dtype(x)} {shape_text(self.adapter.shape(x))}"
+        shape = self.adapter.shape(x)
+        if self.by_count:
+            shape = (math.prod(shape),)
+        return f"{self.adapter.dtype(x)} {shape_text(shape)}"
 
     @property
     def where(self) -> str:
@@ -136,10 +193,18 @@ class _Side:
 
 
 def _sender(
-    x: Array, dest: int, tag: int, group: Group | None, *, may_be_self: bool
+    x: Array,
+    dest: int,
+    tag: int,
+    group: Group | None,
+    *,
+    may_be_self: bool,
+    is_awaited: bool = True,
+    timeout_s: float | None = None,
+    by_count: bool = False,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to send."""
-    side = _Side.of(x, tag, group)
+    side = _Side.of(x, tag, group, by_count=by_count)
     dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
     outline = side.outline(x)
     flat = side.adapter.flat(x if side.adapter.is_contiguous(x) else side.adapter.copy(x))
@@ -148,21 +213,36 @@ def _sender(
         return _send(side, side.channel(task, serial), flat, outline, dest=dest, serial=serial)
 
     label = f"send(dest={dest}, tag={tag}){side.where}"
-    return lambda: engine().converse(label, _pair(side.group, dest), talk)
+    pair = _pair(side.group, dest)
+    return lambda: engine().converse(label, pair, talk, is_awaited=is_awaited, timeout_s=timeout_s)
 
 
 def _receiver(
-    out: Array, source: int, tag: int, group: Group | None, *, may_be_self: bool
+    out: Array,
+    source: int,
+    tag: int,
+    group: Group | None,
+    *,
+    may_be_self: bool,
+    is_awaited: bool = True,
+    timeout_s: float | None = None,
+    by_count: bool = False,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to receive."""
-    side = _Side.of(out, tag, group)
+    side = _Side.of(out, tag, group, by_count=by_count)
     side.adapter.require_writable(out)
     if source != ANY_SOURCE:
         source = _peer("source", source, side.group, may_be_self=may_be_self)
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
     members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
     label = f"recv(source={name}, tag={tag}){side.where}"
-    return lambda: engine().converse(label, members, lambda task, _: _recv(side, task, out, source))
+    return lambda: engine().converse(
+        label,
+        members,
+        lambda task, _: _recv(side, task, out, source),
+        is_awaited=is_awaited,
+        timeout_s=timeout_s,
+    )
 
 
 async def _send(

@@ -28,6 +28,7 @@ class Waiting(Protocol):
         base: see ringcomm.engine.ledger.
         number: see ringcomm.engine.ledger.
         members: the ranks of the job that take part.
+        timeout_s: its own deadline, None for that of the settings.
         awaited: ranks of the job; if all of them leave, it cannot complete.
         late: ranks of the job; if one of them leaves, it cannot complete.
     """
@@ -37,6 +38,7 @@ class Waiting(Protocol):
     base: int
     number: int
     members: tuple[int, ...]
+    timeout_s: float | None
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -85,7 +87,7 @@ class Patience:
         self._warnings = warnings
         self._task = task
         self._watch = watch
-        self._timeout_s = settings.timeout_or_inf
+        self._timeout_s = settings.timeout_or_inf if task.timeout_s is None else task.timeout_s
         self._start = start
         self._ask_at = start + settings.stall_warning_or_inf
         self._warn_at = math.inf
@@ -108,8 +110,10 @@ class Patience:
             ask_around(self._task, self._watch)
         if now >= self._give_up_at:
             self._give_up_at = math.inf
+            own = f"of {self._timeout_s:g} s"
+            limit = own if self._task.timeout_s else f"RINGCOMM_TIMEOUT_S={self._timeout_s:g}"
             message = (
-                f"{self._text(now)} RINGCOMM_TIMEOUT_S={self._timeout_s:g} is over. "
+                f"{self._text(now)} The timeout {limit} is over. "
                 "The engine cannot be used any more; end this job, or raise the limit."
             )
             missing = self._watch.peers.missing(self._task.key, self._task.members)

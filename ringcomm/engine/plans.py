@@ -83,7 +83,7 @@ def allreduce(
         await perform(algorithm.allreduce_, t, flat, op=op)
         return finish(t)
 
-    step = _reduction_in_node(source, flat.bytes, op, group)
+    step = reduction_in_node(source, flat.bytes, op, group)
     return Plan(call, flat.bytes.nbytes, run, step, finish)
 
 
@@ -177,7 +177,7 @@ def reduce_scatter(
             t.copy(target, own)
         return finish(t)
 
-    step = _reduction_in_node(source, target.bytes, op, group, parts)
+    step = reduction_in_node(source, target.bytes, op, group, parts)
     return Plan(call, source.bytes.nbytes, run, step, finish)
 
 
@@ -343,7 +343,7 @@ def allgather_object(group: Group, name: str | None, obj: Any) -> Plan[list[byte
 def grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
     """Plan several allgathers as one."""
     kind = "grouped_allgather"
-    return _grouped(kind, name, [allgather(group, None, x) for x in _listed(kind, xs)])
+    return grouped(kind, name, [allgather(group, None, x) for x in _listed(kind, xs)])
 
 
 def grouped_reduce_scatter(
@@ -361,7 +361,7 @@ def grouped_reduce_scatter(
         reduce_scatter(group, None, x, op, deterministic=deterministic, scaling=scaling)
         for x in _listed(kind, xs)
     ]
-    return _grouped(kind, name, plans)
+    return grouped(kind, name, plans)
 
 
 def grouped_allreduce(
@@ -419,7 +419,7 @@ def grouped_allreduce(
     return Plan(_grouped_call(kind, name, calls), nbytes, run)
 
 
-def _grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
+def grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
     """Plan several collectives as one, with one agreement for all of them."""
 
     async def run(t: Channel) -> list[A]:
@@ -557,7 +557,7 @@ def _rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], sl
     return [slice(r.start * width, r.stop * width) for r in rows], rows[group.index]
 
 
-def _reduction_in_node(
+def reduction_in_node(
     source: Flat, target: Bytes, op: Op, group: Group, parts: Sequence[slice] = ()
 ) -> NodeReduction:
     """Return a reduction where all ranks share memory; with `parts`, each rank gets its part."""

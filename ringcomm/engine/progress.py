@@ -62,6 +62,7 @@ class Task:
         fault: the wire refused a message of it: a death that is not known yet, or a defect.
         fault_until: when a fault is taken for a defect, in seconds of the monotonic clock.
         patience: of the wait at hand, once it has lasted a moment.
+        timeout_s: its own deadline in seconds, None for RINGCOMM_TIMEOUT_S.
     """
 
     def __init__(self, label: str, ticket: Ticket, members: tuple[int, ...]) -> None:
@@ -77,6 +78,8 @@ class Task:
         self.fault: WireFault | None = None
         self.fault_until = math.inf
         self.patience: Patience | None = None
+        self.timeout_s: float | None = None
+        self._callbacks: deque[Callable[[], None]] = deque()
         self._strands: list[tuple[Strand, list[Request]]] = []
         self._first: Strand | None = None
 
@@ -84,6 +87,21 @@ class Task:
         """Give it what it is to do; the first one's result is the task's."""
         self._strands = [(strand, []) for strand in strands]
         self._first = strands[0]
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, at the end: at once if it is over; see Handle.when_done()."""
+        self._callbacks.append(callback)
+        if self.is_over:
+            self.call_back()
+
+    def call_back(self) -> None:
+        """Tell those who want to know that it is over; whoever takes a callback calls it."""
+        while self._callbacks:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:  # another thread was faster
+                return
+            callback()
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -161,6 +179,10 @@ class Over:
     def label(self) -> str:
         """See Task."""
         return self._label()
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call it: this is over."""
+        callback()
 
 
 class Progress:

@@ -8,6 +8,7 @@ within a moment, a mismatch or a rank that is late, becomes a task like any othe
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,26 +20,34 @@ from ringcomm.transport.base import N_UNNAMED
 from ringcomm.transport.shm import NodeTeam
 
 if TYPE_CHECKING:
-    from ringcomm.engine.engine import Engine
+    from ringcomm.engine.group import Group
+    from ringcomm.engine.ledger import Ledger
 
 _MAX_KNOWN = 4096
 
 
 class Quick:
-    """Allreduces of all ranks, one at a time per thread, in place and without a name.
+    """Allreduces of one group, one at a time per thread, in place and without a name.
 
     Args:
-        engine: of this rank.
-        team: where all ranks meet.
+        group: whose they are.
+        ledger: of the group.
+        team: where all of its ranks meet.
     """
 
-    def __init__(self, engine: Engine, team: NodeTeam) -> None:
-        self._engine = engine
+    def __init__(self, group: Group, ledger: Ledger, team: NodeTeam) -> None:
+        self._group = weakref.ref(group)  # which holds this
+        self._ledger = ledger
         self._team = team
         self._known: dict[tuple[Any, Any, Op], KnownAllreduce] = {}
 
-    def allreduce_(self, x: Any, op: Op) -> bool:
+    def allreduce_(self, x: Any, op: Op, timeout_s: float | None = None) -> bool:
         """Reduce x in place if this way is open; else do nothing and return False.
+
+        Args:
+            x: as ops.allreduce_() takes it.
+            op: as there.
+            timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
 
         Raises:
             What ops.allreduce_() raises.
@@ -53,22 +62,30 @@ class Quick:
             return False
         if not (x.flags.carray if is_numpy else _is_plain_tensor(x)):
             return False
-        place = self._engine.take_place()
+        group = self._group()
+        engine = None if group is None else group.engine_or_none
+        if group is None or engine is None:
+            return False
+        place = engine.take_place(self._ledger, self._team)
         if place is None:
             return False
         slot = place % N_UNNAMED
         try:
             step = known.run_on(slot, x) if is_numpy else known.run(slot, x.data_ptr())
         except BaseException as error:
-            self._engine.lose_place(place, error)
+            engine.lose_place(place, error)
             raise
         if step is None:
             self._team.end_turn(place)
             if not is_numpy:
                 adapter_for(x).written(x)
         else:
-            self._engine.adopt(
-                place, step, lambda g: _plans().allreduce(g, None, x, op, in_place=True)
+            engine.adopt(
+                place,
+                step,
+                lambda g: _plans().allreduce(g, None, x, op, in_place=True),
+                group,
+                timeout_s=timeout_s,
             )
         return True
 

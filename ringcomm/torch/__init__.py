@@ -32,6 +32,7 @@ from ringcomm.engine.world import (
 )
 from ringcomm.errors import RingcommError as HorovodInternalError
 from ringcomm.torch.compression import Compression
+from ringcomm.torch.distributed.entry import init_process_group, register
 from ringcomm.torch.handles import poll, synchronize
 from ringcomm.torch.job import (
     ccl_built,
@@ -94,6 +95,8 @@ from ringcomm.torch.state import (
     broadcast_parameters,
 )
 
+register()
+
 __all__ = [
     "Adasum",
     "Average",
@@ -141,6 +144,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "init_process_group",
     "is_homogeneous",
     "is_initialized",
     "join",

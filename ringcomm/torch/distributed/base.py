@@ -1,0 +1,158 @@
+"""What a process group is, apart from its operations: names, limits, how an operation starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ringcomm.engine.execution import Plan
+from ringcomm.engine.group import Group
+from ringcomm.engine.world import engine
+from ringcomm.errors import NotInitializedError
+from ringcomm.torch.distributed.compat import c10d
+from ringcomm.torch.distributed.devices import Devices
+from ringcomm.torch.distributed.options import Asked
+from ringcomm.torch.distributed.work import Together, Work
+
+Tensors = Sequence[torch.Tensor]
+
+
+class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are not those of its callers
+    """A process group without operations.
+
+    Args:
+        store: of torch.distributed, for other backends.
+        group: the ranks.
+        timeout_s: deadline of each operation, in seconds; None: RINGCOMM_TIMEOUT_S.
+    """
+
+    def __init__(self, store: Any, group: Group, timeout_s: float | None) -> None:
+        super().__init__(group.index, group.size)  # a store is not taken from subclasses
+        self.group = group
+        self._store = store
+        self._timeout_s = timeout_s
+        self._devices = Devices(store, group.index, group.size, timeout_s)
+        self._coalesced: list[Work] | None = None
+        self._is_shut_down = False
+        self._name, self._desc = "", "undefined"
+
+    # --- starting an operation ------------------------------------------------------------------
+    def _start(
+        self,
+        call: Asked,
+        kind: str,
+        plan: Callable[[Group], Plan[Any]],
+        results: Tensors,
+    ) -> Work:
+        """Carry out one operation, or begin it if the caller may wait later."""
+        self._require_open()
+        timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
+        if call.is_async or self._coalesced is not None:
+            handle = engine().start(kind, None, plan, self.group, timeout_s=timeout_s)
+            return self._noted(Work(handle, results))
+        engine().execute(kind, None, plan, self.group, timeout_s=timeout_s)
+        return Work(None, results)
+
+    @property
+    def _is_special(self) -> bool:
+        """True where an operation may not simply be carried out."""
+        return self._is_shut_down or self._coalesced is not None
+
+    def _noted(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _require_open(self) -> None:
+        if self._is_shut_down:
+            raise NotInitializedError(
+                f"process group {self.group!r} was destroyed: make a new one with new_group()"
+            )
+
+    # --- several calls as one -------------------------------------------------------------------
+    def _start_coalescing(self, device: Any) -> None:
+        del device
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> Work:
+        del device
+        works, self._coalesced = self._coalesced or [], None
+        return Together(works)
+
+    # --- what torch asks a group ----------------------------------------------------------------
+    def get_group_store(self) -> Any:
+        """Return the store it was made with."""
+        return self._store
+
+    # C++ looks for these five; its own need a backend in C++.
+    def getBackendName(self) -> str:
+        """Return "ringcomm"."""
+        return "ringcomm"
+
+    def getGroupName(self) -> str:
+        """Return the name by which operators find it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set that name."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """Return what it is for."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Set what it is for."""
+        self._desc = desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def name(self) -> str:
+        """Return "ringcomm"."""
+        return "ringcomm"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what carries out operations on a device: this, for the CPU."""
+        return self if torch.device(device).type == "cpu" else self._devices.by_type(device)
+
+    def _get_backend_name(self) -> str:
+        return "ringcomm"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *self._devices.types]
+
+    @property
+    def supports_splitting(self) -> bool:
+        """False: c10d.split_group() wants NCCL; see split_group()."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """False: messages between ranks need not be batched."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let each operation that is called from now on have this deadline."""
+        self._timeout_s = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the engine numbers operations from the first one on."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.group.ledger_for(engine()).next_place - 1
+
+    def shutdown(self) -> None:
+        """Take part in nothing more; what is under way goes on."""
+        self._is_shut_down = True
+        self._devices.shutdown()

@@ -1,0 +1,153 @@
+"""What this package touches of torch's internals, and what differs between versions of torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from ringcomm.errors import ConfigError
+
+# Its stubs leave names out, and what they say differs between versions.
+c10d: Any = dist
+_internal: Any = torch
+F = TypeVar("F", bound=Callable[..., Any])
+Rendezvous = Callable[..., Iterator[tuple[Any, int, int]]]
+
+_OLDEST: Final = (2, 6)
+VERSION: Final = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
+
+
+def require_version() -> None:
+    """Raise ConfigError if this torch is not one that can be served."""
+    if VERSION < _OLDEST:
+        raise ConfigError(
+            f"the torch.distributed backend needs torch {'.'.join(map(str, _OLDEST))} or newer, "
+            f"and this is {torch.__version__}: pip install --upgrade torch"
+        )
+    if not c10d.is_available():
+        raise ConfigError("this torch was built without torch.distributed: install another build")
+
+
+# --- frames that torch.compile must not trace -----------------------------------------------------
+def untraced(method: F) -> F:
+    """Return `method` such that torch.compile runs it, and all that it calls, as they are.
+
+    C++ calls some from within a compiled step: what the reducer of DDP calls would be traced there.
+    torch._disable_dynamo() would do, but imports all of torch._dynamo at the first call, 1 to 2 s.
+    """
+    frames = _internal._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
+        return _internal._disable_dynamo(method)  # type: ignore[no-any-return]
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(method.__code__, skip)
+    return method
+
+
+def traced(method: F) -> F:
+    """Return `method` such that profilers see it as "ringcomm:<name>", and torch.compile does not.
+
+    record_function costs 13 us, so it is entered while a profiler is on, and only then.
+    """
+    label = f"ringcomm:{method.__name__}"
+
+    @untraced
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _is_profiling():
+            return method(*args, **kwargs)
+        with torch.profiler.record_function(label):
+            return method(*args, **kwargs)
+
+    return call  # type: ignore[return-value] # it has the signature of what it wraps
+
+
+_is_profiling = _internal.autograd._profiler_enabled
+
+
+# --- finding the backend, and each other ----------------------------------------------------------
+def register_backend(name: str, make: Callable[..., Any]) -> None:
+    """Let init_process_group(name) call make(options, its own options); once."""
+    if name.upper() in c10d.Backend._plugins:
+        return
+    c10d.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
+
+
+def register_rendezvous(scheme: str, handler: Rendezvous) -> None:
+    """Let init_method="<scheme>://" call `handler`; once."""
+    if scheme not in _rendezvous_handlers:
+        c10d.register_rendezvous_handler(scheme, handler)
+
+
+def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> None:
+    """Let a handler of torch be wrapped; once."""
+    handlers: dict[str, Any] = _rendezvous_handlers
+    if not hasattr(handlers[scheme], "is_wrapped_by_ringcomm"):
+        wrapped: Any = wrap(handlers[scheme])
+        wrapped.is_wrapped_by_ringcomm = True
+        handlers[scheme] = wrapped
+
+
+# --- other devices --------------------------------------------------------------------------------
+def make_device_backend(
+    kind: str, store: Any, rank: int, size: int, timeout: timedelta | None
+) -> Any:
+    """Return torch's own backend for a type of device, for the same ranks.
+
+    Raises:
+        RuntimeError: it has none.
+    """
+    name = c10d.Backend.default_device_backend_map.get(kind)
+    own = c10d.PrefixStore(f"{kind}/", store)
+    if name == c10d.Backend.NCCL and c10d.is_nccl_available():
+        options = c10d.ProcessGroupNCCL.Options()
+        if timeout is not None:
+            options._timeout = timeout
+        return c10d.ProcessGroupNCCL(own, rank, size, options)
+    plugin = c10d.Backend._plugins.get((name or "").upper())
+    if plugin is None or name == "ringcomm":
+        raise RuntimeError(
+            f"ringcomm: a tensor is on {kind}, and this torch has no backend for it "
+            f"({name or 'none'} is not there). Use .cpu(), or install a torch that has it."
+        )
+    timeout = timeout or DEFAULT_TIMEOUT
+    if not plugin.extended_api:
+        return plugin.creator_fn(own, rank, size, timeout)
+    options = c10d.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = own, rank, size
+    options.timeout = timeout
+    return plugin.creator_fn(options, None)
+
+
+# --- an operator that cannot reach Python ---------------------------------------------------------
+_library: Any = None
+
+
+def reach_from_operators() -> None:
+    """Let _c10d_functional.all_gather_into_tensor_out reach process groups in Python; once.
+
+    Up to torch 2.13 it calls a method in C++ that no subclass in Python can replace, and inductor
+    makes it of functional collectives. This does the same, through Python.
+    """
+    global _library  # noqa: PLW0603 - registered for the life of the process
+    if _library is not None or VERSION >= (2, 14):
+        return
+    _library = _internal.library.Library("_c10d_functional", "IMPL")
+
+    def all_gather_into_tensor_out(
+        input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor
+    ) -> torch.Tensor:
+        del group_size
+        group = c10d.distributed_c10d._resolve_process_group(group_name)
+        gather = getattr(group, "all_gather_single", None) or group._allgather_base
+        work = gather(out, input.contiguous())
+        _internal._C._distributed_c10d._register_work(out, work)
+        return out
+
+    _library.impl("all_gather_into_tensor_out", all_gather_into_tensor_out, "CPU")

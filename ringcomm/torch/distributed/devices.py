@@ -1,0 +1,66 @@
+"""Tensors that are not on the CPU: torch's own backend for their device, made when first needed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ringcomm.torch.distributed.compat import make_device_backend
+
+
+class Devices:
+    """The backends of one process group by type of device.
+
+    torch up to 2.13 hands all tensors of a group to its Python process group, also those that
+    another backend is meant for ("cpu:ringcomm,cuda:nccl").
+
+    Args:
+        store: of the group.
+        rank: within the group.
+        size: of the group.
+        timeout_s: of their operations; None: their default.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float | None) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._made: dict[str, Any] = {}
+
+    @property
+    def types(self) -> list[torch.device]:
+        """The devices that have a backend by now."""
+        return [torch.device(each) for each in self._made]
+
+    def of(self, *tensors: torch.Tensor) -> Any:
+        """Return the backend of the tensors' device.
+
+        Raises:
+            ValueError: they are on several.
+        """
+        types = {x.device.type for x in tensors}
+        if len(types) > 1:
+            raise ValueError(
+                f"tensors of one call are on {', '.join(sorted(types))}; pass one kind"
+            )
+        return self.by_type(tensors[0].device)
+
+    def by_type(self, device: Any) -> Any:
+        """Return the backend of a device. Collective, the first time.
+
+        Raises:
+            RuntimeError: torch has none here.
+        """
+        kind = torch.device(device).type
+        if kind not in self._made:
+            self._made[kind] = make_device_backend(
+                kind, self._store, self._rank, self._size, self._timeout
+            )
+        return self._made[kind]
+
+    def shutdown(self) -> None:
+        """Shut down what was made."""
+        for backend in self._made.values():
+            backend.shutdown()
+        self._made.clear()

@@ -1,0 +1,72 @@
+"""How torch.distributed comes by our process groups; the one line that makes the default one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringcomm.engine.group import Group
+from ringcomm.engine.world import init, rank, size
+from ringcomm.errors import ConfigError
+from ringcomm.torch.distributed import compat, rendezvous
+from ringcomm.torch.distributed.compat import c10d
+from ringcomm.torch.distributed.launch import require_launcher, require_same_rank
+from ringcomm.torch.distributed.process_group import ProcessGroup
+
+BACKEND = "ringcomm"
+
+
+def register() -> None:
+    """Make the backend "ringcomm" and the init_methods known to torch.distributed; starts no MPI.
+
+    `import ringcomm.torch` does it; entry points do it where torch looks them up.
+    """
+    compat.require_version()
+    compat.register_backend(BACKEND, _make)
+    rendezvous.register()
+
+
+def init_process_group(backend: str = BACKEND, **options: Any) -> None:
+    """Make torch.distributed's default process group of this job's ranks. Collective.
+
+    Does nothing if there is one already, so that frameworks that make their own can come before or
+    after: Accelerate, the Trainer of transformers and Lightning take a group that is there.
+
+    Args:
+        backend: "ringcomm", or any that torch has: ranks and store come from MPI for all of them.
+        options: of torch.distributed.init_process_group().
+
+    Raises:
+        ConfigError: no MPI launcher, or ranks that are not MPI's.
+        ValueError: there is a default group of another backend.
+    """
+    register()
+    if not c10d.is_initialized():
+        if options.keys().isdisjoint({"init_method", "store"}):
+            options["init_method"] = "mpi://"
+        c10d.init_process_group(backend, **options)
+    elif backend not in c10d.get_backend():
+        raise ValueError(
+            f"torch.distributed has a default group of {c10d.get_backend()}, and {backend} is "
+            "wanted: destroy it first, or call this one before what made it"
+        )
+
+
+def _make(options: Any, own_options: Any = None) -> ProcessGroup:
+    """Make a process group; called by torch on each of its members."""
+    del own_options
+    members = list(options.global_ranks_in_group)
+    if not members:
+        require_launcher(options.group_size)
+    init()
+    if not members:
+        require_same_rank(options.group_rank, options.group_size, rank(), size())
+        members = list(range(size()))
+    elif members[options.group_rank] != rank():
+        raise ConfigError(
+            f"the default process group calls this rank {members[options.group_rank]}, MPI calls "
+            f'it {rank()}. Make the default group by init_method="mpi://", too'
+        )
+    compat.reach_from_operators()
+    is_default = options.timeout == compat.DEFAULT_TIMEOUT
+    timeout_s = None if is_default else options.timeout.total_seconds()
+    return ProcessGroup(options.store, Group(members), timeout_s)

@@ -1,0 +1,107 @@
+"""What a caller asks for: c10d's option objects, and the short forms of its methods, as one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
+from ringcomm.torch.distributed.compat import c10d
+
+_Kind = c10d.ReduceOp.RedOpType
+_OPS: Final[dict[Any, Op]] = {
+    _Kind.SUM: SUM,
+    _Kind.AVG: AVERAGE,
+    _Kind.PRODUCT: PRODUCT,
+    _Kind.MIN: MIN,
+    _Kind.MAX: MAX,
+    _Kind.BAND: BAND,
+    _Kind.BOR: BOR,
+    _Kind.BXOR: BXOR,
+    _Kind.PREMUL_SUM: SUM,
+}
+_ZERO = timedelta(0)
+
+
+class Reduction(NamedTuple):
+    """How values are combined.
+
+    Attributes:
+        op: as the engine calls it.
+        factor: of PREMUL_SUM, each rank's own; None for the others.
+    """
+
+    op: Op
+    factor: float | torch.Tensor | None = None
+
+
+class Asked(NamedTuple):
+    """One call.
+
+    Attributes:
+        reduction: of those that reduce.
+        root: rank within the group, of those that have one.
+        timeout_s: deadline, in seconds; None: the group's.
+        is_async: the caller may wait later.
+    """
+
+    reduction: Reduction
+    root: int
+    timeout_s: float | None
+    is_async: bool
+
+
+def asked(opts: Any, *more: Any, **named: Any) -> Asked:
+    """Read an options object, or the short form's arguments in whatever order they have.
+
+    Args:
+        opts: AllreduceOptions, ..., a ReduceOp, a root, a timeout, or None.
+        more: further arguments of the short form.
+        named: the same by keyword.
+    """
+    if hasattr(opts, "timeout"):
+        return _of_options(opts)
+    values = [opts, *more, *named.values()]
+    roots = [each for each in values if isinstance(each, int)]
+    timeouts = [each for each in values if isinstance(each, timedelta)]
+    kinds = [each for each in values if isinstance(each, c10d.ReduceOp | _Kind)]
+    nested = [each for each in values if hasattr(each, "timeout")]
+    if nested:
+        return _of_options(nested[0])
+    return Asked(
+        _reduction(kinds[0]) if kinds else Reduction(SUM),
+        roots[0] if roots else 0,
+        _seconds(timeouts[0]) if timeouts else None,
+        True,
+    )
+
+
+def _of_options(opts: Any) -> Asked:
+    return Asked(
+        _reduction(opts.reduceOp) if hasattr(opts, "reduceOp") else Reduction(SUM),
+        getattr(opts, "rootRank", 0),
+        _seconds(opts.timeout),
+        getattr(opts, "asyncOp", True),
+    )
+
+
+def _reduction(op: Any) -> Reduction:
+    kind = op if isinstance(op, _Kind) else op.op
+    if kind not in _OPS:
+        raise ValueError(f"ringcomm has no {kind}; it has {', '.join(each.name for each in _OPS)}")
+    if kind == _Kind.PREMUL_SUM:
+        return Reduction(SUM, _factor(op))
+    return Reduction(_OPS[kind])
+
+
+def _factor(op: Any) -> float | torch.Tensor:
+    """Return the factor of a PREMUL_SUM; before torch 2.13 only pickling told it."""
+    factor: float | torch.Tensor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+    return factor
+
+
+def _seconds(timeout: timedelta) -> float | None:
+    """Return a timeout that was set in seconds; c10d's mark of one that was not is negative."""
+    return timeout.total_seconds() if timeout > _ZERO else None

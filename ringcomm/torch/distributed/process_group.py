@@ -1,0 +1,373 @@
+"""dist.ProcessGroup over ringcomm: c10d's methods, translated into operations of the engine.
+
+One group of the engine per process group: operations match by their order in it, and messages of
+other groups, and of ringcomm's own functions, pass beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ringcomm.engine.execution import Plan
+from ringcomm.engine.group import Group
+from ringcomm.engine.handle import Handle
+from ringcomm.engine.p2p import recv_async, send_async
+from ringcomm.errors import CommTimeoutError
+from ringcomm.torch.distributed import moves
+from ringcomm.torch.distributed.base import BaseGroup
+from ringcomm.torch.distributed.compat import c10d, traced
+from ringcomm.torch.distributed.lines import bytes_of, line_of, write_back
+from ringcomm.torch.distributed.options import asked
+from ringcomm.torch.distributed.sparse import allreduce_sparse
+from ringcomm.torch.distributed.work import Work
+from ringcomm.transport.base import ANY_SOURCE
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+
+
+class ProcessGroup(BaseGroup):
+    """A process group on CPU tensors; those of other devices go to torch's backend for them.
+
+    Made by init_process_group("ringcomm") and new_group(). Its methods have c10d's names and
+    arguments, options objects and short forms. Operations take part in the order in which they are
+    called; threads that call on one group in different orders on different ranks get a
+    MismatchError where the calls differ.
+
+    Args:
+        store: of torch.distributed, for other backends.
+        group: the ranks.
+        timeout_s: deadline of each operation, in seconds; None: RINGCOMM_TIMEOUT_S.
+    """
+
+    # --- reductions -----------------------------------------------------------------------------
+    @traced
+    def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Replace a tensor by its reduction over all ranks. A sparse one stays sparse."""
+        (x,) = tensors = _listed(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).allreduce(tensors, _or_default(opts, c10d.AllreduceOptions))
+        call = asked(opts, *more, **named)
+        if x.layout is not torch.strided:
+            return self._start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
+        op = moves.scaled_(x, call.reduction)
+        line = line_of(x)
+        quick = None if call.is_async or self._is_special else self.group.quick
+        if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
+            write_back(x, line)
+            return Work(None, tensors)
+        return self._start(call, "allreduce", lambda g: moves.allreduce(g, x, line, op), tensors)
+
+    @traced
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Replace each tensor by its reduction; fused."""
+        if not _is_local(tensors):
+            return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
+        call = asked(opts)
+        return self._start(
+            call, "allreduce", lambda g: moves.allreduce_all(g, tensors, call.reduction), tensors
+        )
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
+        """See allreduce()."""
+        return self.allreduce(tensors, opts)
+
+    @traced
+    def reduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Replace the root's tensor by the reduction; the others' keep their values."""
+        (x,) = tensors = _listed(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).reduce(tensors, opts)
+        call = asked(opts, *more, **named)
+        return self._start(
+            call, "reduce", lambda g: moves.reduce(g, x, call.reduction, call.root), tensors
+        )
+
+    @traced
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        """Fill the output with the reduction of what all ranks pass for this one."""
+        (out,), parts = _listed(outputs), _inner(inputs)
+        if not out.is_cpu:
+            return self._devices.of(out).reduce_scatter([out], [parts], opts)
+        call = asked(opts, *more, **named)
+        return self._start(
+            call,
+            "reduce_scatter",
+            lambda g: moves.reduce_scatter(g, out, parts, call.reduction),
+            [out],
+        )
+
+    @traced
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Fill `output` with this rank's part of the reduction of `input`."""
+        if not output.is_cpu:
+            other = self._devices.of(output)
+            return other._reduce_scatter_base(output, input, opts)
+        call = asked(opts)
+        return self._start(
+            call,
+            "reduce_scatter",
+            lambda g: moves.reduce_scatter_single(g, output, input, call.reduction),
+            [output],
+        )
+
+    @traced
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Several reduce_scatter_single() as one."""
+        if not _is_local(outputs):
+            other = self._devices.of(*outputs)
+            return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        call = asked(opts)
+
+        def plan(g: Group) -> Plan[Any]:
+            pairs = zip(outputs, inputs, strict=True)
+            return moves.together(
+                "reduce_scatter",
+                [moves.reduce_scatter_single(g, out, x, call.reduction) for out, x in pairs],
+            )
+
+        return self._start(call, "reduce_scatter", plan, outputs)
+
+    # --- copies ---------------------------------------------------------------------------------
+    @traced
+    def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Replace the tensor by the root's."""
+        (x,) = tensors = _listed(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).broadcast(tensors, opts)
+        call = asked(opts, *more, **named)
+        return self._start(call, "broadcast", lambda g: moves.broadcast(g, x, call.root), tensors)
+
+    @traced
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        """Fill the r-th output with rank r's input; they may differ in size."""
+        outs, (x,) = _inner(outputs), _listed(inputs)
+        if not x.is_cpu:
+            return self._devices.of(x).allgather([outs], [x], opts)
+        call = asked(opts, *more, **named)
+        return self._start(call, "allgather", lambda g: moves.allgather(g, outs, x), outs)
+
+    @traced
+    def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Any:
+        """Fill outputs[r][i] with rank r's i-th input."""
+        if not _is_local(inputs):
+            return self._devices.of(*inputs).allgather_coalesced(outputs, inputs, opts)
+
+        def plan(g: Group) -> Plan[Any]:
+            by_input = [[outs[i] for outs in outputs] for i in range(len(inputs))]
+            pairs = zip(by_input, inputs, strict=True)
+            return moves.together("allgather", [moves.allgather(g, outs, x) for outs, x in pairs])
+
+        flat = [out for outs in outputs for out in outs]
+        return self._start(asked(opts), "allgather", plan, flat)
+
+    @traced
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Fill `output` with the inputs of all ranks; `input` may be its own part of it."""
+        if not output.is_cpu:
+            return self._devices.of(output)._allgather_base(output, input, opts)
+        return self._start(
+            asked(opts), "allgather", lambda g: moves.allgather_single(g, output, input), [output]
+        )
+
+    @traced
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Several all_gather_single() as one."""
+        if not _is_local(outputs):
+            other = self._devices.of(*outputs)
+            return other.allgather_into_tensor_coalesced(outputs, inputs, opts)
+
+        def plan(g: Group) -> Plan[Any]:
+            pairs = zip(outputs, inputs, strict=True)
+            each = [moves.allgather_single(g, out, x) for out, x in pairs]
+            return moves.together("allgather", each)
+
+        return self._start(asked(opts), "allgather", plan, outputs)
+
+    @traced
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Fill the root's r-th output with rank r's input."""
+        (x,) = _listed(inputs)
+        if not x.is_cpu:
+            return self._devices.of(x).gather(outputs, inputs, opts)
+        call = asked(opts, *more, **named)
+        outs = _inner(outputs) if self.rank() == call.root else []
+        return self._start(call, "gather", lambda g: moves.gather(g, outs, x, call.root), outs)
+
+    @traced
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Fill the output with the root's input for this rank."""
+        (out,) = _listed(outputs)
+        if not out.is_cpu:
+            return self._devices.of(out).scatter(outputs, inputs, opts)
+        call = asked(opts, *more, **named)
+        parts = _inner(inputs) if self.rank() == call.root else []
+        return self._start(
+            call, "scatter", lambda g: moves.scatter(g, out, parts, call.root), [out]
+        )
+
+    @traced
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+        **named: Any,
+    ) -> Any:
+        """Send rows of `input` to each rank; without splits as many to each."""
+        if not output.is_cpu:
+            other = self._devices.of(output)
+            return other.alltoall_base(output, input, output_splits, input_splits, opts)
+        return self._start(
+            asked(opts, **named),
+            "alltoall",
+            lambda g: moves.alltoall_single(g, output, input, output_splits, input_splits),
+            [output],
+        )
+
+    @traced
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Any:
+        """Send the r-th input to rank r, and fill the r-th output with what it sent."""
+        if not _is_local(outputs):
+            return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
+        return self._start(
+            asked(opts, **named), "alltoall", lambda g: moves.alltoall(g, outputs, inputs), outputs
+        )
+
+    @traced
+    def barrier(self, opts: Any = None, **named: Any) -> Any:
+        """Return when every rank has called it."""
+        if getattr(opts, "device_ids", None):
+            return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
+        return self._start(asked(opts, **named), "barrier", moves.barrier, [])
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when every rank has called it, or name those that have not.
+
+        dist.monitored_barrier() refuses every backend but gloo: call this one. All missing ranks
+        are named whatever `wait_all_ranks` says.
+
+        Raises:
+            CommTimeoutError: some have not within `timeout`; its `missing` are their ranks.
+        """
+        del wait_all_ranks
+        work = self._start(asked(None), "barrier", moves.barrier, [])
+        try:
+            work.wait(timedelta(seconds=self._timeout_s or 0) if timeout is None else timeout)
+        except CommTimeoutError as error:
+            raise CommTimeoutError(f"monitored_barrier: {error}", missing=error.missing) from error
+
+    # --- from rank to rank ----------------------------------------------------------------------
+    @traced
+    def send(self, tensors: Any, dest: int, tag: int = 0) -> Any:
+        """Send a tensor to another rank, or this one."""
+        (x,) = _listed(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).send([x], dest, tag)
+        line = bytes_of(line_of(x))
+        return self._sent(send_async(line, dest, **self._message(tag)), [x])
+
+    @traced
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        """Fill a tensor with what a rank sends."""
+        (out,) = _listed(tensors)
+        if not out.is_cpu:
+            return self._devices.of(out).recv([out], source, tag)
+        target = bytes_of(line_of(out)) if out.is_contiguous() else out
+        return self._sent(recv_async(target, source, **self._message(tag)), [out])
+
+    @traced
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Fill a tensor with what any rank sends; Work._source_rank() tells which one did."""
+        return self.recv(tensors, ANY_SOURCE, tag)
+
+    def _message(self, tag: int) -> dict[str, Any]:
+        self._require_open()
+        return {"tag": tag, "group": self.group, "timeout_s": self._timeout_s, "by_count": True}
+
+    def _sent(self, handle: Handle[Any], tensors: Tensors) -> Work:
+        return self._noted(Work(handle, tensors))
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        **_: Any,
+    ) -> ProcessGroup | None:
+        """Return a process group of some of these ranks, None on the others; its members call it.
+
+        dist.split_group() refuses all but NCCL: call this one.
+
+        Args:
+            new_ranks: ranks of this group.
+            timeout: of the new one's operations; None: as here.
+            opts: unused.
+            group_name: of the new one.
+            group_desc: of the new one.
+        """
+        del opts
+        if self.rank() not in new_ranks:
+            return None
+        group = Group([self.group.ranks[rank] for rank in new_ranks])
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        name = group_name or f"{self.group_name}/{'_'.join(map(str, new_ranks))}"
+        made = ProcessGroup(c10d.PrefixStore(f"{name}/", self._store), group, timeout_s)
+        made._set_group_name(name)
+        made._set_group_desc(group_desc or "split")
+        return made
+
+    # torch calls them so up to 2.12, and warns of these names from 2.13 on.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    """Return one tensor, passed as it is or in a list, in a list."""
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(listed) != 1:
+        raise ValueError(
+            f"a process group of ringcomm takes one tensor per rank, not {len(listed)}"
+        )
+    return listed
+
+
+def _inner(tensors: Any) -> list[Tensor]:
+    """Return one list of tensors, passed as it is or in a list."""
+    listed = list(tensors)
+    if listed and not isinstance(listed[0], torch.Tensor):
+        if len(listed) != 1:
+            raise ValueError(
+                f"a process group of ringcomm takes one list of tensors per rank, not {len(listed)}"
+            )
+        listed = list(listed[0])
+    return listed
+
+
+def _is_local(tensors: Tensors) -> bool:
+    return all(x.is_cpu for x in tensors)
+
+
+def _or_default(opts: Any, kind: Any) -> Any:
+    return kind() if opts is None else opts
