@@ -28,6 +28,7 @@ from ringcomm.engine.world import (
     size,
 )
 from ringcomm.torch.distributed.entry import init_process_group, register
+from ringcomm.torch.distributed.hook import node_hook
 from ringcomm.torch.optimizer import DistributedOptimizer
 from ringcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 
@@ -46,6 +47,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "node_hook",
     "rank",
     "shutdown",
     "size",
