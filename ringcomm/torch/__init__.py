@@ -33,6 +33,7 @@ from ringcomm.engine.world import (
 from ringcomm.errors import RingcommError as HorovodInternalError
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.distributed.entry import init_process_group, register
+from ringcomm.torch.distributed.hook import node_hook
 from ringcomm.torch.handles import poll, synchronize
 from ringcomm.torch.job import (
     ccl_built,
@@ -154,6 +155,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "node_hook",
     "poll",
     "process_set_by_id",
     "rank",

@@ -126,10 +126,14 @@ def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
     return then(plan, lambda _: write_back(x, line))
 
 
-def allgather(g: Group, outs: Tensors, x: Tensor) -> Plan[Any]:
-    """Plan to fill outs[r] with rank r's x."""
+def room_for(outs: Tensors) -> Tensor:
+    """Return memory for the elements of all outs, one after another."""
+    return torch.empty(sum(out.numel() for out in outs), dtype=outs[0].dtype)
+
+
+def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
+    """Plan to fill outs[r], and its part of `whole`, with rank r's x."""
     line = line_of(x)
-    whole = torch.empty(sum(out.numel() for out in outs), dtype=x.dtype)
     counts = alike([out.numel() * _width(x) for out in outs])
     plan: Plan[Any] = into.allgather_into(g, None, bytes_of(whole), bytes_of(line), counts)
     return then(plan, lambda _: write_parts(outs, whole))
@@ -193,7 +197,7 @@ def alltoall_single(
 
 def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
     """Plan to send xs[r] to rank r, and to fill outs[r] with what it sent."""
-    whole = torch.empty(sum(out.numel() for out in outs), dtype=outs[0].dtype)
+    whole = room_for(outs)
     plan: Plan[Any] = into.alltoall_into(
         g,
         None,

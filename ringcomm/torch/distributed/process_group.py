@@ -155,7 +155,11 @@ class ProcessGroup(BaseGroup):
         if not x.is_cpu:
             return self._devices.of(x).allgather([outs], [x], opts)
         call = asked(opts, *more, **named)
-        return self._start(call, "allgather", lambda g: moves.allgather(g, outs, x), outs)
+        whole = moves.room_for(outs)
+        work = self._start(call, "allgather", lambda g: moves.allgather(g, outs, x, whole), outs)
+        if whole.numel() == x.numel() * len(outs):
+            work.value = [whole.view(len(outs), *x.shape)]
+        return work
 
     @traced
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Any:
@@ -166,7 +170,10 @@ class ProcessGroup(BaseGroup):
         def plan(g: Group) -> Plan[Any]:
             by_input = [[outs[i] for outs in outputs] for i in range(len(inputs))]
             pairs = zip(by_input, inputs, strict=True)
-            return moves.together("allgather", [moves.allgather(g, outs, x) for outs, x in pairs])
+            return moves.together(
+                "allgather",
+                [moves.allgather(g, outs, x, moves.room_for(outs)) for outs, x in pairs],
+            )
 
         flat = [out for outs in outputs for out in outs]
         return self._start(asked(opts), "allgather", plan, flat)

@@ -23,13 +23,18 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
 
     Args:
         handle: of the operation; None: it is over.
-        results: what it fills, alike in result() and in the Future's value.
+        results: what it fills.
+
+    Attributes:
+        value: of its Future: the results; of an all_gather, as NCCL has it and the hooks of DDP
+            expect it, one tensor whose r-th part is rank r's.
     """
 
     def __init__(self, handle: Handle[Any] | None, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._handle = handle
         self._results = list(results)
+        self.value = self._results
         self._future: Any = None
         self._lock = threading.Lock()
 
@@ -88,7 +93,7 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
 
     @untraced
     def get_future(self) -> Any:
-        """Return the Future of result(), the same each time.
+        """Return the Future of what it fills, the same each time; see `value`.
 
         Its callbacks run in threads of their own, never in one that communicates: they may block,
         and wait for further collectives.
@@ -112,7 +117,8 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
 
     @untraced
     def _outcome(self, _: Any) -> list[torch.Tensor]:
-        return self.result()
+        self.wait()
+        return self.value
 
 
 class Together(Work):
