@@ -29,11 +29,13 @@ from ringcomm.engine.world import (
 )
 from ringcomm.torch.optimizer import DistributedOptimizer
 from ringcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
+from ringcomm.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Average",
     "DistributedOptimizer",
     "Sum",
+    "SyncBatchNorm",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "cross_rank",
