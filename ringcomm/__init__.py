@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm._version import __version__
 
 if TYPE_CHECKING:
+    from ringcomm import data
     from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
     from ringcomm.engine.async_ops import (
         allgather_async,
@@ -121,6 +122,7 @@ __all__ = [
     "broadcast_object",
     "cross_rank",
     "cross_size",
+    "data",
     "empty",
     "explain",
     "gather",
@@ -179,6 +181,8 @@ _HOMES = (
 def __getattr__(name: str) -> Any:
     import importlib
 
+    if name == "data":
+        return importlib.import_module("ringcomm.data")
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"ringcomm.{home}")
         if hasattr(module, name):
