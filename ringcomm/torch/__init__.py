@@ -27,13 +27,16 @@ from ringcomm.engine.world import (
     shutdown,
     size,
 )
+from ringcomm.torch.checkpoint import Checkpoint, Restored
 from ringcomm.torch.optimizer import DistributedOptimizer
 from ringcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 from ringcomm.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Average",
+    "Checkpoint",
     "DistributedOptimizer",
+    "Restored",
     "Sum",
     "SyncBatchNorm",
     "broadcast_optimizer_state",
