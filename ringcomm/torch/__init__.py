@@ -28,7 +28,9 @@ from ringcomm.engine.world import (
     size,
 )
 from ringcomm.torch.checkpoint import Checkpoint, Restored
+from ringcomm.torch.metrics import Metrics, average_metrics
 from ringcomm.torch.optimizer import DistributedOptimizer
+from ringcomm.torch.schedules import WarmupLR, scaled_lr
 from ringcomm.torch.state import broadcast_optimizer_state, broadcast_parameters
 from ringcomm.torch.sync_batch_norm import SyncBatchNorm
 
@@ -36,9 +38,12 @@ __all__ = [
     "Average",
     "Checkpoint",
     "DistributedOptimizer",
+    "Metrics",
     "Restored",
     "Sum",
     "SyncBatchNorm",
+    "WarmupLR",
+    "average_metrics",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "cross_rank",
@@ -48,6 +53,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "scaled_lr",
     "shutdown",
     "size",
 ]
