@@ -81,6 +81,7 @@ if TYPE_CHECKING:
         RingcommError,
         ServerLostError,
     )
+    from ringcomm.launch.run import run
     from ringcomm.transport.base import ANY_SOURCE
 
 __all__ = [
@@ -150,6 +151,7 @@ __all__ = [
     "reduce_scatter_",
     "reduce_scatter_async",
     "reduce_scatter_async_",
+    "run",
     "scatter",
     "scatter_async",
     "send",
@@ -175,6 +177,7 @@ _HOMES = (
     "engine.p2p",
     "engine.registered",
     "engine.explain",
+    "launch.run",
 )
 
 

@@ -149,6 +149,7 @@ def _number(variable: str, text: str) -> float:
 
 
 # --- what the launcher said -------------------------------------------------------------------
+_WORLD_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -163,6 +164,13 @@ def launched_size(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
         if text.isdigit() and int(text) > 1:
             return variable, int(text)
     return None
+
+
+def launched_rank(environ: Mapping[str, str] | None = None) -> int:
+    """Return the rank that a launcher gave this process, 0 if none did; before init()."""
+    environ = os.environ if environ is None else environ
+    found = (environ.get(variable, "") for variable in _WORLD_RANKS)
+    return next((int(text) for text in found if text.isdigit()), 0)
 
 
 def is_fault_tolerant(environ: Mapping[str, str] | None = None) -> bool:

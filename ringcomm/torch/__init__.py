@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
         "ringcomm.torch needs torch: pip install 'ringcomm[torch]'", name="torch"
     ) from error
 
+from ringcomm import run
 from ringcomm.collectives.op import AVERAGE as Average
 from ringcomm.collectives.op import SUM as Sum
 from ringcomm.engine.world import (
@@ -53,6 +54,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "run",
     "scaled_lr",
     "shutdown",
     "size",
