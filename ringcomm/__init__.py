@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm._version import __version__
 
 if TYPE_CHECKING:
+    from ringcomm import data
     from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
     from ringcomm.engine.async_ops import (
         allgather_async,
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
         RingcommError,
         ServerLostError,
     )
+    from ringcomm.launch.run import run
     from ringcomm.transport.base import ANY_SOURCE
 
 __all__ = [
@@ -122,6 +124,7 @@ __all__ = [
     "broadcast_object",
     "cross_rank",
     "cross_size",
+    "data",
     "empty",
     "explain",
     "gather",
@@ -150,6 +153,7 @@ __all__ = [
     "reduce_scatter_",
     "reduce_scatter_async",
     "reduce_scatter_async_",
+    "run",
     "scatter",
     "scatter_async",
     "send",
@@ -175,12 +179,15 @@ _HOMES = (
     "engine.p2p",
     "engine.registered",
     "engine.explain",
+    "launch.run",
 )
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
+    if name == "data":
+        return importlib.import_module("ringcomm.data")
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"ringcomm.{home}")
         if hasattr(module, name):

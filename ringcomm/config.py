@@ -196,6 +196,7 @@ def _number(variable: str, text: str) -> float:
 
 
 # --- what the launcher said -------------------------------------------------------------------
+_WORLD_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -259,6 +260,13 @@ def missing_of_torch(
     environ = os.environ if environ is None else environ
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return [name for name in needed if not environ.get(name) and name.lower() not in given]
+
+
+def launched_rank(environ: Mapping[str, str] | None = None) -> int:
+    """Return the rank that a launcher gave this process, 0 if none did; before init()."""
+    environ = os.environ if environ is None else environ
+    found = (environ.get(variable, "") for variable in _WORLD_RANKS)
+    return next((int(text) for text in found if text.isdigit()), 0)
 
 
 def is_fault_tolerant(environ: Mapping[str, str] | None = None) -> bool:

@@ -35,10 +35,10 @@ _FIRST: Final = ("numpy", "mpi4py", "MPI library", "mpirun", "compiled part", "s
 
 @dataclass(frozen=True)
 class Plan:
-    """How to start two ranks.
+    """How to start ranks.
 
     Attributes:
-        mpirun: the command up to the program, `mpirun -np 2`.
+        mpirun: the command up to the program, such as `mpirun -np 2`.
         python: the interpreter.
         variables: what the environment needs on top.
     """
@@ -51,7 +51,7 @@ class Plan:
 def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str]) -> Finding:
     """Return how two ranks fared; after `findings` that make it pointless they are not started."""
     plan = plan_trial(facts)
-    first = next((f for f in findings if f.subject in _FIRST and f.status == "problem"), None)
+    first = problem_of(findings)
     if first is not None or plan is None:
         subject, fix = (first.subject, first.fix) if first is not None else ("mpirun", None)
         return Finding("run", "problem", f"not tried: the problem with {subject} comes first", fix)
@@ -63,16 +63,21 @@ def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str])
     return judge_trial(plan, outcome)
 
 
-def plan_trial(facts: Facts) -> Plan | None:
-    """Return how to start two ranks here, None without a working mpirun. Pure."""
+def problem_of(findings: list[Finding]) -> Finding | None:
+    """Return the first that keeps any job from running, None if there is none. Pure."""
+    return next((f for f in findings if f.subject in _FIRST and f.status == "problem"), None)
+
+
+def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
+    """Return how to start `size` ranks here, None without a working mpirun. Pure."""
     launcher = facts.launcher
     if launcher is None or launcher.kind is None:
         return None
     is_openmpi = launcher.kind.family == "openmpi"
-    options = ["--oversubscribe"] if is_openmpi and facts.cores < 2 else []
+    options = ["--oversubscribe"] if is_openmpi and facts.cores < size else []
     needs_root = is_openmpi and facts.is_root and not facts.allows_root
     return Plan(
-        mpirun=(launcher.path, *options, "-np", "2"),
+        mpirun=(launcher.path, *options, "-np", str(size)),
         python=facts.python[1],
         variables=dict.fromkeys(ROOT_VARIABLES, "1") if needs_root else {},
     )

@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
         "ringcomm.torch needs torch: pip install 'ringcomm[torch]'", name="torch"
     ) from error
 
+from ringcomm import run
 from ringcomm.collectives.op import AVERAGE as Average
 from ringcomm.collectives.op import MAX as Max
 from ringcomm.collectives.op import MIN as Min
@@ -31,6 +32,7 @@ from ringcomm.engine.world import (
     stop_timeline,
 )
 from ringcomm.errors import RingcommError as HorovodInternalError
+from ringcomm.torch.checkpoint import Checkpoint, Restored
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.distributed.entry import init_process_group, register
 from ringcomm.torch.distributed.hook import node_hook
@@ -50,6 +52,7 @@ from ringcomm.torch.job import (
     rocm_built,
     start_timeline,
 )
+from ringcomm.torch.metrics import Metrics, average_metrics
 from ringcomm.torch.movements import (
     allgather,
     allgather_async,
@@ -89,26 +92,33 @@ from ringcomm.torch.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from ringcomm.torch.schedules import WarmupLR, scaled_lr
 from ringcomm.torch.state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ringcomm.torch.sync_batch_norm import SyncBatchNorm
 
 register()
 
 __all__ = [
     "Adasum",
     "Average",
+    "Checkpoint",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
+    "Metrics",
     "Min",
     "ProcessSet",
     "Product",
+    "Restored",
     "Sum",
+    "SyncBatchNorm",
+    "WarmupLR",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -119,6 +129,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "average_metrics",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -163,6 +174,8 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
+    "scaled_lr",
     "shutdown",
     "size",
     "sparse_allreduce_async",

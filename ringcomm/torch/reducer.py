@@ -30,7 +30,7 @@ from ringcomm.torch.outline import Check, Outline
 from ringcomm.torch.passes import Passes
 from ringcomm.torch.presence import SPARSE, Presence, ready_order
 from ringcomm.torch.recipe import Recipe
-from ringcomm.torch.registry import claim, enrol, release
+from ringcomm.torch.registry import claim, enrol, note_samples, release
 from ringcomm.torch.slots import Slot, State
 from ringcomm.torch.together import Work, carry_out
 
@@ -149,6 +149,12 @@ class GradientReducer:
         if not 0 <= n < math.inf:
             raise ValueError(f"set_samples({n:g}): a number of samples is finite and at least 0")
         self._samples, self._are_samples_used = n, False
+        note_samples(self, engine())
+
+    @property
+    def samples(self) -> float | None:
+        """See registry.Weighed."""
+        return self._samples
 
     # --- what autograd calls ----------------------------------------------------------------------
     def before_gradient(self, index: int) -> None:

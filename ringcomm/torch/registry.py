@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm.engine.engine import Engine
 from ringcomm.engine.group import Group
 
 
@@ -23,6 +24,20 @@ class Numbered(Protocol):
     number: int
 
 
+class Weighed(Protocol):
+    """One whose gradients may be weighed.
+
+    Attributes:
+        samples: how many this rank's gradient of this step is the mean of; None: not weighed.
+    """
+
+    @property
+    def samples(self) -> float | None:
+        """See above."""
+        ...
+
+
+_weighed: WeakKeyDictionary[Engine, ref[Weighed]] = WeakKeyDictionary()
 _owners: MutableMapping[torch.Tensor, ref[Numbered]] = WeakIdKeyDictionary()
 _counts: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 
@@ -49,6 +64,18 @@ def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:
             )
     for _, parameter in named:
         _owners[parameter] = ref(owner)
+
+
+def note_samples(owner: Weighed, engine: Engine) -> None:
+    """Let samples_of_step() return what `owner` has been told."""
+    _weighed[engine] = ref(owner)
+
+
+def samples_of_step(engine: Engine) -> float | None:
+    """Return what set_samples() said last for the step under way; None: nothing."""
+    known = _weighed.get(engine)
+    owner = None if known is None else known()
+    return None if owner is None else owner.samples
 
 
 def release(parameter: torch.Tensor, owner: Numbered) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -53,17 +54,39 @@ def broadcast_optimizer_state(
         process_set: the ranks that take part.
     """
     del model
+    is_root = rank() == root_rank
+    state = optimizer.state_dict() if is_root else None
+    state = broadcast_tree(state, root_rank, name="optimizer state", process_set=process_set)
+    if not is_root:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_tree(
+    tree: Any,
+    root_rank: int = 0,
+    *,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return root's tree on every rank; on root it is `tree` itself. Collective.
+
+    Args:
+        tree: dicts, lists and tuples of tensors, which travel as they are, and of what can be
+            pickled; looked at on root only.
+        root_rank: the rank whose tree all get.
+        name: begins the names of the messages.
+        process_set: the ranks that take part.
+    """
     root, group = process_set.root(root_rank), process_set.group
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
-    outline = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
-    outline = ops.broadcast_object(outline, root, name="optimizer state, outline", group=group)
+    outline = _without_tensors(tree, tensors) if is_root else None
+    outline = ops.broadcast_object(outline, root, name=f"{name}, outline", group=group)
     if not is_root:
         tensors = [torch.empty(t.shape, dtype=t.dtype) for t in _placeholders(outline)]
     for index, tensor in enumerate(tensors):
-        ops.broadcast_(tensor, root, name=f"optimizer state, tensor {index}", group=group)
-    if not is_root:
-        optimizer.load_state_dict(_with_tensors(outline, tensors))
+        ops.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
+    return tree if is_root else _with_tensors(outline, tensors)
 
 
 def broadcast_object(
@@ -96,10 +119,21 @@ class _Placeholder:
 
 def _map(tree: Any, leaf: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _map(value, leaf) for key, value in tree.items()}
+        mapped = {key: _map(value, leaf) for key, value in tree.items()}
+        return _with_metadata(mapped, tree)
     if isinstance(tree, list | tuple):
         return type(tree)(_map(value, leaf) for value in tree)
     return leaf(tree)
+
+
+def _with_metadata(mapped: dict[Any, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Keep the versions of modules, which torch hides in the state_dict() of a model."""
+    metadata = getattr(tree, "_metadata", None)
+    if metadata is None:
+        return mapped
+    ordered = OrderedDict(mapped)
+    ordered._metadata = metadata  # type: ignore[attr-defined]
+    return ordered
 
 
 def _without_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:

@@ -1,0 +1,120 @@
+"""What a rank of run() does: call the function, and leave a report of it in a file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ringcomm import config
+from ringcomm.errors import PeerFailedError
+
+CALL: Final = "call"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank's call has ended.
+
+    Attributes:
+        result: what was returned, pickled; empty after an error.
+        error: its traceback; empty if there was none.
+        reason: the error in a line.
+        exception: pickled, empty if that is not possible.
+        blames: (rank, reason) of the other rank whose failure was met; None: it failed by itself.
+        is_about_sending: it returned what cannot be pickled, or the call cannot be unpickled.
+        time_s: when, in seconds of this machine's clock.
+    """
+
+    result: bytes = b""
+    error: str = ""
+    reason: str = ""
+    exception: bytes = b""
+    blames: tuple[int, str] | None = None
+    is_about_sending: bool = False
+    time_s: float = 0.0
+
+
+def main(folder: str) -> None:
+    """Call what is in the folder, write this rank's report there, and raise what was raised."""
+    path = report_path(Path(folder), config.launched_rank())
+    try:
+        func, args, kwargs = _loaded(Path(folder, CALL).read_bytes())
+        result = func(*args, **kwargs)
+        _write(path, Report(result=_packed(result)))
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            _write(path, _failure(error))
+        raise
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    """Return where a rank leaves its report."""
+    return folder / f"rank-{rank}"
+
+
+def dumps() -> tuple[Callable[[Any], bytes], bool]:
+    """Return how to pickle, and whether that is plain pickle, for cloudpickle is not installed."""
+    try:
+        import cloudpickle  # type: ignore[import-untyped,unused-ignore]
+    except ModuleNotFoundError:
+        return pickle.dumps, True
+    return cloudpickle.dumps, False
+
+
+class _SendingError(TypeError):
+    """Something cannot travel between processes."""
+
+
+def _loaded(call: bytes) -> Any:
+    try:
+        return pickle.loads(call)
+    except Exception as error:
+        raise _SendingError(
+            f"the function cannot be made here, {type(error).__name__}: {error}. Define it in a "
+            "module that the ranks can import, or in the notebook"
+        ) from error
+
+
+def _packed(result: Any) -> bytes:
+    pack, _ = dumps()
+    try:
+        return pack(result)
+    except Exception as error:
+        raise _SendingError(
+            f"returned a {type(result).__name__}, which cannot be sent: {error}"
+        ) from error
+
+
+def _failure(error: BaseException) -> Report:
+    is_about_sending = isinstance(error, _SendingError)
+    words = "".join(traceback.format_exception_only(error)).strip()
+    return Report(
+        error="".join(traceback.format_exception(error)),
+        reason=str(error) if is_about_sending else f"raised {words}",
+        exception=_pickled(error),
+        blames=(error.rank, error.reason) if isinstance(error, PeerFailedError) else None,
+        is_about_sending=is_about_sending,
+        time_s=time.monotonic(),
+    )
+
+
+def _pickled(error: BaseException) -> bytes:
+    pack, _ = dumps()
+    try:
+        packed = pack(error)
+        pickle.loads(packed)
+    except Exception:  # noqa: BLE001 - its traceback is sent all the same
+        return b""
+    return packed
+
+
+def _write(path: Path, report: Report) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps(report))
+    os.replace(temporary, path)

@@ -1,0 +1,159 @@
+"""A folder of checkpoint files: each is there as a whole or not at all. Local; no rank is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+_MAIN: Final = re.compile(r"step-(\d+)\.pt")
+_SHARD: Final = re.compile(r"step-(\d+)\.rank-\d+-of-\d+\.pt")
+_TEMPORARY: Final = re.compile(r"\.step-.*\.tmp")
+_PIECE = 1 << 20
+
+
+class BrokenFileError(Exception):
+    """A file cannot be used; the text says why."""
+
+
+def main_path(folder: Path, step: int) -> Path:
+    """Return the file of a checkpoint."""
+    return folder / f"step-{step}.pt"
+
+
+def shard_path(folder: Path, step: int, rank: int, size: int) -> Path:
+    """Return the file of what one rank has for itself."""
+    return folder / f"step-{step}.rank-{rank}-of-{size}.pt"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of which there is a checkpoint, in order."""
+    if not folder.is_dir():
+        return []
+    matches = (_MAIN.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that torch.load(weights_only=True) reads; it replaces an older one at once.
+
+    Raises:
+        TypeError: a part of the content is of a class that could not be loaded again.
+        OSError, RuntimeError: there is no room, or no permission; an older file stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(".tmp", f".{path.stem}-", path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            torch.save(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+        _require_loadable(Path(name), content)
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp lets the owner alone read
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    _sync_folder(path.parent)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the content of a file, once its checksums are seen to be right.
+
+    Raises:
+        BrokenFileError: it is not there, is cut short or changed, or is no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise BrokenFileError(f"{path}: its part {damaged} has changed since it was written")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise BrokenFileError(f"{path}: {error}") from error
+    except Exception as error:
+        if isinstance(error, BrokenFileError):
+            raise
+        raise BrokenFileError(f"{path}: {type(error).__name__}: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise BrokenFileError(f"{path}: holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Return length and CRC-32 of a file."""
+    crc = length = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            crc, length = zlib.crc32(piece, crc), length + len(piece)
+    return length, crc
+
+
+def tidy(folder: Path, keep: int | None) -> None:
+    """Remove all but the last `keep` checkpoints, and what saves that were killed have left.
+
+    To be called while no rank writes.
+    """
+    steps = steps_in(folder)
+    for step in steps[:-keep] if keep is not None else []:
+        main_path(folder, step).unlink(missing_ok=True)  # first, for it vouches for its shards
+    kept = {str(step) for step in steps_in(folder)}
+    for path in folder.iterdir():
+        shard = _SHARD.fullmatch(path.name)
+        if _TEMPORARY.fullmatch(path.name) or (shard and shard[1] not in kept):
+            path.unlink(missing_ok=True)
+
+
+def _require_loadable(path: Path, content: Mapping[str, Any]) -> None:
+    if _load_error(path) is None:
+        return
+    for name, part in content.items():
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        buffer.seek(0)
+        error = _load_error(buffer)
+        if error is not None:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"has a {found[1]}" if found else _first_line(error)
+            raise TypeError(
+                f"{name} {what}, which torch.load(weights_only=True) refuses: save plain numbers, "
+                "texts, lists, dicts and tensors"
+            ) from error
+
+
+def _load_error(file: Path | io.BytesIO) -> Exception | None:
+    try:
+        is_path = isinstance(file, Path)
+        torch.load(file, map_location="meta", weights_only=True, mmap=True if is_path else None)
+    except Exception as error:  # noqa: BLE001 - whatever it is, a restore would meet it, too
+        return error
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let the new name itself reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,114 @@
+"""Numbers that a script reports, averaged over all ranks' samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ringcomm.engine import ops
+from ringcomm.errors import MismatchError
+
+_Report = tuple[float, dict[str, float]]
+
+
+def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict[str, float]:
+    """Return each number's mean over all ranks, the same on every rank. Collective.
+
+    Args:
+        metrics: numbers by name: floats, ints, tensors or arrays of one element; the same names on
+            every rank, in any order.
+        samples: how many this rank's numbers are the mean of. A rank of 0 does not count: its
+            numbers may be NaN, or not be there.
+
+    Returns:
+        sum(samples * number) / sum(samples), by name, in the order of the first rank that has
+        samples; NaN where none has any.
+
+    Raises:
+        MismatchError: ranks have other names.
+        ValueError: samples is negative or not finite, or a value has more than one element.
+    """
+    if not 0 <= samples < math.inf:
+        raise ValueError(f"average_metrics: samples is finite and at least 0, not {samples}")
+    mine = {name: _number(name, value) for name, value in metrics.items()}
+    reports: list[_Report] = ops.allgather_object((float(samples), mine))
+    counting = [(r, n, numbers) for r, (n, numbers) in enumerate(reports) if n]
+    if not counting:
+        return {name: math.nan for _, numbers in reports for name in numbers}
+    first, _, names = counting[0]
+    for r, _, numbers in counting:
+        if numbers.keys() != names.keys():
+            raise MismatchError(
+                f"average_metrics: rank {first} has {', '.join(names)}; rank {r} has "
+                f"{', '.join(numbers)}. Pass the same names on every rank"
+            )
+    total = math.fsum(n for _, n, _ in counting)
+    return {name: _sum(n * numbers[name] for _, n, numbers in counting) / total for name in names}
+
+
+class Metrics:
+    """Means of what is reported batch by batch, first over this rank's, then over all ranks'.
+
+    metrics = hvd.Metrics()
+    for x, y in loader:
+        ...
+        metrics.add(len(x), loss=loss, accuracy=hits / len(x))
+    print(metrics.average())
+    """
+
+    def __init__(self) -> None:
+        self._samples = 0.0
+        self._sums: dict[str, Any] = {}
+
+    def add(self, samples: float, /, **means: Any) -> None:
+        """Count the numbers of a batch; local.
+
+        Args:
+            samples: of the batch; one of 0 is not counted.
+            means: over the batch, by name; the same names each time. A tensor is not waited for:
+                it is looked at in average().
+
+        Raises:
+            ValueError: samples is negative or not finite, or the names are others than before.
+        """
+        if not 0 <= samples < math.inf:
+            raise ValueError(f"Metrics: samples is finite and at least 0, not {samples}")
+        if self._sums and means.keys() != self._sums.keys():
+            raise ValueError(
+                f"Metrics: has {', '.join(self._sums)}, and is given {', '.join(means)}"
+            )
+        for name, mean in means.items():
+            part = _detached(mean) * samples if samples else 0.0
+            self._sums[name] = self._sums.get(name, 0.0) + part
+        self._samples += samples
+
+    def average(self) -> dict[str, float]:
+        """Return the mean of each over all samples of all ranks, and begin anew. Collective.
+
+        Raises:
+            MismatchError: ranks have other names.
+        """
+        samples, sums = self._samples, self._sums
+        self._samples, self._sums = 0.0, {}
+        means = {name: _number(name, sums[name]) / samples for name in sums if samples}
+        return average_metrics(means, samples=samples)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().double() if hasattr(value, "detach") else value
+
+
+def _number(name: str, value: Any) -> float:
+    array = np.asarray(value.detach().cpu().double() if hasattr(value, "detach") else value)
+    if array.size != 1:
+        raise ValueError(f"{name} has the shape {array.shape}: pass a number, such as its mean")
+    return float(array.reshape(()))
+
+
+def _sum(numbers: Iterable[float]) -> float:
+    """Return the sum, rounded once; NaN and infinity where the numbers have any."""
+    parts = list(numbers)
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)

@@ -1,0 +1,270 @@
+"""rc.run(): a function on ranks of its own, from a process that is none."""
+
+import atexit
+import math
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from harness import job_environment, wait_until
+
+import ringcomm as rc
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, tmp_path):
+    """Let mpirun find what jobs of the tests find, and keep its files out of /tmp."""
+    for name in os.environ.keys() - job_environment().keys():
+        monkeypatch.delenv(name)
+    for name, value in job_environment({"TMPDIR": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module that plain pickle can refer to."""
+    (tmp_path / "functions.py").write_text(
+        "import ringcomm as rc\n"
+        "def add(x):\n    rc.init()\n    return rc.rank(), float(rc.allreduce(x)[0])\n"
+        "def make(n):\n    return (i for i in range(n))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield __import__("functions")
+    del sys.modules["functions"]
+
+
+def without_cloudpickle(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+
+
+@pytest.mark.parametrize("np", [1, 2, 3])
+def test_results_come_back_in_rank_order(np):
+    pytest.importorskip("cloudpickle")
+    offset = 10
+
+    def work(factor, *, power):
+        rc.init()
+        return rc.rank(), rc.size(), (factor * rc.rank() + offset) ** power
+
+    results = rc.run(work, (2,), {"power": 2}, np)
+    assert results == [(rank, np, (2 * rank + 10) ** 2) for rank in range(np)]
+    assert not rc.is_initialized()
+
+
+@pytest.mark.parametrize("has_cloudpickle", [True, False])
+def test_a_function_of_a_module_works_also_without_cloudpickle(
+    has_cloudpickle, module, monkeypatch
+):
+    import numpy
+
+    if not has_cloudpickle:
+        without_cloudpickle(monkeypatch)
+    assert rc.run(module.add, [numpy.full(1, 2.0)], np=2) == [(0, 4.0), (1, 4.0)]
+
+
+def test_a_function_that_never_communicates_needs_no_init():
+    pids = rc.run(os.getpid, np=2)
+    assert len({*pids, os.getpid()}) == 3
+
+
+def test_what_ranks_print_is_printed_at_the_end_unless_quiet(capfd):
+    pytest.importorskip("cloudpickle")
+
+    def speak():
+        print("hello from a rank", flush=True)
+
+    for quiet in (False, True):
+        rc.run(speak, np=2, quiet=quiet)
+        assert capfd.readouterr().out.count("hello from a rank") == (0 if quiet else 2)
+
+
+def test_variables_are_added_to_the_environment(monkeypatch):
+    pytest.importorskip("cloudpickle")
+    monkeypatch.setenv("OURS", "kept")
+
+    def look():
+        return os.environ["OURS"], os.environ["THEIRS"]
+
+    assert rc.run(look, np=2, env={"THEIRS": "added"}) == [("kept", "added")] * 2
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+def test_what_a_rank_raises_comes_back_with_its_traceback():
+    pytest.importorskip("cloudpickle")
+
+    def work():
+        rc.init()
+        if rc.rank() == 1:
+            raise_it()
+        rc.barrier()
+
+    def raise_it():
+        raise KeyError("boom")
+
+    with pytest.raises(rc.PeerFailedError) as caught:
+        rc.run(work, np=3, quiet=True)
+    error = caught.value
+    assert (error.rank, error.reason) == (1, "raised KeyError: 'boom'")
+    assert isinstance(error.__cause__, KeyError)
+    assert "run: rank 1 raised KeyError: 'boom'" in str(error)
+    assert "in raise_it" in str(error)
+
+
+def test_an_exception_that_cannot_be_sent_is_told_in_words():
+    pytest.importorskip("cloudpickle")
+
+    class OddError(Exception):
+        def __init__(self, a, b):
+            super().__init__(f"{a} and {b}")
+
+    def work():
+        raise OddError(1, threading.Lock())
+
+    with pytest.raises(rc.PeerFailedError, match="OddError: 1 and ") as caught:
+        rc.run(work, quiet=True)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_exits_has_returned_nothing(code):
+    pytest.importorskip("cloudpickle")
+
+    def work():
+        rc.init()
+        if rc.rank() == 0:
+            sys.exit(code)
+        return 5
+
+    with pytest.raises(rc.RingcommError) as caught:
+        rc.run(work, np=2, quiet=True)
+    assert "rank 0" in str(caught.value)
+
+
+def test_a_rank_that_is_killed_is_named():
+    pytest.importorskip("cloudpickle")
+
+    def work():
+        rc.init()
+        if rc.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rc.barrier()
+
+    with pytest.raises(rc.PeerFailedError) as caught:
+        rc.run(work, np=2, quiet=True)
+    assert caught.value.rank == 1
+    assert "killed by SIGKILL" in caught.value.reason
+
+
+def test_a_job_that_fails_at_its_very_end_has_not_succeeded():
+    pytest.importorskip("cloudpickle")
+
+    def work():
+        atexit.register(os._exit, 3)
+        return 1
+
+    with pytest.raises(rc.RingcommError, match="failed after the function had returned, exit 3"):
+        rc.run(work, quiet=True)
+
+
+def test_a_job_that_takes_too_long_is_ended(tmp_path):
+    pytest.importorskip("cloudpickle")
+
+    def work():
+        rc.init()
+        if rc.rank() == 1:
+            Path(tmp_path, "pid").write_text(str(os.getpid()))
+            signal.pause()
+        return 1
+
+    with pytest.raises(rc.CommTimeoutError, match="timeout_s=4; ranks that had not") as caught:
+        rc.run(work, np=2, timeout_s=4, quiet=True)
+    assert caught.value.missing == (1,)
+    wait_until(lambda: has_ended((tmp_path / "pid").read_text()), "rank 1 is left")
+
+
+def has_ended(pid):
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_result_that_cannot_be_sent_is_told(module):
+    with pytest.raises(TypeError, match="rank 0: returned a generator, which cannot be sent"):
+        rc.run(module.make, (3,), quiet=True)
+
+
+def test_a_function_that_ranks_cannot_make_is_told(module, monkeypatch):
+    add = module.add
+    monkeypatch.setattr(
+        sys, "path", [p for p in sys.path if p != str(Path(module.__file__).parent)]
+    )
+    with pytest.raises(TypeError, match=r"cannot be made here, ModuleNotFoundError.*functions"):
+        rc.run(add, (1,), quiet=True)
+
+
+def test_without_cloudpickle_a_lambda_is_refused_before_anything_starts(monkeypatch):
+    without_cloudpickle(monkeypatch)
+    with pytest.raises(TypeError, match="pip install cloudpickle, or define it in a module"):
+        rc.run(lambda: 1)
+
+
+def test_without_cloudpickle_a_function_of_main_is_refused(monkeypatch, module):
+    without_cloudpickle(monkeypatch)
+    monkeypatch.setattr(module.add, "__module__", "__main__")
+    with pytest.raises(TypeError, match="of __main__, where ranks do not find it"):
+        rc.run(module.add, (1,))
+
+
+def test_an_argument_that_cannot_be_sent_is_refused():
+    with pytest.raises(TypeError, match="cannot be sent to other processes: cannot pickle"):
+        rc.run(print, (threading.Lock(),))
+
+
+def test_without_mpirun_the_error_says_how_to_get_one(monkeypatch):
+    from ringcomm.launch import facts
+
+    monkeypatch.setattr(facts, "_launcher", lambda _: None)
+    with pytest.raises(
+        rc.ConfigError, match=r"run: neither beside Python nor on PATH\. pip install"
+    ):
+        rc.run(print)
+
+
+def test_a_job_that_does_not_start_shows_what_mpirun_says():
+    with pytest.raises(
+        rc.RingcommError, match=r"failed before any rank had returned, exit \d+"
+    ) as caught:
+        rc.run(print, mpirun_options=["--no-such-option"], quiet=True)
+    assert "no-such-option" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"np": 0}, "np is at least 1, not 0"),
+        ({"timeout_s": 0}, "more than 0, or None, not 0"),
+        ({"timeout_s": math.nan}, "more than 0, or None, not nan"),
+    ],
+)
+def test_arguments_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        rc.run(print, **options)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}, 3),
+        ({"PMI_RANK": "2"}, 2),
+        ({"SLURM_PROCID": "1"}, 1),
+        ({}, 0),
+    ],
+)
+def test_a_rank_is_known_before_init(environ, rank):
+    from ringcomm.config import launched_rank
+
+    assert launched_rank(environ) == rank
