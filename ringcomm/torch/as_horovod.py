@@ -20,6 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+import ringcomm
 import ringcomm.torch as face
 from ringcomm import errors
 from ringcomm.torch import compression, optimizer, process_sets
@@ -61,11 +62,12 @@ def _modules() -> Mapping[str, dict[str, Any]]:
     everything = _taken(face, face.__all__)
     internal = {"HorovodInternalError": errors.RingcommError}
     return {
-        "horovod": {"__version__": VERSION},
+        "horovod": {"__version__": VERSION, "run": ringcomm.run},
         "horovod.torch": everything,
         "horovod.torch.mpi_ops": everything,
         "horovod.torch.functions": _taken(face, (*_STATE, "allgather_object")),
         "horovod.torch.optimizer": _taken(optimizer, ("DistributedOptimizer",)),
+        "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},
         "horovod.torch.compression": _taken(compression, _COMPRESSION),
         "horovod.common": {},
         "horovod.common.exceptions": internal,

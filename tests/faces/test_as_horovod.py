@@ -19,6 +19,7 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, allreduce
 
 hvd.init()
+assert callable(horovod.run) and issubclass(hvd.SyncBatchNorm, torch.nn.Module)
 assert hvd.mpi_built() and not hvd.gloo_built() and not hvd.nccl_built()
 assert hvd.is_homogeneous() and hvd.local_size() == hvd.size()
 model = torch.nn.Linear(3, 1)

@@ -241,7 +241,7 @@ def test_a_bucket_that_ranks_send_otherwise_is_named_and_training_can_go_on():
         optimizer._reducer.recipe = Recipe(rc.SUM if rank else rc.AVERAGE)
         with pytest.raises(rc.MismatchError, match=r"gradients of \d"):
             mse_loss(model(mine[2][0]), mine[2][1]).backward()
-        optimizer._reducer.op = rc.AVERAGE
+        optimizer._reducer.recipe = Recipe(rc.AVERAGE)
         with pytest.raises(rc.RingcommError, match="zero_grad"):
             optimizer.step()
         fit(model, optimizer, mine[2:])
