@@ -12,16 +12,17 @@ from ringcomm.torch.handles import Handle
 from ringcomm.torch.process_sets import ProcessSet
 
 
-def start(
+def begin(
     kind: str,
     name: str | None,
     process_set: ProcessSet,
     lane: str,
     plan: Callable[..., Plan[Any]],
     *args: Any,
+    is_awaited: bool = False,
     **options: Any,
 ) -> Handle[Any]:
-    """Start what plan(group, name, *args, **options) plans, and return its handle.
+    """Begin what plan(group, name, *args, **options) plans, and return its handle.
 
     Args:
         kind: for a rank whose plan() fails; see Engine.execute().
@@ -30,8 +31,15 @@ def start(
         lane: see ProcessSet.lane().
         plan: one of ringcomm.engine.plans.
         args: passed on.
+        is_awaited: return when it is over, which takes the engine's shorter way there.
         options: passed on.
     """
     group: Group = process_set.group if name is not None else process_set.lane(lane)
-    handle = engine().start(kind, name, lambda g: plan(g, name, *args, **options), group)
-    return Handle([handle], lambda result: result)
+
+    def make(g: Group) -> Plan[Any]:
+        return plan(g, name, *args, **options)
+
+    if is_awaited:
+        result = engine().execute(kind, name, make, group)
+        return Handle((), lambda: result)
+    return Handle((engine().start(kind, name, make, group),), lambda result: result)

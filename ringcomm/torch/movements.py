@@ -6,7 +6,6 @@ all stands in reductions.py; gradients flow through the forms that do not end in
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,11 @@ import torch
 
 from ringcomm.collectives.op import AVERAGE
 from ringcomm.engine import ops, plans
+from ringcomm.engine.execution import Plan
+from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 from ringcomm.torch import gradients
-from ringcomm.torch.dispatch import start
+from ringcomm.torch.dispatch import begin
 from ringcomm.torch.handles import Handle
 from ringcomm.torch.process_sets import ProcessSet, global_process_set, prepare
 
@@ -36,7 +37,7 @@ def allgather(
         process_set: see above.
     """
     (result,) = gradients.apply(
-        lambda xs: [allgather_async(xs[0], name, process_set).wait()],
+        lambda xs: [_allgather(xs[0], name, process_set, is_awaited=True).wait()],
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
         [tensor],
     )
@@ -49,7 +50,7 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """Start allgather()."""
-    return start("allgather", name, process_set, "allgather", plans.allgather, tensor)
+    return _allgather(tensor, name, process_set)
 
 
 def grouped_allgather(
@@ -59,7 +60,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Return allgather() of each tensor."""
     return gradients.apply(
-        lambda xs: grouped_allgather_async(xs, name, process_set).wait(),
+        lambda xs: _grouped_allgather(xs, name, process_set, is_awaited=True).wait(),
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
         list(tensors),
     )
@@ -71,8 +72,25 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Start grouped_allgather()."""
-    plan = plans.grouped_allgather
-    return start("grouped_allgather", name, process_set, "grouped", plan, list(tensors))
+    return _grouped_allgather(tensors, name, process_set)
+
+
+def _allgather(
+    x: torch.Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
+) -> Handle[torch.Tensor]:
+    plan = plans.allgather
+    return begin("allgather", name, process_set, "allgather", plan, x, is_awaited=is_awaited)
+
+
+def _grouped_allgather(
+    xs: Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    is_awaited: bool = False,
+) -> Handle[list[torch.Tensor]]:
+    kind, plan = "grouped_allgather", plans.grouped_allgather
+    return begin(kind, name, process_set, "grouped", plan, list(xs), is_awaited=is_awaited)
 
 
 # --- broadcast ----------------------------------------------------------------------------------
@@ -91,7 +109,7 @@ def broadcast(
         process_set: see above.
     """
     (result,) = gradients.apply(
-        lambda xs: [broadcast_async(xs[0], root_rank, name, process_set).wait()],
+        lambda xs: [_broadcast(xs[0], root_rank, name, process_set, is_awaited=True).wait()],
         lambda grads, _: _mean_at_root(grads, root_rank, process_set),
         [tensor],
     )
@@ -105,8 +123,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """Start broadcast()."""
-    root = process_set.root(root_rank)
-    return start("broadcast", name, process_set, "broadcast", plans.broadcast, tensor, root)
+    return _broadcast(tensor, root_rank, name, process_set)
 
 
 def broadcast_(
@@ -116,7 +133,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrite `tensor` with root's, and return it."""
-    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+    handle = _broadcast(tensor, root_rank, name, process_set, in_place=True, is_awaited=True)
+    return handle.wait()
 
 
 def broadcast_async_(
@@ -126,9 +144,24 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """Start broadcast_()."""
-    root = process_set.root(root_rank)
-    plan = plans.broadcast
-    return start("broadcast_", name, process_set, "broadcast", plan, tensor, root, in_place=True)
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True)
+
+
+def _broadcast(
+    x: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    in_place: bool = False,
+    is_awaited: bool = False,
+) -> Handle[torch.Tensor]:
+    def plan(group: Group, name: str | None) -> Plan[torch.Tensor]:
+        root = process_set.root(root_rank)  # within the plan, so that all ranks hear of a mistake
+        return plans.broadcast(group, name, x, root, in_place=in_place)
+
+    kind = "broadcast_" if in_place else "broadcast"
+    return begin(kind, name, process_set, "broadcast", plan, is_awaited=is_awaited)
 
 
 # --- alltoall -----------------------------------------------------------------------------------
@@ -153,7 +186,7 @@ def alltoall(
     told: list[torch.Tensor] = []
 
     def forward(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        rows, received = _alltoall(xs[0], splits, name, process_set).wait()
+        rows, received = _alltoall(xs[0], splits, name, process_set, is_awaited=True).wait()
         told.append(received)
         return [rows]
 
@@ -178,13 +211,18 @@ def alltoall_async(
 
 
 def _alltoall(
-    tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet
+    x: torch.Tensor,
+    splits: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    is_awaited: bool = False,
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
-    rows = None if splits is None else [operator.index(n) for n in _listed(splits)]
-    plan = plans.alltoall
-    handle = start(
-        "alltoall", name, process_set, "alltoall", plan, tensor, rows, return_splits=True
-    )
+    def plan(group: Group, name: str | None) -> Plan[Any]:
+        rows = splits.tolist() if hasattr(splits, "tolist") else splits
+        return plans.alltoall(group, name, x, rows, return_splits=True)
+
+    handle = begin("alltoall", name, process_set, "alltoall", plan, is_awaited=is_awaited)
     return Handle([handle], lambda pair: (pair[0], torch.tensor(pair[1], dtype=torch.int32)))
 
 
@@ -230,12 +268,9 @@ def _mean_at_root(
     return means if is_root else [torch.zeros_like(mean) for mean in means]
 
 
-def _listed(splits: Any) -> list[Any]:
-    return list(splits.tolist() if hasattr(splits, "tolist") else splits)
-
-
 def _mean(grad: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     plan = plans.allreduce
-    handle = start("allreduce", None, process_set, "allreduce", plan, grad, AVERAGE)
+    lane = "allreduce"
+    handle = begin(lane, None, process_set, lane, plan, grad, AVERAGE, is_awaited=True)
     mean: torch.Tensor = handle.wait()
     return mean

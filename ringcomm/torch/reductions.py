@@ -25,10 +25,10 @@ import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.scaling import Scaling
-from ringcomm.engine import adasum, plans
+from ringcomm.engine import adasum, ops, plans
 from ringcomm.torch import gradients
 from ringcomm.torch.compression import Compression
-from ringcomm.torch.dispatch import start
+from ringcomm.torch.dispatch import begin
 from ringcomm.torch.handles import Handle
 from ringcomm.torch.movements import allgather, allgather_async
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
@@ -69,7 +69,7 @@ def allreduce(
         process_set: see above.
     """
     sent, ctx = compression.compress(tensor)
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     (result,) = gradients.apply(lambda xs: [how.start(xs[0]).wait()], how.backward, [sent])
     received: torch.Tensor = compression.decompress(result, ctx)
     return received
@@ -99,7 +99,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrite `tensor` with its reduction, and return it."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     return how.start(tensor, in_place=True).wait()
 
 
@@ -129,7 +129,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Return the reduction of each tensor; see allreduce()."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     results = gradients.apply(
         lambda xs: how.start_group(xs).wait(), how.backward, [sent for sent, _ in pairs]
     )
@@ -162,7 +162,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Overwrite each tensor with its reduction, and return them."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     return how.start_group(tensors, in_place=True).wait()
 
 
@@ -227,7 +227,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the reduction; the first n % size ranks get one row more."""
     sent, ctx = compression.compress(tensor)
-    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name)
+    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
     (result,) = gradients.apply(
         lambda xs: [how.start_scatter(xs[0]).wait()], how.backward_of_scatter, [sent]
     )
@@ -259,7 +259,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Return reducescatter() of each tensor."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name)
+    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
     results = gradients.apply(
         lambda xs: how.start_group_scatter(xs).wait(),
         how.backward_of_scatter,
@@ -312,22 +312,37 @@ class _How:
     """A reduction, but for the tensors: one body for all of its forms."""
 
     def __init__(
-        self, op: AnyOp, before: float, after: float, process_set: ProcessSet, name: str | None
+        self,
+        op: AnyOp,
+        before: float,
+        after: float,
+        process_set: ProcessSet,
+        name: str | None,
+        is_awaited: bool = False,
     ) -> None:
         self._op = op
         self._scaling = Scaling.of(before, after)
         self._set = process_set
         self._name = name
+        self._is_awaited = is_awaited
 
     def start(self, x: torch.Tensor, *, in_place: bool = False) -> Handle[torch.Tensor]:
         """Start an allreduce."""
-        options = {"in_place": in_place, "scaling": self._scaling}
+        is_plain = isinstance(self._op, Op) and not self._scaling
+        if in_place and self._is_awaited and is_plain and self._name is None:
+            result = ops.allreduce_(x, self._op, group=self._set.group)
+            return Handle((), lambda: result)
+        options: dict[str, Any] = {
+            "in_place": in_place,
+            "scaling": self._scaling,
+            "is_awaited": self._is_awaited,
+        }
         kind = "allreduce_" if in_place else "allreduce"
         if isinstance(self._op, _Adasum):
             kind, plan = kind.replace("allreduce", "adasum"), adasum.plan
-            several = start(kind, self._name, self._set, "allreduce", plan, [x], **options)
+            several = begin(kind, self._name, self._set, "allreduce", plan, [x], **options)
             return Handle([several], lambda results: results[0])
-        return start(
+        return begin(
             kind, self._name, self._set, "allreduce", plans.allreduce, x, self._op, **options
         )
 
@@ -335,27 +350,31 @@ class _How:
         self, xs: Sequence[torch.Tensor], *, in_place: bool = False
     ) -> Handle[list[torch.Tensor]]:
         """Start an allreduce of several."""
-        options = {"in_place": in_place, "scaling": self._scaling}
+        options: dict[str, Any] = {
+            "in_place": in_place,
+            "scaling": self._scaling,
+            "is_awaited": self._is_awaited,
+        }
         if isinstance(self._op, _Adasum):
             kind = "adasum_" if in_place else "adasum"
-            return start(kind, self._name, self._set, "grouped", adasum.plan, list(xs), **options)
+            return begin(kind, self._name, self._set, "grouped", adasum.plan, list(xs), **options)
         kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
         plan = plans.grouped_allreduce
-        return start(kind, self._name, self._set, "grouped", plan, list(xs), self._op, **options)
+        return begin(kind, self._name, self._set, "grouped", plan, list(xs), self._op, **options)
 
     def start_scatter(self, x: torch.Tensor) -> Handle[torch.Tensor]:
         """Start a reduce_scatter."""
         op, plan = self._plain_op(), plans.reduce_scatter
-        options = {"scaling": self._scaling}
-        return start(
+        options: dict[str, Any] = {"scaling": self._scaling, "is_awaited": self._is_awaited}
+        return begin(
             "reduce_scatter", self._name, self._set, "reducescatter", plan, x, op, **options
         )
 
     def start_group_scatter(self, xs: Sequence[torch.Tensor]) -> Handle[list[torch.Tensor]]:
         """Start a reduce_scatter of several."""
         op, plan = self._plain_op(), plans.grouped_reduce_scatter
-        options = {"scaling": self._scaling}
-        return start(
+        options: dict[str, Any] = {"scaling": self._scaling, "is_awaited": self._is_awaited}
+        return begin(
             "grouped_reduce_scatter",
             self._name,
             self._set,
@@ -368,7 +387,8 @@ class _How:
 
     def backward(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
         """Return the gradients of an allreduce: they are reduced in the same way."""
-        how = _How(self._op, self._scaling.before, self._scaling.after, self._set, None)
+        factors = self._scaling.before, self._scaling.after
+        how = _How(self._op, *factors, self._set, None, True)
         return [how.start(grad).wait() for grad in grads]
 
     def backward_of_scatter(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:

@@ -333,8 +333,11 @@ def test_wrong_splits_are_refused(splits):
     def body(rank):
         with pytest.raises((ValueError, TypeError)):
             hvd.alltoall(torch.ones(3), splits=splits)
+        with pytest.raises(hvd.HorovodInternalError, match="rank 1 could not take part"):
+            hvd.alltoall(torch.ones(3), splits=[1, 2] if rank == 0 else splits)
+        return hvd.alltoall(torch.ones(2)).tolist()
 
-    run_ranks(2, body)
+    assert run_ranks(2, body) == [[1.0, 1.0]] * 2
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -458,6 +461,8 @@ def test_a_root_outside_the_process_set_is_refused():
         if rank < 2:
             with pytest.raises(ValueError, match="root_rank is 2"):
                 hvd.broadcast(torch.ones(1), 2, process_set=some)
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1 could not take part"):
+                hvd.broadcast(torch.ones(1), 2 * rank, process_set=some)
 
     run_ranks(3, body)
 
