@@ -328,8 +328,8 @@ class _How:
 
     def start(self, x: torch.Tensor, *, in_place: bool = False) -> Handle[torch.Tensor]:
         """Start an allreduce."""
-        is_plain = isinstance(self._op, Op) and not self._scaling
-        if in_place and self._is_awaited and is_plain and self._name is None:
+        is_plain = in_place and self._name is None and not self._scaling
+        if self._is_awaited and is_plain and isinstance(self._op, Op):
             result = ops.allreduce_(x, self._op, group=self._set.group)
             return Handle((), lambda: result)
         options: dict[str, Any] = {
