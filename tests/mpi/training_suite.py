@@ -53,7 +53,8 @@ def size():
 
 def network(dtype=torch.float64):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)]
+    return nn.Sequential(*layers).to(dtype)
 
 
 def batches(size, dtype=torch.float64):
@@ -176,7 +177,9 @@ def test_join_lets_ranks_have_different_numbers_of_batches(rank, size):
 def test_sparse_gradients_of_embeddings_are_added(rank, size):
     def make():
         torch.manual_seed(0)
-        return nn.Sequential(nn.EmbeddingBag(20, 6, sparse=True, mode="sum"), nn.Linear(6, 2)).double()
+        return nn.Sequential(
+            nn.EmbeddingBag(20, 6, sparse=True, mode="sum"), nn.Linear(6, 2)
+        ).double()
 
     model, other = make(), make()
     words = torch.arange(size * BATCH).reshape(-1, 1) % 20
@@ -319,9 +322,7 @@ def test_zero_overlapped_with_ddp_equals_one_process(rank, size):
     optimizer = ZeroRedundancyOptimizer(
         ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
     )
-    ddp.register_comm_hook(
-        None, hook_with_zero_step(default_hooks.allreduce_hook, ddp, optimizer)
-    )
+    ddp.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, ddp, optimizer))
     xs = batches(size)
     plain = network()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -469,11 +470,11 @@ def test_pipelines_equal_one_process(name, rank, size):
     plain = copy.deepcopy(nn.Sequential(*layers))
     x = batches(size)[0]
     own = [rank + i * size for i in range(n_per_rank)]
-    stages = [
-        pipelining.PipelineStage(layers[i], i, n_stages, torch.device("cpu")) for i in own
-    ]
+    stages = [pipelining.PipelineStage(layers[i], i, n_stages, torch.device("cpu")) for i in own]
     stage = stages if n_per_rank > 1 else stages[0]
-    schedule = schedule_class(stage, n_microbatches=size * BATCH // 2, loss_fn=lambda y, _: loss_of(y))
+    schedule = schedule_class(
+        stage, n_microbatches=size * BATCH // 2, loss_fn=lambda y, _: loss_of(y)
+    )
     losses = []
     first, last = rank == 0, rank == size - 1
     schedule.step(*([x] if first else []), **({"target": x, "losses": losses} if last else {}))

@@ -156,9 +156,7 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(x).allgather([outs], [x], opts)
         call = asked(opts, *more, **named)
         whole = moves.room_for(outs)
-        work = self._start(
-            call, "allgather", lambda g: moves.allgather(g, outs, x, whole), outs
-        )
+        work = self._start(call, "allgather", lambda g: moves.allgather(g, outs, x, whole), outs)
         if whole.numel() == x.numel() * len(outs):
             work.value = [whole.view(len(outs), *x.shape)]
         return work
@@ -172,7 +170,8 @@ class ProcessGroup(BaseGroup):
         def plan(g: Group) -> Plan[Any]:
             by_input = [[outs[i] for outs in outputs] for i in range(len(inputs))]
             pairs = zip(by_input, inputs, strict=True)
-            return moves.together("allgather", [moves.allgather(g, outs, x, moves.room_for(outs)) for outs, x in pairs])
+            each = [moves.allgather(g, outs, x, moves.room_for(outs)) for outs, x in pairs]
+            return moves.together("allgather", each)
 
         flat = [out for outs in outputs for out in outs]
         return self._start(asked(opts), "allgather", plan, flat)
