@@ -478,7 +478,8 @@ class Engine:
                 task = self._make_task(ready, entry, problem)
         if is_one_step:
             return self._take_step(ready, entry)
-        self._progress.begin(task, is_awaited=is_awaited, at_once=group.team is not None)
+        begins_here = group.team is not None or group.size == 1
+        self._progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
         return task
 
     def _is_one_step(self, plan: Plan[Any], entry: _Entry) -> bool:

@@ -32,8 +32,8 @@ from ringcomm.torch.optimizer import DistributedOptimizer
 
 _SEED = 20
 _LEARNING_RATE = 1e-3
-_TOLERANCE = 1e-4  # of the largest gradient: float32 sums in another order, and a product of n
-_ALONE, _OURS, _DDP = "no communication", "ringcomm", "DDP over gloo"
+TOLERANCE = 1e-4  # of the largest gradient: float32 sums in another order, and a product of n
+ALONE, _OURS, _DDP = "no communication", "ringcomm", "DDP over gloo"
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,21 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Variant:
+class Variant:
+    """A model, and how it is trained.
+
+    Attributes:
+        name: for the table.
+        model: of the same weights in all variants.
+        optimizer: its own.
+    """
+
     name: str
     model: nn.Module
     optimizer: Optimizer
 
     def step(self, loss: Callable[[nn.Module, Tensor], Tensor], batch: Tensor) -> None:
+        """Train on one batch."""
         self.optimizer.zero_grad()
         loss(self.model, batch).backward()  # type: ignore[no-untyped-call] # torch gives it none
         self.optimizer.step()
@@ -122,10 +131,10 @@ def _compare(args: argparse.Namespace) -> Outcome:
     n = args.batch or workload.samples
     batch = workload.batch(n)
     variants = _variants(workload)
-    difference = _difference_after_one_step(variants, workload, batch)
-    is_equal = difference <= _TOLERANCE
-    times = _times_s(variants, workload, batch, args) if is_equal else {}
-    lines = _summary(times)
+    difference = difference_after_one_step(variants, workload, batch)
+    is_equal = difference <= TOLERANCE
+    times = times_s(variants, workload, batch, args) if is_equal else {}
+    lines = summary(times)
     return Outcome(
         version=__version__,
         model=args.model,
@@ -141,45 +150,50 @@ def _compare(args: argparse.Namespace) -> Outcome:
     )
 
 
-def _variants(workload: Workload) -> list[_Variant]:
-    alone, ours, theirs = (_seeded(workload) for _ in range(3))
-    wrapped = DistributedOptimizer(_sgd(ours), ours.named_parameters())
+def _variants(workload: Workload) -> list[Variant]:
+    alone, ours, theirs = (seeded(workload) for _ in range(3))
+    wrapped = DistributedOptimizer(sgd(ours), ours.named_parameters())
     ddp = DistributedDataParallel(theirs)
     return [
-        _Variant(_ALONE, alone, _sgd(alone)),
-        _Variant(_OURS, ours, wrapped),
-        _Variant(_DDP, ddp, _sgd(ddp)),
+        Variant(ALONE, alone, sgd(alone)),
+        Variant(_OURS, ours, wrapped),
+        Variant(_DDP, ddp, sgd(ddp)),
     ]
 
 
-def _seeded(workload: Workload) -> nn.Module:
+def seeded(workload: Workload) -> nn.Module:
+    """Return a model of the same weights each time."""
     torch.manual_seed(_SEED)
     return workload.make()
 
 
-def _sgd(model: nn.Module) -> SGD:
+def sgd(model: nn.Module) -> SGD:
+    """Return the optimizer of all variants."""
     return SGD(model.parameters(), lr=_LEARNING_RATE)
 
 
 # --- do they compute the same? ------------------------------------------------------------------
-def _difference_after_one_step(
-    variants: list[_Variant], workload: Workload, batch: Tensor
-) -> float:
-    """Return the largest difference of our gradients and weights to DDP's, on any rank.
+def difference_after_one_step(variants: list[Variant], workload: Workload, batch: Tensor) -> float:
+    """Return the largest difference of gradients and weights to the last variant's, on any rank.
 
-    In units of the largest gradient; weights in units of a step along it.
+    The first variant does not communicate, and is not compared. In units of the largest gradient;
+    weights in units of a step along it.
     """
     for variant in variants:
         variant.step(workload.loss, batch)
-    ours, ddp = (list(v.model.parameters()) for v in variants[1:])
-    pairs = list(zip(ours, ddp, strict=True))
-    largest = max(_grad(theirs).abs().max().item() for _, theirs in pairs)
+    theirs = list(variants[-1].model.parameters())
+    mine = max(_difference(list(v.model.parameters()), theirs) for v in variants[1:-1])
+    found = [each if math.isfinite(each) else math.inf for each in allgather_object(mine)]
+    return max(found)
+
+
+def _difference(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> float:
+    pairs = list(zip(ours, theirs, strict=True))
+    largest = max(_grad(q).abs().max().item() for _, q in pairs)
     gradients = max((_grad(p) - _grad(q)).abs().max().item() for p, q in pairs)
     # A weight of 1 moves by less than its own rounding: that is no difference of the step.
     weights = max(_beyond_rounding(p.detach(), q.detach()) for p, q in pairs)
-    mine = max(gradients / largest, weights / (_LEARNING_RATE * largest))
-    found = [each if math.isfinite(each) else math.inf for each in allgather_object(mine)]
-    return max(found)
+    return max(gradients / largest, weights / (_LEARNING_RATE * largest))
 
 
 def _grad(p: Tensor) -> Tensor:
@@ -193,8 +207,8 @@ def _beyond_rounding(p: Tensor, q: Tensor) -> float:
 
 
 # --- time ---------------------------------------------------------------------------------------
-def _times_s(
-    variants: list[_Variant], workload: Workload, batch: Tensor, args: argparse.Namespace
+def times_s(
+    variants: list[Variant], workload: Workload, batch: Tensor, args: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Return the slowest rank's seconds of each step; after each variant the next one's turn."""
     mine: dict[str, list[float]] = {variant.name: [] for variant in variants}
@@ -214,13 +228,14 @@ def _times_s(
     }
 
 
-def _summary(times_s: dict[str, list[float]]) -> list[Line]:
+def summary(times_s: dict[str, list[float]]) -> list[Line]:
+    """Return what times_s() comes to."""
     return [
         Line(
             name,
             statistics.median(steps) * 1e3,
             # Within a round: what slows down the machine for a while slows down all three.
-            statistics.median(s - a for s, a in zip(steps, times_s[_ALONE], strict=True)) * 1e3,
+            statistics.median(s - a for s, a in zip(steps, times_s[ALONE], strict=True)) * 1e3,
         )
         for name, steps in times_s.items()
     ]
@@ -240,10 +255,10 @@ def _lines(outcome: Outcome) -> list[str]:
         f"gradients and weights differ from DDP's by {outcome.difference:.1e}",
     ]
     if not outcome.is_equal:
-        return [*text, f"# WRONG: more than {_TOLERANCE:g} of the largest gradient; not timed"]
+        return [*text, f"# WRONG: more than {TOLERANCE:g} of the largest gradient; not timed"]
     text.append(f"{'':<18}{'step p50':>12}{'exposed':>12}")
     for line in outcome.lines:
-        exposed = "" if line.name == _ALONE else f"{line.exposed_ms:>9.2f} ms"
+        exposed = "" if line.name == ALONE else f"{line.exposed_ms:>9.2f} ms"
         text.append(f"{line.name:<18}{line.step_ms:>9.2f} ms{exposed}")
     ratio = "none: DDP hides all of it" if outcome.ratio is None else f"{outcome.ratio:.2f}"
     return [*text, f"exposed communication, ringcomm / DDP over gloo: {ratio}"]
@@ -256,17 +271,18 @@ def _parser() -> argparse.ArgumentParser:
         "ringcomm's DistributedOptimizer, and with DDP over gloo. The exit code is 1 if the "
         "gradients of the two differ.",
     )
-    count = functools.partial(_at_least, 1)
+    count = functools.partial(at_least, 1)
     parser.add_argument("--model", choices=list(WORKLOADS), default="mlp")
     parser.add_argument("--steps", type=count, default=30, help="to time, of each; default 30")
-    parser.add_argument("--warmup", type=functools.partial(_at_least, 0), default=5)
+    parser.add_argument("--warmup", type=functools.partial(at_least, 0), default=5)
     parser.add_argument("--batch", type=count, help="samples per rank; default 32 or 8")
     parser.add_argument("--threads", type=count, default=1, help="of torch per rank; default 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, too")
     return parser
 
 
-def _at_least(least: int, text: str) -> int:
+def at_least(least: int, text: str) -> int:
+    """Return a number of the command line, which must not be less than `least`."""
     value = int(text)
     if value < least:
         raise argparse.ArgumentTypeError(f"{text} is less than {least}")

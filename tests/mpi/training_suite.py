@@ -53,9 +53,8 @@ def size():
 
 def network(dtype=torch.float64):
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
-    ).to(dtype)
+    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)]
+    return nn.Sequential(*layers).to(dtype)
 
 
 def batches(size, dtype=torch.float64):

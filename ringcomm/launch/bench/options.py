@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="ringcomm bench",
         usage="ringcomm bench [options]              under mpirun -np N\n"
         "       ringcomm bench optimizer [options]    a step of training, under mpirun -np N\n"
+        "       ringcomm bench ddp [options]          torch.distributed, under mpirun -np N\n"
         "       ringcomm bench compare FILE.json ...  files of --json against the goals",
         description="Measure the collectives beside other engines, interleaved in one process. "
         "Each size is checked bit by bit; the exit code is 1 if any result was wrong. "

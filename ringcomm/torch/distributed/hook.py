@@ -3,25 +3,32 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringcomm.collectives.op import AVERAGE
 from ringcomm.engine.async_ops import allreduce_async_
+from ringcomm.engine.group import Group
 from ringcomm.engine.registered import empty
 from ringcomm.torch.distributed.base import BaseGroup
 from ringcomm.torch.distributed.compat import c10d, untraced
 from ringcomm.torch.distributed.work import Work
 
+# By the first parameter of a bucket: memory for the bucket, used anew in each step. What is made
+# for each step costs its page faults, on all ranks: more than the communication.
+_memory: Any = WeakTensorKeyDictionary()
+
 
 # DDP looks at these annotations, and wants classes: no `from __future__ import annotations` here.
 @untraced
-def node_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def node_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return the Future of a bucket's average over all ranks.
 
         ddp_model.register_comm_hook(None, ringcomm.torch.node_hook)
 
     The bucket is copied into memory that all ranks of the node map, and averaged there in one pass.
-    DDP copies gradients out of the result anyway, so one copy is saved.
+    DDP copies gradients out of the result anyway, so one copy is saved. The memory is as large as
+    the gradients, and kept as long as the model.
 
     Args:
         state: the process group of the ranks; None: the default one. Of ringcomm.
@@ -37,11 +44,20 @@ def node_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
             'init_process_group("ringcomm")'
         )
     gradients = bucket.buffer()
-    memory = empty(gradients.nbytes, "uint8", group=pg.group)
-    shared = torch.from_numpy(memory).view(gradients.dtype)
+    shared = _memory_for(bucket.parameters()[0], gradients, pg.group)
     shared.copy_(gradients)
     handle = allreduce_async_(shared, AVERAGE, group=pg.group)
-    return Work(handle, [shared]).get_future().then(_first)
+    future: torch.futures.Future[torch.Tensor] = Work(handle, [shared]).get_future().then(_first)
+    return future
+
+
+def _memory_for(first: torch.Tensor, like: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return memory for a bucket; DDP has copied the results of the step before out of it."""
+    known: torch.Tensor | None = _memory.get(first)
+    if known is None or known.numel() != like.numel() or known.dtype != like.dtype:
+        memory = torch.from_numpy(empty(like.nbytes, "uint8", group=group))
+        known = _memory[first] = memory.view(like.dtype)
+    return known
 
 
 def _first(future: Any) -> torch.Tensor:

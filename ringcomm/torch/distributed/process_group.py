@@ -170,10 +170,8 @@ class ProcessGroup(BaseGroup):
         def plan(g: Group) -> Plan[Any]:
             by_input = [[outs[i] for outs in outputs] for i in range(len(inputs))]
             pairs = zip(by_input, inputs, strict=True)
-            return moves.together(
-                "allgather",
-                [moves.allgather(g, outs, x, moves.room_for(outs)) for outs, x in pairs],
-            )
+            each = [moves.allgather(g, outs, x, moves.room_for(outs)) for outs, x in pairs]
+            return moves.together("allgather", each)
 
         flat = [out for outs in outputs for out in outs]
         return self._start(asked(opts), "allgather", plan, flat)

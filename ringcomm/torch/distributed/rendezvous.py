@@ -19,6 +19,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.torch.distributed import compat
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.torch.distributed.launch import require_launcher, require_same_rank
+from ringcomm.torch.distributed.store import MpiStore
 
 _PROBE_S = 2.0
 
@@ -28,6 +29,7 @@ Found = Iterator[tuple[Any, int, int]]
 def register() -> None:
     """Make the init_methods known to torch.distributed; starts no MPI."""
     compat.register_rendezvous("mpi", _by_mpi)
+    compat.register_rendezvous("mpi-nosock", _without_sockets)
     compat.wrap_rendezvous("env", _wrap_env)
 
 
@@ -36,6 +38,13 @@ def _by_mpi(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> 
     _start(url)
     yield _tcp_store(timeout), rank(), size()
     raise RuntimeError("mpi:// cannot bring ranks together again: start the job anew")
+
+
+def _without_sockets(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
+    """Yield a store whose messages are MPI's."""
+    _start(url)
+    yield MpiStore(timeout), rank(), size()
+    raise RuntimeError("mpi-nosock:// cannot bring ranks together again: start the job anew")
 
 
 def _wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
