@@ -30,6 +30,7 @@ class Settings:
         stall_warning_s: a wait of this many seconds is reported once; 0 = never.
         grace_s: after a rank failed, the seconds the others of its node have to end by themselves.
         fusion_mib: gradients are fused into buckets of at most this many MiB.
+        autotune: 1 = the first steps try out bucket sizes, the best is kept; 0 = fusion_mib.
         timeline: each rank writes a Chrome trace to `<timeline>.<rank>.json`; "" = none.
         algorithm: "ring" for all collectives or "allreduce:ring,allgather:direct" for some; "auto"
             chooses by what was measured or is estimated.
@@ -40,6 +41,7 @@ class Settings:
     stall_warning_s: float = 30.0
     grace_s: float = 3.0
     fusion_mib: float = 25.0
+    autotune: float = 0.0
     timeline: str = ""
     algorithm: str = "auto"
     tuning: str = ""
@@ -55,6 +57,7 @@ class Settings:
         return (
             f"{_PREFIX}ALGORITHM={self.algorithm}",
             f"{_PREFIX}FUSION_MIB={self.fusion_mib:g}",
+            f"{_PREFIX}AUTOTUNE={self.autotune:g}",
         )
 
     @property
@@ -137,6 +140,8 @@ def horovod_settings(environ: Mapping[str, str] | None = None) -> Settings:
             changes[field] = _number(variable, environ[variable]) * factor
     if _is_on(environ.get("HOROVOD_STALL_CHECK_DISABLE", "")):
         changes["stall_warning_s"] = 0.0
+    if _is_on(environ.get("HOROVOD_AUTOTUNE", "")):
+        changes["autotune"] = 1.0
     timeline = environ.get("HOROVOD_TIMELINE", "")
     if timeline and timeline != "DYNAMIC":  # that one means: it may be started later
         changes["timeline"] = timeline.removesuffix(".json")

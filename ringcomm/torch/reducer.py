@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
@@ -20,12 +21,13 @@ import torch
 
 from ringcomm.arrays.torch import TORCH
 from ringcomm.collectives.op import AVERAGE, Op
-from ringcomm.engine import async_ops
+from ringcomm.engine import async_ops, ops
 from ringcomm.engine.world import engine
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.autograd import Hooks
 from ringcomm.torch.buckets import MIB, Bucket, Scaling, make_buckets
 from ringcomm.torch.exchange import Exchange
+from ringcomm.torch.fusion_tuner import FusionTuner
 from ringcomm.torch.outline import Check, Outline
 from ringcomm.torch.passes import Passes
 from ringcomm.torch.presence import SPARSE, Presence, ready_order
@@ -77,6 +79,8 @@ class GradientReducer:
         self._fired: dict[int, None] | None = {}  # in order; None once buckets go by that order
         self._order: list[int] | None = None  # of readiness, as rank 0 saw it; agreed on by all
         self._sparse: set[int] = set()  # agreed on by all
+        self._tuner = FusionTuner() if engine().settings.autotune else None
+        self._step_ended_at = 0.0
         self.extend(named_parameters)
         enrol(self, recipe.group)
 
@@ -139,7 +143,19 @@ class GradientReducer:
         if self._fired is not None and self._order is not None:
             self._fired = None
             self._drop_buckets()
+        if self._tuner is not None:
+            self._tune(self._tuner)
         self._begin_step()
+
+    def _tune(self, tuner: FusionTuner) -> None:
+        """Go on to the next bucket size if it is time to. Collective at the end of the trials."""
+        now, before = time.monotonic(), self._step_ended_at
+        self._step_ended_at = now
+        if before and tuner.note_step(now - before):
+            if tuner.is_over:
+                name, group = f"bucket size{self._suffix}", self.recipe.group
+                tuner.mib = ops.broadcast_object(tuner.choose(), 0, name=name, group=group)
+            self._drop_buckets()
 
     def set_samples(self, n: float) -> None:
         """Weigh this rank's gradient of this step by n."""
@@ -210,7 +226,8 @@ class GradientReducer:
 
     @property
     def _max_nbytes(self) -> float:
-        return engine().settings.fusion_mib * MIB
+        tuner = self._tuner
+        return (engine().settings.fusion_mib if tuner is None else tuner.mib) * MIB
 
     @property
     def _suffix(self) -> str:

@@ -1,0 +1,47 @@
+"""Which bucket size makes steps short: tried out in the first steps, then kept. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Final
+
+CANDIDATES_MIB: Final = (25.0, 4.0, 8.0, 16.0, 64.0, 128.0)
+STEPS_EACH: Final = 6  # the first makes buckets, and is not counted
+_WORTH_A_CHANGE = 0.97  # of the first candidate's time: less is noise
+
+
+class FusionTuner:
+    """Goes through bucket sizes, one after the other, alike on all ranks, and remembers the times.
+
+    Attributes:
+        mib: the size to use now.
+        is_over: all have been tried; choose() tells the best, which rank 0's clock decides.
+    """
+
+    def __init__(self) -> None:
+        self.mib = CANDIDATES_MIB[0]
+        self.is_over = False
+        self._place = 0
+        self._times: list[list[float]] = [[]]
+
+    def note_step(self, seconds: float) -> bool:
+        """Take note of how long a step took; return True if the next one has another size."""
+        if self.is_over:
+            return False
+        times = self._times[self._place]
+        times.append(seconds)
+        if len(times) < STEPS_EACH:
+            return False
+        self._place += 1
+        self.is_over = self._place == len(CANDIDATES_MIB)
+        if not self.is_over:
+            self.mib = CANDIDATES_MIB[self._place]
+            self._times.append([])
+        return True
+
+    def choose(self) -> float:
+        """Return the size with the shortest steps; the first unless another is clearly better."""
+        medians = [statistics.median(times[1:]) for times in self._times]
+        best = min(range(len(medians)), key=medians.__getitem__)
+        is_better = medians[best] < medians[0] * _WORTH_A_CHANGE
+        return CANDIDATES_MIB[best if is_better else 0]
