@@ -51,7 +51,7 @@ class ShardedSampler:
 
     Raises:
         ValueError: no such remainder, or a negative number, or rank not below size.
-        TypeError: rank without size.
+        TypeError: rank without size, or data is a tuple or dict, whose length is not its samples'.
         NotInitializedError: init() has not run, and size is not given.
 
     Cost: 8 bytes per sample of the whole dataset on each rank, 24 while it shuffles.
@@ -69,6 +69,8 @@ class ShardedSampler:
     ) -> None:
         if (rank is None) != (size is None):
             raise TypeError(f"ShardedSampler: pass both rank and size, or none; not {rank}, {size}")
+        if isinstance(data, tuple | dict):
+            raise TypeError("ShardedSampler: of several arrays, pass the number of rows: len(x)")
         self.n = len(data) if isinstance(data, Sized) else operator.index(data)
         self.rank = engine().rank if rank is None else operator.index(rank)
         self.size = engine().size if size is None else operator.index(size)

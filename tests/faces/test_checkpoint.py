@@ -1,7 +1,9 @@
 """Checkpoint: a job goes on where it was, on any number of ranks, whatever ended it."""
 
 import copy
+import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -273,6 +275,24 @@ def test_a_kill_within_a_save_leaves_the_one_before(moment, step, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2  # and a part of the new one
     files.tidy(tmp_path, None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.pt"]
+
+
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    calls = []
+
+    def recorded(name, real):
+        def call(*args):
+            at = args[0]
+            is_folder = isinstance(at, int) and stat.S_ISDIR(os.fstat(at).st_mode)
+            calls.append(f"{name} folder" if is_folder else name)
+            return real(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    recorded("fsync", os.fsync)
+    recorded("replace", os.replace)
+    files.write(tmp_path / "a.pt", {"x": 1})
+    assert calls == ["fsync", "replace", "fsync folder"]
 
 
 @pytest.mark.parametrize("what", ["cut", "a bit", "no zip", "empty", "of somebody else"])

@@ -94,6 +94,7 @@ def images(size, n_samples):
 
 
 @SIZES
+@pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("is_weighed", [True, False])
 def test_training_equals_one_process(size, is_weighed):
     """With set_samples() batches may be unequal: their cross terms are weighed, too."""

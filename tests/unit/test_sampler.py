@@ -215,6 +215,18 @@ def test_across_restarts_on_other_numbers_of_ranks_each_sample_is_seen_once(size
     assert flat(epoch_of(group)) == list(range(n))
 
 
+def test_what_pads_the_rest_of_an_epoch_is_from_its_beginning():
+    """1 sample of 9 is left for 4 ranks: it is not what all of them get."""
+    group = samplers(9, 2, remainder="pad", seed=1)
+    taken = [take(sampler, 4) for sampler in group]
+    rest = samplers(9, 4, remainder="pad", seed=1)
+    for sampler in rest:
+        sampler.load_state_dict([each.state_dict() for each in group])
+    left, *padding = (share[0] for share in epoch_of(rest))
+    assert left not in flat(taken)
+    assert padding == [taken[0][0], taken[1][0], taken[0][1]]
+
+
 def test_the_same_ranks_go_on_with_the_same_samples():
     for whole, before, after in zip(*(samplers(40, 3, seed=2) for _ in range(3)), strict=True):
         first = take(before, 5)
@@ -301,6 +313,12 @@ def test_the_count_of_what_is_left_is_its_length(phases):
 def test_arguments_that_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         ShardedSampler(10, **arguments)
+
+
+@pytest.mark.parametrize("data", [(np.ones(9), np.ones(9)), {"x": np.ones(9)}])
+def test_a_tuple_of_arrays_is_not_taken_for_its_samples(data):
+    with pytest.raises(TypeError, match=r"pass the number of rows: len\(x\)"):
+        ShardedSampler(data, rank=0, size=1)
 
 
 def test_a_batch_of_none_is_refused():
