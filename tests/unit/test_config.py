@@ -105,3 +105,27 @@ def test_children_of_a_rank_know_it_and_jobs_started_by_a_rank_do_not():
     assert config.parent_rank_pid(child) == 1
     assert config.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
     assert config.settings(child).timeout_s == 600  # the mark is no setting
+
+
+# --- what launchers say -------------------------------------------------------------------------
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID"])
+def test_a_rank_variable_of_mpi_tells_its_launcher(variable):
+    assert config.is_launched_by_mpi({variable: "0"})
+
+
+def test_torchs_own_variables_are_no_sign_of_mpi():
+    assert not config.is_launched_by_mpi({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("TORCHELASTIC_RUN_ID", "torchrun"), ("RAY_JOB_ID", "Ray"), ("X", "")]
+)
+def test_other_launchers_are_named(variable, name):
+    assert config.foreign_launcher({variable: "1"}) == name
+
+
+def test_torchs_ranks_are_read_and_what_is_missing_is_known():
+    assert config.torch_ranks({"RANK": "1", "WORLD_SIZE": ""}) == {"rank": 1}
+    assert config.missing_of_torch({"rank"}, {"WORLD_SIZE": "2"}) == ["MASTER_ADDR", "MASTER_PORT"]
+    with pytest.raises(ConfigError, match="RANK is 'one'"):
+        config.torch_ranks({"RANK": "one"})

@@ -23,6 +23,7 @@ from ringcomm.torch.distributed.store import MpiStore
 
 _PROBE_S = 2.0
 
+_kept: list[MpiStore] = []  # where C++ alone holds one, its methods in Python are gone
 Found = Iterator[tuple[Any, int, int]]
 
 
@@ -43,7 +44,8 @@ def _by_mpi(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> 
 def _without_sockets(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
     """Yield a store whose messages are MPI's."""
     _start(url)
-    yield MpiStore(timeout), rank(), size()
+    _kept.append(MpiStore(timeout))
+    yield _kept[-1], rank(), size()
     raise RuntimeError("mpi-nosock:// cannot bring ranks together again: start the job anew")
 
 
