@@ -124,6 +124,7 @@ class Engine:
         self.selection = Selection(settings)
         self._execution = Execution(self.watch, self.selection)
         self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
+        self._ledgers_of_all = [self.world.ledger_for(self)]  # of groups of all ranks
         self._groups: WeakValueDictionary[int, Group] = WeakValueDictionary({0: self.world})
         self._n_serial = 0
         self._broken: RingcommError | None = None
@@ -310,7 +311,14 @@ class Engine:
         ledger = self._founding.found(group, self)
         self._ledgers[base_of(ledger.context, None)] = ledger
         self._groups[ledger.context] = group
+        if group.size == self.size:
+            self._ledgers_of_all.append(ledger)
         return ledger
+
+    @property
+    def n_entered_by_all(self) -> int:
+        """How many operations in which all ranks take part this rank has begun."""
+        return sum(ledger.n_entered for ledger in self._ledgers_of_all)
 
     def group_of(self, context: int) -> Group:
         """Return the group whose operations have this context.

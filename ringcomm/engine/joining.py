@@ -10,6 +10,7 @@ all others, no invitation is under way.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ class Joining:
         self._pending = pending
         self._lock = lock
         self._round = 1
-        self._joined: dict[int, list[int]] = {}  # by round, in the order in which it was heard
-        self._last: dict[int, dict[int, int]] = {}  # by round: rank -> who joined last, it says
+        self._joined: dict[int, dict[int, tuple[int, int]]] = {}  # by round: rank -> when, see _now
+        self._sealed: dict[int, set[int]] = {}  # by round: ranks that know that all have joined
         self._invitations: deque[_Invitation] = deque()
         self._parts: dict[tuple[int, int], list[str]] = {}
         self._tasks: list[Task | Over] = []
@@ -91,10 +92,10 @@ class Joining:
     def hear_joined(self, source: int, header: Header) -> None:
         """See Host."""
         if header.flag:
-            self._last.setdefault(header.value, {})[source] = header.about
+            self._sealed.setdefault(header.value, set()).add(source)
             return
         with self._lock:
-            self._note(source, header.value)
+            self._note(source, header.value, (header.fingerprint, header.key))
 
     def hear_invite(self, source: int, header: Header, text: str) -> None:
         """See Host."""
@@ -109,20 +110,30 @@ class Joining:
 
     async def _stay(self) -> int:
         engine, round_ = self._engine, self._round
+        n_entered, now_us = when = self._now()
         with self._lock:
-            self._note(engine.rank, round_)
-        engine.watch.tell_all(Kind.JOINED, value=round_)
-        await self._serve_until(lambda: len(self._joined[round_]) == engine.size)
-        last = self._joined[round_][-1]
-        engine.watch.tell_all(Kind.JOINED, value=round_, flag=True, about=last)
-        told = self._last.setdefault(round_, {})
-        told[engine.rank] = last
-        await self._serve_until(lambda: len(told) == engine.size and self._has_served())
+            self._note(engine.rank, round_, when)
+        engine.watch.tell_all(Kind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
+        joined = self._joined[round_]
+        await self._serve_until(lambda: len(joined) == engine.size)
+        engine.watch.tell_all(Kind.JOINED, value=round_, flag=True)
+        sealed = self._sealed.setdefault(round_, set())
+        sealed.add(engine.rank)
+        await self._serve_until(lambda: len(sealed) == engine.size and self._has_served())
         with self._lock:
             self._round += 1
-            del self._joined[round_], self._last[round_]
+            del self._joined[round_], self._sealed[round_]
             self._greet(self._guests(range(engine.size)))
-        return told[0]  # each heard them in an order of its own
+        return max(joined, key=lambda rank: (joined[rank], rank))
+
+    def _now(self) -> tuple[int, int]:
+        """Return when this rank joins: after how many operations of all ranks, and the time.
+
+        News of a join may overtake what came before it, so the order in which a rank hears of them
+        says nothing. Who has gone on after another had joined has begun more operations than that
+        one; clocks of different hosts decide only where that does not tell.
+        """
+        return self._engine.n_entered_by_all, time.time_ns() // 1000
 
     async def _serve_until(self, is_enough: Callable[[], bool]) -> None:
         while not is_enough():  # whatever is served begins the wait anew
@@ -154,8 +165,8 @@ class Joining:
         self._tasks.append(engine.stand_in(call, lambda g: plan_stand_in(g, call), group))
         return True
 
-    def _note(self, rank: int, round_: int) -> None:
-        self._joined.setdefault(round_, []).append(rank)
+    def _note(self, rank: int, round_: int, when: tuple[int, int]) -> None:
+        self._joined.setdefault(round_, {})[rank] = when
         if round_ == self._round and rank != self._engine.rank:
             self._greet([rank])
 

@@ -57,12 +57,14 @@ class Ledger:
 
     Attributes:
         next_place: of the next unnamed operation.
+        n_entered: operations that this rank has begun.
     """
 
     def __init__(self, context: int, *, is_first: bool) -> None:
         self.context = context
         self._is_first = is_first
         self.next_place = 1
+        self.n_entered = 0
         self._unnamed = base_of(context, None)
         self._entries: dict[str, _Entry] = {}
         self._bases: dict[str, int] = {}
@@ -86,6 +88,7 @@ class Ledger:
                 "or pass another name"
             )
         self._pending.add(name)
+        self.n_entered += 1
         entry = self._entries.get(name)
         if entry is None:
             return Ticket(name, base_of(self.context, name), 0)
@@ -96,6 +99,7 @@ class Ledger:
         """Return the place of an unnamed operation that begins on this rank."""
         place = self.next_place
         self.next_place = place + 1
+        self.n_entered += 1
         return place
 
     def unnamed(self, place: int) -> Ticket:

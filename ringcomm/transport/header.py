@@ -24,7 +24,8 @@ class Kind(IntEnum):
     OFFER = 9  # send(): a message for whoever receives `key`; `value` is its serial number
     ANSWER = 10  # recv(): the offer `key` is taken if `flag`; else text says why not
     BROKE = 11  # this rank takes part in nothing more, because rank `about` failed; text says how
-    JOINED = 12  # this rank has joined for the `value`-th time; `flag`: and all others have, too
+    JOINED = 12  # this rank has joined for the `value`-th time, after `fingerprint` operations, at
+    # `key` us; `flag`: it knows that all others have, too
     INVITE = 13  # to a rank that has joined: operation `value` of those that `fingerprint` is, in
     # context `about`, has begun; text: part `round` of its call, the last one if `flag`
 

@@ -146,6 +146,19 @@ def test_the_last_to_join_is_the_one_that_had_work():
         assert told == last
 
 
+@pytest.mark.parametrize("name", [None, "x"])
+def test_who_went_on_after_others_had_joined_is_the_last_whatever_the_order_of_news(name):
+    def body(rank):
+        lasts = []
+        for _ in range(100):
+            for _ in range(2 - rank):
+                rc.allreduce(np.ones(4), name=name)
+            lasts.append(rc.join())
+        return lasts
+
+    assert run_ranks(3, body) == [[0] * 100] * 3
+
+
 def test_a_rank_alone_joins_itself():
     assert run_ranks(1, lambda _: rc.join()) == [0]
 
