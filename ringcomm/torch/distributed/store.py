@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from ringcomm.engine.ops import barrier
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.transport.mailbox import Mailbox
@@ -31,6 +32,7 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
     def __init__(self, timeout: timedelta) -> None:
         super().__init__()
         self._timeout = timeout
+        barrier()  # MPI would wait for a rank that never comes here without an end, and in C
         self._mailbox = Mailbox()
         self._lock = threading.Lock()  # one question of this rank at a time
         self._values: dict[str, bytes] = {}
@@ -93,6 +95,8 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
         """Return how many values there are."""
         count: int = self._ask("count", "")
         return count
+
+    deleteKey, getNumKeys = delete_key, num_keys  # C++ looks for these names
 
     def clone(self) -> MpiStore:
         """Return this one, which any thread may use: gloo asks for one of its own."""
