@@ -23,6 +23,12 @@ def apply(
             Collective, too.
         tensors: what it is applied to.
     """
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(
+                f"hvd's collectives take torch tensors, not {type(x).__qualname__}; those of "
+                "ringcomm itself take numpy arrays, too"
+            )
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return forward(tensors)
     return list(_Collective.apply(forward, backward, *tensors))  # type: ignore[no-untyped-call]

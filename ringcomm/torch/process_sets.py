@@ -99,7 +99,10 @@ class ProcessSet:
         if self is global_process_set:
             return list(range(engine().size))
         if self.ranks is None:
-            raise ValueError(f"{self} is not in use: pass it to add_process_set() first")
+            raise ValueError(
+                "this ProcessSet is not in use: it was removed, or made of a communicator and not "
+                "added yet. Pass a new one to add_process_set()"
+            )
         return self.ranks
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ringcomm.engine import ops
+from ringcomm.engine.group import Group
 from ringcomm.engine.world import rank
+from ringcomm.errors import MismatchError
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
 
 _Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
@@ -32,10 +34,29 @@ def broadcast_parameters(
     """
     root, group = process_set.root(root_rank), process_set.group
     entries = params.items() if isinstance(params, Mapping) else params
-    for place, entry in enumerate(entries):
-        name, tensor = entry if isinstance(entry, tuple) else (f"parameter {place}", entry)
-        if isinstance(tensor, torch.Tensor):
-            ops.broadcast_(tensor, root, name=name, group=group)
+    named = [
+        entry if isinstance(entry, tuple) else (f"parameter {place}", entry)
+        for place, entry in enumerate(entries)
+    ]
+    tensors = {name: each for name, each in named if isinstance(each, torch.Tensor)}
+    _require_alike(list(tensors), group)
+    for name, tensor in tensors.items():
+        ops.broadcast_(tensor, root, name=name, group=group)
+
+
+def _require_alike(names: list[str], group: Group) -> None:
+    """Raise MismatchError, on every rank, if ranks have other names: they would wait for them."""
+    told = ops.allgather_object(names, name="names of parameters", group=group)
+    for other, theirs in zip(group.ranks, told, strict=True):
+        if theirs != told[0]:
+            lacking = [name for name in told[0] if name not in theirs]
+            beside = [name for name in theirs if name not in told[0]]
+            how = f"lacks {lacking[:3]}" if lacking else "has another order"
+            raise MismatchError(
+                f"broadcast_parameters: rank {other} has other parameters than rank "
+                f"{group.ranks[0]}: it {f'has {beside[:3]} besides' if beside else how}. Pass the "
+                "same model on every rank"
+            )
 
 
 def broadcast_optimizer_state(

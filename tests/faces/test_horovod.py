@@ -561,3 +561,32 @@ def test_adasum_takes_floats_only():
             hvd.allreduce(torch.ones(2, dtype=torch.int32), op=hvd.Adasum)
 
     run_ranks(1, body)
+
+
+# --- mistakes that a user makes -----------------------------------------------------------------
+def test_what_is_no_tensor_is_refused_by_name():
+    def body(rank):
+        hvd.init()
+        for wrong in ([1.0], None, "x"):
+            with pytest.raises(TypeError, match="take torch tensors, not"):
+                hvd.allreduce(wrong)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["ab", "ac"], r"rank 1 has other parameters than rank 0: it has \['c'\] besides"),
+        (["ab", "a"], r"it lacks \['b'\]"),
+        (["ab", "ba"], "another order"),
+    ],
+)
+def test_parameters_of_other_names_are_told_at_once(names, message):
+    def body(rank):
+        params = {name: torch.ones(2) for name in names[rank]}
+        with pytest.raises(rc.MismatchError, match=message):
+            hvd.broadcast_parameters(params)
+        hvd.broadcast_parameters({"a": torch.ones(1)})
+
+    run_ranks(2, body)
