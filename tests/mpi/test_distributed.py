@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import BIN, IS_MPICH, job_environment, run_job, run_script
+from harness import BIN, IS_MPICH, is_at_length, job_environment, run_job, run_script
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
 
@@ -23,11 +23,14 @@ FOREIGN = [
 
 
 # What MPI is beneath changes nothing above the engine, whose own suite runs with both.
-SIZES = [2] if IS_MPICH else [2, 3, 4]
+SUITES = [("distributed_suite.py", 2), ("training_suite.py", 2)]
+if not IS_MPICH:
+    SUITES += [("distributed_suite.py", 3), ("distributed_suite.py", 4), ("training_suite.py", 3)]
+if not IS_MPICH and is_at_length():
+    SUITES += [("training_suite.py", 4)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("suite", ["distributed_suite.py", "training_suite.py"])
+@pytest.mark.parametrize(("suite", "size"), SUITES)
 def test_suite_passes_on_every_rank(suite, size, tmp_path):
     file = ROOT / "tests" / "mpi" / suite
     options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-xq"]
@@ -39,7 +42,7 @@ def test_suite_passes_on_every_rank(suite, size, tmp_path):
     assert "x rank" not in job.output
 
 
-@pytest.mark.parametrize("size", [2] if IS_MPICH else [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4] if is_at_length() else [2])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_equals_one_process(name, size, tmp_path):
     job = run_job(size, ROOT / "examples" / f"{name}.py", cwd=tmp_path, timeout_s=120)
@@ -62,7 +65,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3] if is_at_length() else [3])
 @pytest.mark.parametrize(
     "arguments",
     [
