@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Joining:
     """
 
     def __init__(self, engine: Engine, pending: Pending, lock: threading.Lock) -> None:
-        self._engine = engine
+        self._held = weakref.ref(engine)  # no cycle may keep the page's descriptor
         self._pending = pending
         self._lock = lock
         self._round = 1
@@ -71,6 +72,12 @@ class Joining:
         self._parts: dict[tuple[int, int], list[str]] = {}
         self._tasks: list[Task | Over] = []
         self.has_guests = False
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._held()
+        assert engine is not None
+        return engine
 
     def begin(self) -> Task:
         """Join; the result of the task is the last rank that did. Every rank calls it."""
