@@ -26,8 +26,10 @@ FOREIGN = [
 pytestmark = pytest.mark.skipif(
     IS_MPICH and not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1"
 )
-SUITES = [("distributed_suite.py", size) for size in (2, 3, 4)]
-SUITES += [("training_suite.py", size) for size in ((2, 3, 4) if is_at_length() else (2, 3))]
+SIZES = {"distributed_suite.py": (2, 3, 4), "training_suite.py": (2, 3, 4)}
+if not is_at_length():
+    SIZES = {"distributed_suite.py": (2, 3), "training_suite.py": (2,)}
+SUITES = [(suite, size) for suite, sizes in SIZES.items() for size in sizes]
 
 
 @pytest.mark.parametrize(("suite", "size"), SUITES)
