@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ringcomm.config import Settings
 from ringcomm.engine.engine import Engine
-from ringcomm.engine.world import entered
+from ringcomm.engine.world import engine, entered
 from ringcomm.errors import PeerFailedError
 from ringcomm.transport.faulty import FaultyTransport
 from ringcomm.transport.loopback import LoopbackHub
@@ -92,6 +92,16 @@ IS_MPICH = "mpich" in subprocess.run(
 def is_at_length():
     """Return True under ci/length, which runs what the gate has no time for."""
     return os.environ.get("AT_LENGTH") == "1"
+
+
+def at_length(every, gate):
+    """Return all the cases of a test under ci/length, and those that the gate has time for else."""
+    return every if is_at_length() else gate
+
+
+def listen(is_enough):
+    """Let this rank take note of what the others tell it until is_enough()."""
+    engine()._progress.run_until(is_enough)
 
 
 @dataclass

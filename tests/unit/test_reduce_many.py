@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from harness import at_length
 from reductions import HALVES, NUMPY, is_defined
 
 from ringcomm import _core
@@ -110,10 +111,10 @@ def placed(srcs, where):
 
 
 @pytest.mark.parametrize(("op", "name"), DEFINED)
-@pytest.mark.parametrize("n_src", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n_src", at_length([1, 2, 3, 4, 5, 8], [1, 2, 5]))
 @pytest.mark.parametrize(
     ("count", "where"),
-    [(0, 1), (1, 2), (7, "in place"), (1003, 1), (20011, "in place")],
+    [(0, 1), (1, 2), *at_length([(7, "in place"), (1003, 1)], []), (20011, "in place")],
 )
 def test_every_destination_equals_numpy(op, name, n_src, count, where):
     rows = sources(name, count, n_src)
@@ -125,7 +126,7 @@ def test_every_destination_equals_numpy(op, name, n_src, count, where):
 
 
 @pytest.mark.parametrize("name", [n for n in DTYPES if n != "bool"])
-@pytest.mark.parametrize("n_src", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n_src", at_length([1, 2, 3, 4, 5, 8], [1, 3, 8]))
 @pytest.mark.parametrize("divisor", [2, 3, 1024, 70_001])
 def test_the_sum_is_divided(name, n_src, divisor):
     rows = sources(name, 1003, n_src)
