@@ -67,7 +67,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [2, 3] if is_at_length() else [3])
+@pytest.mark.parametrize("size", [2, 3] if is_at_length() else [2])
 @pytest.mark.parametrize(
     "arguments",
     [
