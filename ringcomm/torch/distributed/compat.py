@@ -36,7 +36,7 @@ def require_version() -> None:
 
 
 # --- frames that torch.compile must not trace -----------------------------------------------------
-def untraced(method: F) -> F:
+def untraced(method: F, *, with_callees: bool = True) -> F:
     """Return `method` such that torch.compile runs it, and all that it calls, as they are.
 
     C++ calls some from within a compiled step: what the reducer of DDP calls would be traced there.
@@ -44,8 +44,9 @@ def untraced(method: F) -> F:
     """
     frames = _internal._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
-        return _internal._disable_dynamo(method)  # type: ignore[no-any-return]
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        return _internal._disable_dynamo(method, with_callees)  # type: ignore[no-any-return]
+    action = frames._FrameAction
+    skip = frames._FrameExecStrategy(action.SKIP, action.SKIP if with_callees else action.DEFAULT)
     frames.set_code_exec_strategy(method.__code__, skip)
     return method
 
@@ -92,6 +93,40 @@ def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> No
         wrapped: Any = wrap(handlers[scheme])
         wrapped.is_wrapped_by_ringcomm = True
         handlers[scheme] = wrapped
+
+
+# --- callbacks of Futures -------------------------------------------------------------------------
+Seen = Callable[[Any], None]
+_has_wrapped_callbacks = False
+
+
+def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Seen | None]]) -> None:
+    """Let wrap(future, callback) say what is given to a Future instead of a callback; once.
+
+    What wrap() returns second is shown the Future that then() returns, if it is a function. This
+    replaces two methods of torch._C.Future, for all Futures of this process: then() returns objects
+    of that very class, on which a subclass would never hear of the second then() of a chain; and
+    torch gives them no dictionary, and no way to end in an error but a callback that raises.
+    """
+    global _has_wrapped_callbacks  # noqa: PLW0603 - for the life of the process
+    if _has_wrapped_callbacks:
+        return
+    _has_wrapped_callbacks = True
+    future: Any = _internal._C.Future
+    plain_then, plain_add = future.then, future.add_done_callback
+
+    def then(self: Any, callback: Any) -> Any:
+        instead, see = wrap(self, callback)
+        result = plain_then(self, instead)
+        if see is not None:
+            see(result)
+        return result
+
+    def add_done_callback(self: Any, callback: Any) -> None:
+        plain_add(self, wrap(self, callback)[0])
+
+    future.then = untraced(then, with_callees=False)
+    future.add_done_callback = untraced(add_done_callback, with_callees=False)
 
 
 # --- other devices --------------------------------------------------------------------------------
