@@ -17,6 +17,7 @@ from ringcomm.errors import NotInitializedError
 from ringcomm.torch.distributed.callbacks import Path, is_in_callback, path_here
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.torch.distributed.devices import Devices
+from ringcomm.torch.distributed.inner import put_inside
 from ringcomm.torch.distributed.options import Asked
 from ringcomm.torch.distributed.work import Together, Work
 
@@ -45,6 +46,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         self._coalesced: list[Work] | None = None
         self._is_shut_down = False
         self._name, self._desc = "", "undefined"
+        put_inside(self)
         self._number = _n_made[group.engine] = _n_made.get(group.engine, 0) + 1
 
     # --- starting an operation ------------------------------------------------------------------

@@ -21,6 +21,8 @@ Rendezvous = Callable[..., Iterator[tuple[Any, int, int]]]
 
 _OLDEST: Final = (2, 6)
 VERSION: Final = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+# The class of backends in C++, where one in Python can derive from it.
+CppBackend: Final[Any] = _internal._C._distributed_c10d.Backend if VERSION >= (2, 14) else None
 DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
 
 
