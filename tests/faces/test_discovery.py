@@ -12,6 +12,8 @@ from harness import job_environment
 
 import ringcomm.torch  # noqa: F401 - torch.distributed knows the backend from here on
 from ringcomm import discovery
+from ringcomm.errors import ConfigError
+from ringcomm.torch.distributed.compat import checked_version
 
 ALONE = """
 import json, sys, time
@@ -86,3 +88,26 @@ def test_the_package_says_where_torch_looks(group):
     (found,) = (each for each in entry_points(group=group) if each.name == "ringcomm")
     found.load()()
     assert dist.Backend.RINGCOMM == "ringcomm"
+
+
+@pytest.mark.parametrize(
+    ("version", "has_distributed", "text"),
+    [
+        ("2.5.1+cpu", True, r"needs torch 2\.6 or newer, and this is 2\.5\.1\+cpu: pip install"),
+        ("2.13.0", False, r"needs torch.distributed, without which this torch \(2\.13\.0\)"),
+    ],
+)
+def test_a_torch_that_cannot_be_served_is_an_error_that_says_so(version, has_distributed, text):
+    with pytest.raises(ConfigError, match=text):
+        checked_version(version, has_distributed=has_distributed)
+
+
+def test_versions_from_2_6_on_are_served():
+    assert checked_version("2.6.0", has_distributed=True) == (2, 6)
+    assert checked_version("2.15.0a0+git12", has_distributed=True) == (2, 15)
+
+
+def test_the_import_says_that_a_torch_is_too_old(tmp_path):
+    old = "import torch; torch.__version__ = '2.5.1'\n"
+    catch = "try: import ringcomm.torch\nexcept RuntimeError as error: print(error)"
+    assert "needs torch 2.6 or newer, and this is 2.5.1" in run(old + catch, tmp_path)

@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import _rendezvous_handlers
 
 from ringcomm.errors import ConfigError
 
@@ -20,21 +19,40 @@ F = TypeVar("F", bound=Callable[..., Any])
 Rendezvous = Callable[..., Iterator[tuple[Any, int, int]]]
 
 _OLDEST: Final = (2, 6)
-VERSION: Final = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def checked_version(version: str, *, has_distributed: bool) -> tuple[int, ...]:
+    """Return (2, 13) for "2.13.0+cpu".
+
+    Raises:
+        ConfigError: a torch of this version, or without torch.distributed, cannot be served.
+    """
+    parts = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+    if parts < _OLDEST:
+        raise ConfigError(
+            f"ringcomm.torch needs torch {'.'.join(map(str, _OLDEST))} or newer, and this is "
+            f"{version}: pip install --upgrade torch"
+        )
+    if not has_distributed:
+        raise ConfigError(
+            f"ringcomm.torch needs torch.distributed, without which this torch ({version}) was "
+            "built: install another build, as pip's are"
+        )
+    return parts
+
+
+# First of all: what comes below looks at what others may not have.
+VERSION: Final = checked_version(torch.__version__, has_distributed=c10d.is_available())
+
 # The class of backends in C++, where one in Python can derive from it.
 CppBackend: Final[Any] = _internal._C._distributed_c10d.Backend if VERSION >= (2, 14) else None
 DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
 
 
-def require_version() -> None:
-    """Raise ConfigError if this torch is not one that can be served."""
-    if VERSION < _OLDEST:
-        raise ConfigError(
-            f"the torch.distributed backend needs torch {'.'.join(map(str, _OLDEST))} or newer, "
-            f"and this is {torch.__version__}: pip install --upgrade torch"
-        )
-    if not c10d.is_available():
-        raise ConfigError("this torch was built without torch.distributed: install another build")
+def _rendezvous_handlers() -> dict[str, Any]:
+    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+    return handlers
 
 
 # --- frames that torch.compile must not trace -----------------------------------------------------
@@ -84,13 +102,13 @@ def register_backend(name: str, make: Callable[..., Any]) -> None:
 
 def register_rendezvous(scheme: str, handler: Rendezvous) -> None:
     """Let init_method="<scheme>://" call `handler`; once."""
-    if scheme not in _rendezvous_handlers:
+    if scheme not in _rendezvous_handlers():
         c10d.register_rendezvous_handler(scheme, handler)
 
 
 def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> None:
     """Let a handler of torch be wrapped; once."""
-    handlers: dict[str, Any] = _rendezvous_handlers
+    handlers = _rendezvous_handlers()
     if not hasattr(handlers[scheme], "is_wrapped_by_ringcomm"):
         wrapped: Any = wrap(handlers[scheme])
         wrapped.is_wrapped_by_ringcomm = True

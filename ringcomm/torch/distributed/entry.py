@@ -20,7 +20,6 @@ def register() -> None:
 
     `import ringcomm.torch` does it; entry points do it where torch looks them up.
     """
-    compat.require_version()
     compat.register_backend(BACKEND, make)
     rendezvous.register()
 
