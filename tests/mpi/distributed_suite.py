@@ -478,6 +478,15 @@ def test_subgroups_number_their_own_ranks(rank, size):
         dist.destroy_process_group(group)
 
 
+# Before the next one: torch 2.14 counts a group that only its members make on them alone, and finds
+# the ranks of later groups by that number. Over gloo alone it hangs there, too.
+def test_a_group_of_gloo_works_beside_ours(rank, size):
+    group = dist.new_group(backend="gloo")
+    x = values(rank)
+    dist.all_reduce(x, group=group)
+    assert torch.equal(x, total(size))
+
+
 def test_members_alone_may_make_a_group(rank, size):
     members = [0, 1]
     if rank in members:
@@ -502,13 +511,6 @@ def test_a_destroyed_group_refuses_calls():
     dist.destroy_process_group(group)
     with pytest.raises(rc.NotInitializedError, match="was destroyed"):
         group.allreduce([torch.zeros(1)])
-
-
-def test_a_group_of_gloo_works_beside_ours(rank, size):
-    group = dist.new_group(backend="gloo")
-    x = values(rank)
-    dist.all_reduce(x, group=group)
-    assert torch.equal(x, total(size))
 
 
 def test_functional_collectives_give_new_tensors(rank, size):
