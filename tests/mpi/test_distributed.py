@@ -87,6 +87,18 @@ def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):
     assert job.output.count("summed") == size
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ['"ringcomm", init_method="mpi://"', '"cpu:ringcomm", init_method="mpi-nosock://"'],
+)
+def test_the_backend_is_there_without_an_import_of_ringcomm(arguments, tmp_path):
+    script = SUM.format(arguments=arguments).replace("import ringcomm.torch\n", "")
+    assert "import ringcomm" not in script
+    job = run_script(2, script, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("summed") == 2
+
+
 def test_variables_of_torch_are_used_where_all_are_set(tmp_path):
     """A script that copies its rank from mpirun, as many do, goes on working."""
     head = """
