@@ -168,6 +168,8 @@ class Residual:
         with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for inf and NaN
             if residual is None:
                 total[:] = x
+            elif ratio == 1.0:
+                np.add(residual, x, out=total)
             else:
                 np.multiply(residual, total.dtype.type(ratio), out=total)
                 total += x

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import ClassVar
 
@@ -75,4 +74,6 @@ class TopK(FramedCodec):
 
 @lru_cache(maxsize=4096)
 def _k(ratio: float, count: int) -> int:
+    from fractions import Fraction  # which imports decimal
+
     return math.ceil(Fraction(repr(ratio)) * count)

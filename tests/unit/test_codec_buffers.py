@@ -40,8 +40,17 @@ class TestMalformed:
             codec.decode(buffer[:-1], np.empty(1000, np.float32))
         with pytest.raises(CodecError, match="holds 1000 float32, out has 999 float64"):
             codec.decode(buffer, np.empty(999))
+        with pytest.raises(CodecError, match="holds 1000 float32, out has 1000 float64"):
+            codec.decode(buffer, np.empty(1000))
         with pytest.raises(CodecError, match=r"FP16.decode: the buffer was written by Int8"):
             FP16().decode(buffer, np.empty(1000, np.float32))
+
+    @pytest.mark.parametrize("place", [0, 1, 2, 3])
+    def test_what_no_codec_begins_with_is_refused(self, place):
+        buffer = Int8().encode(values(1000), draw=0)
+        buffer[place] ^= 0x80
+        with pytest.raises(CodecError, match="as none of encode"):
+            codec.decode(buffer, np.empty(1000, np.float32))
 
     @pytest.mark.parametrize("count", [0, 999, 1001, 2**32, 2**63, 2**64 - 1])
     @pytest.mark.parametrize("c", CODECS, ids=str)

@@ -185,6 +185,13 @@ class TestGiveBack:
         total = applied + kept(residual)
         assert np.allclose(total, (factors * rows).sum(axis=0), rtol=0, atol=1e-12)
 
+    @pytest.mark.parametrize("rates", [(1e-30, 1e10), (1e10, 1e-30)])
+    def test_rates_that_lie_far_apart_overflow_nothing(self, rates):
+        row, residual = gradients(steps=1)[0], Residual(BF16())
+        for lr in rates:
+            residual.give_back("w", BF16().encode(row), lr=lr)
+        assert np.allclose(kept(residual), 1e10 * row, rtol=0.01)
+
     def test_nan_is_not_taken_back(self):
         rows, residual = gradients(), Residual(BF16())
         pushed(residual, rows[:1])
