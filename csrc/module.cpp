@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 
 namespace ringcomm {
+void bind_codec(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_shm(nanobind::module_& m);
@@ -10,6 +11,7 @@ void bind_wire(nanobind::module_& m);
 
 NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // the status page lives as long as its process, on purpose
+  ringcomm::bind_codec(m);
   ringcomm::bind_kernels(m);
   ringcomm::bind_schedule(m);
   ringcomm::bind_shm(m);
