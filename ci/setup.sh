@@ -97,7 +97,7 @@ make_venv() {
   say "installing into ${venv##*/}: ${lacking[*]} (details in ${venv##*/}/pip.log)"
   clear_stamp "$venv" requirements
   requirements "${lacking[@]}" >"$venv/requirements.txt"
-  pip_in "$venv" install --constraint "$CONSTRAINTS" --requirement "$venv/requirements.txt"
+  pip_in "$venv" install --no-compile --constraint "$CONSTRAINTS" --requirement "$venv/requirements.txt"
   write_stamp "$venv" requirements "$id" "${have[@]}" "${lacking[@]}"
 }
 

@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 
 namespace ringcomm {
+void bind_codec(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_ps(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
@@ -12,6 +13,7 @@ void bind_wire(nanobind::module_& m);
 
 NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // the status page lives as long as its process, on purpose
+  ringcomm::bind_codec(m);
   ringcomm::bind_kernels(m);
   ringcomm::bind_ps(m);
   ringcomm::bind_rows(m);

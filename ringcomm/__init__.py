@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm._version import __version__
 
 if TYPE_CHECKING:
-    from ringcomm import data
+    from ringcomm import codec, data
     from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
     from ringcomm.engine.async_ops import (
         allgather_async,
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         stop_timeline,
     )
     from ringcomm.errors import (
+        CodecError,
         CommTimeoutError,
         ConfigError,
         MismatchError,
@@ -95,6 +96,7 @@ __all__ = [
     "MIN",
     "PRODUCT",
     "SUM",
+    "CodecError",
     "CommTimeoutError",
     "ConfigError",
     "Group",
@@ -122,6 +124,7 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "codec",
     "cross_rank",
     "cross_size",
     "data",
@@ -186,8 +189,8 @@ _HOMES = (
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "data":
-        return importlib.import_module("ringcomm.data")
+    if name in ("codec", "data"):
+        return importlib.import_module(f"ringcomm.{name}")
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"ringcomm.{home}")
         if hasattr(module, name):

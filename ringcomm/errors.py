@@ -6,6 +6,7 @@
     |-- MismatchError         ranks called different things; the same error on every rank
     |-- PeerFailedError       a rank died, failed or left while this one needed it
     |   `-- ServerLostError   that rank held the only copy of a parameter-server shard
+    |-- CodecError            bytes that are not what a codec wrote; also a ValueError
     `-- CommTimeoutError      a wait outlasted its deadline; also a TimeoutError
 
 A bad argument that is the same on every rank raises TypeError or ValueError, as numpy would.
@@ -55,6 +56,10 @@ class PeerFailedError(RingcommError):
 
 class ServerLostError(PeerFailedError):
     """A parameter server died and no replica holds its shard."""
+
+
+class CodecError(RingcommError, ValueError):
+    """A buffer is not what a codec wrote, or not for this array; nothing was decoded."""
 
 
 class CommTimeoutError(RingcommError, TimeoutError):

@@ -7,6 +7,8 @@
 
 #include <immintrin.h>
 
+#include <limits>
+
 #include "half_loops.hpp"
 
 namespace ringcomm {
@@ -48,6 +50,15 @@ struct Float16x16 {
   }
 };
 
+constexpr std::size_t kLanes = 8;
+
+__m128i narrow_lanes(const float* src) {
+  const __m256 value = _mm256_loadu_ps(src);
+  const __m256 quiet = _mm256_set1_ps(std::numeric_limits<float>::quiet_NaN());
+  const __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+  return _mm256_cvtps_ph(_mm256_blendv_ps(value, quiet, is_nan), _MM_FROUND_TO_NEAREST_INT);
+}
+
 }  // namespace
 
 bool has_f16c() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
@@ -56,6 +67,31 @@ void sum_f16c(const Job& job) { reduce_halves<Float16x16, Sum>(job); }
 void product_f16c(const Job& job) { reduce_halves<Float16x16, Product>(job); }
 void min_f16c(const Job& job) { reduce_halves<Float16x16, Min>(job); }
 void max_f16c(const Job& job) { reduce_halves<Float16x16, Max>(job); }
+
+void widen_f16c(float* dst, const void* src, std::size_t count) {
+  const auto* from = static_cast<const char*>(src);
+  const std::size_t whole = count / kLanes * kLanes;
+  for (std::size_t i = 0; i < whole; i += kLanes) {
+    const auto* halves = reinterpret_cast<const __m128i*>(from + 2 * i);
+    _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(halves)));
+  }
+  std::uint16_t rest[kLanes] = {};
+  float wide[kLanes];
+  std::memcpy(rest, from + 2 * whole, 2 * (count - whole));
+  _mm256_storeu_ps(wide, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<__m128i*>(rest))));
+  std::copy_n(wide, count - whole, dst + whole);
+}
+
+void narrow_f16c(void* dst, const float* src, std::size_t count) {
+  auto* to = static_cast<char*>(dst);
+  const std::size_t whole = count / kLanes * kLanes;
+  for (std::size_t i = 0; i < whole; i += kLanes)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), narrow_lanes(src + i));
+  float rest[kLanes] = {};
+  std::copy_n(src + whole, count - whole, rest);
+  const __m128i halves = narrow_lanes(rest);
+  std::memcpy(to + 2 * whole, &halves, 2 * (count - whole));
+}
 
 }  // namespace ringcomm
 
@@ -68,6 +104,8 @@ void sum_f16c(const Job&) {}
 void product_f16c(const Job&) {}
 void min_f16c(const Job&) {}
 void max_f16c(const Job&) {}
+void widen_f16c(float*, const void*, std::size_t) {}
+void narrow_f16c(void*, const float*, std::size_t) {}
 
 }  // namespace ringcomm
 

@@ -24,6 +24,7 @@ class Call:
         members: dtype and shape of each array of a grouped call.
         settings: what init() compares: "RINGCOMM_ALGORITHM=auto".
         error: why this rank cannot take part; the others learn it instead of waiting.
+        is_once: no other operation will have this name.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Call:
     members: tuple[tuple[str, tuple[int | None, ...]], ...] | None = None
     settings: tuple[str, ...] | None = None
     error: str | None = None
+    is_once: bool = False
 
     @functools.cached_property  # packing and hashing take 15 us
     def fingerprint(self) -> int:

@@ -8,7 +8,8 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -155,6 +156,7 @@ class Engine:
         group: Group | None = None,
         *,
         timeout_s: float | None = None,
+        is_once: bool = False,
     ) -> R:
         """Carry out one collective; blocks. Every rank of the group calls it.
 
@@ -165,6 +167,8 @@ class Engine:
                 part in the agreement, so that the others get a MismatchError instead of waiting.
             group: None: all ranks.
             timeout_s: deadline of this operation; None: RINGCOMM_TIMEOUT_S.
+            is_once: the name will not come again, on any rank, so it is not worth keeping. It
+                stands for the one that plan() has.
 
         Raises:
             TypeError, ValueError, ...: plan() raised, in the same way on every rank.
@@ -173,7 +177,9 @@ class Engine:
             CommTimeoutError: a rank did not come within timeout_s.
             NotInitializedError: after shutdown(), or in a child of this rank.
         """
-        task = self._enqueue(kind, name, plan, group, is_awaited=True, timeout_s=timeout_s)
+        task = self._enqueue(
+            kind, name, plan, group, is_awaited=True, timeout_s=timeout_s, is_once=is_once
+        )
         result: R = self._result_or_loss(task)
         return result
 
@@ -226,6 +232,7 @@ class Engine:
         group: Group | None = None,
         *,
         timeout_s: float | None = None,
+        is_once: bool = False,
     ) -> Handle[R]:
         """Begin one collective and return at once; see execute().
 
@@ -235,7 +242,9 @@ class Engine:
             NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
         """
         self._progress.work_in_background()
-        task = self._enqueue(kind, name, plan, group, is_awaited=False, timeout_s=timeout_s)
+        task = self._enqueue(
+            kind, name, plan, group, is_awaited=False, timeout_s=timeout_s, is_once=is_once
+        )
         return Handle(self, task)
 
     def result_of(self, task: Task | Over, timeout_s: float | None = None) -> Any:
@@ -361,7 +370,9 @@ class Engine:
 
     def stand_in(self, call: Call, plan: Callable[[Group], Plan[Any]], group: Group) -> Task | Over:
         """Begin this rank's part of an operation in which it has nothing to contribute."""
-        return self._enqueue(call.kind, call.name, plan, group, is_awaited=False)
+        return self._enqueue(
+            call.kind, call.name, plan, group, is_awaited=False, is_once=call.is_once
+        )
 
     def meet(self, version: str, table: str = "") -> None:
         """Return when every rank runs this version and its guardian watches; first call of all.
@@ -515,6 +526,7 @@ class Engine:
         *,
         is_awaited: bool,
         timeout_s: float | None = None,
+        is_once: bool = False,
     ) -> Task | Over:
         self._require_own_process()
         self._require_usable()
@@ -525,10 +537,12 @@ class Engine:
         _require_name(name)
         ledger = group.ledger_for(self)
         ready, problem = _try(kind, name, group, plan)
+        if is_once:
+            ready = replace(ready, call=replace(ready.call, name=name, is_once=True))
         with self._lock:
             self._require_usable()
             self._require_room()
-            ticket = ledger.enter(ready.call.name)
+            ticket = ledger.enter(ready.call.name, is_once=is_once)
             entry = _Entry(group, ledger, ticket, is_awaited, timeout_s)
             is_one_step = problem is None and self._is_one_step(ready, entry)
             if not is_one_step:
@@ -566,7 +580,8 @@ class Engine:
                 with self._lock:
                     ledger.finish(ticket)
                     end_turn(team, ticket)
-                return Over(result, lambda: _label(plan.call, ticket, entry.group, self.world))
+                label = partial(_label, plan.call, ticket, entry.group, self.world)
+                return Over(result, ticket.number, label)
         except BaseException as error:  # its place is taken, and others wait for it
             self._lose(_label(plan.call, ticket, entry.group, self.world), error)
             raise

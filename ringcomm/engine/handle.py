@@ -57,6 +57,11 @@ class Handle(Generic[R]):
         """Return True once wait() would return or raise at once; never blocks."""
         return self._task.is_over
 
+    @property
+    def number(self) -> int:
+        """Which of its group's unnamed operations it is; alike on all ranks, from 1 on."""
+        return self._task.number
+
     def __del__(self) -> None:
         task: Task | Over | None = self.__dict__.get("_task")
         if task is None or task.is_asked:

@@ -27,11 +27,13 @@ class Ticket:
         base: 64 bits for the group and the name, alike on all ranks.
         number: which of the group's unnamed operations, or which use of the name; from 1 on. 0 for
             every use of a name that is not cached.
+        is_once: the name is not worth keeping, for it will not come again.
     """
 
     name: str | None
     base: int
     number: int
+    is_once: bool = False
 
     @property
     def key(self) -> int:
@@ -74,8 +76,13 @@ class Ledger:
         self._next_passing = _FIRST_PASSING
         self.has_overflown = False
 
-    def enter(self, name: str | None) -> Ticket:
+    def enter(self, name: str | None, *, is_once: bool = False) -> Ticket:
         """Return the ticket of an operation that begins on this rank.
+
+        Args:
+            name: of it, or None.
+            is_once: the name will not come again, on any rank: it takes no room among those that
+                are cached.
 
         Raises:
             ValueError: an operation of this name is pending.
@@ -89,6 +96,8 @@ class Ledger:
             )
         self._pending.add(name)
         self.n_entered += 1
+        if is_once:
+            return Ticket(name, base_of(self.context, name), 0, is_once=True)
         entry = self._entries.get(name)
         if entry is None:
             return Ticket(name, base_of(self.context, name), 0)
@@ -120,18 +129,24 @@ class Ledger:
 
     def is_cached(self, ticket: Ticket) -> bool:
         """Return True if all ranks have agreed on a call of this name before."""
-        entry = self._entries.get(ticket.name) if ticket.name is not None else None
+        if ticket.name is None or ticket.is_once:
+            return False
+        entry = self._entries.get(ticket.name)
         return entry is not None and entry.fingerprint is not None
 
     def cached_stream(self, ticket: Ticket, fingerprint: int) -> int | None:
         """Return the stream of a call that all ranks have agreed on before, else None."""
-        entry = self._entries.get(ticket.name) if ticket.name is not None else None
+        if ticket.name is None or ticket.is_once:
+            return None
+        entry = self._entries.get(ticket.name)
         return entry.stream if entry and entry.fingerprint == fingerprint else None
 
     def proposal(self, ticket: Ticket) -> int:
         """Return the stream that this rank proposes; the largest of all ranks' is taken."""
         if ticket.name is None:
             return ticket.number % _UNNAMED
+        if ticket.is_once:
+            return self._new_passing() if self._is_first else 0
         entry = self._entries.get(ticket.name)
         if entry is not None and entry.stream is not None:
             return entry.stream
@@ -151,7 +166,7 @@ class Ledger:
         A name that was agreed on before and is not now loses its stream, for messages that nobody
         will take may be on it.
         """
-        if ticket.name is None:
+        if ticket.name is None or ticket.is_once:
             return
         entry = self._entries.get(ticket.name)
         if entry is None:
@@ -177,6 +192,9 @@ class Ledger:
         if self._next_cached < _FIRST_PASSING:
             self._next_cached += 1
             return self._next_cached - 1
+        return self._new_passing()
+
+    def _new_passing(self) -> int:
         stream = self._next_passing
         self._next_passing = _FIRST_PASSING + (stream + 1 - _FIRST_PASSING) % (
             N_STREAMS - _FIRST_PASSING

@@ -176,15 +176,17 @@ class Over:
 
     Args:
         result: of the operation.
+        number: of its ticket.
         label: returns "allreduce[layer3.weight]".
     """
 
-    __slots__ = ("_label", "is_asked", "is_dropped", "result")
+    __slots__ = ("_label", "is_asked", "is_dropped", "number", "result")
     is_over: Final = True
     error: Final = None
 
-    def __init__(self, result: Any, label: Callable[[], str]) -> None:
+    def __init__(self, result: Any, number: int, label: Callable[[], str]) -> None:
         self.result = result
+        self.number = number
         self.is_asked = self.is_dropped = False
         self._label = label
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ def plan_stand_in(group: Group, call: Call) -> Plan[Any]:
     if make is None or (kind in _FROM_ROOT and call.root == group.rank):
         raise ValueError(f"this rank has called join(), so it has nothing to give to {call.kind}")
     plan: Plan[Any] = make(group, call)
+    if call.is_once:
+        plan = replace(plan, call=replace(plan.call, is_once=True))
     if plan.call.fingerprint != call.fingerprint:
         raise ValueError(f"this rank has called join() and cannot stand in for {call.kind}")
     return plan

@@ -67,7 +67,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [2, 3] if is_at_length() else [3])
+@pytest.mark.parametrize("size", [2, 3] if is_at_length() else [2])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -85,6 +85,18 @@ def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):
     job = run_script(size, SUM.format(arguments=arguments), cwd=tmp_path)
     assert job.code == 0, job.output
     assert job.output.count("summed") == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['"ringcomm", init_method="mpi://"', '"cpu:ringcomm", init_method="mpi-nosock://"'],
+)
+def test_the_backend_is_there_without_an_import_of_ringcomm(arguments, tmp_path):
+    script = SUM.format(arguments=arguments).replace("import ringcomm.torch\n", "")
+    assert "import ringcomm" not in script
+    job = run_script(2, script, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("summed") == 2
 
 
 def test_variables_of_torch_are_used_where_all_are_set(tmp_path):

@@ -130,3 +130,15 @@ def test_who_has_entered_is_remembered_by_number():
 def test_groups_and_names_never_share_a_key():
     bases = {base_of(c, n) for c in range(50) for n in (None, "", "a", "1:a", "None", "\udcff")}
     assert len(bases) == 300
+
+
+def test_a_name_that_comes_once_is_not_kept_and_has_a_stream_that_passes():
+    first, second = ledgers = pair()
+    tickets = [each.enter("once", is_once=True) for each in ledgers]
+    assert tickets[0] == tickets[1]
+    stream = settle(ledgers, tickets, 77)
+    assert first.slot(tickets[0], stream) is None
+    assert not first.is_cached(tickets[0])
+    assert first.cached_stream(second.enter("once", is_once=True), 77) is None
+    assert not first.has_overflown
+    assert agree(ledgers, "kept") == ledger._UNNAMED  # no name before it has taken room

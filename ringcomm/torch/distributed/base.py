@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from ringcomm.engine.engine import Engine
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 from ringcomm.errors import NotInitializedError
+from ringcomm.torch.distributed.callbacks import Path, is_in_callback, path_here
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.torch.distributed.devices import Devices
+from ringcomm.torch.distributed.inner import put_inside
 from ringcomm.torch.distributed.options import Asked
 from ringcomm.torch.distributed.work import Together, Work
 
 Tensors = Sequence[torch.Tensor]
+
+# Groups of a rank are numbered: an operation on one may be started by a callback of another, which
+# is another group on each row of a mesh.
+_n_made: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
 
 
 class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are not those of its callers
@@ -38,9 +46,11 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         self._coalesced: list[Work] | None = None
         self._is_shut_down = False
         self._name, self._desc = "", "undefined"
+        put_inside(self)
+        self._number = _n_made[group.engine] = _n_made.get(group.engine, 0) + 1
 
     # --- starting an operation ------------------------------------------------------------------
-    def _start(
+    def start(
         self,
         call: Asked,
         kind: str,
@@ -50,16 +60,22 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         """Carry out one operation, or begin it if the caller may wait later."""
         self._require_open()
         timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
+        current = self.group.engine_or_none or engine()
+        path = path_here(self._number)
+        name = None if path is None else path.name_in(self._number)
+        options: Any = {"timeout_s": timeout_s, "is_once": path is not None}
         if call.is_async or self._coalesced is not None:
-            handle = engine().start(kind, None, plan, self.group, timeout_s=timeout_s)
-            return self._noted(Work(handle, results))
-        engine().execute(kind, None, plan, self.group, timeout_s=timeout_s)
-        return Work(None, results)
+            handle = current.start(kind, name, plan, self.group, **options)
+            if path is None:
+                path = Path(self._number, f"#{handle.number}")
+            return self._noted(Work(handle, results, path))
+        current.execute(kind, name, plan, self.group, **options)
+        return Work(None, results, path)
 
     @property
     def _is_special(self) -> bool:
         """True where an operation may not simply be carried out."""
-        return self._is_shut_down or self._coalesced is not None
+        return self._is_shut_down or self._coalesced is not None or is_in_callback()
 
     def _noted(self, work: Work) -> Work:
         if self._coalesced is not None:

@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import _rendezvous_handlers
 
 from ringcomm.errors import ConfigError
 
@@ -20,23 +19,44 @@ F = TypeVar("F", bound=Callable[..., Any])
 Rendezvous = Callable[..., Iterator[tuple[Any, int, int]]]
 
 _OLDEST: Final = (2, 6)
-VERSION: Final = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def checked_version(version: str, *, has_distributed: bool) -> tuple[int, ...]:
+    """Return (2, 13) for "2.13.0+cpu".
+
+    Raises:
+        ConfigError: a torch of this version, or without torch.distributed, cannot be served.
+    """
+    parts = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+    if parts < _OLDEST:
+        raise ConfigError(
+            f"ringcomm.torch needs torch {'.'.join(map(str, _OLDEST))} or newer, and this is "
+            f"{version}: pip install --upgrade torch"
+        )
+    if not has_distributed:
+        raise ConfigError(
+            f"ringcomm.torch needs torch.distributed, without which this torch ({version}) was "
+            "built: install another build, as pip's are"
+        )
+    return parts
+
+
+# First of all: what comes below looks at what others may not have.
+VERSION: Final = checked_version(torch.__version__, has_distributed=c10d.is_available())
+
+# The class of backends in C++, where one in Python can derive from it.
+CppBackend: Final[Any] = _internal._C._distributed_c10d.Backend if VERSION >= (2, 14) else None
 DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
 
 
-def require_version() -> None:
-    """Raise ConfigError if this torch is not one that can be served."""
-    if VERSION < _OLDEST:
-        raise ConfigError(
-            f"the torch.distributed backend needs torch {'.'.join(map(str, _OLDEST))} or newer, "
-            f"and this is {torch.__version__}: pip install --upgrade torch"
-        )
-    if not c10d.is_available():
-        raise ConfigError("this torch was built without torch.distributed: install another build")
+def _rendezvous_handlers() -> dict[str, Any]:
+    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+    return handlers
 
 
 # --- frames that torch.compile must not trace -----------------------------------------------------
-def untraced(method: F) -> F:
+def untraced(method: F, *, with_callees: bool = True) -> F:
     """Return `method` such that torch.compile runs it, and all that it calls, as they are.
 
     C++ calls some from within a compiled step: what the reducer of DDP calls would be traced there.
@@ -44,8 +64,9 @@ def untraced(method: F) -> F:
     """
     frames = _internal._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
-        return _internal._disable_dynamo(method)  # type: ignore[no-any-return]
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        return _internal._disable_dynamo(method, with_callees)  # type: ignore[no-any-return]
+    action = frames._FrameAction
+    skip = frames._FrameExecStrategy(action.SKIP, action.SKIP if with_callees else action.DEFAULT)
     frames.set_code_exec_strategy(method.__code__, skip)
     return method
 
@@ -81,17 +102,51 @@ def register_backend(name: str, make: Callable[..., Any]) -> None:
 
 def register_rendezvous(scheme: str, handler: Rendezvous) -> None:
     """Let init_method="<scheme>://" call `handler`; once."""
-    if scheme not in _rendezvous_handlers:
+    if scheme not in _rendezvous_handlers():
         c10d.register_rendezvous_handler(scheme, handler)
 
 
 def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> None:
     """Let a handler of torch be wrapped; once."""
-    handlers: dict[str, Any] = _rendezvous_handlers
+    handlers = _rendezvous_handlers()
     if not hasattr(handlers[scheme], "is_wrapped_by_ringcomm"):
         wrapped: Any = wrap(handlers[scheme])
         wrapped.is_wrapped_by_ringcomm = True
         handlers[scheme] = wrapped
+
+
+# --- callbacks of Futures -------------------------------------------------------------------------
+Seen = Callable[[Any], None]
+_has_wrapped_callbacks = False
+
+
+def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Seen | None]]) -> None:
+    """Let wrap(future, callback) say what is given to a Future instead of a callback; once.
+
+    What wrap() returns second is shown the Future that then() returns, if it is a function. This
+    replaces two methods of torch._C.Future, for all Futures of this process: then() returns objects
+    of that very class, on which a subclass would never hear of the second then() of a chain; and
+    torch gives them no dictionary, and no way to end in an error but a callback that raises.
+    """
+    global _has_wrapped_callbacks  # noqa: PLW0603 - for the life of the process
+    if _has_wrapped_callbacks:
+        return
+    _has_wrapped_callbacks = True
+    future: Any = _internal._C.Future
+    plain_then, plain_add = future.then, future.add_done_callback
+
+    def then(self: Any, callback: Any) -> Any:
+        instead, see = wrap(self, callback)
+        result = plain_then(self, instead)
+        if see is not None:
+            see(result)
+        return result
+
+    def add_done_callback(self: Any, callback: Any) -> None:
+        plain_add(self, wrap(self, callback)[0])
+
+    future.then = untraced(then, with_callees=False)
+    future.add_done_callback = untraced(add_done_callback, with_callees=False)
 
 
 # --- other devices --------------------------------------------------------------------------------

@@ -54,9 +54,12 @@ class Devices:
         """
         kind = torch.device(device).type
         if kind not in self._made:
-            self._made[kind] = make_device_backend(
-                kind, self._store, self._rank, self._size, self._timeout
-            )
+            try:
+                self._made[kind] = make_device_backend(
+                    kind, self._store, self._rank, self._size, self._timeout
+                )
+            except ValueError as error:  # NCCL's, of a torch for CUDA where there is no GPU
+                raise RuntimeError(f"ringcomm: no backend for {kind}: {error}") from error
         return self._made[kind]
 
     def shutdown(self) -> None:

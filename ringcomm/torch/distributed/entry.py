@@ -20,8 +20,7 @@ def register() -> None:
 
     `import ringcomm.torch` does it; entry points do it where torch looks them up.
     """
-    compat.require_version()
-    compat.register_backend(BACKEND, _make)
+    compat.register_backend(BACKEND, make)
     rendezvous.register()
 
 
@@ -51,8 +50,8 @@ def init_process_group(backend: str = BACKEND, **options: Any) -> None:
         )
 
 
-def _make(options: Any, own_options: Any = None) -> ProcessGroup:
-    """Make a process group; called by torch on each of its members."""
+def make(options: Any, own_options: Any = None) -> ProcessGroup:
+    """Return a process group; called by torch on each of its members."""
     del own_options
     members = list(options.global_ranks_in_group)
     if not members:

@@ -7,12 +7,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringcomm.collectives.op import AVERAGE
-from ringcomm.engine.async_ops import allreduce_async_
+from ringcomm.engine import plans
 from ringcomm.engine.group import Group
 from ringcomm.engine.registered import empty
 from ringcomm.torch.distributed.base import BaseGroup
 from ringcomm.torch.distributed.compat import c10d, untraced
-from ringcomm.torch.distributed.work import Work
+from ringcomm.torch.distributed.options import asked
 
 # By the first parameter of a bucket: memory for the bucket, used anew in each step. What is made
 # for each step costs its page faults, on all ranks: more than the communication.
@@ -46,8 +46,13 @@ def node_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     gradients = bucket.buffer()
     shared = _memory_for(bucket.parameters()[0], gradients, pg.group)
     shared.copy_(gradients)
-    handle = allreduce_async_(shared, AVERAGE, group=pg.group)
-    future: torch.futures.Future[torch.Tensor] = Work(handle, [shared]).get_future().then(_first)
+    work = pg.start(
+        asked(None),
+        "allreduce_",
+        lambda g: plans.allreduce(g, None, shared, AVERAGE, in_place=True),
+        [shared],
+    )
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
     return future
 
 

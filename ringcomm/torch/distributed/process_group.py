@@ -53,14 +53,14 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(x).allreduce(tensors, _or_default(opts, c10d.AllreduceOptions))
         call = asked(opts, *more, **named)
         if x.layout is not torch.strided:
-            return self._start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
+            return self.start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
         op = moves.scaled_(x, call.reduction)
         line = line_of(x)
         quick = None if call.is_async or self._is_special else self.group.quick
         if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
             write_back(x, line)
             return Work(None, tensors)
-        return self._start(call, "allreduce", lambda g: moves.allreduce(g, x, line, op), tensors)
+        return self.start(call, "allreduce", lambda g: moves.allreduce(g, x, line, op), tensors)
 
     @traced
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -68,7 +68,7 @@ class ProcessGroup(BaseGroup):
         if not _is_local(tensors):
             return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
         call = asked(opts)
-        return self._start(
+        return self.start(
             call, "allreduce", lambda g: moves.allreduce_all(g, tensors, call.reduction), tensors
         )
 
@@ -83,7 +83,7 @@ class ProcessGroup(BaseGroup):
         if not x.is_cpu:
             return self._devices.of(x).reduce(tensors, opts)
         call = asked(opts, *more, **named)
-        return self._start(
+        return self.start(
             call, "reduce", lambda g: moves.reduce(g, x, call.reduction, call.root), tensors
         )
 
@@ -96,7 +96,7 @@ class ProcessGroup(BaseGroup):
         if not out.is_cpu:
             return self._devices.of(out).reduce_scatter([out], [parts], opts)
         call = asked(opts, *more, **named)
-        return self._start(
+        return self.start(
             call,
             "reduce_scatter",
             lambda g: moves.reduce_scatter(g, out, parts, call.reduction),
@@ -110,7 +110,7 @@ class ProcessGroup(BaseGroup):
             other = self._devices.of(output)
             return other._reduce_scatter_base(output, input, opts)
         call = asked(opts)
-        return self._start(
+        return self.start(
             call,
             "reduce_scatter",
             lambda g: moves.reduce_scatter_single(g, output, input, call.reduction),
@@ -134,7 +134,7 @@ class ProcessGroup(BaseGroup):
                 [moves.reduce_scatter_single(g, out, x, call.reduction) for out, x in pairs],
             )
 
-        return self._start(call, "reduce_scatter", plan, outputs)
+        return self.start(call, "reduce_scatter", plan, outputs)
 
     # --- copies ---------------------------------------------------------------------------------
     @traced
@@ -144,7 +144,7 @@ class ProcessGroup(BaseGroup):
         if not x.is_cpu:
             return self._devices.of(x).broadcast(tensors, opts)
         call = asked(opts, *more, **named)
-        return self._start(call, "broadcast", lambda g: moves.broadcast(g, x, call.root), tensors)
+        return self.start(call, "broadcast", lambda g: moves.broadcast(g, x, call.root), tensors)
 
     @traced
     def allgather(
@@ -156,7 +156,7 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(x).allgather([outs], [x], opts)
         call = asked(opts, *more, **named)
         whole = moves.room_for(outs)
-        work = self._start(call, "allgather", lambda g: moves.allgather(g, outs, x, whole), outs)
+        work = self.start(call, "allgather", lambda g: moves.allgather(g, outs, x, whole), outs)
         if whole.numel() == x.numel() * len(outs):
             work.value = [whole.view(len(outs), *x.shape)]
         return work
@@ -174,14 +174,14 @@ class ProcessGroup(BaseGroup):
             return moves.together("allgather", each)
 
         flat = [out for outs in outputs for out in outs]
-        return self._start(asked(opts), "allgather", plan, flat)
+        return self.start(asked(opts), "allgather", plan, flat)
 
     @traced
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Fill `output` with the inputs of all ranks; `input` may be its own part of it."""
         if not output.is_cpu:
             return self._devices.of(output)._allgather_base(output, input, opts)
-        return self._start(
+        return self.start(
             asked(opts), "allgather", lambda g: moves.allgather_single(g, output, input), [output]
         )
 
@@ -199,7 +199,7 @@ class ProcessGroup(BaseGroup):
             each = [moves.allgather_single(g, out, x) for out, x in pairs]
             return moves.together("allgather", each)
 
-        return self._start(asked(opts), "allgather", plan, outputs)
+        return self.start(asked(opts), "allgather", plan, outputs)
 
     @traced
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
@@ -209,7 +209,7 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(x).gather(outputs, inputs, opts)
         call = asked(opts, *more, **named)
         outs = _inner(outputs) if self.rank() == call.root else []
-        return self._start(call, "gather", lambda g: moves.gather(g, outs, x, call.root), outs)
+        return self.start(call, "gather", lambda g: moves.gather(g, outs, x, call.root), outs)
 
     @traced
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
@@ -219,9 +219,7 @@ class ProcessGroup(BaseGroup):
             return self._devices.of(out).scatter(outputs, inputs, opts)
         call = asked(opts, *more, **named)
         parts = _inner(inputs) if self.rank() == call.root else []
-        return self._start(
-            call, "scatter", lambda g: moves.scatter(g, out, parts, call.root), [out]
-        )
+        return self.start(call, "scatter", lambda g: moves.scatter(g, out, parts, call.root), [out])
 
     @traced
     def all_to_all_single(
@@ -237,7 +235,7 @@ class ProcessGroup(BaseGroup):
         if not output.is_cpu:
             other = self._devices.of(output)
             return other.alltoall_base(output, input, output_splits, input_splits, opts)
-        return self._start(
+        return self.start(
             asked(opts, **named),
             "alltoall",
             lambda g: moves.alltoall_single(g, output, input, output_splits, input_splits),
@@ -249,7 +247,7 @@ class ProcessGroup(BaseGroup):
         """Send the r-th input to rank r, and fill the r-th output with what it sent."""
         if not _is_local(outputs):
             return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
-        return self._start(
+        return self.start(
             asked(opts, **named), "alltoall", lambda g: moves.alltoall(g, outputs, inputs), outputs
         )
 
@@ -258,7 +256,7 @@ class ProcessGroup(BaseGroup):
         """Return when every rank has called it."""
         if getattr(opts, "device_ids", None):
             return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
-        return self._start(asked(opts, **named), "barrier", moves.barrier, [])
+        return self.start(asked(opts, **named), "barrier", moves.barrier, [])
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -272,7 +270,7 @@ class ProcessGroup(BaseGroup):
             CommTimeoutError: some have not within `timeout`; its `missing` are their ranks.
         """
         del wait_all_ranks
-        work = self._start(asked(None), "barrier", moves.barrier, [])
+        work = self.start(asked(None), "barrier", moves.barrier, [])
         try:
             work.wait(timedelta(seconds=self._timeout_s or 0) if timeout is None else timeout)
         except CommTimeoutError as error:

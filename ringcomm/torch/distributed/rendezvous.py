@@ -29,19 +29,19 @@ Found = Iterator[tuple[Any, int, int]]
 
 def register() -> None:
     """Make the init_methods known to torch.distributed; starts no MPI."""
-    compat.register_rendezvous("mpi", _by_mpi)
-    compat.register_rendezvous("mpi-nosock", _without_sockets)
+    compat.register_rendezvous("mpi", by_mpi)
+    compat.register_rendezvous("mpi-nosock", without_sockets)
     compat.wrap_rendezvous("env", _wrap_env)
 
 
-def _by_mpi(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
+def by_mpi(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
     """Yield a TCPStore that rank 0 serves on a free port; MPI tells the others where."""
     _start(url)
     yield _tcp_store(timeout), rank(), size()
     raise RuntimeError("mpi:// cannot bring ranks together again: start the job anew")
 
 
-def _without_sockets(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
+def without_sockets(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
     """Yield a store whose messages are MPI's."""
     _start(url)
     _kept.append(MpiStore(timeout))
@@ -56,7 +56,7 @@ def _wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
         missing = config.missing_of_torch(parse_qs(urlparse(url).query))
         if not missing or not config.is_launched_by_mpi():
             return torchs_own(url, timeout=timeout, **more)
-        return _by_mpi(url, timeout)
+        return by_mpi(url, timeout)
 
     return handle
 

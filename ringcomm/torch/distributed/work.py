@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ringcomm.engine.handle import Handle
+from ringcomm.torch.distributed.callbacks import Path, follow
 from ringcomm.torch.distributed.compat import c10d, untraced
 from ringcomm.torch.distributed.pool import pool
 
@@ -24,15 +25,22 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
     Args:
         handle: of the operation; None: it is over.
         results: what it fills.
+        path: to it, for what callbacks of its Future start; None: no other rank would find it.
 
     Attributes:
         value: of its Future: the results; of an all_gather, as NCCL has it and the hooks of DDP
             expect it, one tensor whose r-th part is rank r's.
     """
 
-    def __init__(self, handle: Handle[Any] | None, results: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        handle: Handle[Any] | None,
+        results: Sequence[torch.Tensor],
+        path: Path | None = None,
+    ) -> None:
         super().__init__()
         self._handle = handle
+        self.path = path
         self._results = list(results)
         self.value = self._results
         self._future: Any = None
@@ -108,6 +116,7 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         # a callback, so the future is the one behind it.
         ended: Any = torch.futures.Future()
         future = ended.then(self._outcome)
+        follow(future, self.path)
         if self.is_completed():
             ended.set_result(None)
         else:
@@ -125,7 +134,7 @@ class Together(Work):
     """Several operations as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__(None, [])
+        super().__init__(None, [], works[0].path if works else None)
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -144,4 +153,6 @@ class Together(Work):
 
     def _make_future(self) -> Any:
         futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(self._outcome)
+        future = torch.futures.collect_all(futures).then(self._outcome)
+        follow(future, self.path and self.path.then("together"))
+        return future

@@ -1,0 +1,231 @@
+"""Error feedback: what compression dropped goes with the next push."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm.codec.base import Codec
+from ringcomm.codec.frame import Buffer, Bytes, Floats, dtype_of, read_header
+
+
+@dataclass(slots=True)
+class _Kept:
+    dropped: Floats  # float32 or float64, in the units of gradients that are applied with `lr`
+    lr: float | None
+
+
+class Residual:
+    """What a codec dropped of each tensor, added to the next gradient of that name.
+
+    Nothing is lost: at any time, for each name, the sum of all that was decoded plus the residual
+    is the sum of all gradients that were given, up to rounding. With `lr` it is the sum of
+    lr * gradient, which is what a server that applies lr * decoded makes of it: what was dropped at
+    one rate and is sent at another is scaled by old / new. That is EF-SGD (Karimireddy et al. 2019,
+    arXiv:1901.09847, algorithm 2) on any schedule; servers with momentum or adaptive rates
+    approximate it, as they do there.
+
+    For one sender of gradients, one thread at a time. float16 is kept in float32.
+
+    Attributes:
+        codec: any; TopK needs this, Int8 and BF16 gain from it.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._kept: dict[str, _Kept] = {}
+        self._scratch = (_Scratch(), _Scratch())
+
+    def encode(
+        self,
+        name: str,
+        x: Floats,
+        *,
+        lr: float | None = None,
+        draw: int | None = None,
+        out: Bytes | None = None,
+    ) -> Bytes:
+        """Return x plus the residual, encoded; keep what is dropped of it.
+
+        Two cases leave the residual for later, and send x alone. With lr = 0 nothing that is sent
+        or dropped has an effect. And where x plus the residual is too large for the codec or its
+        dtype, as in FP16 when a schedule ends near 0. If x itself comes out as NaN or inf, the
+        buffer carries that, and the residual stays as it was.
+
+        Args:
+            name: of the tensor; its first use decides on count and dtype.
+            x: as for Codec.encode(). Only read.
+            lr: the factor with which this very push is applied, 0 or more; None if it is not known
+                or never changes. Divide it by the loss scale if gradients are pushed scaled.
+            draw: as for Codec.encode().
+            out: as for Codec.encode().
+
+        Raises:
+            ValueError: count, dtype, or whether lr is given differ from this name's earlier calls;
+                or lr is negative or not finite.
+        """
+        dtype_of(x, f"residual[{name}]")
+        kept = self._find(name, x.size, x.dtype, lr)
+        if kept is not None and lr != 0:
+            buffer, dropped = self._send(x, kept.dropped, _ratio(kept.lr, lr), draw, out)
+            if np.isfinite(dropped).all():
+                kept.dropped[:], kept.lr = dropped, lr
+                return buffer
+        buffer, dropped = self._send(x, None, 1.0, draw, out)
+        if lr != 0 and np.isfinite(dropped).all():
+            self._keep(name, kept, dropped, lr)
+        return buffer
+
+    def give_back(self, name: str, buffer: Buffer, *, lr: float | None = None) -> None:
+        """Take back what was not applied: it goes with the next push.
+
+        For a push that came too late, or whose step was skipped. Sums are right as if it had never
+        been sent.
+
+        Args:
+            name: as it was for encode().
+            buffer: what that returned; one that carries NaN or inf gives nothing.
+            lr: as it was for encode().
+
+        Raises:
+            ValueError: the buffer's count or dtype, or whether lr is given, differ from this name's
+                earlier calls.
+            CodecError: no codec of this kind wrote the buffer.
+        """
+        header = read_header(buffer)
+        dtype = np.dtype(header.dtype.name)
+        kept = self._find(name, header.count, dtype, lr)
+        out = self._scratch[1].take(header.count, dtype)
+        self.codec.decode(buffer, out)
+        if lr != 0 and np.isfinite(out).all():
+            self._keep(name, kept, out, lr)
+
+    def forget(self, name: str) -> None:
+        """Drop what is kept of a tensor, if anything is: it was loaded, or has a new shape."""
+        self._kept.pop(name, None)
+
+    def state_dict(self) -> dict[str, dict[str, NDArray[Any]]]:
+        """Return copies: {"dropped": by tensor name, "lr": of those names that have one}.
+
+        `dropped` is what is to be sent, in the units of gradients applied with `lr`: float32 or
+        float64, shape (count,). `lr` is of shape ().
+        """
+        rated = {name: kept.lr for name, kept in self._kept.items() if kept.lr is not None}
+        return {
+            "dropped": {name: kept.dropped.copy() for name, kept in self._kept.items()},
+            "lr": {name: np.array(lr) for name, lr in rated.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, NDArray[Any]]]) -> None:
+        """Go on from what state_dict() returned; what was kept before is gone.
+
+        Raises:
+            ValueError: it is no such state. Nothing was changed.
+        """
+        if set(state) != {"dropped", "lr"} or not set(state["lr"]) <= set(state["dropped"]):
+            raise ValueError(
+                f"residual: a state has 'dropped' and 'lr', the latter of names in the former; "
+                f"this has {sorted(state)}. Pass what state_dict() returned"
+            )
+        rates = {name: float(lr) for name, lr in state["lr"].items()}
+        self._kept = {
+            name: _Kept(_checked(name, dropped).copy(), _checked_rate(name, rates.get(name)))
+            for name, dropped in state["dropped"].items()
+        }
+
+    def _find(self, name: str, count: int, dtype: np.dtype[Any], lr: float | None) -> _Kept | None:
+        _require_rate(name, lr)
+        kept = self._kept.get(name)
+        if kept is None:
+            return None
+        if kept.dropped.size != count or kept.dropped.dtype != _kept_in(dtype):
+            raise ValueError(
+                f"residual[{name}]: got {count} {dtype}, after {kept.dropped.size} "
+                f"{kept.dropped.dtype}. Use a name for each tensor, or forget() this one"
+            )
+        if (kept.lr is None) != (lr is None):
+            raise ValueError(
+                f"residual[{name}]: got lr={lr}, after {kept.lr}. Pass it always or never"
+            )
+        return kept
+
+    def _send(
+        self,
+        x: Floats,
+        residual: Floats | None,
+        ratio: float,
+        draw: int | None,
+        out: Bytes | None,
+    ) -> tuple[Bytes, Floats]:
+        """Return x + residual * ratio, encoded, and what was dropped of it, in scratch memory."""
+        total = self._scratch[0].take(x.size, _kept_in(x.dtype))
+        decoded = self._scratch[1].take(x.size, x.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for inf and NaN
+            if residual is None:
+                total[:] = x
+            elif ratio == 1.0:
+                np.add(residual, x, out=total)
+            else:
+                np.multiply(residual, total.dtype.type(ratio), out=total)
+                total += x
+            buffer = self.codec.encode(total.astype(x.dtype, copy=False), draw=draw, out=out)
+            total -= self.codec.decode(buffer, decoded)
+        return buffer, total
+
+    def _keep(self, name: str, kept: _Kept | None, dropped: Floats, lr: float | None) -> None:
+        """Add to what is kept, in the units of the larger rate: no factor is above 1."""
+        if kept is None:
+            self._kept[name] = _Kept(dropped.astype(_kept_in(dropped.dtype)), lr)
+        elif lr is None or kept.lr is None or kept.lr >= lr:
+            kept.dropped += dropped * kept.dropped.dtype.type(_ratio(lr, kept.lr))
+        else:
+            kept.dropped *= kept.dropped.dtype.type(_ratio(kept.lr, lr))
+            kept.dropped += dropped
+            kept.lr = lr
+
+
+class _Scratch:
+    """Memory that is used again, as large as the largest tensor so far."""
+
+    def __init__(self) -> None:
+        self._bytes: Bytes = np.empty(0, np.uint8)
+
+    def take(self, count: int, dtype: np.dtype[Any]) -> Floats:
+        nbytes = count * dtype.itemsize
+        if self._bytes.size < nbytes:
+            self._bytes = np.empty(nbytes, np.uint8)
+        return self._bytes[:nbytes].view(dtype)
+
+
+def _kept_in(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _ratio(old: float | None, new: float | None) -> float:
+    return 1.0 if old is None or new is None else old / new
+
+
+def _require_rate(name: str, lr: float | None) -> None:
+    if lr is not None and not (lr >= 0 and math.isfinite(lr)):
+        raise ValueError(f"residual[{name}]: lr must be finite and not negative, not {lr}")
+
+
+def _checked_rate(name: str, lr: float | None) -> float | None:
+    _require_rate(name, lr)
+    if lr == 0:
+        raise ValueError(f"residual[{name}]: its state has lr 0, of which nothing is ever kept")
+    return lr
+
+
+def _checked(name: str, dropped: Floats) -> Floats:
+    if dtype_of(dropped, f"residual[{name}]").name == "float16" or not np.isfinite(dropped).all():
+        raise ValueError(
+            f"residual[{name}]: its state must be finite float32 or float64. "
+            "Pass what state_dict() returned"
+        )
+    return dropped

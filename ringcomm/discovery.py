@@ -1,0 +1,62 @@
+"""How torch finds the backend "ringcomm" where nobody imports ringcomm: what its entry points name.
+
+torch up to 2.13 calls register_quietly() in every process that imports torch. So this knows of
+nothing but torch's public names: no engine, no MPI, no numpy, no reading of the environment. The
+rest is imported when a process group of ours, or an init_method, is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def register() -> None:
+    """Make the backend, mpi:// and mpi-nosock:// known to torch.distributed; again is nothing.
+
+    The entry point "torch.distributed.backends", of torch 2.14 and newer.
+    """
+    from torch import distributed
+
+    dist: Any = distributed  # its stubs leave names out
+    if not dist.is_available() or hasattr(dist.Backend, "RINGCOMM"):
+        return
+    dist.Backend.register_backend("ringcomm", _make, extended_api=True, devices=["cpu"])
+    dist.register_rendezvous_handler("mpi", _by_mpi)
+    dist.register_rendezvous_handler("mpi-nosock", _without_sockets)
+
+
+def register_quietly() -> None:
+    """Do the same; an `import torch` must not fail for what it may not need.
+
+    The entry point "torch.backends".
+    """
+    try:
+        register()
+    except Exception as error:  # noqa: BLE001 - of a torch that we do not know
+        import logging
+
+        logging.getLogger("ringcomm").warning(
+            'torch.distributed does not know the backend "ringcomm" (%s: %s): `import '
+            "ringcomm.torch` before init_process_group() says what is wrong",
+            type(error).__name__,
+            error,
+        )
+
+
+def _make(options: Any, own_options: Any = None) -> Any:
+    from ringcomm.torch.distributed.entry import make
+
+    return make(options, own_options)
+
+
+def _by_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    from ringcomm.torch.distributed.rendezvous import by_mpi
+
+    return by_mpi(url, **options)
+
+
+def _without_sockets(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    from ringcomm.torch.distributed.rendezvous import without_sockets
+
+    return without_sockets(url, **options)
