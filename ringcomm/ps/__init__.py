@@ -4,6 +4,7 @@ from ringcomm.ps import optim
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import init, is_chief, rank, size, workers
 from ringcomm.ps.rounds import SSP, FirstOf
+from ringcomm.ps.statistics import stats
 from ringcomm.ps.table import Table, table
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "optim",
     "rank",
     "size",
+    "stats",
     "table",
     "workers",
 ]

@@ -93,6 +93,7 @@ class Client:
         deadline_s: of each wait, in seconds.
 
     Attributes:
+        n_bytes: of bodies on their way to each server.
         view: who owns what, as far as this rank has heard.
         on_view: called when it has changed.
     """
@@ -104,7 +105,7 @@ class Client:
         self._deadline_s = deadline_s
         self._sequence = itertools.count(1)
         self._asked: dict[int, Ask] = {}
-        self._n_bytes: Counter[int] = Counter()
+        self.n_bytes: Counter[int] = Counter()
         self._n_asked: Counter[int] = Counter()
         self.view: View | None = None
         self.on_view: Callable[[bytes], None] = lambda _: None
@@ -157,7 +158,7 @@ class Client:
             place=ask.place,
         )
         self._asked[sequence] = ask
-        self._n_bytes[ask.server] += ask.body.nbytes
+        self.n_bytes[ask.server] += ask.body.nbytes
         self._n_asked[ask.server] += 1
         self._link.send(self._layout.servers[ask.server], header, ask.meta, ask.body)
 
@@ -165,7 +166,7 @@ class Client:
         server, nbytes = ask.server, ask.body.nbytes
 
         def has_credit() -> bool:
-            held = self._n_bytes[server]
+            held = self.n_bytes[server]
             is_small = held == 0 or held + nbytes <= CREDIT_NBYTES
             return is_small and self._n_asked[server] < CREDIT_REQUESTS
 
@@ -185,7 +186,7 @@ class Client:
         ask = self._asked.pop(header.sequence, None)
         if ask is None:
             return  # of a request that was given up
-        self._n_bytes[ask.server] -= ask.body.nbytes
+        self.n_bytes[ask.server] -= ask.body.nbytes
         self._n_asked[ask.server] -= 1
         if header.status == Status.WRONG_VIEW:
             self.on_view(delivery.meta)
