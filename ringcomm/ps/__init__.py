@@ -1,6 +1,7 @@
 """Parameter server: some ranks own the parameters, the others push gradients and pull values."""
 
 from ringcomm.ps import optim
+from ringcomm.ps.evaluation import Report, evaluator, report, reports, snapshot
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import init, is_chief, rank, size, workers
 from ringcomm.ps.rounds import SSP, FirstOf
@@ -12,12 +13,17 @@ __all__ = [
     "FirstOf",
     "Future",
     "Pushed",
+    "Report",
     "Table",
+    "evaluator",
     "init",
     "is_chief",
     "optim",
     "rank",
+    "report",
+    "reports",
     "size",
+    "snapshot",
     "stats",
     "table",
     "workers",

@@ -91,6 +91,7 @@ class DensePartition:
         if spec.mode.has_rounds:
             k = spec.mode.bound if spec.mode.name == "first_of" else None
             self.rounds = Rounds(workers, k)
+        self._at_version: dict[int, list[Callable[[], None]]] = {}
         self.is_ready = spec.initial != "chief"
         if self.is_ready:
             self._block.write(np.full(count, spec.initial, self.dtype))
@@ -154,6 +155,12 @@ class DensePartition:
             self._apply(parts[0].hyper, mean_of(parts))
             for part in parts:
                 part.answer(True, self.steps)
+            for callback in self._at_version.pop(self.steps, ()):
+                callback()
+
+    def at_version(self, version: int, callback: Callable[[], None]) -> None:
+        """Let `callback` be called right after the update that makes it so many."""
+        self._at_version.setdefault(version, []).append(callback)
 
     def _gradient(self, meta: PushMeta, body: Bytes) -> Array:
         if meta.dtype not in DTYPES:

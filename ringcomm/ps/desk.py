@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from ringcomm.ps.frames import Kind
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client import Client
     from ringcomm.ps.frames import Header
-    from ringcomm.ps.link import Link
+    from ringcomm.ps.link import Delivery, Link
     from ringcomm.ps.server import Server
 
 
@@ -20,6 +21,7 @@ class Desk:
     Attributes:
         client: of this rank; None: it asks nothing.
         server: likewise.
+        reports: of evaluators; for the chief.
         link: the wire; set before the first poll.
     """
 
@@ -28,6 +30,7 @@ class Desk:
     def __init__(self) -> None:
         self.client: Client | None = None
         self.server: Server | None = None
+        self.reports: deque[Delivery] = deque(maxlen=10_000)
 
     def poll(self) -> bool:
         """Take what has arrived; return True if there was anything."""
@@ -36,6 +39,8 @@ class Desk:
             if delivery.header.kind == Kind.REPLY:
                 assert self.client is not None
                 self.client.on_reply(delivery)
+            elif delivery.header.kind == Kind.REPORT:
+                self.reports.append(delivery)
             elif delivery.header.kind == Kind.VIEW and delivery.header.option:
                 assert self.server is not None
                 self.server.on_adopted(delivery)

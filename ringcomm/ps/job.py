@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +42,7 @@ class Session:
         desk: takes requests and replies.
         client: of this rank.
         clock: steps that this worker has completed.
+        snapshot: number of the one that pulls see; 0: the values of now.
     """
 
     engine: Engine
@@ -49,11 +52,22 @@ class Session:
     desk: Desk
     client: Client
     clock: int = 0
+    snapshot: int = 0
     has_left: bool = False
 
     def memory(self, nbytes: int) -> Bytes:
         """Return memory that this node maps, or ordinary memory where none is shared."""
         return memory_of(self.engine, nbytes)
+
+    def tick(self) -> None:
+        """Tell the servers that this worker has completed a step: all it pushed is on its way."""
+        self.clock += 1
+        client = self.client
+        future: Future[None] = Future(
+            client, "tick", client.n_servers, lambda: None, client.timestamp()
+        )
+        servers = range(client.n_servers)
+        client.ask([Ask(Kind.TICK, server=s, clock=self.clock) for s in servers], future)
 
     def leave(self) -> None:
         """Tell the servers that this rank asks nothing more; waits for what is under way."""
@@ -114,7 +128,8 @@ def init(
         return
     if servers is None and role != "server":
         servers = config.settings().ps_servers or None
-    wish = Wish(role, servers, evaluators, colocated, replication, placement)
+    marked = _evaluation
+    wish = Wish(role, servers, evaluators, colocated, replication, placement, marked is not None)
     nodes = engine.nodes_of(engine.world)
     layout = assign(allgather_object(wish), nodes)
     if replication > 1:
@@ -126,12 +141,44 @@ def init(
     engine.set_default(session.group)
     if session.desk.server is None:
         engine.before_leaving(session.leave)
+        is_evaluator = layout.role_of(engine.job_rank) == "evaluator"
+        if is_evaluator and role is None and marked is not None:
+            marked.run(session, marked.function, marked.every)
+            session.leave()
+            sys.exit(0)
     elif layout.is_colocated:
         engine.before_leaving(session.leave)
         engine.work_in_background()
     else:
         _serve(session)
         sys.exit(0)
+
+
+class _Evaluation(NamedTuple):
+    """What evaluators do, and what calls it: run(session, function, every)."""
+
+    function: Callable[[int], object]
+    every: int
+    run: Callable[[Session, Callable[[int], object], int], None]
+
+
+_evaluation: _Evaluation | None = None
+
+
+def evaluate_by(
+    function: Callable[[int], object],
+    every: int,
+    run: Callable[[Session, Callable[[int], object], int], None],
+) -> None:
+    """Let ps.init() call run(session, function, every) on ranks that evaluate.
+
+    Raises:
+        ConfigError: ps.init() has run already.
+    """
+    global _evaluation  # noqa: PLW0603 - one program has one evaluation
+    if world.is_initialized() and world.engine() in _sessions:
+        raise ConfigError("ps.evaluator: must stand before ps.init(), which calls it")
+    _evaluation = _Evaluation(function, every, run)
 
 
 def _start(engine: Engine, layout: Layout, deadline_s: float) -> Session:

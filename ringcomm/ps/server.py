@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from ringcomm.ps.link import INLINE_MAX
 from ringcomm.ps.messages import READ_BLOCK, WANT_COPY, PushMeta, packed_json
 from ringcomm.ps.placement import View
 from ringcomm.ps.rounds import Clocks
+from ringcomm.ps.snapshots import HOLD, RELEASE, VERSIONS, Held
 from ringcomm.ps.spec import Spec
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ class Server:
         self._waiting: list[Waiting] = []
         self._applied: defaultdict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         self._kept: deque[Bytes] = deque(maxlen=64)
+        self._held: dict[int, Held] = {}
         self.left: set[int] = set()
         self.n_requests = 0
         self._began_at = time.monotonic()
@@ -117,6 +120,7 @@ class Server:
             Kind.PULL: self._pull,
             Kind.TICK: self._tick,
             Kind.STATS: self._stats,
+            Kind.SNAPSHOT: self._snapshot,
             Kind.LEAVE: self._leave,
         }
 
@@ -275,6 +279,9 @@ class Server:
         if part is None:
             return
         spec, wanted = part.spec, request.header.clock
+        if request.header.place:
+            self._send_held(request)
+            return
 
         def ready() -> bool:
             if not part.is_ready:
@@ -305,6 +312,14 @@ class Server:
         values = part.values.view(np.uint8)
         self._reply(request, body=values if is_small else values.copy(), clock=part.version)
 
+    def _send_held(self, request: Delivery) -> None:
+        header = request.header
+        held = self._held.get(header.place)
+        if held is None:
+            raise KeyError(f"server {self.index} holds no snapshot {header.place}")
+        body, version = held.values((header.table, header.partition))
+        self._reply(request, body=body, clock=version)
+
     def _keep(self, body: Bytes) -> None:
         """Keep memory that a client is going to read for long enough."""
         self._kept.append(body)
@@ -324,9 +339,48 @@ class Server:
 
     # --- workers --------------------------------------------------------------------------------
     def _tick(self, request: Delivery) -> None:
-        self._clocks.tick(request.header.origin, request.header.clock)
-        self._look_at_waiting()
-        self._reply(request)
+        """Note a worker's clock; or, as option 1 asks, tell when the slowest has reached one."""
+        header = request.header
+        if not header.option:
+            self._clocks.tick(header.origin, header.clock)
+            self._look_at_waiting()
+            self._reply(request)
+            return
+
+        def answer() -> None:
+            is_over = self._clocks.slowest == math.inf
+            self._reply(request, status=Status.LATE if is_over else Status.OK)
+
+        self._when(lambda: self._clocks.slowest >= header.clock, answer)
+
+    def _snapshot(self, request: Delivery) -> None:
+        said = json.loads(request.meta)
+        if said["do"] == VERSIONS:
+            told = {
+                str(table.number): max((p.version for p in table.parts.values()), default=0)
+                for table in self.tables.values()
+                if table.spec.mode.has_rounds
+            }
+            self._reply(request, meta=packed_json(told))
+        elif said["do"] == RELEASE:
+            self._held.pop(said["id"], None)
+            self._reply(request, meta=b"{}")
+        elif said["do"] == HOLD:
+
+            def done(is_whole: bool) -> None:
+                self._reply(request, meta=packed_json({"is_whole": is_whole}))
+
+            rounds = {int(number): version for number, version in said["rounds"].items()}
+            held = self._held[said["id"]] = Held(self.tables, rounds, self._memory, done)
+            self._end_rounds(held)
+        else:
+            raise ValueError(f"ps.snapshot: cannot {said['do']!r}")
+
+    def _end_rounds(self, *held: Held) -> None:
+        """Let snapshots wait no more if nobody is left who could end a round."""
+        if set(self._layout.workers) <= self.left:
+            for each in held:
+                each.take_as_they_are(self.tables)
 
     def _leave(self, request: Delivery) -> None:
         rank = request.header.origin
@@ -335,6 +389,7 @@ class Server:
         for table in self.tables.values():
             for part in table.parts.values():
                 part.leave(rank)
+        self._end_rounds(*self._held.values())
         self._look_at_waiting()
         self._reply(request)
 

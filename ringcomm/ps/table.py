@@ -286,6 +286,7 @@ class Table:
             (self._number, part),
             clock=self._wanted(),
             option=option,
+            place=self._session.snapshot,
             out=target if is_whole else None,
             on_reply=note,
         )
