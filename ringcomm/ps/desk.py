@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.client import Client
     from ringcomm.ps.frames import Header
     from ringcomm.ps.link import Delivery, Link
-    from ringcomm.ps.server import Server
+    from ringcomm.ps.serving import Server
 
 
 class Desk:

@@ -24,7 +24,7 @@ from ringcomm.ps.frames import Kind
 from ringcomm.ps.future import Future
 from ringcomm.ps.link import Link
 from ringcomm.ps.roles import Layout, Role, Wish, assign
-from ringcomm.ps.server import Server
+from ringcomm.ps.serving import Server
 
 _LINE = 64
 _sessions: weakref.WeakKeyDictionary[Engine, Session] = weakref.WeakKeyDictionary()

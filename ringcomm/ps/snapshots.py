@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.dense import DensePartition
     from ringcomm.ps.placement import Partition
-    from ringcomm.ps.server import Table
+    from ringcomm.ps.serving import Table
 
 VERSIONS, HOLD, RELEASE = "versions", "hold", "release"  # what is asked for
 

@@ -20,7 +20,7 @@ from ringcomm.ps.messages import ASSIGN, INITIAL, READ_BLOCK, WANT_COPY, PushMet
 from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.placement import View, cuts
 from ringcomm.ps.rounds import Mode, mode_of
-from ringcomm.ps.server import LEADER
+from ringcomm.ps.serving import LEADER
 from ringcomm.ps.spec import Spec
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Where partitions lie, and how they move."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -11,7 +12,7 @@ from ringcomm.ps.placement import View, cuts, place_dense, place_hashed, rebalan
 @pytest.mark.parametrize("block", [1, 7, 100, 5000])
 def test_slices_cover_a_table_and_none_is_too_large(count, block):
     bounds = cuts(count, block)
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(bounds)]
     assert bounds[0] == 0
     assert bounds[-1] == count
     assert max(sizes) <= block

@@ -74,7 +74,7 @@ def test_colocated_alone():
         ([Wish(evaluators=1)] * 3, r"no function is marked @ps.evaluator"),
         (
             [Wish(evaluators=3, evaluates=True)] * 3,
-            "3 evaluators asked for, and 2 ranks can be one",
+            "3 evaluators asked for, and 2 ranks can",
         ),
         ([Wish(evaluators=2, evaluates=True)] * 3, "leave no worker"),
         (
