@@ -19,7 +19,8 @@ OPTIMIZERS = {
     "AdamW": (lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.01), 1e-10),
     "Adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.02, lr_decay=1e-3), 1e-10),
     "RMSprop": (lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True), 1e-10),
-    "NAdam": (lambda p: torch.optim.NAdam(p, lr=1e-3), 1e-10),
+    # torch keeps NAdam's mu_product in float32, whatever the parameters are: 1e-10 by itself.
+    "NAdam": (lambda p: torch.optim.NAdam(p, lr=1e-3), 1e-9),
 }
 LONG = ("SGD", "Adam")
 

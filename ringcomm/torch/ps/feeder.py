@@ -492,7 +492,7 @@ class Feeder:
         is_weighed = self._samples is not None
         if self._is_weighed is None:
             self._is_weighed = is_weighed
-            if self.terms.mode.has_rounds:
+            if self.terms.mode.name == "sync":  # in others no worker waits for all
                 self._require_alike("samples", (), (("set_samples() called", str(is_weighed)),))
         elif self._is_weighed != is_weighed:
             raise RingcommError(
