@@ -173,6 +173,7 @@ UPDATERS = [
     optim.SGD(0.1, momentum=0.9),
     optim.Adam(0.1, amsgrad=True),
     optim.NAdam(0.1),
+    optim.Adagrad(0.1, lr_decay=0.1, initial_accumulator_value=0.2),
     optim.FTRL(0.1),
     optim.RowwiseAdagrad(0.1),
 ]
