@@ -1,4 +1,4 @@
-"""The updates of servers are those of torch.optim over 200 steps, for NaN, inf and denormals too."""
+"""The updates of servers are those of torch.optim over 200 steps, also for NaN and denormals."""
 
 import numpy as np
 import pytest

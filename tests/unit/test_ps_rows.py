@@ -286,6 +286,20 @@ def test_a_first_assignment_is_no_step_of_the_optimizer():
     assert gather(rows, [1])[0, 0] == pytest.approx(2.5, abs=1e-6)
 
 
+def test_rows_at_many_steps_are_updated_together_as_they_are_alone():
+    adam, rng = optim.Adam(0.1), np.random.default_rng(8)
+    together, alone = make(4, adam), make(4, adam)
+    for key in range(0, 130):
+        for _ in range(key):
+            push(together, [key], ones(1), adam)
+            push(alone, [key], ones(1), adam)
+    keys, grads = rng.permutation(130), rng.standard_normal((130, 4)).astype(np.float32)
+    push(together, keys, grads, adam)
+    for key, grad in zip(keys, grads, strict=True):
+        push(alone, [key], grad[None], adam)
+    np.testing.assert_array_equal(gather(together, keys), gather(alone, keys))
+
+
 def test_arguments_are_checked_and_never_converted():
     rows = make()
     bad = [
@@ -457,6 +471,17 @@ def test_memory_of_evicted_rows_is_used_again():
 
 
 # -- deltas
+
+
+def test_a_delta_has_what_is_newer_than_its_stamp_alone():
+    rows = make(1)
+    for stamp in (5, 6, 7):
+        push(rows, [stamp, 100 + stamp], ones(2, 1), stamp=stamp)
+        rows.erase(u64([100 + stamp]), stamp)
+    for since in (4, 5, 6, 7):
+        _, arrays, erased, _ = rows.changed_since(since)
+        assert arrays[0].tolist() == list(range(since + 1, 8))
+        assert erased.tolist() == list(range(101 + since, 108))
 
 
 def test_forgotten_deletions_are_admitted():
