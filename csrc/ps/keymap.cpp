@@ -48,7 +48,7 @@ KeyMap::Slot KeyMap::locate(std::uint64_t key) const {
   return left.line == nullptr || left.value() == kGone ? Slot{} : left;
 }
 
-// At most 5 of 8 entries are taken: one key in 25 is then not in the line of its hash.
+// At most 5 of 8 entries are taken: few lines are full.
 void KeyMap::make_room() {
   if (now_.lines != nullptr && (size_ + 1) * 8 <= now_.size() * kPerLine * 5) return;
   move_some(old_.size());
@@ -71,6 +71,7 @@ void KeyMap::move_some(std::size_t n) {
     }
   }
   if (moved_ < old_.size()) return;
+  if (old_.lines != nullptr) prefer_huge(now_.lines.get(), now_.size() * sizeof(Line));
   old_ = Table();
   moved_ = 0;
 }

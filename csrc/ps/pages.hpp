@@ -31,10 +31,15 @@ inline void* allocate_zeros(std::size_t nbytes) {
   void* const memory =
       mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-  madvise(memory, nbytes, MADV_HUGEPAGE);
-#endif
   return memory;
+}
+
+// Once all of it is in use: huge pages from the beginning are filled with zeros 2 MiB at a time,
+// which for random first touches is all at once. (8 M rows: a push of 1000 took 0.47 s.)
+inline void prefer_huge(void* memory, std::size_t nbytes) {
+#if defined(MADV_HUGEPAGE)
+  if (nbytes >= kMapped) madvise(memory, nbytes, MADV_HUGEPAGE);
+#endif
 }
 
 inline void free_zeros(void* memory, std::size_t nbytes) {

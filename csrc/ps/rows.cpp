@@ -8,7 +8,7 @@
 namespace ringcomm::ps {
 namespace {
 
-constexpr std::size_t kBatch = 32;     // keys whose rows are fetched from memory at once
+constexpr std::size_t kBatch = 16;  // keys whose rows are fetched from memory at once
 
 }  // namespace
 
@@ -35,24 +35,26 @@ std::size_t Rows::gather(const std::uint64_t* keys, std::size_t n, void* out,
   const std::size_t nbytes = spec_->dim * spec_->itemsize();
   auto* to = static_cast<std::byte*>(out);
   std::size_t found = 0;
-  const std::byte* rows[kBatch];
-  for (std::size_t i = 0; i < std::min(n, kBatch); ++i) index_.prefetch(keys[i]);
-  for (std::size_t start = 0; start < n; start += kBatch) {
-    const std::size_t m = std::min(kBatch, n - start);
-    for (std::size_t i = start + kBatch; i < std::min(n, start + 2 * kBatch); ++i)
+  const std::byte* batches[2][kBatch];  // one is copied while the other's rows are fetched
+  const auto look_up = [&](std::size_t batch) {
+    for (std::size_t i = (batch + 1) * kBatch; i < std::min(n, (batch + 2) * kBatch); ++i)
       index_.prefetch(keys[i]);
-    for (std::size_t i = 0; i < m; ++i) {
-      const Row row = find(keys[start + i]);
-      rows[i] = row == kNoRow ? nullptr : store_.values<std::byte>(row);
-      if (row != kNoRow) prefetch_range(rows[i], nbytes);
+    for (std::size_t i = batch * kBatch; i < std::min(n, (batch + 1) * kBatch); ++i) {
+      const Row row = find(keys[i]);
+      const std::byte* const data = row == kNoRow ? nullptr : store_.values<std::byte>(row);
+      if (data != nullptr) prefetch_range(data, nbytes);
+      batches[batch % 2][i % kBatch] = data;
     }
-    for (std::size_t i = 0; i < m; ++i, to += nbytes) {
-      if (rows[i] != nullptr) {
-        std::memcpy(to, rows[i], nbytes);
-        ++found;
-      } else {
-        fill_missing(keys[start + i], to, missing);
-      }
+  };
+  look_up(0);
+  for (std::size_t i = 0; i < n; ++i, to += nbytes) {
+    if (i % kBatch == 0) look_up(i / kBatch + 1);
+    const std::byte* const data = batches[i / kBatch % 2][i % kBatch];
+    if (data == nullptr) {
+      fill_missing(keys[i], to, missing);
+    } else {
+      std::memcpy(to, data, nbytes);
+      ++found;
     }
   }
   return found;

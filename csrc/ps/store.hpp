@@ -1,8 +1,8 @@
 // Where rows lie: in slabs that never move, values and slots of a row together.
 //
 // The first slab has 8 rows, each has twice as many as the one before, up to about 2 MiB: a
-// partition with ten rows is small, one with millions has few slabs (in huge pages, where the system
-// has them: a gather from 1 M rows took 2.2 times as long without). Rows that were freed are used
+// partition with ten rows is small, one with millions has few slabs, in huge
+// pages where the system has them. Rows that were freed are used
 // again, the last first; their memory goes back when all is cleared.
 #pragma once
 #include <cstddef>
