@@ -1,5 +1,9 @@
 """Jobs of workers and servers, as mpirun starts them."""
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 from harness import IS_MPICH, run_job, run_script
 
@@ -41,8 +45,7 @@ def test_the_environment_says_how_many_servers(tmp_path):
 @pytest.mark.skipif(IS_MPICH, reason="tried with one mpirun's colon syntax, of Open MPI")
 def test_commands_of_their_own(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
-    python = __import__("sys").executable
-    servers = (":", "-np", 2, python, "-m", "ringcomm.ps.server")
+    servers = (":", "-np", 2, sys.executable, "-m", "ringcomm.ps.server")
     job = run_job(2, "train.py", "{}", *servers, cwd=tmp_path)
     assert job.code == 0, job.output
     assert job.output.count("of 2 has") == 2
@@ -84,3 +87,10 @@ def test_a_death_ends_the_job_and_is_named(before, after, told, tmp_path):
     assert job.code != 0
     assert told in job.output
     assert job.seconds < 20
+
+
+def test_the_block_of_the_page_runs(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "parameter_server.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    job = run_script(3, block, cwd=tmp_path)
+    assert job.code == 0, job.output
