@@ -440,9 +440,10 @@ class Engine:
         """Poll it no more."""
         self._progress.detach(service)
 
-    def wake(self) -> None:
-        """Let services be polled soon; any thread."""
-        self._progress.wake()
+    def nudge(self) -> None:
+        """Let services be polled, at once if nobody drives; any thread."""
+        self._require_usable()
+        self._progress.nudge()
 
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         """Drive in this thread until is_enough().

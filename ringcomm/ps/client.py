@@ -113,11 +113,6 @@ class Client:
         self.on_view: Callable[[bytes], None] = lambda _: None
 
     @property
-    def is_busy(self) -> bool:
-        """True while a reply is awaited."""
-        return bool(self._asked)
-
-    @property
     def n_servers(self) -> int:
         """How many servers there are."""
         return len(self._layout.servers)
@@ -139,7 +134,7 @@ class Client:
             future.awaited.add(ask.server)
             self._await_credit(ask, future.label)
             self._send(ask, next(self._sequence))
-        self._engine.wake()
+        self._engine.nudge()
 
     def _owner(self, partition: Partition) -> int:
         assert self.view is not None
