@@ -538,4 +538,70 @@ NODE = [
     ),
 ]
 
-MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE]
+FACES = [
+    Mutation(
+        "last-news-is-the-last-to-join",
+        "order",
+        "engine/joining.py",
+        "return max(joined, key=lambda rank: (joined[rank], rank))",
+        "return list(joined)[-1]",
+        "join() returns another rank on each, by whose news came last",
+        ("unit/test_join.py",),
+    ),
+    Mutation(
+        "join-leaves-at-once",
+        "order",
+        "engine/joining.py",
+        "lambda: len(sealed) == engine.size and self._has_served()",
+        "self._has_served",
+        "a rank leaves join() while another still sends what it is invited to",
+        ("unit/test_join.py",),
+    ),
+    Mutation(
+        "integers-are-rounded",
+        "dtype",
+        "collectives/scaling.py",
+        "np.trunc(values.astype(np.float64) * factor)",
+        "np.rint(values.astype(np.float64) * factor)",
+        "prescaled integers differ from Horovod's",
+        ("unit/test_scaling.py",),
+    ),
+    Mutation(
+        "numbers-of-process-sets-return",
+        "order",
+        "torch/process_sets.py",
+        "known, self._next_id = self._next_id, self._next_id + 1",
+        "known = len(self._sets)",
+        "after remove_process_set() two process sets have one id",
+        ("faces/test_horovod.py",),
+    ),
+    Mutation(
+        "batch-size-for-samples",
+        "optimizer",
+        "data/loader.py",
+        "self._optimizer.set_samples(n)",
+        "self._optimizer.set_samples(self.batches.batch_size)",
+        "the last, smaller batch of a rank counts as much as a whole one",
+        ("faces/test_data.py",),
+    ),
+    Mutation(
+        "an-epoch-that-is-over-begins-again",
+        "optimizer",
+        "data/sampler.py",
+        "epoch, phases, taken = self._run.epoch + 1, (), 0",
+        "phases, taken = (), 0",
+        "a checkpoint at the end of an epoch repeats the epoch",
+        ("unit/test_sampler.py",),
+    ),
+    Mutation(
+        "callbacks-share-a-name",
+        "order",
+        "torch/distributed/callbacks.py",
+        "return callback.path.then(str(callback.counts[group]))",
+        'return callback.path.then("1")',
+        "the second operation of a hook's callback meets the first of another rank's",
+        ("faces/test_callbacks.py",),
+    ),
+]
+
+MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE, *FACES]

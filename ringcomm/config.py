@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Container, Mapping, MutableMapping
+from collections.abc import Container, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,25 @@ class Settings:
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment, for a child that is to get another one."""
     return dict(os.environ)
+
+
+@contextlib.contextmanager
+def changed_environment(**variables: str | None) -> Iterator[None]:
+    """Set variables of this process's environment, or unset those that are None, for a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def tuning_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:

@@ -1,6 +1,8 @@
 // What a push does to the rows of its keys.
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -11,17 +13,18 @@
 namespace ringcomm::ps {
 namespace {
 
-constexpr Row kNoRow = 0xffffffffu;
 constexpr std::uint32_t kEnd = 0xffffffffu;
 
 // The places of each distinct key in a push: its first place, and from every place the next one.
 class Places {
  public:
-  Places(const std::uint64_t* keys, std::size_t n) : next_(n, kEnd) {
+  Places(const std::uint64_t* keys, std::size_t n) : firsts_(n), next_(n, kEnd) {
+    std::iota(firsts_.begin(), firsts_.end(), 0u);
+    if (std::adjacent_find(keys, keys + n, std::greater_equal<>()) == keys + n) return;  // distinct
     unsigned bits = 4;
     while ((std::size_t{1} << bits) < n * 2) ++bits;
     std::vector<std::uint32_t> table(std::size_t{1} << bits, kEnd);  // last place of a key
-    firsts_.reserve(n);
+    firsts_.clear();
     const std::size_t mask = table.size() - 1;
     for (std::uint32_t i = 0; i < n; ++i) {
       std::size_t at = scatter(keys[i]) & mask;
@@ -65,45 +68,50 @@ class Rows::Pusher {
         plan_(rows.spec_->plan()),
         method_(method_of<T>(push.rule)),
         dim_(rows.spec_->dim),
+        nbytes_(rows.spec_->row_nbytes()),
         places_(push.keys, push.n),
         room_(kBatch * dim_) {
     for (auto& known : coefs_) known.step = 0;
   }
 
+  // The rows of a batch are fetched from memory while the one before is updated.
   Pushed run() {
-    const auto& firsts = places_.firsts();
-    prefetch(0);
-    for (std::size_t start = 0; start < firsts.size(); start += kBatch) {
-      prefetch(start + kBatch);
-      update(&firsts[start], std::min(kBatch, firsts.size() - start));
+    const std::size_t n = places_.firsts().size();
+    look_up(0);
+    for (std::size_t start = 0; start < n; start += kBatch) {
+      look_up(start + kBatch);
+      update(start, std::min(n, start + kBatch));
     }
     return pushed_;
   }
 
  private:
-  static constexpr std::size_t kBatch = 32, kKnown = 64;
+  static constexpr std::size_t kBatch = 16, kKnown = 64;
 
   struct Known {
     std::int64_t step;
     Coefs coefs;
   };
 
-  void prefetch(std::size_t start) const {
+  void look_up(std::size_t start) {
     const auto& firsts = places_.firsts();
-    for (std::size_t i = start; i < std::min(firsts.size(), start + kBatch); ++i)
+    const std::size_t n = firsts.size();
+    for (std::size_t i = start + kBatch; i < std::min(n, start + 2 * kBatch); ++i)
       rows_.index_.prefetch(push_.keys[firsts[i]]);
+    for (std::size_t i = start; i < std::min(n, start + kBatch); ++i) {
+      const Row row = row_for(push_.keys[firsts[i]]);
+      found_[i % kFound] = row;
+      if (row == kNoRow) continue;
+      __builtin_prefetch(&rows_.store_.info(row), 1);
+      prefetch_range(rows_.store_.values<std::byte>(row), nbytes_);
+    }
   }
 
-  void update(const std::uint32_t* firsts, std::size_t n) {
-    Row rows[kBatch];
-    for (std::size_t k = 0; k < n; ++k) {
-      rows[k] = row_for(push_.keys[firsts[k]]);
-      if (rows[k] == kNoRow) continue;
-      __builtin_prefetch(&rows_.store_.info(rows[k]), 1);
-      rows_.store_.prefetch(rows[k]);
+  void update(std::size_t start, std::size_t end) {
+    for (std::size_t i = start; i < end; ++i) {
+      const Row row = found_[i % kFound];
+      if (row != kNoRow) plan_update(row, gradient(places_.firsts()[i], i % kBatch));
     }
-    for (std::size_t k = 0; k < n; ++k)
-      if (rows[k] != kNoRow) plan_update(rows[k], gradient(firsts[k], k));
     carry_out();
   }
 
@@ -130,10 +138,10 @@ class Rows::Pusher {
   }
 
   const T* at_place(std::uint32_t place, T* room) const {
-    const std::size_t item = push_.grad_dtype == DType::float64   ? 8
-                             : push_.grad_dtype == DType::float32 ? 4
-                                                                  : 2;
+    const bool is_whole = push_.grad_dtype == DType::float64 || push_.grad_dtype == DType::float32;
+    const std::size_t item = is_whole ? sizeof(T) : sizeof(std::uint16_t);
     const auto* const raw = at<std::byte>(push_.grads, place * dim_ * item);
+    if (item == sizeof(T)) return reinterpret_cast<const T*>(raw);
     return as_values<T>(push_.grad_dtype, raw, room, dim_);
   }
 
@@ -175,12 +183,14 @@ class Rows::Pusher {
   const Push& push_;
   const SlotPlan plan_;
   const Method<T> method_;
-  const std::size_t dim_;
+  const std::size_t dim_, nbytes_;
   const Places places_;
   std::vector<T> room_;
   std::vector<double> sum_;
   std::array<Known, kKnown> coefs_;
   std::array<Piece<T>, kBatch> pieces_;
+  static constexpr std::size_t kFound = 2 * kBatch;
+  std::array<Row, kFound> found_;
   std::size_t n_pieces_ = 0;
   Pushed pushed_;
 };

@@ -8,9 +8,7 @@
 namespace ringcomm::ps {
 namespace {
 
-constexpr std::size_t kGroupBits = 6;  // rows that share an entry of newest_
-constexpr std::size_t kBatch = 16;     // keys whose rows are fetched from memory at once
-constexpr Row kNoRow = 0xffffffffu;
+constexpr std::size_t kBatch = 16;  // keys whose rows are fetched from memory at once
 
 }  // namespace
 
@@ -37,30 +35,38 @@ std::size_t Rows::gather(const std::uint64_t* keys, std::size_t n, void* out,
   const std::size_t nbytes = spec_->dim * spec_->itemsize();
   auto* to = static_cast<std::byte*>(out);
   std::size_t found = 0;
-  Row rows[kBatch];
-  for (std::size_t i = 0; i < std::min(n, kBatch); ++i) index_.prefetch(keys[i]);
-  for (std::size_t start = 0; start < n; start += kBatch) {
-    const std::size_t m = std::min(kBatch, n - start);
-    for (std::size_t i = start + kBatch; i < std::min(n, start + 2 * kBatch); ++i)
+  const std::byte* batches[2][kBatch];  // one is copied while the other's rows are fetched
+  const auto look_up = [&](std::size_t batch) {
+    for (std::size_t i = (batch + 1) * kBatch; i < std::min(n, (batch + 2) * kBatch); ++i)
       index_.prefetch(keys[i]);
-    for (std::size_t i = 0; i < m; ++i) {
-      rows[i] = find(keys[start + i]);
-      if (rows[i] != kNoRow) store_.prefetch(rows[i]);
+    for (std::size_t i = batch * kBatch; i < std::min(n, (batch + 1) * kBatch); ++i) {
+      const Row row = find(keys[i]);
+      const std::byte* const data = row == kNoRow ? nullptr : store_.values<std::byte>(row);
+      if (data != nullptr) prefetch_range(data, nbytes);
+      batches[batch % 2][i % kBatch] = data;
     }
-    for (std::size_t i = 0; i < m; ++i, to += nbytes) {
-      if (rows[i] != kNoRow) {
-        std::memcpy(to, store_.values<std::byte>(rows[i]), nbytes);
-        ++found;
-      } else if (missing != Missing::init) {
-        std::memset(to, 0, nbytes);
-      } else if (spec_->dtype == DType::float64) {
-        fill_row(spec_->initial, keys[start + i], reinterpret_cast<double*>(to), spec_->dim);
-      } else {
-        fill_row(spec_->initial, keys[start + i], reinterpret_cast<float*>(to), spec_->dim);
-      }
+  };
+  look_up(0);
+  for (std::size_t i = 0; i < n; ++i, to += nbytes) {
+    if (i % kBatch == 0) look_up(i / kBatch + 1);
+    const std::byte* const data = batches[i / kBatch % 2][i % kBatch];
+    if (data == nullptr) {
+      fill_missing(keys[i], to, missing);
+    } else {
+      std::memcpy(to, data, nbytes);
+      ++found;
     }
   }
   return found;
+}
+
+void Rows::fill_missing(std::uint64_t key, void* out, Missing missing) const {
+  if (missing != Missing::init)
+    std::memset(out, 0, spec_->dim * spec_->itemsize());
+  else if (spec_->dtype == DType::float64)
+    fill_row(spec_->initial, key, static_cast<double*>(out), spec_->dim);
+  else
+    fill_row(spec_->initial, key, static_cast<float*>(out), spec_->dim);
 }
 
 std::size_t Rows::erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp) {
@@ -82,7 +88,7 @@ void Rows::clear() {
   for (const std::uint64_t stamp : newest_) known_since = std::max(known_since, stamp);
   index_.clear();
   store_ = RowStore(spec_->row_nbytes());
-  newest_ = {};
+  std::vector<std::uint64_t>().swap(newest_);  // with its memory
   side_.reset();
   cursor_ = 0;
   if (known_since != 0) side().known_since = known_since;
@@ -147,7 +153,7 @@ Rows::Side& Rows::side() {
 Row Rows::add(std::uint64_t key) {
   const Row row = store_.take();
   try {
-    if (newest_.size() <= row >> kGroupBits) newest_.push_back(0);
+    if (newest_.size() <= row / kGroup) newest_.push_back(0);
     index_.insert(key, std::uint64_t{row} + 1);
   } catch (...) {
     store_.give_back(row);
@@ -170,11 +176,6 @@ void Rows::initialise(Row row, std::uint64_t key) {
     std::fill_n(slot, width, static_cast<T>(plan.fill[k]));
     slot += width;
   }
-}
-
-void Rows::touch(Row row, std::uint64_t stamp) {
-  std::uint64_t& newest = newest_[row >> kGroupBits];
-  newest = std::max(newest, stamp);
 }
 
 void Rows::take_out(Row row, std::uint64_t stamp) {

@@ -147,6 +147,9 @@ class Rows {
   std::size_t n_candidates() const { return side_ == nullptr ? 0 : side_->candidates.size(); }
 
  private:
+  static constexpr std::size_t kGroup = 64;  // rows that share an entry of newest_
+  static constexpr Row kNoRow = 0xffffffffu;
+
   // Who may be evicted: the least is first.
   struct Victim {
     double rank, time;
@@ -170,9 +173,13 @@ class Rows {
 
   Row find(std::uint64_t key) const { return static_cast<Row>(index_.find(key) - 1); }
   Side& side();
+  void fill_missing(std::uint64_t key, void* out, Missing missing) const;
   bool is_admitted(std::uint64_t key, std::uint64_t stamp);
   Row add(std::uint64_t key);
-  void touch(Row row, std::uint64_t stamp);
+  void touch(Row row, std::uint64_t stamp) {
+    std::uint64_t& newest = newest_[row / kGroup];
+    newest = newest < stamp ? stamp : newest;
+  }
   void take_out(Row row, std::uint64_t stamp);
   void note_erased(std::uint64_t key, std::uint64_t stamp);
   void halve_candidates();
@@ -184,7 +191,7 @@ class Rows {
   std::shared_ptr<const RowSpec> spec_;
   KeyMap index_;  // key -> row + 1
   RowStore store_;
-  std::vector<std::uint64_t> newest_;  // stamp among 64 neighbouring rows
+  std::vector<std::uint64_t> newest_;  // stamp among kGroup neighbouring rows
   std::unique_ptr<Side> side_;
   Row cursor_ = 0;  // of evict()
   mutable std::atomic<std::int32_t> users_{0};  // readers; less than 0: a writer

@@ -7,13 +7,6 @@
 #include "use.hpp"
 
 namespace ringcomm::ps {
-namespace {
-
-constexpr std::size_t kGroup = 64;  // as in Rows::newest_
-constexpr Row kNoRow = 0xffffffffu;
-
-}  // namespace
-
 Scan Rows::scan(std::uint64_t cursor, std::size_t limit) const {
   const Reading reading(*this);
   Scan found{{}, cursor, false};

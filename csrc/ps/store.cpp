@@ -1,13 +1,14 @@
 #include "store.hpp"
 
-#include <new>
+#include "pages.hpp"
+
 #include <stdexcept>
 #include <utility>
 
 namespace ringcomm::ps {
 
 RowStore::RowStore(std::size_t nbytes) : nbytes_(nbytes), full_bits_(kFirstBits) {
-  while ((nbytes_ << (full_bits_ + 1)) <= kSlabBytes) ++full_bits_;
+  while (((nbytes_ + sizeof(RowInfo)) << (full_bits_ + 1)) <= kSlabBytes) ++full_bits_;
 }
 
 Row RowStore::take() {
@@ -19,10 +20,7 @@ Row RowStore::take() {
   if (end_ >= kNone - 8) throw std::length_error("a partition is full: it has 2^32 rows");
   const std::size_t slab = place_of(end_).slab;
   if (slab == slabs_.size()) {
-    constexpr std::size_t kLine = 64;
-    const std::size_t nbytes = rows_of(slab) * (sizeof(RowInfo) + nbytes_);
-    void* const memory = std::aligned_alloc(kLine, (nbytes + kLine - 1) / kLine * kLine);
-    if (memory == nullptr) throw std::bad_alloc();
+    auto* const memory = allocate_pages(rows_of(slab) * (sizeof(RowInfo) + nbytes_));
     std::unique_ptr<std::byte, Free> owned(static_cast<std::byte*>(memory));
     slabs_.push_back(std::move(owned));
   }

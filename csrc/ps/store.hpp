@@ -1,7 +1,8 @@
 // Where rows lie: in slabs that never move, values and slots of a row together.
 //
-// The first slab has 8 rows, each has twice as many as the one before, up to about 1 MiB: a
-// partition with ten rows is small, one with millions has few slabs. Rows that were freed are used
+// The first slab has 8 rows, each has twice as many as the one before, up to about 2 MiB: a
+// partition with ten rows is small, one with millions has few slabs, in huge
+// pages where the system has them. Rows that were freed are used
 // again, the last first; their memory goes back when all is cleared.
 #pragma once
 #include <cstddef>
@@ -22,6 +23,12 @@ struct RowInfo {
   std::uint32_t steps;   // of them, those by the updater of the table; kDead: no row
 };
 
+// The processor follows neighbouring lines by itself after the first few.
+inline void prefetch_range(const std::byte* data, std::size_t nbytes) {
+  constexpr std::size_t kLine = 64, kMost = 1024;
+  for (std::size_t i = 0; i < nbytes && i < kMost; i += kLine) __builtin_prefetch(data + i);
+}
+
 class RowStore {
  public:
   static constexpr std::uint32_t kDead = 0xffffffffu;
@@ -36,25 +43,19 @@ class RowStore {
 
   RowInfo& info(Row row) const {
     const Place place = place_of(row);
-    return reinterpret_cast<RowInfo*>(slabs_[place.slab].get())[place.index];
+    std::byte* const infos = slabs_[place.slab].get() + rows_of(place.slab) * nbytes_;
+    return reinterpret_cast<RowInfo*>(infos)[place.index];
   }
   template <class T>
   T* values(Row row) const {
     const Place place = place_of(row);
-    std::byte* const slab = slabs_[place.slab].get();
-    return reinterpret_cast<T*>(slab + rows_of(place.slab) * sizeof(RowInfo) +
-                                place.index * nbytes_);
-  }
-  void prefetch(Row row) const {
-    const auto* const data = values<std::byte>(row);
-    for (std::size_t i = 0; i < nbytes_ && i < kPrefetched; i += 64)
-      __builtin_prefetch(data + i);
+    return reinterpret_cast<T*>(slabs_[place.slab].get() + place.index * nbytes_);
   }
   std::size_t nbytes() const;
 
  private:
   static constexpr unsigned kFirstBits = 3;
-  static constexpr std::size_t kSlabBytes = 1u << 20, kPrefetched = 1024;
+  static constexpr std::size_t kSlabBytes = 2u << 20;
   static constexpr Row kNone = 0xffffffffu;
 
   struct Place {

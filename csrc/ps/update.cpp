@@ -241,7 +241,7 @@ template const float* as_values<float>(DType, const void*, float*, std::size_t);
 template const double* as_values<double>(DType, const void*, double*, std::size_t);
 
 void apply(const DenseUpdate& u) {
-  if (u.count == 0) return;
+  if (u.rows == 0) return;
   u.dtype == DType::float64 ? apply_as<double>(u) : apply_as<float>(u);
 }
 

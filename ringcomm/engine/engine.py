@@ -440,9 +440,10 @@ class Engine:
         """Poll it no more."""
         self._progress.detach(service)
 
-    def wake(self) -> None:
-        """Let services be polled soon; any thread."""
-        self._progress.wake()
+    def nudge(self) -> None:
+        """Let services be polled, at once if nobody drives; any thread."""
+        self._require_usable()
+        self._progress.nudge()
 
     def run_until(self, is_enough: Callable[[], bool]) -> None:
         """Drive in this thread until is_enough().
@@ -459,12 +460,18 @@ class Engine:
         """Let this rank answer others, and operations advance, while it computes."""
         self._progress.work_in_background()
 
-    def leave(self, how: str) -> bool:
+    def leave(self, how: str, *, keeps_wire: bool = False) -> bool:
         """Complete what was started and say that this rank takes part in nothing more.
 
         Returns when no other rank does. There is no deadline: a rank may evaluate for hours after
         the others are done, but a warning says for whom this one waits. Whoever needs this rank
-        after all gets a PeerFailedError, and a death ends this wait.
+        after all gets a PeerFailedError, and a death ends this wait. An engine that is unusable
+        does not wait.
+
+        Args:
+            how: "called shutdown()".
+            keeps_wire: an engine that has_waited_in_vain is not closed, so that it can still
+                see_others_leave().
 
         Returns:
             True if every rank left in order, so that MPI can be finalized.
@@ -486,11 +493,51 @@ class Engine:
         if self._broken is None:
             self._progress.run_until(Farewell(self.watch, self.settings).is_over)
         is_clean = self._broken is None and not self.watch.peers.dead
+        if not (keeps_wire and self.has_waited_in_vain):
+            self.close(is_clean=is_clean)
+        return is_clean
+
+    @property
+    def has_waited_in_vain(self) -> bool:
+        """True if that is all that went wrong: no rank is known to have failed."""
+        is_others_fault = isinstance(self._broken, CommTimeoutError | PeerFailedError)
+        has_failed = self.watch.own_failure is not None or bool(self.watch.peers.dead)
+        return is_others_fault and not has_failed
+
+    def see_others_leave(self) -> None:
+        """Return once all other ranks have left; after leave(keeps_wire=True), and before close().
+
+        Raises:
+            CommTimeoutError: some have not within RINGCOMM_TIMEOUT_S.
+            PeerFailedError: one died or failed meanwhile.
+        """
+        limit_s, peers = self.settings.timeout_or_inf, self.watch.peers
+        self._progress.run_until(Farewell(self.watch, self.settings, limit_s).is_over)
+        for rank, reason in peers.dead.items():
+            raise PeerFailedError(
+                f"init: {self.watch.transport.label(rank)} {reason}, so the ranks cannot begin "
+                "anew. End this job",
+                rank=rank,
+                reason=reason,
+            )
+        if peers.still_here:
+            raise CommTimeoutError(
+                f"init: rank {self.rank} has waited {limit_s:g} s for ranks that have not called "
+                f"shutdown(): {', '.join(map(str, peers.still_here))}. After an error all ranks "
+                "call shutdown() before they can init() again. End this job if they cannot",
+                missing=peers.still_here,
+            )
+
+    def close(self, *, is_clean: bool) -> None:
+        """Free what MPI and the wire hold for this engine.
+
+        Args:
+            is_clean: all ranks do, and no message is under way.
+        """
         self._transport.close(is_clean=is_clean)
         self.world.quick = None
         self.watch.whereabouts = self.watch.host = None  # no cycle may keep the page's descriptor
         self._progress.close()
-        return is_clean
 
     def stop(self) -> None:
         """End the thread in the background and what is under way: this rank has failed."""

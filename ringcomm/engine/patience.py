@@ -114,7 +114,8 @@ class Patience:
             limit = own if self._task.timeout_s else f"RINGCOMM_TIMEOUT_S={self._timeout_s:g}"
             message = (
                 f"{self._text(now)} The timeout {limit} is over. "
-                "The engine cannot be used any more; end this job, or raise the limit."
+                "The engine cannot be used any more; end this job, or raise the limit. Ranks that "
+                "all live can go on if all of them call shutdown() and init()."
             )
             missing = self._watch.peers.missing(self._task.key, self._task.members)
             self._watch.announce_gave_up(GaveUp(tuple(missing), message))
@@ -124,27 +125,35 @@ class Patience:
 
 
 class Farewell:
-    """The wait of a rank that is done for those that are not: without end, but not in silence."""
+    """The wait of a rank that is done for those that are not: not in silence.
 
-    def __init__(self, watch: Watch, settings: Settings) -> None:
+    Args:
+        watch: what is known of the others.
+        settings: when to warn.
+        limit_s: the wait is over after that; by default it has no end.
+    """
+
+    def __init__(self, watch: Watch, settings: Settings, limit_s: float = math.inf) -> None:
         self._watch = watch
         self._start = time.monotonic()
         self._warn_at = self._start + settings.stall_warning_or_inf
+        self._limit_s = limit_s
 
     def is_over(self) -> bool:
-        """Return True once every rank has left, or one is dead; warns once."""
+        """Return True once every rank has left, or one is dead, or it is too long; warns once."""
         peers, now = self._watch.peers, time.monotonic()
-        if not peers.still_here or peers.dead:
+        if not peers.still_here or peers.dead or now >= self._start + self._limit_s:
             return True
         if now >= self._warn_at:
             self._warn_at = math.inf
             ranks = ", ".join(map(str, peers.still_here))
             _log.warning(
                 "shutdown: rank %d has waited %.1f s for ranks that have not left: %s. They may be "
-                "busy, or hang; this wait has no deadline.",
+                "busy, or hang; this wait %s.",
                 self._watch.transport.rank,
                 now - self._start,
                 ranks,
+                "has no deadline" if self._limit_s == math.inf else f"ends at {self._limit_s:g} s",
             )
         return False
 

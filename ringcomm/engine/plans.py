@@ -498,7 +498,13 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
                 f"alltoall: {n_rows} rows cannot be shared evenly by {size} ranks: pass splits="
             )
         return [n_rows // size] * size
-    rows = [operator.index(n) for n in splits]  # 1.5 is refused, not cut
+    try:
+        rows = [operator.index(n) for n in splits]  # 1.5 is refused, not cut
+    except TypeError as error:
+        raise TypeError(
+            f"alltoall: splits={splits!r} must be {size} integers, one per rank: how many rows go "
+            "to each"
+        ) from error
     if len(rows) != size or sum(rows) != n_rows or min(rows) < 0:
         raise ValueError(
             f"alltoall: splits={rows} must be {size} numbers >= 0, one per rank, with the sum "

@@ -278,9 +278,18 @@ class Progress:
         """Poll it no more."""
         self._services = tuple(each for each in self._services if each is not service)
 
-    def wake(self) -> None:
-        """Let a service be polled soon; any thread."""
-        self._wake()
+    def nudge(self) -> None:
+        """Let services be polled: at once in this thread if nobody drives, else soon.
+
+        Waking another thread costs 10 to 30 us, a poll less.
+        """
+        mark = object()
+        with self._turn:
+            if self._driver is not None:
+                self._wake()
+                return
+            self._driver = mark
+        self._take_part(mark, iter((False, True)).__next__, _SPINS)
 
     def work_in_background(self) -> None:
         """From now on tasks advance while nobody waits, if the wire allows a second thread."""

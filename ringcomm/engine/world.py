@@ -48,6 +48,9 @@ class _Override(threading.local):
 _world: _World | None = None
 _mpi: Started | None = None  # MPI is started once per process and survives shutdown()
 _is_mpi_broken = False  # a rank died or left out of turn: MPI_Finalize would wait for it
+_unended: _World | None = (
+    None  # left by shutdown() after a wait in vain; init() can end it in order
+)
 _unheard: LastWords | None = None  # of a world that could not be left as shutdown() promises
 _override = _Override()
 
@@ -69,6 +72,8 @@ def init(comm: MPI.Comm | None = None) -> None:
             alike.
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
         RingcommError: a rank failed before this second init(); end the job.
+        CommTimeoutError: after an error that no rank's failure caused, a rank has not called
+            shutdown() within RINGCOMM_TIMEOUT_S.
     """
     start(config.settings, comm)
 
@@ -93,6 +98,8 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
         start_deadline,
     )
 
+    if _unended is not None:
+        _end_in_order(_unended)
     if _is_mpi_broken:
         raise RingcommError(
             "ringcomm.init: a rank of this job has failed, so MPI cannot bring its ranks together "
@@ -125,20 +132,24 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
 def shutdown() -> None:
     """Leave the job in order; returns when all ranks do. Collective. init() may follow.
 
-    Asynchronous operations that are under way are completed first.
+    Asynchronous operations that are under way are completed first. After an error that has made the
+    engine unusable this returns at once; if no rank has failed (a CommTimeoutError, or a rank that
+    had called shutdown() before), and all ranks call it, init() may follow all the same.
 
     Raises:
         PeerFailedError, CommTimeoutError: one of them could not be.
         NotInitializedError: in a child of a rank.
     """
-    global _world, _is_mpi_broken, _unheard  # noqa: PLW0603
+    global _world, _is_mpi_broken, _unended, _unheard  # noqa: PLW0603
     _refuse_child()
     if _world is None:
         return
     world, _world = _world, None
-    is_clean = world.engine.leave("called shutdown()")
+    is_clean = world.engine.leave("called shutdown()", keeps_wire=True)
     _is_mpi_broken = _is_mpi_broken or not is_clean
     error = world.engine.broke_while_leaving
+    if world.engine.has_waited_in_vain:
+        _unended = world
     if error is None:
         world.words.disarm()
     else:
@@ -292,6 +303,21 @@ def _say_what_came_too_late(started: Started, engine: Engine) -> None:
         )
 
 
+def _end_in_order(world: _World) -> None:
+    """Return when all ranks have left a world in which one waited in vain.
+
+    Only now, for shutdown() is to return where another rank hangs.
+    """
+    global _unended, _unheard, _is_mpi_broken
+    world.engine.see_others_leave()
+    world.words.disarm()
+    world.engine.close(is_clean=False)  # messages of the past may still be under way
+    world.transport.page.set_state(State.LEFT)
+    if world.guardian is not None:
+        world.guardian.wait()
+    _unended, _unheard, _is_mpi_broken = None, None, False
+
+
 def _tell_the_others(failure: Failure) -> None:
     """Let the other ranks know at once, and stop this rank's own waits, in whatever thread."""
     if _world is None:
@@ -309,6 +335,8 @@ def _at_exit() -> None:
     if config.parent_rank_pid() is not None or _mpi is None:
         return
     failure = None if _world is None else _leave_job(_world)
+    if _unended is not None:
+        _unended.engine.close(is_clean=False)
     if _unheard is not None and _unheard.failure is not None:
         _unheard.wait_for_report()
     if not _is_mpi_broken:

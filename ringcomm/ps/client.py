@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -107,13 +108,9 @@ class Client:
         self._asked: dict[int, Ask] = {}
         self.n_bytes: Counter[int] = Counter()
         self._n_asked: Counter[int] = Counter()
+        self._counts = threading.Lock()  # who asks, and who drives, change them
         self.view: View | None = None
         self.on_view: Callable[[bytes], None] = lambda _: None
-
-    @property
-    def is_busy(self) -> bool:
-        """True while a reply is awaited."""
-        return bool(self._asked)
 
     @property
     def n_servers(self) -> int:
@@ -137,7 +134,7 @@ class Client:
             future.awaited.add(ask.server)
             self._await_credit(ask, future.label)
             self._send(ask, next(self._sequence))
-        self._engine.wake()
+        self._engine.nudge()
 
     def _owner(self, partition: Partition) -> int:
         assert self.view is not None
@@ -158,9 +155,13 @@ class Client:
             place=ask.place,
         )
         self._asked[sequence] = ask
-        self.n_bytes[ask.server] += ask.body.nbytes
-        self._n_asked[ask.server] += 1
+        self._count(ask, 1)
         self._link.send(self._layout.servers[ask.server], header, ask.meta, ask.body)
+
+    def _count(self, ask: Ask, sign: int) -> None:
+        with self._counts:
+            self.n_bytes[ask.server] += sign * ask.body.nbytes
+            self._n_asked[ask.server] += sign
 
     def _await_credit(self, ask: Ask, label: str) -> None:
         server, nbytes = ask.server, ask.body.nbytes
@@ -186,10 +187,9 @@ class Client:
         ask = self._asked.pop(header.sequence, None)
         if ask is None:
             return  # of a request that was given up
-        self.n_bytes[ask.server] -= ask.body.nbytes
-        self._n_asked[ask.server] -= 1
+        self._count(ask, -1)
         if header.status == Status.WRONG_VIEW:
-            self.on_view(delivery.meta)
+            self.on_view(delivery.body.tobytes())
             assert ask.partition is not None
             ask.server = self._owner(ask.partition)
             ask.future.awaited.add(ask.server)

@@ -53,10 +53,9 @@ class Desk:
 
     @property
     def is_busy(self) -> bool:
-        """True while something may arrive that somebody waits for."""
-        if self.server is not None and not self.server.is_over:
-            return True
-        return self.link.is_busy or (self.client is not None and self.client.is_busy)
+        """True while this rank's part must go on although nobody here waits for it."""
+        is_serving = self.server is not None and not self.server.is_over
+        return is_serving or self.link.is_busy
 
     def place_for(self, source: int, header: Header) -> Bytes | None:
         """Return where the body of a message shall go; see Link."""

@@ -82,7 +82,7 @@ def report(step: int, metrics: dict[str, float]) -> None:
     said = Report(int(step), {name: float(x) for name, x in metrics.items()}, 0)
     header = Header(Kind.REPORT, origin=current.engine.job_rank)
     current.desk.link.send(chief, header, packed_json([said.step, said.metrics]))
-    current.engine.wake()
+    current.engine.nudge()
 
 
 def reports() -> list[Report]:

@@ -8,7 +8,7 @@ a node: then nothing is copied here; between nodes it is a message.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -72,9 +72,11 @@ class Link:
         self._context = context
         self._place_for = place_for
         self._streams = itertools.count()
-        self._outgoing: defaultdict[int, deque[bytes]] = defaultdict(deque)
-        self._sending: list[tuple[Request, Bytes]] = []
-        self._lines: defaultdict[int, deque[_Coming]] = defaultdict(deque)
+        # What send() touches, in any thread, is there from the start and appended to, no more.
+        self._outgoing: list[deque[bytes]] = [deque() for _ in range(transport.size)]
+        self._bodies: deque[_Later] = deque()
+        self._sending: list[_Later] = []
+        self._lines: list[deque[_Coming]] = [deque() for _ in range(transport.size)]
         self._n_waiting = 0
 
     def shares_memory(self, rank: int) -> bool:
@@ -102,7 +104,7 @@ class Link:
         else:
             tag = tag_of(self._context, next(self._streams) % N_STREAMS, P2P)
             header = header._replace(where=Where.MESSAGE, place=tag)
-            self._sending.append((_Later(self._transport, body, dest, tag), body))
+            self._bodies.append(_Later(self._transport, body, dest, tag))
         self._outgoing[dest].append(packed(header._replace(n_body=body.nbytes), meta))
 
     def poll(self) -> list[Delivery]:
@@ -117,12 +119,16 @@ class Link:
     def is_busy(self) -> bool:
         """True while something waits to leave, or for its body."""
         return bool(
-            self._sending or self._n_waiting or self._mail.n_unsent or any(self._outgoing.values())
+            self._bodies
+            or self._sending
+            or self._n_waiting
+            or self._mail.n_unsent
+            or any(self._outgoing)
         )
 
     def flush(self) -> None:
         """Put on the wire what waits to leave; by poll() anyway."""
-        for dest, queue in self._outgoing.items():
+        for dest, queue in enumerate(self._outgoing):
             while queue:
                 letter = [queue.popleft()]
                 room = LETTER_MAX - len(letter[0])
@@ -130,8 +136,10 @@ class Link:
                     room -= len(queue[0])
                     letter.append(queue.popleft())
                 self._mail.send(dest, letter[0] if len(letter) == 1 else b"".join(letter))
+        while self._bodies:
+            self._sending.append(self._bodies.popleft())
         if self._sending:
-            self._sending = [each for each in self._sending if not each[0].test()]
+            self._sending = [each for each in self._sending if not each.test()]
 
     def _admit(self, source: int, frame: Frame) -> None:
         header, request = frame.header, None
@@ -148,7 +156,7 @@ class Link:
         self._lines[source].append(_Coming(Delivery(source, header, frame.meta, body), request))
 
     def _arrived(self) -> Iterable[Delivery]:
-        for line in self._lines.values():
+        for line in self._lines:
             while line and (line[0].request is None or line[0].request.test()):
                 coming = line.popleft()
                 self._n_waiting -= coming.request is not None

@@ -397,7 +397,7 @@ def from_torch(group: Mapping[str, Any], class_name: str) -> Updater | None:
 
 
 def _plain(default: Any, value: Any) -> Any:
-    """Return a hyper-parameter, perhaps a tensor of one element, as the type of its default."""
+    """Return a hyper-parameter, which may be a tensor of one element, as its default is typed."""
     if isinstance(default, tuple):
         return tuple(float(x) for x in value)
     return type(default)(value)

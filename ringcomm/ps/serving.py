@@ -181,7 +181,7 @@ class Server:
         known = self._by_name.get(spec.name)
         if known is not None:
             known.spec.require_same(spec, request.source)
-            self._reply(request, meta=packed_json(known.described()))
+            self._reply(request, body=self._described(known))
             return
         table = Table(len(self.tables) + 1, spec, self._place(spec))
         others = set(range(len(self._layout.servers))) - {self.index}
@@ -189,8 +189,7 @@ class Server:
         self._install(table)
         for server in others:
             header = Header(Kind.VIEW, origin=self._rank, sequence=table.number)
-            meta = packed_json(table.described())
-            self._link.send(self._layout.servers[server], header, meta)
+            self._link.send(self._layout.servers[server], header, b"", self._described(table))
         self._open_if_known(opening)
 
     def _place(self, spec: Spec) -> list[int]:
@@ -226,7 +225,7 @@ class Server:
 
     def _adopt(self, request: Delivery) -> None:
         """Take note of a table that the leader has placed."""
-        told = json.loads(request.meta)
+        told = json.loads(request.body.tobytes())
         self._install(Table(told["number"], Spec.of_json(told["spec"]), told["owners"]))
         header = Header(Kind.VIEW, origin=self._rank, sequence=told["number"], option=1)
         self._link.send(request.source, header, packed_json({"name": told["spec"]["name"]}))
@@ -242,7 +241,7 @@ class Server:
             return
         del self._opening[opening.table.spec.name]
         for request in opening.asked:
-            self._reply(request, meta=packed_json(opening.table.described()))
+            self._reply(request, body=self._described(opening.table))
 
     # --- values ---------------------------------------------------------------------------------
     def _part(self, request: Delivery) -> DensePartition | None:
@@ -252,7 +251,7 @@ class Server:
             raise KeyError(f"server {self.index} has no table {request.header.table}")
         part = table.parts.get(request.header.partition)
         if part is None:
-            self._reply(request, status=Status.WRONG_VIEW, meta=packed_json(table.described()))
+            self._reply(request, status=Status.WRONG_VIEW, body=self._described(table))
         return part
 
     def _push(self, request: Delivery) -> None:
@@ -420,10 +419,16 @@ class Server:
             "waiting": len(self._waiting),
             "tables": tables,
         }
-        body = np.frombuffer(packed_json(told), np.uint8)
-        self._reply(request, body=body if body.nbytes <= INLINE_MAX else self._shared(body))
+        self._reply(request, body=self._as_body(told))
 
-    def _shared(self, body: Bytes) -> Bytes:
+    def _described(self, table: Table) -> Bytes:
+        return self._as_body(table.described())
+
+    def _as_body(self, told: Any) -> Bytes:
+        """Return JSON as a body of any size."""
+        body = np.frombuffer(packed_json(told), np.uint8)
+        if body.nbytes <= INLINE_MAX:
+            return body
         memory = self._memory(body.nbytes)
         memory[:] = body
         self._keep(memory)

@@ -105,7 +105,7 @@ def open_table(current: Session, spec: Spec) -> dict[str, Any]:
     told: dict[str, Any] = {}
 
     def note(reply: Delivery) -> None:
-        told.update(json.loads(reply.meta))
+        told.update(json.loads(reply.body.tobytes()))
 
     client = current.client
     future: Future[dict[str, Any]] = Future(
@@ -123,7 +123,7 @@ def note_owners(current: Session, told: dict[str, Any]) -> None:
     client = current.client
     changes = {(told["number"], i): (owner,) for i, owner in enumerate(told["owners"])}
     client.view = (client.view or View()).with_(changes)
-    client.on_view = lambda meta: note_owners(current, json.loads(meta))
+    client.on_view = lambda text: note_owners(current, json.loads(text))
 
 
 class Table:

@@ -32,10 +32,12 @@ from ringcomm.engine.world import (
     stop_timeline,
 )
 from ringcomm.errors import RingcommError as HorovodInternalError
+from ringcomm.torch import elastic
 from ringcomm.torch.checkpoint import Checkpoint, Restored
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.distributed.entry import init_process_group, register
 from ringcomm.torch.distributed.hook import node_hook
+from ringcomm.torch.elastic import HostsUpdatedInterrupt
 from ringcomm.torch.handles import poll, synchronize
 from ringcomm.torch.job import (
     ccl_built,
@@ -110,6 +112,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Metrics",
     "Min",
@@ -143,6 +146,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "get_process_set_ids_and_ranks",
     "global_process_set",
     "gloo_built",

@@ -20,10 +20,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-import ringcomm
 import ringcomm.torch as face
 from ringcomm import errors
-from ringcomm.torch import compression, optimizer, process_sets
+from ringcomm.torch import compression, elastic, horovod_modules, optimizer, process_sets
 
 VERSION: Final = "0.28.1"  # whose names and defaults these are; scripts look at it
 
@@ -60,17 +59,29 @@ def install() -> None:
 def _modules() -> Mapping[str, dict[str, Any]]:
     """Return what each module of Horovod's is to hold."""
     everything = _taken(face, face.__all__)
-    internal = {"HorovodInternalError": errors.RingcommError}
+    exceptions = {
+        "HorovodInternalError": errors.RingcommError,
+        "HorovodVersionMismatchError": horovod_modules.HorovodVersionMismatchError,
+        "HostsUpdatedInterrupt": elastic.HostsUpdatedInterrupt,
+    }
+    run = {"run": horovod_modules.run}
+    states = _taken(elastic, ("State", "ObjectState"))
     return {
-        "horovod": {"__version__": VERSION, "run": ringcomm.run},
+        "horovod": {"__version__": VERSION} | run,
+        "horovod.runner": run,
         "horovod.torch": everything,
         "horovod.torch.mpi_ops": everything,
         "horovod.torch.functions": _taken(face, (*_STATE, "allgather_object")),
         "horovod.torch.optimizer": _taken(optimizer, ("DistributedOptimizer",)),
         "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},
         "horovod.torch.compression": _taken(compression, _COMPRESSION),
+        "horovod.torch.elastic": _taken(elastic, ("run", "TorchState", "ElasticSampler")) | states,
+        "horovod.torch.elastic.state": {"TorchState": elastic.TorchState},
+        "horovod.torch.elastic.sampler": {"ElasticSampler": elastic.ElasticSampler},
         "horovod.common": {},
-        "horovod.common.exceptions": internal,
+        "horovod.common.elastic": {"run_fn": elastic.run} | states,
+        "horovod.common.exceptions": exceptions,
+        "horovod.common.util": horovod_modules.util(),
         "horovod.common.process_sets": _taken(
             process_sets, ("ProcessSet", "add_process_set", "remove_process_set")
         )

@@ -133,13 +133,8 @@ class _Registry:
     def add(self, which: ProcessSet) -> ProcessSet:
         """Number a process set; one of the same ranks that is there shares its number."""
         ranks = tuple(which.resolve())
-        told = ops.allgather_object(ranks) if self._sets else [ranks]
-        if any(each != ranks for each in told):
-            other = next(r for r, each in enumerate(told) if each != told[0])
-            raise MismatchError(
-                f"add_process_set: rank 0 adds ranks {list(told[0])}, rank {other} "
-                f"{list(told[other])}. Every rank must add the same process sets in the same order"
-            )
+        if self._sets:
+            _require_alike("add", ranks)
         known = next((n for n, each in self._sets.items() if tuple(each.resolve()) == ranks), None)
         if known is None:
             is_all = ranks == tuple(range(engine().size))
@@ -156,7 +151,7 @@ class _Registry:
             raise ValueError(f"{which} is not in use")
         if number == 0:
             return False
-        ops.barrier()  # no rank may still need it
+        _require_alike("remove", tuple(which.resolve()))  # and no rank may still need it
         known = self._sets.pop(number)
         del self._lanes[tuple(known.resolve())]
         for each in (known, which):
@@ -166,6 +161,24 @@ class _Registry:
     def by_id(self) -> dict[int, ProcessSet]:
         """Return those in use."""
         return dict(sorted(self._sets.items()))
+
+
+def _require_alike(verb: str, ranks: tuple[int, ...]) -> None:
+    """Raise MismatchError, on every rank that is not in join(), if one does not do the same."""
+    told = ops.allgather_object((verb, ranks))
+    joined = [rank for rank, each in enumerate(told) if each is None]  # what a stand-in gathers
+    if joined:
+        raise MismatchError(
+            f"{verb}_process_set: ranks {joined} are in join(), and every rank must {verb} a "
+            "process set. Do it before the first rank calls join(), or after join() has returned"
+        )
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        (first, theirs), (second, others) = told[0], told[other]
+        raise MismatchError(
+            f"{verb}_process_set: rank 0 {first}s ranks {list(theirs)}, rank {other} {second}s "
+            f"{list(others)}. Every rank must add and remove the same process sets in one order"
+        )
 
 
 global_process_set: Final = ProcessSet([])
@@ -190,7 +203,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises:
         ValueError: a rank that does not exist, or the same one twice, or none.
-        MismatchError: ranks add different ones.
+        MismatchError: ranks add different ones, or some are in join().
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -202,6 +215,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns:
         False for the global one, which stays.
+
+    Raises:
+        MismatchError: ranks remove different ones, or some are in join().
     """
     return _registry().remove(process_set)
 

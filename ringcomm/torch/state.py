@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ringcomm.engine import ops
+from ringcomm.engine import ops, plans
+from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
-from ringcomm.engine.world import rank
+from ringcomm.engine.world import engine, rank
 from ringcomm.errors import MismatchError
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
 
@@ -30,23 +32,49 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
+        TypeError: params is nothing of this kind.
         MismatchError: names, shapes or dtypes differ between ranks.
     """
     root, group = process_set.root(root_rank), process_set.group
-    entries = params.items() if isinstance(params, Mapping) else params
-    named = [
-        entry if isinstance(entry, tuple) else (f"parameter {place}", entry)
-        for place, entry in enumerate(entries)
-    ]
-    tensors = {name: each for name, each in named if isinstance(each, torch.Tensor)}
-    _require_alike(list(tensors), group)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def plan(group: Group) -> Plan[list[bytes]]:
+        tensors.update(_by_name(params))  # within the plan, so that all ranks hear of a mistake
+        return plans.allgather_object(group, "names of parameters", list(tensors))
+
+    told = engine().execute("allgather_object", "names of parameters", plan, group)
+    _require_alike([pickle.loads(each) for each in told], group)
     for name, tensor in tensors.items():
         ops.broadcast_(tensor, root, name=name, group=group)
 
 
-def _require_alike(names: list[str], group: Group) -> None:
+def _by_name(params: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors, by names that are alike on all ranks."""
+    entries = params.items() if isinstance(params, Mapping) else params
+    if isinstance(entries, torch.Tensor | str | bytes) or not isinstance(entries, Iterable):
+        raise TypeError(
+            "broadcast_parameters: params is model.state_dict(), model.named_parameters() or "
+            f"tensors, not {_shown(params)}"
+        )
+    named = [
+        entry if isinstance(entry, tuple) else (f"parameter {place}", entry)
+        for place, entry in enumerate(entries)
+    ]
+    return {name: each for name, each in named if isinstance(each, torch.Tensor)}
+
+
+def _shown(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+
+
+def _require_alike(told: list[Any], group: Group) -> None:
     """Raise MismatchError, on every rank, if ranks have other names: they would wait for them."""
-    told = ops.allgather_object(names, name="names of parameters", group=group)
+    joined = [rank for rank, names in zip(group.ranks, told, strict=True) if names is None]
+    if joined:
+        raise MismatchError(
+            f"broadcast_parameters: ranks {joined} are in join(), and every rank must take part. "
+            "Call it before the first rank calls join()"
+        )
     for other, theirs in zip(group.ranks, told, strict=True):
         if theirs != told[0]:
             lacking = [name for name in told[0] if name not in theirs]

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
 
-from harness import run_job, run_script
+from harness import IS_MPICH, run_job, run_script
 
 SCRIPT = """
 import sys
@@ -129,18 +129,105 @@ if first.included():
     assert job.output.count("sum 2") == 2
 
 
-def test_init_and_shutdown_and_init_again(tmp_path):
-    text = """
-import torch, ringcomm.torch as hvd
-for _ in range(3):
-    hvd.init()
-    some = hvd.add_process_set([0])
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-    assert hvd.join() >= 0
-    hvd.shutdown()
-    assert not hvd.is_initialized()
-print("done")
+MODULES = """
+import sys
+import pytest, torch
+from ringcomm.torch.as_horovod import install
+install()
+import horovod, horovod.torch as hvd
+from horovod.common import elastic as common_elastic
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodVersionMismatchError
+from horovod.common.util import check_extension, extension_available, gpu_available, env
+from horovod.common.util import is_iterable, mpi_built, num_rank_is_power_2, nccl_built, split_list
+from horovod.runner import run
+from horovod.torch.elastic import ElasticSampler, TorchState
+from horovod.torch.elastic.sampler import ElasticSampler as sampler
+from horovod.torch.elastic.state import TorchState as state
 """
-    job = run_script(2, text, cwd=tmp_path)
+
+
+def test_modules_that_scripts_import_from_are_there(tmp_path):
+    text = """
+import os
+assert horovod.run is run and sampler is ElasticSampler and state is TorchState
+assert issubclass(HostsUpdatedInterrupt, RuntimeError) and HostsUpdatedInterrupt(True).skip_sync
+assert not HostsUpdatedInterrupt().skip_sync and issubclass(HorovodVersionMismatchError, Exception)
+check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+with pytest.raises(ImportError, match="horovod.torch alone"):
+    check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW")
+assert extension_available("torch") and not extension_available("mxnet", verbose=True)
+assert mpi_built(verbose=True) and not nccl_built() and not gpu_available("torch")
+assert [n for n in range(9) if num_rank_is_power_2(n)] == [1, 2, 4, 8]
+assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+assert is_iterable([]) and not is_iterable(3)
+with env(HOME="/nowhere", NEW="1"):
+    assert os.environ["HOME"] == "/nowhere" and os.environ["NEW"] == "1"
+assert os.environ["HOME"] != "/nowhere" and "NEW" not in os.environ
+print("fine")
+"""
+    job = run_script(1, MODULES + text, cwd=tmp_path)
     assert job.code == 0, job.output
-    assert job.output.count("done") == 2
+    assert "fine" in job.output
+
+
+def test_elastic_training_can_be_imported_and_says_at_its_use_that_it_is_missing(tmp_path):
+    text = r"""
+@hvd.elastic.run
+def train(state, epochs):
+    "Trains."
+
+class MyState(hvd.elastic.TorchState):
+    pass
+
+assert train.__name__ == "train" and train.__doc__ == "Trains."
+for use, what in [
+    (lambda: train(None, epochs=3), r"elastic.run\(train\)"),
+    (lambda: MyState(model=torch.nn.Linear(1, 1), batch=0), "elastic.MyState"),
+    (lambda: common_elastic.ObjectState(broadcast_object=None, get_rank=None), "ObjectState"),
+    (lambda: ElasticSampler([1, 2], shuffle=False), "elastic.ElasticSampler"),
+]:
+    with pytest.raises(NotImplementedError, match=what + ": this version of ringcomm has no elas"):
+        use()
+print("fine")
+"""
+    job = run_script(1, MODULES + text, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "fine" in job.output
+
+
+def test_run_takes_what_horovods_run_takes(tmp_path):
+    text = """
+import sys
+import pytest
+from ringcomm.torch.as_horovod import install
+install()
+import horovod
+
+def rank_plus(x, y=0):
+    import ringcomm.torch as hvd
+    hvd.init()
+    return hvd.rank() + x + y
+
+if __name__ == "__main__":
+    results = horovod.run(rank_plus, (10,), {"y": 5}, 2, hosts="localhost:2", verbose=False,
+                          use_mpi=True, mpi_args="OPTIONS")
+    assert results == [15, 16], results
+    assert horovod.run(rank_plus, (1,), np=1) == [1]
+    for options in ({"hosts": "a:2,b:2"}, {"use_gloo": True}, {"network_interfaces": "eth0"}):
+        with pytest.raises(ValueError, match="no counterpart"):
+            horovod.run(rank_plus, (1,), np=1, **options)
+    print("fine")
+"""
+    text = text.replace("OPTIONS", "" if IS_MPICH else "--oversubscribe")
+    (tmp_path / "program.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fine" in done.stdout

@@ -340,6 +340,16 @@ def test_wrong_splits_are_refused(splits):
     assert run_ranks(2, body) == [[1.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("splits", [[1.5, 1.5], torch.tensor([1.0, 2.0]), 3])
+def test_splits_that_are_no_integers_are_told_as_such(splits):
+    def body(rank):
+        with pytest.raises(TypeError, match=r"splits=.* must be 2 integers, one per rank"):
+            hvd.alltoall(torch.ones(3), splits=splits)
+        return hvd.alltoall(torch.ones(2)).tolist()
+
+    assert run_ranks(2, body) == [[1.0, 1.0]] * 2
+
+
 # --- gradients ----------------------------------------------------------------------------------
 def gradient(f, x):
     x = x.clone().requires_grad_()
@@ -439,11 +449,42 @@ def test_a_process_set_that_is_removed_is_not_used_again():
 def test_ranks_that_add_different_process_sets_all_hear_of_it():
     def body(rank):
         hvd.init()
-        with pytest.raises(rc.MismatchError, match=r"rank 0 adds ranks \[0\], rank 1 \[1\]"):
+        with pytest.raises(rc.MismatchError, match=r"rank 0 adds ranks \[0\], rank 1 adds \[1\]"):
             hvd.add_process_set([rank])
         return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
     assert run_ranks(2, body) == [2, 2]
+
+
+def add(some):
+    hvd.add_process_set([0, 1])
+
+
+@pytest.mark.parametrize(("change", "verb"), [(add, "add"), (hvd.remove_process_set, "remove")])
+def test_process_sets_are_not_changed_while_a_rank_is_in_join(change, verb):
+    def body(rank):
+        some = hvd.add_process_set([1, 2])
+        if rank != 2:
+            with pytest.raises(rc.MismatchError, match=rf"ranks \[2\] are in join\(\).* {verb} a"):
+                change(some)
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+        hvd.join()
+        change(some)
+        return hvd.get_process_set_ids_and_ranks(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    sets = {0: [0, 1, 2], 1: [1, 2], 2: [0, 1]} if change is add else {0: [0, 1, 2]}
+    assert run_ranks(3, body) == [(sets, 3)] * 3
+
+
+def test_ranks_that_add_and_remove_all_hear_of_it():
+    def body(rank):
+        some = hvd.add_process_set([0])
+        text = r"rank 0 removes ranks \[0\], rank 1 adds \[0\]"
+        with pytest.raises(rc.MismatchError, match=text):
+            hvd.remove_process_set(some) if rank == 0 else hvd.add_process_set([0])
+        return hvd.get_process_set_ids_and_ranks()
+
+    assert run_ranks(2, body) == [{0: [0, 1], 1: [0]}] * 2
 
 
 @pytest.mark.parametrize("ranks", [[0, 5], [0, 0], []])
@@ -588,5 +629,30 @@ def test_parameters_of_other_names_are_told_at_once(names, message):
         with pytest.raises(rc.MismatchError, match=message):
             hvd.broadcast_parameters(params)
         hvd.broadcast_parameters({"a": torch.ones(1)})
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("wrong", [5, None, "weights", torch.ones(2)], ids=repr)
+def test_what_holds_no_parameters_is_told_on_every_rank(wrong):
+    def body(rank):
+        with pytest.raises(TypeError, match=r"params is model.state_dict\(\), .*, not"):
+            hvd.broadcast_parameters(wrong)
+        with pytest.raises((TypeError, rc.MismatchError), match=r"params is model.state_dict\(\)"):
+            hvd.broadcast_parameters({"a": torch.ones(2)} if rank == 0 else wrong)
+        x = torch.full((2,), float(rank))
+        hvd.broadcast_parameters({"a": x}, root_rank=1)
+        return x.tolist()
+
+    assert run_ranks(2, body) == [[1.0, 1.0]] * 2
+
+
+def test_parameters_are_not_broadcast_while_a_rank_is_in_join():
+    def body(rank):
+        hvd.add_process_set([0])
+        if rank == 0:
+            with pytest.raises(rc.MismatchError, match=r"ranks \[1\] are in join\(\)"):
+                hvd.broadcast_parameters({"a": torch.ones(2)})
+        return hvd.join()
 
     run_ranks(2, body)

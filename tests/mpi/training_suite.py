@@ -407,6 +407,25 @@ def test_fsdp2_equals_one_process(options, rank, size):
     assert held < sum(p.numel() for p in full)
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("keeps_parameters", [True, False])
+def test_fsdp1_equals_one_process(strategy, keeps_parameters, rank, size):
+    from torch.distributed import fsdp
+
+    model = fsdp.FullyShardedDataParallel(
+        network(),
+        sharding_strategy=fsdp.ShardingStrategy[strategy],
+        auto_wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=keeps_parameters,
+        device_id=torch.device("cpu"),  # without it FSDP1 wants an accelerator
+    )
+    train(model, adamw(model), mine(batches(size), rank, size))
+    whole = fsdp.FullStateDictConfig(rank0_only=False)
+    with model.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, whole):
+        full = list(model.state_dict().values())
+    assert_equal(full, alone(size, adamw), 1e-10)
+
+
 def test_hsdp_equals_one_process(rank, size):
     if size % 2:
         pytest.skip("2 replicas need an even number of ranks")

@@ -440,7 +440,8 @@ def test_a_stalled_wait_is_reported_once_with_the_missing_ranks(caplog):
             assert run_ranks(2, body, settings=settings) == [2.0, 2.0]
     finally:
         logging.getLogger("ringcomm").removeHandler(notice)
-    texts = [record.getMessage() for record in caplog.records]
+    # Handles that an earlier test dropped may be collected, and told of, at this moment.
+    texts = [text for text in caplog.messages if "nobody waited for" not in text]
     assert len(texts) == 1
     assert "allreduce[slow]: rank 0 has waited" in texts[0]
     assert "for rank 1, which did not" in texts[0]

@@ -239,3 +239,12 @@ def test_a_slice_is_pushed_and_pulled():
         return True
 
     assert run_workers(1, body, 2) == [True]
+
+
+def test_a_table_may_have_thousands_of_blocks():
+    def body(rank):
+        t = ps.table("w", 9000, updater=ps.optim.Add(), block_nbytes=4)
+        t.push(np.ones(9000, np.float32))
+        return t.pull().wait().sum()
+
+    assert run_workers(1, body, 2) == [9000.0]

@@ -1,0 +1,146 @@
+"""What horovod's modules hold beside its collectives, for scripts that import it from there."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+import ringcomm
+from ringcomm import config
+from ringcomm.torch import job
+
+T = TypeVar("T")
+
+_HERE: Final = ("localhost", "127.0.0.1")
+_BUILT: Final = {
+    "mpi_built": job.mpi_built,
+    "gloo_built": job.gloo_built,
+    "nccl_built": job.nccl_built,
+    "cuda_built": job.cuda_built,
+    "rocm_built": job.rocm_built,
+    "ddl_built": job.ddl_built,
+    "ccl_built": job.ccl_built,
+}
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Horovod was built for another framework version. Never raised: nothing is built for one."""
+
+
+def run(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    num_proc: int | None = None,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    mpi_args: str | None = None,
+    verbose: Any = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    start_timeout: float | None = None,
+    disable_cache: bool | None = None,
+    **others: Any,
+) -> list[T]:
+    """Return what func returns on each rank of a new job on this host; see ringcomm.run().
+
+    Args:
+        func: what each rank calls.
+        args: its arguments.
+        kwargs: its arguments by keyword.
+        num_proc: number of ranks.
+        np: its older name.
+        hosts: "localhost:4", or None.
+        mpi_args: options of mpirun.
+        verbose: ignored, as are use_mpi, start_timeout and disable_cache.
+        use_mpi: see verbose.
+        use_gloo: must not be set.
+        start_timeout: see verbose.
+        disable_cache: see verbose.
+        others: Horovod's other options; only None can be passed.
+
+    Raises:
+        ValueError: an option that nothing here corresponds to.
+    """
+    del verbose, use_mpi, start_timeout, disable_cache
+    others |= {"use_gloo": use_gloo or None, "hosts": None if _is_here(hosts) else hosts}
+    unknown = [f"{name}={value!r}" for name, value in others.items() if value is not None]
+    if unknown:
+        raise ValueError(
+            f"horovod.run({', '.join(unknown)}): ringcomm has no counterpart. It starts ranks on "
+            "this host with mpirun: leave that out, or start the job with "
+            "mpirun --host ... python -m ringcomm.torch.as_horovod train.py"
+        )
+    n = num_proc if num_proc is not None else np
+    options = shlex.split(mpi_args or "")
+    return ringcomm.run(func, args, kwargs, 1 if n is None else n, mpirun_options=options)
+
+
+def _is_here(hosts: str | None) -> bool:
+    return all(each.partition(":")[0] in _HERE for each in (hosts or _HERE[0]).split(","))
+
+
+def util() -> dict[str, Any]:
+    """Return what horovod.common.util holds, as far as scripts use it."""
+    functions = (
+        check_extension,
+        extension_available,
+        gpu_available,
+        is_iterable,
+        num_rank_is_power_2,
+        split_list,
+    )
+    names = {each.__name__: each for each in functions}
+    return names | {"env": config.changed_environment} | {k: _asked(f) for k, f in _BUILT.items()}
+
+
+def check_extension(ext_name: str, *details: Any) -> None:
+    """Do nothing for "horovod.torch".
+
+    Raises:
+        ImportError: it is that of another framework.
+    """
+    del details
+    if not ext_name.startswith("horovod.torch"):
+        raise ImportError(f"{ext_name}: ringcomm stands in for horovod.torch alone")
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return True for "torch"."""
+    del verbose
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return False: this version reduces in host memory."""
+    del ext_base_name, verbose
+    return False
+
+
+def is_iterable(x: Any) -> bool:
+    """Return True if there is an iterator over x."""
+    return isinstance(x, Iterable)
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return True for 1, 2, 4, 8, ..."""
+    return num_rank > 0 and num_rank.bit_count() == 1
+
+
+def split_list(values: Sequence[T], num_parts: int) -> list[Sequence[T]]:
+    """Return `num_parts` parts of consecutive values, the first ones longer by one."""
+    short, n_longer = divmod(len(values), num_parts)
+    ends = [(part + 1) * short + min(part + 1, n_longer) for part in range(num_parts)]
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _asked(is_built: Callable[[], Any]) -> Callable[..., Any]:
+    """Return the question in the form that takes `verbose`."""
+
+    def ask(verbose: bool = False) -> Any:
+        del verbose
+        return is_built()
+
+    return ask
