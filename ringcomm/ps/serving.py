@@ -426,7 +426,10 @@ class Server:
 
     def _as_body(self, told: Any) -> Bytes:
         """Return JSON as a body of any size."""
-        body = np.frombuffer(packed_json(told), np.uint8)
+        return self._shared(np.frombuffer(packed_json(told), np.uint8))
+
+    def _shared(self, body: Bytes) -> Bytes:
+        """Return a body as it can be sent, whatever its size."""
         if body.nbytes <= INLINE_MAX:
             return body
         memory = self._memory(body.nbytes)
