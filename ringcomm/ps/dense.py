@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,30 @@ from numpy.typing import NDArray
 from ringcomm import _core
 from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.ps.messages import ASSIGN, INITIAL, PushMeta
+from ringcomm.ps.messages import (
+    ABSENT,
+    ASSIGN,
+    HOLD,
+    INITIAL,
+    RELEASE,
+    SKIP,
+    SQUARES,
+    PushMeta,
+)
 from ringcomm.ps.optim import Updater, from_json
 from ringcomm.ps.rounds import Rounds
 from ringcomm.ps.spec import Spec
 
 Array = NDArray[Any]
+_QUIET: Final = np.errstate(over="ignore", invalid="ignore")  # inf and NaN are no news here
+
+
+class Answer(Protocol):
+    """Tells who pushed what became of it."""
+
+    def __call__(self, is_applied: bool, version: int, meta: bytes = b"", /) -> None:
+        """Say whether it was applied, the version, and what explains it."""
+        ...
 
 
 class Contribution(NamedTuple):
@@ -27,14 +46,22 @@ class Contribution(NamedTuple):
     Attributes:
         weight: of it in the mean.
         hyper: hyper-parameters that came with it.
-        grad: the gradient; memory of who pushed, or of this server.
-        answer: called with whether it was applied, and the version.
+        grad: the gradient; memory of who pushed, or of this server. None: it has none.
+        is_held: the mean is to wait for its release.
+        answer: called with what became of it.
     """
 
     weight: float
     hyper: NDArray[np.float64]
-    grad: Array
-    answer: Callable[[bool, int], None]
+    grad: Array | None
+    is_held: bool
+    answer: Answer
+
+
+class Held(NamedTuple):
+    """The mean of a round that is not an update yet; None: nobody had a gradient."""
+
+    mean: Array | None
 
 
 @dataclass
@@ -67,6 +94,10 @@ class DensePartition:
         stop: behind its last.
         memory: returns memory for its values, which clients on this node map.
         workers: who contributes to rounds.
+
+    Attributes:
+        version: updates so far, or rounds, some of which may have changed nothing.
+        steps: updates that the updater has made.
     """
 
     def __init__(
@@ -85,7 +116,8 @@ class DensePartition:
         self.memory = memory(_core.block_nbytes(count * self.dtype.itemsize))
         self._block = _core.DenseBlock(self.memory, count, DTYPES[spec.dtype].kernel, 0)
         self.slots = self.updater.new_slots((count,), self.dtype)
-        self.steps = 0
+        self.steps = self.version = 0
+        self._held: Held | None = None
         self.traffic = Traffic()
         self.rounds: Rounds[Contribution] | None = None
         if spec.mode.has_rounds:
@@ -102,44 +134,41 @@ class DensePartition:
         return self.stop - self.start
 
     @property
-    def version(self) -> int:
-        """Updates so far."""
-        return self.steps
-
-    @property
     def values(self) -> Array:
         """The values where they stand, until the next update but one."""
         nbytes = self.count * self.dtype.itemsize
         return self.memory[self._block.offset :][:nbytes].view(self.dtype)
 
-    def push(
-        self, worker: int, clock: int, meta: PushMeta, body: Bytes,
-        answer: Callable[[bool, int], None],
-    ) -> None:  # fmt: skip
+    def push(self, worker: int, clock: int, meta: PushMeta, body: Bytes, answer: Answer) -> None:
         """Carry out a push, or keep it for its round.
 
         Raises:
             ValueError: it does not fit the slice; nothing is changed.
         """
+        if meta.flags & RELEASE:
+            self._release(clock, meta)
+            answer(True, self.version)
+            return
         grad = self._gradient(meta, body)
         self.traffic.pushes += 1
         self.traffic.nbytes += body.nbytes
         if meta.flags & (INITIAL | ASSIGN):
             self._assign(meta, grad)
             self.is_ready = True
-            answer(True, self.steps)
+            answer(True, self.version)
         elif self.rounds is None:
             self._note_staleness(clock)
             self._update(meta.hyper, meta, grad)
-            answer(True, self.steps)
+            answer(True, self.version)
         else:
-            whole = self._whole(meta, grad)
-            contribution = Contribution(meta.weight, meta.hyper, whole, answer)
+            whole = None if meta.flags & ABSENT else self._whole(meta, grad)
+            is_held = bool(meta.flags & HOLD)
+            contribution = Contribution(meta.weight, meta.hyper, whole, is_held, answer)
             if self.rounds.add(worker, clock, contribution):
                 self.advance()
             else:
                 self.traffic.late += 1
-                answer(False, self.steps)
+                answer(False, self.version, b"late")
 
     def leave(self, worker: int) -> None:
         """Wait no more for a worker."""
@@ -150,13 +179,37 @@ class DensePartition:
     def advance(self) -> None:
         """Carry out the rounds that are complete."""
         assert self.rounds is not None
-        while (came := self.rounds.take()) is not None:
+        while self._held is None and (came := self.rounds.take()) is not None:
             parts = [part for _, part in came]
-            self._apply(parts[0].hyper, mean_of(parts))
+            mean = mean_of(parts)
+            if any(part.is_held for part in parts):
+                self._held = Held(None if mean is None else np.array(mean, self.dtype))
+                squares = packed_squares(self._held.mean)
+                for part in parts:
+                    part.answer(True, self.version, squares)
+                return
+            self._end_round(parts[0].hyper, mean)
             for part in parts:
-                part.answer(True, self.steps)
-            for callback in self._at_version.pop(self.steps, ()):
-                callback()
+                part.answer(mean is not None, self.version, b"empty" if mean is None else b"")
+
+    def _release(self, clock: int, meta: PushMeta) -> None:
+        """Make the mean of round `clock` an update; the first of its workers that asks does."""
+        if self._held is None or clock != self.version:
+            return
+        (mean,), self._held = self._held, None
+        if meta.flags & SKIP:
+            mean = None
+        if mean is not None:
+            _scale(mean, meta.weight)
+        self._end_round(meta.hyper, mean)
+        self.advance()
+
+    def _end_round(self, hyper: NDArray[np.float64], mean: Array | None) -> None:
+        if mean is not None:
+            self._apply(hyper, mean)
+        self.version += 1
+        for callback in self._at_version.pop(self.version, ()):
+            callback()
 
     def at_version(self, version: int, callback: Callable[[], None]) -> None:
         """Let `callback` be called right after the update that makes it so many."""
@@ -191,6 +244,7 @@ class DensePartition:
         self._block.write(whole)
 
     def _update(self, hyper: NDArray[np.float64], meta: PushMeta, grad: Array) -> None:
+        self.version += 1
         if meta.n == self.count:
             self._apply(hyper, grad)
             return
@@ -207,7 +261,7 @@ class DensePartition:
         self._block.apply(self.updater.code, hyper, self.steps, self.slots, grad)
 
     def _note_staleness(self, clock: int) -> None:
-        missed = max(0, self.steps - clock)
+        missed = max(0, self.version - clock)
         seen = self.traffic.staleness
         seen[missed] = seen.get(missed, 0) + 1
 
@@ -225,23 +279,42 @@ class DensePartition:
         self.is_ready = True
 
 
-def mean_of(parts: list[Contribution]) -> Array:
-    """Return the mean of contributions by their weights, summed in the order given."""
+@_QUIET
+def mean_of(parts: list[Contribution]) -> Array | None:
+    """Return the mean of contributions by their weights, summed in the order given.
+
+    Who has no gradient counts as zeros. None if nobody has one, or the sum of weights is 0.
+    """
     total = sum(part.weight for part in parts)
-    kind = parts[0].grad.dtype
+    # The mean over an empty batch is NaN, which a weight of 0 would not cancel.
+    present = [(part.weight, part.grad) for part in parts if part.grad is not None and part.weight]
+    if not present:
+        return None
+    kind = present[0][1].dtype
     wide = kind if kind in (np.float32, np.float64) else np.dtype(np.float32)
     if len(parts) == 1:
-        return parts[0].grad
-    out = np.zeros(parts[0].grad.shape, wide)
+        return present[0][1]
     is_plain = all(part.weight == parts[0].weight for part in parts)
-    for index, part in enumerate(parts):
-        share = part.grad if is_plain else part.grad * wide.type(part.weight)
-        if index == 0:
-            out[:] = share
-        else:
-            out += share
+    shares = [grad if is_plain else grad * wide.type(weight) for weight, grad in present]
+    out = np.add(shares[0], shares[1], dtype=wide) if shares[1:] else np.array(shares[0], wide)
+    for share in shares[2:]:
+        out += share
     out /= wide.type(len(parts) if is_plain else total)
     return out
+
+
+@_QUIET
+def _scale(mean: Array, factor: float) -> None:
+    mean *= mean.dtype.type(factor)
+
+
+@_QUIET
+def packed_squares(mean: Array | None) -> bytes:
+    """Return the sum of squares and whether all is finite, as the meta of an answer."""
+    if mean is None:
+        return SQUARES.pack(0.0, True)
+    total = float(np.square(mean, dtype=np.float64).sum())
+    return SQUARES.pack(total, math.isfinite(total) or bool(np.isfinite(mean).all()))
 
 
 def _numpy(name: str) -> np.dtype[Any]:

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     LEAVE = 14
     ERASE = 15
     CHANGES = 16
+    STATE = 17
 
 
 class Status(IntEnum):

@@ -17,15 +17,20 @@ class Pushed(NamedTuple):
 
     Attributes:
         applied: it is part of the parameters, exactly once.
-        why: "" if it was applied; "late": the round that it was for was over.
+        why: "" if it was applied; "late": the round that it was for was over; "empty": nobody had a
+            gradient for it, so that it changed nothing.
         version: updates of the block so far, of the block with the fewest.
         rejected: keys of a hash table that were not admitted.
+        squares: of a push that is held: the sum of the squares of the round's mean.
+        is_finite: of a push that is held: the mean has no inf or NaN.
     """
 
     applied: bool
     why: str
     version: int
     rejected: int = 0
+    squares: float = 0.0
+    is_finite: bool = True
 
 
 class Future(Generic[R]):

@@ -13,6 +13,9 @@ from ringcomm.errors import RingcommError
 
 _PUSH: Final = struct.Struct("<dQQHBB")
 INITIAL, SPARSE, ASSIGN = 1, 2, 4  # flags of a push
+ABSENT = 8  # this worker has no gradient in this round
+HOLD, RELEASE, SKIP = 16, 32, 64  # keep the mean of the round; make it an update, or drop it
+SQUARES: Final = struct.Struct("<d?")  # meta of the answer to HOLD: sum of squares, all finite
 MISSING: Final = ("init", "zero", "raise")  # of a sparse pull, by number
 
 READ_BLOCK = 1  # option of a reply: its body is a block that may change, see _core.read_block
@@ -27,7 +30,8 @@ class PushMeta(NamedTuple):
         start: first element of the slice that is pushed.
         n: elements that are pushed, or rows.
         dtype: name of the gradient's.
-        flags: INITIAL (values that a table begins with), SPARSE (keys, then rows), ASSIGN.
+        flags: INITIAL (values that a table begins with), SPARSE (keys, then rows), ASSIGN, ABSENT,
+            HOLD, RELEASE (weight is the factor of the mean), SKIP.
         hyper: hyper-parameters of the updater, float64.
     """
 

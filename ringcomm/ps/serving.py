@@ -20,7 +20,7 @@ import numpy as np
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
-from ringcomm.ps import placement
+from ringcomm.ps import placement, states
 from ringcomm.ps.client import error_text
 from ringcomm.ps.dense import DensePartition
 from ringcomm.ps.frames import Header, Kind, Status
@@ -121,6 +121,7 @@ class Server:
             Kind.TICK: self._tick,
             Kind.STATS: self._stats,
             Kind.SNAPSHOT: self._snapshot,
+            Kind.STATE: self._state,
             Kind.LEAVE: self._leave,
         }
 
@@ -264,9 +265,9 @@ class Server:
             self._reply(request, clock=part.version)  # it came twice, and was applied then
             return
 
-        def answer(is_applied: bool, version: int) -> None:
+        def answer(is_applied: bool, version: int, meta: bytes = b"") -> None:
             status = Status.OK if is_applied else Status.LATE
-            self._reply(request, status=status, clock=version)
+            self._reply(request, status=status, clock=version, meta=meta)
 
         part.push(header.origin, header.clock, meta, request.body, answer)
         applied[header.origin] = (header.incarnation, header.sequence)
@@ -318,6 +319,18 @@ class Server:
             raise KeyError(f"server {self.index} holds no snapshot {header.place}")
         body, version = held.values((header.table, header.partition))
         self._reply(request, body=body, clock=version)
+
+    def _state(self, request: Delivery) -> None:
+        """Tell a partition's values and what its updater keeps beside them; or replace them."""
+        part = self._part(request)
+        if part is None:
+            return
+        if request.body.nbytes:
+            states.load(part, request.meta, request.body)
+            self._reply(request, clock=part.version)
+        else:
+            meta, body = states.packed(part)
+            self._reply(request, meta=meta, body=self._shared(body), clock=part.version)
 
     def _keep(self, body: Bytes) -> None:
         """Keep memory that a client is going to read for long enough."""
@@ -413,7 +426,10 @@ class Server:
 
     def _as_body(self, told: Any) -> Bytes:
         """Return JSON as a body of any size."""
-        body = np.frombuffer(packed_json(told), np.uint8)
+        return self._shared(np.frombuffer(packed_json(told), np.uint8))
+
+    def _shared(self, body: Bytes) -> Bytes:
+        """Return a body as it can be sent, whatever its size."""
         if body.nbytes <= INLINE_MAX:
             return body
         memory = self._memory(body.nbytes)

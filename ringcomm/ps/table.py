@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ringcomm import _core
 from ringcomm.ps.client import Ask
@@ -16,7 +16,19 @@ from ringcomm.ps.frames import Kind, Status
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import Session, is_chief, session
 from ringcomm.ps.link import INLINE_MAX
-from ringcomm.ps.messages import ASSIGN, INITIAL, READ_BLOCK, WANT_COPY, PushMeta, packed_json
+from ringcomm.ps.messages import (
+    ABSENT,
+    ASSIGN,
+    HOLD,
+    INITIAL,
+    READ_BLOCK,
+    RELEASE,
+    SKIP,
+    SQUARES,
+    WANT_COPY,
+    PushMeta,
+    packed_json,
+)
 from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.placement import View, cuts
 from ringcomm.ps.rounds import Mode, mode_of
@@ -125,6 +137,8 @@ class Table:
         shape: of its values.
         dtype: of its values.
         updater: with the hyper-parameters that travel with every push; set it to change them.
+        number: of the table in messages.
+        client: of this rank.
     """
 
     def __init__(
@@ -135,31 +149,45 @@ class Table:
         self.dtype = np.dtype(spec.dtype)
         self.updater = updater
         self._session = current
-        self._client = current.client
+        self.client = current.client
         self._spec = spec
-        self._number: int = told["number"]
+        self.number: int = told["number"]
         self._bounds = cuts(spec.count, spec.block)
         self._versions = [0] * spec.partitions
-        self._n_pushed = 0
+        self._rounds = [0] * spec.partitions  # that the next push is for
         self._lock = threading.Lock()
+
+    @property
+    def n_partitions(self) -> int:
+        """How many slices there are."""
+        return self._spec.partitions
+
+    def bounds_of(self, part: int) -> tuple[int, int]:
+        """Return the first element of a slice, and the one behind its last."""
+        return self._bounds[part], self._bounds[part + 1]
 
     # --- push -----------------------------------------------------------------------------------
     def push(
         self,
-        x: Array,
+        x: Array | None,
         *,
         where: slice | None = None,
         weight: float = 1.0,
         assign: bool = False,
+        hold: bool = False,
     ) -> Future[Pushed]:
         """Send a gradient to the servers, which update the values with it.
 
         Args:
             x: shape of the table, or of what `where` selects; float16, bfloat16, or the table's
-                dtype. It may be changed once this returns.
+                dtype. It may be changed once this returns. None, in a table with rounds: this
+                worker has none; it counts as zeros, and if nobody has one nothing changes.
             where: the elements of the flat table that x is for, with step 1; all by default.
-            weight: of this contribution to the mean of a round; the number of samples, as a rule.
+            weight: of this contribution to the mean of a round, as a rule the number of samples; 0:
+                it does not count, whatever it is.
             assign: x replaces the values.
+            hold: the mean of the round becomes an update by release(); of a table with rounds.
+                All workers must push alike.
 
         Returns:
             A future of Pushed.
@@ -169,11 +197,32 @@ class Table:
             CommTimeoutError: the servers are so far behind that no more may be sent.
         """
         start, stop = self._range(where)
-        flat = self._flat("push", x, stop - start)
-        if not np.isfinite(weight) or weight <= 0:
+        has_rounds = self._spec.mode.has_rounds
+        if x is None:
+            start = stop = 0
+        flat = self._flat("push", () if x is None else x, stop - start)
+        least = 0 if has_rounds else np.nextafter(0, 1)
+        if not least <= weight < np.inf:
             raise ValueError(f"push[{self.name}]: weight is {weight}; it must be more than 0")
-        flags = ASSIGN if assign else 0
-        return self._push(flat, start, weight, flags, every_part=self._spec.mode.has_rounds)
+        if (x is None or hold) and (assign or not has_rounds):
+            raise ValueError(
+                f"push[{self.name}]: None and hold=True are for gradients of a table with rounds, "
+                f"not for one with mode {self._spec.mode}, nor with assign=True"
+            )
+        flags = (ASSIGN if assign else 0) | (HOLD if hold else 0) | (ABSENT if x is None else 0)
+        return self._push(flat, start, weight, flags, every_part=has_rounds)
+
+    def release(self, factor: float | None) -> Future[Pushed]:
+        """Let the mean of the round that this worker pushed last, with hold=True, be an update.
+
+        What the first of the workers passes counts: all must pass the same.
+
+        Args:
+            factor: that the mean is multiplied by; None: the mean is dropped.
+        """
+        flags = RELEASE | (SKIP if factor is None else 0)
+        nothing = np.empty(0, self.dtype)
+        return self._push(nothing, 0, factor or 0.0, flags, every_part=True)
 
     def push_initial(self, values: Array) -> Future[Pushed]:
         """Send what the table begins with; the chief does."""
@@ -182,52 +231,54 @@ class Table:
     def _push(
         self, flat: Array, start: int, weight: float, flags: int, *, every_part: bool = False
     ) -> Future[Pushed]:
-        is_update = not flags
-        with self._lock:
-            number = self._n_pushed
-            self._n_pushed += is_update
+        is_update = not flags & (INITIAL | ASSIGN | RELEASE)
         hyper, name = self.updater.hyper, flat.dtype.name
-        versions: list[int] = []
-        late: list[bool] = []
+        replies: dict[int, Delivery] = {}
         asks = []
 
-        def note(reply: Delivery) -> None:
-            versions.append(reply.header.clock)
-            late.append(reply.header.status == Status.LATE)
+        def noting(part: int) -> Callable[[Delivery], None]:
+            return lambda reply: replies.update({part: reply})
 
         for part, first, last in self._parts(start, start + len(flat), every_part=every_part):
             own = self._bounds[part]
             piece = flat[first - start : last - start]
             meta = PushMeta(weight, first - own, last - first, name, flags, hyper).packed()
-            clock = number if self._spec.mode.has_rounds else self._versions[part]
             asks.append(
                 Ask(
                     Kind.PUSH,
-                    (self._number, part),
-                    clock=clock,
+                    (self.number, part),
+                    clock=self._clock_of_push(part, flags, is_update=is_update),
                     meta=meta,
-                    body=self._staged(piece.view(np.uint8), part),
-                    on_reply=note,
+                    body=self.staged(piece.view(np.uint8), part),
+                    on_reply=noting(part),
                 )
             )
 
         def finish() -> Pushed:
-            is_late = any(late)
-            return Pushed(not is_late, "late" if is_late else "", min(versions, default=0))
+            return _outcome([replies[part] for part in sorted(replies)], is_held=bool(flags & HOLD))
 
-        client = self._client
+        client = self.client
         future = Future(client, f"push[{self.name}]", len(asks), finish, client.timestamp())
         client.ask(asks, future)
         return future
 
-    def _staged(self, piece: Bytes, part: int) -> Bytes:
+    def _clock_of_push(self, part: int, flags: int, *, is_update: bool) -> int:
+        """Return the round that a push is for; without rounds, the version it was computed of."""
+        if not self._spec.mode.has_rounds:
+            return self._versions[part]
+        with self._lock:
+            number = self._rounds[part]
+            self._rounds[part] += is_update
+        return number - 1 if flags & RELEASE else number
+
+    def staged(self, piece: Bytes, part: int) -> Bytes:
         """Return a copy where the owner of the partition can read it."""
         if piece.nbytes <= INLINE_MAX:
             return piece  # copied into the letter at once
-        view = self._client.view
+        view = self.client.view
         assert view is not None
-        owner = view.owner((self._number, part))
-        if not self._client.shares_memory(owner):
+        owner = view.owner((self.number, part))
+        if not self.client.shares_memory(owner):
             return piece.copy()
         memory = self._session.memory(piece.nbytes)
         memory[:] = piece
@@ -257,7 +308,7 @@ class Table:
         flat = out.reshape(-1)
         parts = list(self._parts(start, stop))
         asks = [self._ask_for(part, first, last, flat, start) for part, first, last in parts]
-        client, result = self._client, out
+        client, result = self.client, out
         future = Future(client, f"pull[{self.name}]", len(asks), lambda: result, client.timestamp())
         client.ask(asks, future)
         return future
@@ -279,23 +330,25 @@ class Table:
             elif body is not target:
                 target[:] = body[offset : offset + target.nbytes]
             self._versions[part] = version
+            with self._lock:  # after rounds that went by without this worker
+                self._rounds[part] = max(self._rounds[part], reply.header.clock)
             return None
 
         return Ask(
             Kind.PULL,
-            (self._number, part),
-            clock=self._wanted(),
+            (self.number, part),
+            clock=self._wanted(part),
             option=option,
             place=self._session.snapshot,
             out=target if is_whole else None,
             on_reply=note,
         )
 
-    def _wanted(self) -> int:
+    def _wanted(self, part: int) -> int:
         mode = self._spec.mode
         if mode.name == "ssp":
             return max(0, self._session.clock - mode.bound)
-        return self._n_pushed if mode.has_rounds else 0
+        return self._rounds[part] if mode.has_rounds else 0
 
     def push_pull(
         self, x: Array, *, out: Array | None = None, weight: float = 1.0
@@ -327,8 +380,8 @@ class Table:
             elif every_part:
                 yield part, own, own
 
-    def _flat(self, what: str, x: Array, count: int) -> Array:
-        x = np.asarray(x)
+    def _flat(self, what: str, x: ArrayLike, count: int) -> Array:
+        x = np.asarray(x, self.dtype if isinstance(x, tuple) else None)
         if x.size != count:
             raise ValueError(
                 f"{what}[{self.name}]: {x.size} elements, shape {x.shape}, for {count} of a table "
@@ -342,3 +395,13 @@ class Table:
 
     def __repr__(self) -> str:
         return f"<Table {self.name}: {self.dtype} {self.shape}, {self._spec.mode}>"
+
+
+def _outcome(replies: Sequence[Delivery], *, is_held: bool) -> Pushed:
+    """Return what became of a push, by the replies of its partitions in order."""
+    whys = [reply.meta.decode() for reply in replies if reply.header.status == Status.LATE]
+    version = min((reply.header.clock for reply in replies), default=0)
+    why = "" if not whys else "late" if "late" in whys else whys[0]
+    told = [SQUARES.unpack(reply.meta) for reply in replies] if is_held and not whys else []
+    squares, is_finite = sum(each[0] for each in told), all(each[1] for each in told)
+    return Pushed(not whys, why, version, squares=squares, is_finite=is_finite)
