@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import BIN, IS_MPICH, is_at_length, job_environment, run_job, run_script
+from harness import BIN, IS_MPICH, at_length, is_at_length, job_environment, run_job, run_script
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
 
@@ -26,10 +26,8 @@ FOREIGN = [
 pytestmark = pytest.mark.skipif(
     IS_MPICH and not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1"
 )
-SIZES = {"distributed_suite.py": (2, 3, 4), "training_suite.py": (2, 3, 4)}
-if not is_at_length():
-    SIZES = {"distributed_suite.py": (2, 3), "training_suite.py": (2,)}
-SUITES = [(suite, size) for suite, sizes in SIZES.items() for size in sizes]
+ALL = [(suite, n) for suite in ("distributed_suite.py", "training_suite.py") for n in (2, 3, 4)]
+SUITES = at_length(ALL, [("distributed_suite.py", 3), ("training_suite.py", 2)])
 
 
 @pytest.mark.parametrize(("suite", "size"), SUITES)
@@ -44,7 +42,7 @@ def test_suite_passes_on_every_rank(suite, size, tmp_path):
     assert "x rank" not in job.output
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4] if is_at_length() else [2])
+@pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [2]))
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_equals_one_process(name, size, tmp_path):
     job = run_job(size, ROOT / "examples" / f"{name}.py", cwd=tmp_path, timeout_s=120)
@@ -67,7 +65,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [2, 3] if is_at_length() else [2])
+@pytest.mark.parametrize("size", at_length([2, 3], [2]))
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -75,10 +73,8 @@ dist.destroy_process_group()
         '"ringcomm", init_method="env://"',
         '"ringcomm", init_method="mpi://"',
         '"ringcomm", init_method="mpi-nosock://"',
-        '"cpu:ringcomm"',
         '"gloo", init_method="mpi://"',
-        '"gloo", init_method="mpi-nosock://"',
-        '"gloo"',
+        *at_length(['"cpu:ringcomm"', '"gloo", init_method="mpi-nosock://"', '"gloo"'], []),
     ],
 )
 def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):
@@ -133,8 +129,7 @@ def test_a_rank_that_is_not_mpis_is_an_error_with_both(method, tmp_path):
     ("launcher", "variables"),
     [
         ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}),
-        ("Ray", {"RAY_JOB_ID": "01000000"}),
-        ("no MPI launcher", {}),
+        *at_length([("Ray", {"RAY_JOB_ID": "01000000"}), ("no MPI launcher", {})], []),
     ],
 )
 def test_another_launcher_is_an_error_that_says_what_to_do(launcher, variables, tmp_path):
@@ -171,7 +166,10 @@ if dist.get_rank() == 1:
 
 @pytest.mark.parametrize(
     "call",
-    ["dist.all_reduce(x)", "dist.barrier()", "dist.all_reduce(x, async_op=True).wait()"],
+    [
+        "dist.all_reduce(x, async_op=True).wait()",
+        *at_length(["dist.all_reduce(x)", "dist.barrier()"], []),
+    ],
 )
 def test_rule_7_a_groups_timeout_ends_its_operations_and_names_the_missing(call, tmp_path):
     job = run_script(2, LATE.format(call=call), cwd=tmp_path, timeout_s=40)
