@@ -91,15 +91,14 @@ class Link:
             dest: rank of the job.
             header: what is known of place and n_body is filled in.
             meta: at most 900 bytes with a body, or 15,000 without one.
-            body: must stay as it is until the reply if it is large, and in memory that `dest` maps
-                if shares_memory(dest).
+            body: kept until it is sent. A large one in memory that `dest` maps is read there: it
+                must stay as it is until `dest` says that it has done so.
         """
         if body.nbytes <= INLINE_MAX - max(0, len(meta) - _META_MAX):
             self._outgoing[dest].append(packed(header, meta, body.data if body.nbytes else b""))
             return
-        if self.shares_memory(dest):
-            node = self._transport.node
-            assert node is not None
+        node = self._transport.node if self.shares_memory(dest) else None
+        if node is not None and node.memory.holds(body):
             header = header._replace(where=Where.SHARED, place=node.offset_of(body))
         else:
             tag = tag_of(self._context, next(self._streams) % N_STREAMS, P2P)

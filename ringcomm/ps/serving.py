@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -108,7 +108,6 @@ class Server:
         self._clocks = Clocks(layout.workers)
         self._waiting: list[Waiting] = []
         self._applied: defaultdict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
-        self._kept: deque[Bytes] = deque(maxlen=64)
         self._held: dict[int, Held] = {}
         self.left: set[int] = set()
         self.n_requests = 0
@@ -300,13 +299,10 @@ class Server:
         part.traffic.pulls += 1
         part.traffic.nbytes += nbytes
         is_small = nbytes <= INLINE_MAX
-        if not is_small and self._link.shares_memory(request.source):
-            if request.header.option & WANT_COPY:
-                body = self._memory(nbytes)
-                body[:] = part.values.view(np.uint8)
-                self._reply(request, body=body, clock=part.version)
-                self._keep(body)
-                return
+        may_look = self._link.shares_memory(request.source) and not (
+            request.header.option & WANT_COPY
+        )
+        if may_look and not is_small:
             self._reply(request, body=part.memory, clock=part.version, option=READ_BLOCK)
             return
         values = part.values.view(np.uint8)
@@ -330,11 +326,7 @@ class Server:
             self._reply(request, clock=part.version)
         else:
             meta, body = states.packed(part)
-            self._reply(request, meta=meta, body=self._shared(body), clock=part.version)
-
-    def _keep(self, body: Bytes) -> None:
-        """Keep memory that a client is going to read for long enough."""
-        self._kept.append(body)
+            self._reply(request, meta=meta, body=body, clock=part.version)
 
     def _when(self, ready: Callable[[], bool], answer: Callable[[], None]) -> None:
         if ready():
@@ -426,16 +418,7 @@ class Server:
 
     def _as_body(self, told: Any) -> Bytes:
         """Return JSON as a body of any size."""
-        return self._shared(np.frombuffer(packed_json(told), np.uint8))
-
-    def _shared(self, body: Bytes) -> Bytes:
-        """Return a body as it can be sent, whatever its size."""
-        if body.nbytes <= INLINE_MAX:
-            return body
-        memory = self._memory(body.nbytes)
-        memory[:] = body
-        self._keep(memory)
-        return memory
+        return np.frombuffer(packed_json(told), np.uint8).copy()
 
     @property
     def missing(self) -> Sequence[int]:
