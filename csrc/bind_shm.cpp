@@ -42,6 +42,22 @@ NumpyBytes take(std::shared_ptr<NodeMemory> memory, std::size_t nbytes) {
   return NumpyBytes(data, {nbytes}, owner);
 }
 
+NumpyBytes view(std::shared_ptr<NodeMemory> memory, std::size_t offset, std::size_t nbytes) {
+  std::byte* data = memory->arena() + offset;
+  if (!memory->holds(data, nbytes)) throw std::invalid_argument("that is not in the arena");
+  auto kept = std::make_unique<std::shared_ptr<NodeMemory>>(std::move(memory));
+  nb::capsule owner(kept.get(), [](void* p) noexcept {
+    const std::unique_ptr<std::shared_ptr<NodeMemory>> last(static_cast<std::shared_ptr<NodeMemory>*>(p));
+  });
+  (void)kept.release();
+  return NumpyBytes(data, {nbytes}, owner);
+}
+
+std::size_t offset_of(const NodeMemory& memory, ConstBytes x) {
+  if (!memory.holds(x.data(), x.nbytes())) throw std::invalid_argument("x is not in the arena");
+  return static_cast<std::size_t>(reinterpret_cast<const std::byte*>(x.data()) - memory.arena());
+}
+
 std::shared_ptr<Team> make_team(std::size_t index, std::size_t context, bool is_crowded,
                                 const std::vector<std::shared_ptr<NodeMemory>>& memories) {
   if (index >= memories.size()) throw std::invalid_argument("this rank is no member");
@@ -190,11 +206,13 @@ void bind_shm(nb::module_& m) {
       .def_prop_ro("arena_fd", &NodeMemory::arena_fd)
       .def("holds", [](const NodeMemory& self, ConstBytes x) { return self.holds(x.data(), x.nbytes()); },
            "x"_a.noconvert())
+      .def("offset_of", &offset_of, "x"_a.noconvert())
       .def("usage", [](NodeMemory& self) {
         const auto usage = self.allocator().usage();
         return std::tuple(usage.in_use, usage.kept, usage.highest);
       });
   m.def("take", &take, "memory"_a, "nbytes"_a);
+  m.def("view", &view, "memory"_a, "offset"_a, "nbytes"_a);
 
   nb::class_<Team>(m, "Team")
       .def_prop_ro("index", &Team::index)

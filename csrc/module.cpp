@@ -3,6 +3,8 @@
 namespace ringcomm {
 void bind_codec(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_ps(nanobind::module_& m);
+void bind_rows(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_shm(nanobind::module_& m);
 void bind_status(nanobind::module_& m);
@@ -13,6 +15,8 @@ NB_MODULE(_core, m) {
   nanobind::set_leak_warnings(false);  // the status page lives as long as its process, on purpose
   ringcomm::bind_codec(m);
   ringcomm::bind_kernels(m);
+  ringcomm::bind_ps(m);
+  ringcomm::bind_rows(m);
   ringcomm::bind_schedule(m);
   ringcomm::bind_shm(m);
   ringcomm::bind_status(m);

@@ -35,6 +35,7 @@ class Settings:
         timeline: each rank writes a Chrome trace to `<timeline>.<rank>.json`; "" = none.
         algorithm: "ring" for all collectives or "allreduce:ring,allgather:direct" for some; "auto"
             chooses by what was measured or is estimated.
+        ps_servers: how many parameter servers ps.init() makes where it is not told; 0 = 1.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
 
@@ -46,6 +47,7 @@ class Settings:
     timeline: str = ""
     algorithm: str = "auto"
     tuning: str = ""
+    ps_servers: int = 0
 
     @property
     def forced(self) -> dict[str, str]:
@@ -131,7 +133,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
                 f"{variable} is not a setting of ringcomm.{hint} Known: {', '.join(known)}."
             )
         field, text = known[variable], environ[variable]
-        values[field.name] = text if field.type == "str" else _number(variable, text)
+        values[field.name] = _value(variable, text, str(field.type))
     found = Settings(**values)
     _ = found.forced  # a mistake in it is told here
     return found
@@ -208,6 +210,15 @@ def _forced(text: str) -> dict[str, str]:
     return {
         collective: algorithm for collective, algorithm in forced.items() if algorithm != "auto"
     }
+
+
+def _value(variable: str, text: str, kind: str) -> float | int | str:
+    if kind == "str":
+        return text
+    number = _number(variable, text)
+    if kind == "int" and not number.is_integer():
+        raise ConfigError(f"{variable} is {text!r}; it must be a whole number >= 0.")
+    return int(number) if kind == "int" else number
 
 
 def _number(variable: str, text: str) -> float:

@@ -28,7 +28,7 @@ from ringcomm.engine.joining import Joining
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.patience import ANSWER_S, Farewell, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
-from ringcomm.engine.progress import Over, Progress, Strand, Task
+from ringcomm.engine.progress import Over, Progress, Service, Strand, Task
 from ringcomm.engine.selection import Selection
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
@@ -106,15 +106,15 @@ class Engine:
         topology: Topology | None = None,
         page: StatusPage | None = None,
     ) -> None:
-        self.rank = transport.rank
-        self.size = transport.size
-        self.topology = topology or Topology(self.rank, self.size, 0, 1)
+        self.job_rank = transport.rank
+        self.job_size = transport.size
+        self.topology = topology or Topology(self.job_rank, self.job_size, 0, 1)
         self.settings = settings
         self.watch = Watch(transport)
         self.watch.whereabouts = self
-        self.timeline = Timeline(settings.timeline, self.rank) if settings.timeline else None
+        self.timeline = Timeline(settings.timeline, self.job_rank) if settings.timeline else None
         self._transport = transport
-        self.world = Group._of_all(self, self.size)
+        self.world = Group._of_all(self)
         self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
         self._page = page
         self._pid, self._n_forks = os.getpid(), n_forks()
@@ -131,7 +131,22 @@ class Engine:
         self._broken: RingcommError | None = None
         self._is_closed = False
         self.broke_while_leaving: RingcommError | None = None
+        self._goodbyes: list[Callable[[], None]] = []
         self._has_warned_of_names = False
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the default group."""
+        return self.world.index
+
+    @property
+    def size(self) -> int:
+        """Of the default group."""
+        return self.world.size
+
+    def set_default(self, group: Group) -> None:
+        """Let a group, which this process is in, be the one that is meant where none is said."""
+        self.world = group
 
     def execute(
         self,
@@ -275,7 +290,7 @@ class Engine:
             self._require_room()
             self._n_serial += 1
             if ticket is None:
-                ticket = Ticket(None, base_of(NO_GROUP, f"rank {self.rank}"), self._n_serial)
+                ticket = Ticket(None, base_of(NO_GROUP, f"rank {self.job_rank}"), self._n_serial)
             task = Task(label, ticket, members)
             task.timeout_s = timeout_s
             task.start(talk(task, self._n_serial))
@@ -297,7 +312,7 @@ class Engine:
         if node is None:
             return None
         if here:
-            members = tuple(rank for rank in members if nodes[rank] == nodes[self.rank])
+            members = tuple(rank for rank in members if nodes[rank] == nodes[self.job_rank])
         return node.team_or_none(context, members)
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
@@ -320,7 +335,7 @@ class Engine:
         ledger = self._founding.found(group, self)
         self._ledgers[base_of(ledger.context, None)] = ledger
         self._groups[ledger.context] = group
-        if group.size == self.size:
+        if group.size == self.job_size:
             self._ledgers_of_all.append(ledger)
         return ledger
 
@@ -338,8 +353,8 @@ class Engine:
         group = self._groups.get(context)
         if group is None:
             raise RingcommError(
-                f"join(): another rank uses group {context}, which rank {self.rank} has dropped: "
-                "keep a reference to it"
+                f"join(): another rank uses group {context}, which rank {self.job_rank} has "
+                "dropped: keep a reference to it"
             )
         return group
 
@@ -408,6 +423,39 @@ class Engine:
         if before is not None:
             before.close()
 
+    @property
+    def transport(self) -> Transport:
+        """The wire, for services; only their poll() may use it."""
+        return self._transport
+
+    def attach(self, service: Service) -> None:
+        """Let whoever drives poll a service beside the operations, until detach()."""
+        self._progress.attach(service)
+
+    def before_leaving(self, goodbye: Callable[[], None]) -> None:
+        """Let `goodbye` be called when this rank is about to leave in order, the last one first."""
+        self._goodbyes.append(goodbye)
+
+    def detach(self, service: Service) -> None:
+        """Poll it no more."""
+        self._progress.detach(service)
+
+    def nudge(self) -> None:
+        """Let services be polled, at once if nobody drives; any thread."""
+        self._require_usable()
+        self._progress.nudge()
+
+    def run_until(self, is_enough: Callable[[], bool]) -> None:
+        """Drive in this thread until is_enough().
+
+        Raises:
+            RingcommError: the engine cannot be used any more.
+        """
+        self._require_usable()
+        self._progress.run_until(is_enough)
+        if self._broken is not None:
+            raise self._copy_of_broken()
+
     def work_in_background(self) -> None:
         """Let this rank answer others, and operations advance, while it computes."""
         self._progress.work_in_background()
@@ -430,6 +478,8 @@ class Engine:
         """
         if self._is_closed or self._n_forks != n_forks():
             return False
+        while self._goodbyes:
+            self._goodbyes.pop()()
         with self._lock:
             self._is_closed = True
         was_broken = self._broken is not None
@@ -651,7 +701,7 @@ class Engine:
     def _require_own_process(self) -> None:
         if self._n_forks != n_forks():
             raise NotInitializedError(
-                f"this process (pid {os.getpid()}) is a child of rank {self.rank} "
+                f"this process (pid {os.getpid()}) is a child of rank {self.job_rank} "
                 f"(pid {self._pid}); only the rank itself can communicate. Do it there, and hand "
                 "the result to the child"
             )
@@ -665,8 +715,8 @@ class Engine:
     def _require_room(self) -> None:
         if len(self._pending) >= MAX_PENDING:
             raise RingcommError(
-                f"{len(self._pending)} operations are pending on rank {self.rank}, which is the "
-                "limit: wait for some of their handles first"
+                f"{len(self._pending)} operations are pending on rank {self.job_rank}, which is "
+                "the limit: wait for some of their handles first"
             )
 
     def _on_over(self, task: Task, error: BaseException | None) -> None:
@@ -704,14 +754,14 @@ class Engine:
         if isinstance(error, PeerFailedError):
             self.watch.announce_broken(error.rank, error.reason)
         elif not isinstance(error, CommTimeoutError):
-            self.watch.announce_failed(self.rank, f"broke off {label}: {_text_of(error)}")
+            self.watch.announce_failed(self.job_rank, f"broke off {label}: {_text_of(error)}")
         return True
 
     def _copy_of_broken(self) -> RingcommError:
         return copy.copy(self._broken or RingcommError("the engine is unusable"))
 
     def _warn_of_names(self, ledger: Ledger) -> None:
-        if ledger.has_overflown and not self._has_warned_of_names and self.rank == 0:
+        if ledger.has_overflown and not self._has_warned_of_names and self.job_rank == 0:
             _log.warning(
                 "more than %d names are in use: further ones cost a round of agreement each time. "
                 "Names that are new in every call, with a step number in them, do that.",

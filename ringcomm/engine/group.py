@@ -27,7 +27,7 @@ class Group:
             one; the same on every member.
 
     Attributes:
-        ranks: as passed.
+        ranks: those of the job that are its members.
         rank: index of this process in `ranks`, None if it is no member.
         size: number of ranks.
         team: where they meet, if they share a node's memory.
@@ -49,24 +49,38 @@ class Group:
         from ringcomm.engine.world import engine
 
         current = engine()
-        self._join(current, _checked(ranks, current.size))
-        if self.rank is not None:
-            self._ledger = current.found(self)
-            self._meet(current, self._ledger.context)
+        members = current.world.ranks
+        self._found(current, tuple(members[rank] for rank in _checked(ranks, len(members))))
 
     @classmethod
-    def _of_all(cls, engine: Engine, size: int) -> Group:
-        """Return the default group, which needs no agreement."""
+    def _of_all(cls, engine: Engine) -> Group:
+        """Return the group of all ranks of the job, which needs no agreement."""
         group = cls.__new__(cls)
-        group._join(engine, tuple(range(size)))
-        group._ledger = Ledger(0, is_first=engine.rank == 0)
+        group._join(engine, tuple(range(engine.job_size)))
+        group._ledger = Ledger(0, is_first=engine.job_rank == 0)
         group._meet(engine, 0)
         return group
+
+    @classmethod
+    def of_job(cls, ranks: Iterable[int]) -> Group:
+        """Return a group of these ranks of the job, whatever the default group is; see Group."""
+        from ringcomm.engine.world import engine
+
+        current = engine()
+        group = cls.__new__(cls)
+        group._found(current, _checked(ranks, current.job_size))
+        return group
+
+    def _found(self, engine: Engine, ranks: tuple[int, ...]) -> None:
+        self._join(engine, ranks)
+        if self.rank is not None:
+            self._ledger = engine.found(self)
+            self._meet(engine, self._ledger.context)
 
     def _join(self, engine: Engine, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.size = len(ranks)
-        self.rank = ranks.index(engine.rank) if engine.rank in ranks else None
+        self.rank = ranks.index(engine.job_rank) if engine.job_rank in ranks else None
         self._engine = weakref.ref(engine)
 
     def _meet(self, engine: Engine, context: int) -> None:
@@ -88,7 +102,7 @@ class Group:
         """
         if self.rank is None:
             raise ValueError(
-                f"rank {engine.rank} is no member of {self!r}, so it cannot take part: let its "
+                f"rank {engine.job_rank} is no member of {self!r}, so it cannot take part: let its "
                 "members alone make this call"
             )
         if self._engine() is not engine:

@@ -81,7 +81,7 @@ class Joining:
 
     def begin(self) -> Task:
         """Join; the result of the task is the last rank that did. Every rank calls it."""
-        members = tuple(range(self._engine.size))
+        members = tuple(range(self._engine.job_size))
         ticket = Ticket(None, base_of(NO_GROUP, "join"), self._round)
 
         def talk(task: Task, _: int) -> Strand:
@@ -119,18 +119,18 @@ class Joining:
         engine, round_ = self._engine, self._round
         n_entered, now_us = when = self._now()
         with self._lock:
-            self._note(engine.rank, round_, when)
+            self._note(engine.job_rank, round_, when)
         engine.watch.tell_all(Kind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
         joined = self._joined[round_]
-        await self._serve_until(lambda: len(joined) == engine.size)
+        await self._serve_until(lambda: len(joined) == engine.job_size)
         engine.watch.tell_all(Kind.JOINED, value=round_, flag=True)
         sealed = self._sealed.setdefault(round_, set())
-        sealed.add(engine.rank)
-        await self._serve_until(lambda: len(sealed) == engine.size and self._has_served())
+        sealed.add(engine.job_rank)
+        await self._serve_until(lambda: len(sealed) == engine.job_size and self._has_served())
         with self._lock:
             self._round += 1
             del self._joined[round_], self._sealed[round_]
-            self._greet(self._guests(range(engine.size)))
+            self._greet(self._guests(range(engine.job_size)))
         return max(joined, key=lambda rank: (joined[rank], rank))
 
     def _now(self) -> tuple[int, int]:
@@ -174,19 +174,19 @@ class Joining:
 
     def _note(self, rank: int, round_: int, when: tuple[int, int]) -> None:
         self._joined.setdefault(round_, {})[rank] = when
-        if round_ == self._round and rank != self._engine.rank:
+        if round_ == self._round and rank != self._engine.job_rank:
             self._greet([rank])
 
     def _greet(self, guests: Iterable[int]) -> None:
         """Invite ranks that have joined just now to what is under way; the lock is held."""
-        self.has_guests = bool(self._guests(range(self._engine.size)))
+        self.has_guests = bool(self._guests(range(self._engine.job_size)))
         for work in self._pending.works():
             if work.group is not None:
                 self._invite(work, [rank for rank in guests if rank in work.group.ranks])
 
     def _guests(self, ranks: Iterable[int]) -> list[int]:
         joined = self._joined.get(self._round, ())
-        return [rank for rank in ranks if rank in joined and rank != self._engine.rank]
+        return [rank for rank in ranks if rank in joined and rank != self._engine.job_rank]
 
     def _invite(self, work: Work, guests: Iterable[int]) -> None:
         assert work.ledger is not None

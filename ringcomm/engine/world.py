@@ -119,7 +119,7 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     _world = _World(engine, transport, words, guardian)
     config.mark_children_of_this_rank()
     try:
-        engine.meet(__version__, load(settings, transport) if engine.rank == 0 else "")
+        engine.meet(__version__, load(settings, transport) if engine.job_rank == 0 else "")
     except BaseException:
         _world = None
         raise
@@ -295,7 +295,7 @@ def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guard
 
 
 def _say_what_came_too_late(started: Started, engine: Engine) -> None:
-    if started.was_early and started.settings and engine.rank == 0:
+    if started.was_early and started.settings and engine.job_rank == 0:
         _log.warning(
             "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
             "Call ringcomm.init() first, or set them for mpirun (-x NAME=VALUE).",
@@ -370,7 +370,7 @@ def _leave_job(world: _World) -> Failure | None:
         world.engine.stop()
         world.transport.page.set_state(State.LEAVING)
         world.words.wait_for_report()
-        is_clean = world.engine.size == 1
+        is_clean = world.engine.job_size == 1
     _is_mpi_broken = _is_mpi_broken or not is_clean
     if world.guardian is not None:
         world.guardian.disown()

@@ -120,7 +120,7 @@ class Bucket:
         self.buffer = _registered(sum(counts), parameters[0][2].dtype, group)
         pieces = torch.split(self.buffer, counts)
         self.members = [
-            Member(index, _view_like(piece, p))
+            Member(index, view_like(piece, p))
             for (index, _, p), piece in zip(parameters, pieces, strict=True)
         ]
         self._wide: torch.Tensor | None = None
@@ -215,6 +215,15 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of `piece`, flat, in the shape and, if it is dense, strides of a parameter."""
+    shape = parameter.shape
+    view = piece.view(shape)
+    if parameter.numel() and is_dense(shape, parameter.stride()):
+        view = piece.as_strided(shape, parameter.stride())
+    return view.data  # .detach() would share the version counter of the whole buffer
+
+
 def _registered(count: int, dtype: torch.dtype, group: Group) -> torch.Tensor:
     """Return zeros that the ranks of this node reduce where they stand."""
     return torch.from_numpy(zeros(count * dtype.itemsize, "uint8", group=group)).view(dtype)
@@ -222,11 +231,3 @@ def _registered(count: int, dtype: torch.dtype, group: Group) -> torch.Tensor:
 
 def _as_it_is(wire: torch.Tensor) -> torch.Tensor:
     return wire
-
-
-def _view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    shape = parameter.shape
-    view = piece.view(shape)
-    if parameter.numel() and is_dense(shape, parameter.stride()):
-        view = piece.as_strided(shape, parameter.stride())
-    return view.data  # .detach() would share the version counter of the whole buffer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -21,6 +20,7 @@ from ringcomm.torch.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.recipe import Recipe, recipe_of
 from ringcomm.torch.reducer import GradientReducer
 from ringcomm.torch.reductions import AnyOp
+from ringcomm.torch.wrapping import dressed, named_in_order
 
 T = TypeVar("T", bound=Optimizer)
 _OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
@@ -88,7 +88,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     engine()
-    named = _named(optimizer, named_parameters)
+    named = named_in_order(optimizer, named_parameters)
     if isinstance(op, Op):
         recipe = recipe_of(
             op,
@@ -104,16 +104,17 @@ def DistributedOptimizer(
 
 
 def _wrapped(optimizer: T, reducer: GradientReducer) -> T:
-    base = type(optimizer)
-    kind: type[_Distributed] = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
-    wrapped = object.__new__(kind)
-    earlier_step = optimizer.__dict__.pop("step", None)
-    wrapped.__dict__ = optimizer.__dict__
-    wrapped._reducer = reducer
-    wrapped._is_skipping = wrapped._has_synchronized = wrapped._has_warned = False
-    if hasattr(earlier_step, "_wrapped_by_lr_sched"):
-        _let_scheduler_see_steps(wrapped)
-    return cast(T, wrapped)
+    return cast(
+        T,
+        dressed(
+            optimizer,
+            _Distributed,
+            _reducer=reducer,
+            _is_skipping=False,
+            _has_synchronized=False,
+            _has_warned=False,
+        ),
+    )
 
 
 class _Distributed(Optimizer):
@@ -232,40 +233,3 @@ def _rewrap(optimizer: Optimizer, names: Sequence[str], recipe: Recipe, passes: 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     named = list(zip(names, parameters, strict=True))
     return _wrapped(optimizer, GradientReducer(named, recipe, passes))
-
-
-def _named(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the optimizer's parameters with their names, in the optimizer's order."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if named_parameters is None:
-        return [(f"parameter{i}", p) for i, p in enumerate(parameters)]
-    given = list(named_parameters)
-    names = [name for name, _ in given]
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise ValueError(f"named_parameters has names that are not unique: {', '.join(doubles)}")
-    name_of = {p: name for name, p in given}
-    nameless = [i for i, p in enumerate(parameters) if p not in name_of]
-    if nameless:
-        raise ValueError(
-            f"{len(nameless)} of the optimizer's {len(parameters)} parameters are not in "
-            "named_parameters; pass model.named_parameters() of the whole model"
-        )
-    return [(name_of[p], p) for p in parameters]
-
-
-def _let_scheduler_see_steps(wrapped: _Distributed) -> None:
-    """Keep the mark by which a scheduler made before the wrapping knows that step() was called."""
-    ref = weakref.ref(wrapped)  # a cycle would keep the hooks of an optimizer that was dropped
-
-    @functools.wraps(type(wrapped).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = ref()
-        assert optimizer is not None
-        optimizer.__dict__["_opt_called"] = True
-        return type(optimizer).step(optimizer, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    wrapped.step = step  # type: ignore[method-assign]

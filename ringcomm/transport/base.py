@@ -10,6 +10,7 @@ from ringcomm.arrays.base import Bytes
 
 if TYPE_CHECKING:
     from ringcomm._core import Loop, NodeMemory
+    from ringcomm.transport.mail import Mail
     from ringcomm.transport.shm import NodeTeam
 
 ANY_SOURCE = -1
@@ -103,6 +104,10 @@ class Transport(Protocol):
         """Advances what is under way in C++ without Python's lock."""
         ...
 
+    def mail(self) -> Mail:
+        """Return the channel of letters; opened by the first call, at any time on each rank."""
+        ...
+
     @property
     def node(self) -> NodeRegion | None:
         """What this rank shares with the ranks of its node; None: nothing."""
@@ -174,4 +179,12 @@ class NodeRegion(Protocol):
 
     def empty(self, nbytes: int) -> Bytes:
         """Return memory of this rank that all of them map. Raises MemoryError."""
+        ...
+
+    def offset_of(self, x: Bytes) -> int:
+        """Return where memory of this rank is, as view() wants it. Raises ValueError."""
+        ...
+
+    def view(self, rank: int, offset: int, nbytes: int) -> Bytes:
+        """Return memory of a rank of this node where it stands. Raises ValueError."""
         ...

@@ -16,6 +16,7 @@ from ringcomm import _core
 from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Arrived, Died, Event, PersistentRequest, Request
+from ringcomm.transport.mail import Letter, Mail, MailBox
 from ringcomm.transport.shm import RegionAddress, SharedNode
 
 _ARENA = 5 << 30
@@ -42,6 +43,7 @@ class LoopbackHub:
         self._lock = threading.Lock()
         self._events: list[deque[Event]] = [deque() for _ in range(size)]
         self._dead: set[int] = set()
+        self.letters: list[deque[Letter]] = [deque() for _ in range(size)]
         self._memories = {
             rank: NodeMemory.create(rank, _ARENA)
             for rank, node in enumerate(self.nodes)
@@ -127,6 +129,10 @@ class LoopbackTransport:
     def control(self, dest: int, message: bytes) -> None:
         """Put the message into the other's mailbox."""
         self._hub.post_event(dest, Arrived(self.rank, message))
+
+    def mail(self) -> Mail:
+        """Return the letters of this rank."""
+        return MailBox(self._hub.letters, self.rank, self._hub.messages.ring)
 
     def poll(self) -> list[Event]:
         """Return and forget what is in the mailbox."""

@@ -36,6 +36,7 @@ from ringcomm.transport.base import (
     Request,
     WireFault,
 )
+from ringcomm.transport.mail import Mail, MpiMail
 from ringcomm.transport.mpi_library import runner_over
 from ringcomm.transport.nodes import node_of
 from ringcomm.transport.shm import RegionAddress, SharedNode, make_memory
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _log = logging.getLogger("ringcomm")
-_CONTROL_TAG = 1
+_CONTROL_TAG, _MAIL_TAG = 1, 2
 _CONTROL_MAX = 4096
 _LOOK_FOR_DEATHS_S = 1e-3
 _EPOLL_S = 1e-3  # epoll counts whole milliseconds
@@ -269,6 +270,7 @@ class MpiTransport:
         self._status = mpi.Status()
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
         self._outbox_lock = threading.Lock()
+        self._mail: MpiMail | None = None
         self._dead: set[int] = set()
         self.runner = runner_over(mpi, self._data, _SEGMENT) if is_native else None
         self._settle()
@@ -433,6 +435,12 @@ class MpiTransport:
         with self._outbox_lock:
             self._outbox.append((request, buffer))
 
+    def mail(self) -> Mail:
+        """Return the channel of letters; letters that come before this call are kept by MPI."""
+        if self._mail is None:
+            self._mail = MpiMail(self._mpi, self._control, _MAIL_TAG)
+        return self._mail
+
     def poll(self) -> list[Event]:
         """Drive MPI's progress and return control messages, then deaths."""
         events = self._received()
@@ -493,6 +501,8 @@ class MpiTransport:
         if not is_clean:
             _grave.extend(self._outbox)
             return
+        if self._mail is not None:
+            self._mail.close()
         for request, _ in self._outbox:
             request.Wait()
         self._outbox.clear()

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ringcomm._core import Loop, NodeMemory, NodeStep, Team, make_team, take
+from ringcomm._core import Loop, NodeMemory, NodeStep, Team, make_team, take, view
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import N_UNNAMED
 
@@ -92,6 +92,14 @@ class SharedNode:
             MemoryError: the arena is full.
         """
         return take(self.memory, nbytes)
+
+    def offset_of(self, x: Bytes) -> int:
+        """Return where memory of this rank is, as view() wants it. Raises ValueError."""
+        return self.memory.offset_of(x)
+
+    def view(self, rank: int, offset: int, nbytes: int) -> Bytes:
+        """Return memory of a rank of this node where it stands. Raises ValueError."""
+        return view(self._memories[rank], offset, nbytes)
 
 
 def make_memory(nonce: int) -> NodeMemory:

@@ -28,6 +28,15 @@ def test_it_trains_on_files_of_mnist_and_goes_on_after_the_last_epoch(tmp_path):
     assert [line[:9] for line in then] == ["epoch  3/"]
 
 
+@pytest.mark.skipif(not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1")
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp", "first-of"])
+def test_a_plain_script_trains_on_the_parameter_server(mode, tmp_path):
+    example = EXAMPLE.with_name("ps_digits.py")
+    job = run_job(3, example, "--mode", mode, cwd=tmp_path, timeout_s=120)
+    assert job.code == 0, job.output  # it asserts an accuracy
+    assert f"2 workers, mode {mode}: accuracy 9" in job.output
+
+
 def test_a_folder_without_the_files_says_which_it_misses(tmp_path):
     job = run_job(1, EXAMPLE, "--data-dir", tmp_path, cwd=tmp_path, timeout_s=120)
     assert job.code == 1

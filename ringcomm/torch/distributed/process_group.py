@@ -330,7 +330,7 @@ class ProcessGroup(BaseGroup):
         del opts
         if self.rank() not in new_ranks:
             return None
-        group = Group([self.group.ranks[rank] for rank in new_ranks])
+        group = Group.of_job([self.group.ranks[rank] for rank in new_ranks])
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         name = group_name or f"{self.group_name}/{'_'.join(map(str, new_ranks))}"
         made = ProcessGroup(c10d.PrefixStore(f"{name}/", self._store), group, timeout_s)

@@ -1,0 +1,84 @@
+#include "block.hpp"
+
+#include <cstring>
+#include <new>
+
+#if defined(__SANITIZE_THREAD__)
+#define RINGCOMM_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define RINGCOMM_TSAN 1
+#endif
+#endif
+
+namespace ringcomm::ps {
+namespace {
+
+// A copy that may run into a writer, who is found out afterwards: the race is the design, and its
+// outcome is thrown away. C++17 has no word for it short of an atomic load per word, in the kernels
+// of the writer too (H.-J. Boehm 2012, doi:10.1145/2247684.2247688), which would not vectorise. So
+// ThreadSanitizer is told to look away from this function and no other.
+#if defined(RINGCOMM_TSAN)
+__attribute__((no_sanitize("thread"), noinline)) void copy_racing(void* out, const void* x,
+                                                                  std::size_t n) {
+  auto* to = static_cast<volatile char*>(out);
+  const auto* from = static_cast<const volatile char*>(x);
+  for (std::size_t i = 0; i < n; ++i) to[i] = from[i];
+}
+#else
+void copy_racing(void* out, const void* x, std::size_t n) {
+  if (n != 0) std::memcpy(out, x, n);
+}
+#endif
+
+}  // namespace
+
+Block::Block(std::byte* memory, std::size_t nbytes, std::uint64_t version) : memory_(memory) {
+  auto* const header = new (memory) BlockHeader{};
+  std::memset(memory + sizeof(BlockHeader), 0, block_nbytes(nbytes) - sizeof(BlockHeader));
+  header->nbytes = nbytes;
+  header->begun.store(version, std::memory_order_relaxed);
+  header->done.store(version, std::memory_order_release);
+}
+
+std::uint64_t Block::apply(DenseUpdate update) {
+  update.in = values();
+  update.out = begin();
+  ringcomm::ps::apply(update);
+  return end();
+}
+
+std::uint64_t Block::write(const void* values) {
+  std::byte* const out = begin();
+  if (nbytes() != 0) std::memcpy(out, values, nbytes());
+  return end();
+}
+
+// Where the next version goes. Nothing is written there before readers can see that it has begun.
+std::byte* Block::begin() const {
+  const std::uint64_t next = version() + 1;
+  header().begun.store(next, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  return memory_ + buffer_offset(nbytes(), next);
+}
+
+std::uint64_t Block::end() const {
+  const std::uint64_t next = version() + 1;
+  header().done.store(next, std::memory_order_release);
+  return next;
+}
+
+std::int64_t read_block(const std::byte* memory, void* out, std::size_t offset, std::size_t n,
+                        unsigned tries) {
+  const auto& header = *reinterpret_cast<const BlockHeader*>(memory);
+  for (unsigned k = 0; k < tries; ++k) {
+    const std::uint64_t version = header.done.load(std::memory_order_acquire);
+    copy_racing(out, memory + buffer_offset(header.nbytes, version) + offset, n);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (header.begun.load(std::memory_order_relaxed) < version + 2)
+      return static_cast<std::int64_t>(version);
+  }
+  return -1;
+}
+
+}  // namespace ringcomm::ps

@@ -1,0 +1,230 @@
+#include "rows.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "use.hpp"
+
+namespace ringcomm::ps {
+namespace {
+
+constexpr std::size_t kBatch = 16;  // keys whose rows are fetched from memory at once
+
+}  // namespace
+
+Rows::Rows(std::shared_ptr<const RowSpec> spec)
+    : spec_(std::move(spec)), store_(spec_->row_nbytes()) {}
+
+std::size_t Rows::nbytes() const {
+  const Reading reading(*this);
+  std::size_t total = sizeof *this + index_.nbytes() + store_.nbytes() +
+                      newest_.capacity() * sizeof newest_[0];
+  if (side_ != nullptr)
+    total += sizeof *side_ + side_->candidates.nbytes() + side_->erased.nbytes();
+  return total;
+}
+
+std::size_t Rows::gather(const std::uint64_t* keys, std::size_t n, void* out,
+                         Missing missing) const {
+  const Reading reading(*this);
+  if (missing == Missing::raise)
+    for (std::size_t i = 0; i < n; ++i) {
+      if (i + kBatch < n) index_.prefetch(keys[i + kBatch]);
+      if (index_.find(keys[i]) == 0) throw MissingKey(keys[i], i);
+    }
+  const std::size_t nbytes = spec_->dim * spec_->itemsize();
+  auto* to = static_cast<std::byte*>(out);
+  std::size_t found = 0;
+  const std::byte* batches[2][kBatch];  // one is copied while the other's rows are fetched
+  const auto look_up = [&](std::size_t batch) {
+    for (std::size_t i = (batch + 1) * kBatch; i < std::min(n, (batch + 2) * kBatch); ++i)
+      index_.prefetch(keys[i]);
+    for (std::size_t i = batch * kBatch; i < std::min(n, (batch + 1) * kBatch); ++i) {
+      const Row row = find(keys[i]);
+      const std::byte* const data = row == kNoRow ? nullptr : store_.values<std::byte>(row);
+      if (data != nullptr) prefetch_range(data, nbytes);
+      batches[batch % 2][i % kBatch] = data;
+    }
+  };
+  look_up(0);
+  for (std::size_t i = 0; i < n; ++i, to += nbytes) {
+    if (i % kBatch == 0) look_up(i / kBatch + 1);
+    const std::byte* const data = batches[i / kBatch % 2][i % kBatch];
+    if (data == nullptr) {
+      fill_missing(keys[i], to, missing);
+    } else {
+      std::memcpy(to, data, nbytes);
+      ++found;
+    }
+  }
+  return found;
+}
+
+void Rows::fill_missing(std::uint64_t key, void* out, Missing missing) const {
+  if (missing != Missing::init)
+    std::memset(out, 0, spec_->dim * spec_->itemsize());
+  else if (spec_->dtype == DType::float64)
+    fill_row(spec_->initial, key, static_cast<double*>(out), spec_->dim);
+  else
+    fill_row(spec_->initial, key, static_cast<float*>(out), spec_->dim);
+}
+
+std::size_t Rows::erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp) {
+  const Writing writing(*this);
+  std::size_t erased = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (side_ != nullptr) side_->candidates.erase(keys[i]);
+    const Row row = find(keys[i]);
+    if (row == kNoRow) continue;
+    take_out(row, stamp);
+    ++erased;
+  }
+  return erased;
+}
+
+void Rows::clear() {
+  const Writing writing(*this);
+  std::uint64_t known_since = this->known_since();
+  for (const std::uint64_t stamp : newest_) known_since = std::max(known_since, stamp);
+  index_.clear();
+  store_ = RowStore(spec_->row_nbytes());
+  std::vector<std::uint64_t>().swap(newest_);  // with its memory
+  side_.reset();
+  cursor_ = 0;
+  if (known_since != 0) side().known_since = known_since;
+}
+
+Evicted Rows::evict(double now, std::uint64_t stamp, std::size_t max_work) {
+  const Writing writing(*this);
+  const Eviction& policy = spec_->eviction;
+  Evicted evicted{{}, true};
+  if (policy.ttl_s == std::numeric_limits<double>::infinity() && size() <= policy.max_rows)
+    return evicted;
+  for (std::size_t work = 0; work < max_work && cursor_ < store_.end(); ++work) {
+    const Row row = cursor_++;
+    const RowInfo info = store_.info(row);
+    if (info.steps == RowStore::kDead) continue;
+    if (now - info.time >= policy.ttl_s) {
+      evicted.keys.push_back(info.key);
+      take_out(row, stamp);
+    } else if (size() > policy.max_rows) {
+      const double rank = policy.order == Order::lfu ? info.count : info.time;
+      auto& round = side().round;
+      round.push_back({rank, info.time, info.key, row, info.count});
+      std::push_heap(round.begin(), round.end());
+      while (round.size() > std::min(size() - policy.max_rows, max_work)) {
+        std::pop_heap(round.begin(), round.end());
+        round.pop_back();
+      }
+    }
+  }
+  if (cursor_ < store_.end()) {
+    evicted.is_done = false;
+    return evicted;
+  }
+  cursor_ = 0;
+  finish_round(stamp, evicted.keys);
+  evicted.is_done = size() <= policy.max_rows;
+  return evicted;
+}
+
+void Rows::finish_round(std::uint64_t stamp, std::vector<std::uint64_t>& keys) {
+  if (side_ == nullptr) return;
+  std::vector<Victim> round = std::move(side_->round);
+  side_->round = {};
+  std::sort(round.begin(), round.end());
+  for (const Victim& victim : round) {
+    if (size() <= spec_->eviction.max_rows) return;
+    const RowInfo info = store_.info(victim.row);
+    const bool is_as_seen = info.steps != RowStore::kDead && info.key == victim.key &&
+                            info.time == victim.time && info.count == victim.count;
+    if (!is_as_seen) continue;  // pushed since: no longer among the last
+    keys.push_back(victim.key);
+    take_out(victim.row, stamp);
+  }
+}
+
+Rows::Side& Rows::side() {
+  if (side_ == nullptr) side_ = std::make_unique<Side>();
+  return *side_;
+}
+
+// A row for a key that has none: values as the initializer says, slots as the updater begins.
+Row Rows::add(std::uint64_t key) {
+  const Row row = store_.take();
+  try {
+    if (newest_.size() <= row / kGroup) newest_.push_back(0);
+    index_.insert(key, std::uint64_t{row} + 1);
+  } catch (...) {
+    store_.give_back(row);
+    throw;
+  }
+  store_.info(row) = {key, 0, 0, 0, 0};
+  spec_->dtype == DType::float64 ? initialise<double>(row, key) : initialise<float>(row, key);
+  if (side_ != nullptr) side_->erased.erase(key);
+  return row;
+}
+
+template <class T>
+void Rows::initialise(Row row, std::uint64_t key) {
+  T* const values = store_.values<T>(row);
+  fill_row(spec_->initial, key, values, spec_->dim);
+  const SlotPlan plan = spec_->plan();
+  T* slot = values + spec_->dim;
+  for (std::size_t k = 0; k < plan.count(); ++k) {
+    const std::size_t width = k < plan.full ? spec_->dim : 1;
+    std::fill_n(slot, width, static_cast<T>(plan.fill[k]));
+    slot += width;
+  }
+}
+
+void Rows::take_out(Row row, std::uint64_t stamp) {
+  const std::uint64_t key = store_.info(row).key;
+  index_.erase(key);
+  store_.give_back(row);
+  note_erased(key, stamp);
+}
+
+// Beyond the bound all are forgotten, and known_since() says so.
+void Rows::note_erased(std::uint64_t key, std::uint64_t stamp) {
+  Side& side = this->side();
+  side.erased.set(key, stamp + 1);
+  if (side.erased.size() <= spec_->max_tombstones) return;
+  side.erased.for_each([&](std::uint64_t, std::uint64_t value) {
+    side.known_since = std::max(side.known_since, value - 1);
+  });
+  side.erased.clear();
+}
+
+bool Rows::is_admitted(std::uint64_t key, std::uint64_t stamp) {
+  const Admission& policy = spec_->admission;
+  if (policy.probability < 1) {
+    const std::uint64_t table = scatter(spec_->initial.seed) + spec_->initial.table;
+    const std::uint64_t bits = scatter(scatter(scatter(table) + key) + stamp);
+    if (static_cast<double>(bits >> 11) * 0x1p-53 >= policy.probability) return false;
+  }
+  if (policy.min_count <= 1) return true;
+  KeyMap& candidates = side().candidates;
+  const std::uint64_t count = candidates.find(key) + 1;
+  if (count >= policy.min_count) {
+    candidates.erase(key);
+    return true;
+  }
+  if (count == 1 && candidates.size() >= policy.max_candidates) halve_candidates();
+  candidates.set(key, count);
+  return false;
+}
+
+// Makes room by ageing: what was seen once is forgotten, the rest counts half.
+void Rows::halve_candidates() {
+  KeyMap& candidates = side().candidates;
+  while (candidates.size() > spec_->admission.max_candidates / 4 * 3) {
+    KeyMap halved;
+    candidates.for_each([&](std::uint64_t key, std::uint64_t count) {
+      if (count > 1) halved.insert(key, count / 2);
+    });
+    candidates = std::move(halved);
+  }
+}
+
+}  // namespace ringcomm::ps

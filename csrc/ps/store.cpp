@@ -1,0 +1,42 @@
+#include "store.hpp"
+
+#include "pages.hpp"
+
+#include <stdexcept>
+#include <utility>
+
+namespace ringcomm::ps {
+
+RowStore::RowStore(std::size_t nbytes) : nbytes_(nbytes), full_bits_(kFirstBits) {
+  while (((nbytes_ + sizeof(RowInfo)) << (full_bits_ + 1)) <= kSlabBytes) ++full_bits_;
+}
+
+Row RowStore::take() {
+  if (free_ != kNone) {
+    const Row row = free_;
+    free_ = static_cast<Row>(info(row).key);
+    return row;
+  }
+  if (end_ >= kNone - 8) throw std::length_error("a partition is full: it has 2^32 rows");
+  const std::size_t slab = place_of(end_).slab;
+  if (slab == slabs_.size()) {
+    auto* const memory = allocate_pages(rows_of(slab) * (sizeof(RowInfo) + nbytes_));
+    std::unique_ptr<std::byte, Free> owned(static_cast<std::byte*>(memory));
+    slabs_.push_back(std::move(owned));
+  }
+  return end_++;
+}
+
+void RowStore::give_back(Row row) {
+  info(row) = {free_, 0, 0, 0, kDead};
+  free_ = row;
+}
+
+std::size_t RowStore::nbytes() const {
+  std::size_t total = slabs_.capacity() * sizeof(slabs_[0]);
+  for (std::size_t i = 0; i < slabs_.size(); ++i)
+    total += rows_of(i) * (sizeof(RowInfo) + nbytes_);
+  return total;
+}
+
+}  // namespace ringcomm::ps

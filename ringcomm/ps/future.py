@@ -1,0 +1,133 @@
+"""What push(), pull() and the like return."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from ringcomm.ps.client import Client
+
+R = TypeVar("R")
+
+
+class Pushed(NamedTuple):
+    """What became of a push.
+
+    Attributes:
+        applied: it is part of the parameters, exactly once.
+        why: "" if it was applied; "late": the round that it was for was over; "empty": nobody had a
+            gradient for it, so that it changed nothing.
+        version: updates of the block so far, of the block with the fewest.
+        rejected: keys of a hash table that were not admitted.
+        squares: of a push that is held: the sum of the squares of the round's mean.
+        is_finite: of a push that is held: the mean has no inf or NaN.
+    """
+
+    applied: bool
+    why: str
+    version: int
+    rejected: int = 0
+    squares: float = 0.0
+    is_finite: bool = True
+
+
+class Future(Generic[R]):
+    """A request under way, which goes on whether or not anybody waits for it.
+
+    Args:
+        client: which made it.
+        label: "push[w]".
+        n: how many replies make it complete.
+        finish: makes the result of them.
+
+    Attributes:
+        timestamp: number of the request; those of one process ascend.
+    """
+
+    def __init__(
+        self, client: Client, label: str, n: int, finish: Callable[[], R], timestamp: int
+    ) -> None:
+        self._client = client
+        self.label = label
+        self.timestamp = timestamp
+        self._left = n
+        self._finish = finish
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Future[R]], object]] = []
+        self._lock = threading.Lock()
+        self._is_done = False
+        self.awaited: set[int] = set()  # servers that have not answered
+        if n == 0:
+            self._complete()
+
+    def done(self) -> bool:
+        """Return True once wait() would return or raise at once; never blocks."""
+        return self._is_done
+
+    def wait(self, timeout_s: float | None = None) -> R:
+        """Return the result.
+
+        Args:
+            timeout_s: how long this call waits, in seconds; None: ps.init(deadline_s=). After a
+                timeout the request is still under way, and one can wait again.
+
+        Raises:
+            CommTimeoutError: the servers that it names have not answered.
+            PeerFailedError: a rank died.
+            ValueError, TypeError, KeyError: the server refused it; nothing was changed.
+        """
+        if not self._is_done:
+            self._client.wait_for(self, timeout_s)
+        if self._error is not None:
+            raise self._error
+        result: R = self._result
+        return result
+
+    result = wait
+
+    def then(self, callback: Callable[[Future[R]], object]) -> Future[R]:
+        """Let callback(self) be called once it is done; return self.
+
+        At once and in this thread if it is done already; else in the thread that notices: the
+        callback must be short and must not wait for anything.
+        """
+        with self._lock:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                return self
+        callback(self)
+        return self
+
+    def replied(self, server: int) -> None:
+        """Take note of a good reply."""
+        self._left -= 1
+        self.awaited.discard(server)
+        if self._left == 0:
+            self._complete()
+
+    def fail(self, error: BaseException) -> None:
+        """Let wait() raise; the first error counts."""
+        if not self._is_done:
+            self._error = error
+            self._end()
+
+    def _complete(self) -> None:
+        try:
+            self._result = self._finish()
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+            self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._is_done else "failed" if self._error else "done"
+        return f"<Future of {self.label}: {state}>"

@@ -1,0 +1,132 @@
+"""When an update happens: rounds to which all workers contribute, and clocks that bound staleness.
+
+Decisions only: events in, what is due out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How pushes become updates; "sync" and "async" in a user's words, or SSP and FirstOf.
+
+    Attributes:
+        name: sync, async, ssp or first_of.
+        bound: s of SSP, k of FirstOf.
+    """
+
+    name: str
+    bound: int = 0
+
+    def __str__(self) -> str:
+        names = {"ssp": f"SSP({self.bound})", "first_of": f"FirstOf({self.bound})"}
+        return names.get(self.name, repr(self.name))
+
+    @property
+    def has_rounds(self) -> bool:
+        """True if an update is the mean over several workers."""
+        return self.name in ("sync", "first_of")
+
+
+def SSP(staleness: int) -> Mode:
+    """Return bounded staleness: no worker is more than `staleness` steps ahead of the slowest."""
+    if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
+        raise ValueError(f"SSP takes a number of steps >= 0, not {staleness!r}")
+    return Mode("ssp", staleness)
+
+
+def FirstOf(k: int) -> Mode:
+    """Return rounds that end with the k-th contribution; those that come later are dropped."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"FirstOf takes a number of workers >= 1, not {k!r}")
+    return Mode("first_of", k)
+
+
+def mode_of(mode: str | Mode) -> Mode:
+    """Return what a user means by `mode`. Raises ValueError."""
+    if isinstance(mode, Mode):
+        return mode
+    if mode not in ("sync", "async"):
+        raise ValueError(
+            f"mode is {mode!r}; it must be 'sync', 'async', ps.SSP(s) or ps.FirstOf(k)"
+        )
+    return Mode(mode)
+
+
+class Rounds(Generic[T]):
+    """Contributions to one partition, round by round.
+
+    Args:
+        workers: who contributes, while they live.
+        first_of: as many end a round; None: all.
+    """
+
+    def __init__(self, workers: Iterable[int], first_of: int | None = None) -> None:
+        self._live = set(workers)
+        self._first_of = math.inf if first_of is None else first_of
+        self._came: defaultdict[int, dict[int, T]] = defaultdict(dict)
+        self.current = 0
+
+    def add(self, worker: int, number: int, contribution: T) -> bool:
+        """Take note of a contribution to round `number`; return False if that round is over."""
+        if number < self.current:
+            return False
+        self._came[number][worker] = contribution
+        return True
+
+    def leave(self, worker: int) -> None:
+        """Wait no more for a worker; what it has contributed counts."""
+        self._live.discard(worker)
+
+    @property
+    def missing(self) -> list[int]:
+        """The workers that the round waits for."""
+        return sorted(self._live - self._came[self.current].keys())
+
+    def take(self) -> list[tuple[int, T]] | None:
+        """Return what the current round consists of, by worker, and begin the next; None: not yet.
+
+        Worker order makes the sum the same whatever the order of arrival.
+        """
+        came = self._came[self.current]
+        if not came or (len(came) < self._first_of and not self._live <= came.keys()):
+            return None
+        self.current += 1
+        return sorted(self._came.pop(self.current - 1).items())
+
+
+class Clocks:
+    """How many steps each worker has completed, as one server knows it.
+
+    Args:
+        workers: those that count.
+    """
+
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._of = dict.fromkeys(workers, 0)
+
+    def tick(self, worker: int, clock: int) -> None:
+        """A worker has completed so many steps; all that it pushed in them has been applied."""
+        if worker in self._of:
+            self._of[worker] = max(self._of[worker], clock)
+
+    def leave(self, worker: int) -> None:
+        """A worker that has finished, or is dead, holds nobody up."""
+        self._of.pop(worker, None)
+
+    @property
+    def slowest(self) -> float:
+        """The least clock of those that count; infinite if nobody does."""
+        return min(self._of.values(), default=math.inf)
+
+    def behind(self, clock: float) -> list[int]:
+        """Return the workers whose clock is less."""
+        return sorted(worker for worker, value in self._of.items() if value < clock)

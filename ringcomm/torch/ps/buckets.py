@@ -1,0 +1,234 @@
+"""Parameters in tables of the servers: a large one has its own, small ones share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ringcomm.arrays.torch import TORCH
+from ringcomm.ps.future import Future, Pushed
+from ringcomm.ps.optim import Updater
+from ringcomm.ps.rounds import Mode
+from ringcomm.ps.table import table
+from ringcomm.torch.buckets import is_dense, plan_buckets, view_like
+
+BLOCK_NBYTES: Final = 4 << 20  # what servers cut tables into
+FUSED_NBYTES: Final = 4 << 20  # the most that parameters share
+ALONE_NBYTES: Final = 256 << 10  # from here on a parameter has a table of its own
+
+Array = NDArray[Any]
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter, and what became of its gradient in this step.
+
+    Attributes:
+        index: place among the optimizer's parameters.
+        name: for error messages.
+        parameter: the parameter.
+        group: its parameter group.
+        is_heard: hooks tell of its gradients.
+        pushed: the gradient that was sent in this step, and its version; None: none was.
+        known: version and address of the values that the servers have, too.
+    """
+
+    index: int
+    name: str
+    parameter: torch.nn.Parameter
+    group: int
+    is_heard: bool = False
+    pushed: tuple[torch.Tensor | None, int] | None = None
+    known: tuple[int, int] = (0, 0)
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """Version and address of the values."""
+        return self.parameter._version, self.parameter.data_ptr()
+
+    @property
+    def outline(self) -> str:
+        """What all workers must have alike."""
+        p = self.parameter
+        return f"{p.dtype} {tuple(p.shape)}, {'trainable' if p.requires_grad else 'frozen'}"
+
+
+def plan(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Return which parameters share a table, in the order in which gradients are complete.
+
+    Those that share are small, of one parameter group and dtype. A frozen one is alone, so that it
+    can be trained later.
+    """
+    backward = list(reversed(slots))
+    sizes: list[tuple[int, object]] = []
+    for slot in backward:
+        p = slot.parameter
+        is_small = p.numel() * p.element_size() < ALONE_NBYTES and p.requires_grad
+        sizes.append(
+            (p.numel() * p.element_size(), (slot.group, p.dtype) if is_small else (slot.index,))
+        )
+    batches = plan_buckets(sizes, range(len(backward)), FUSED_NBYTES)
+    return [[backward[place] for place in batch] for batch in sorted(batches, key=max)]
+
+
+class Bucket:
+    """Parameters that share a table.
+
+    Opening it is for every worker; the chief's values are what the table begins with.
+
+    Args:
+        slots: the parameters.
+        suffix: of the table's name.
+        updater: what the servers do with gradients.
+        mode: of the table.
+
+    Attributes:
+        group: parameter group of all of them.
+        waiting: indices of those whose gradients are not there yet.
+        push: under way in this step, or None.
+        is_pushed: this step's gradients have been dealt with.
+    """
+
+    def __init__(self, slots: Sequence[Slot], suffix: str, updater: Updater, mode: Mode) -> None:
+        self.slots = slots
+        self.group = slots[0].group
+        self._counts = [slot.parameter.numel() for slot in slots]
+        self._dtype = slots[0].parameter.dtype
+        self._values: torch.Tensor | None = None
+        self._gradients: torch.Tensor | None = None
+        more = f"+{len(slots) - 1}" if slots[1:] else ""
+        self.table = table(
+            f"{slots[0].name}{more}{suffix}",
+            sum(self._counts),
+            str(self._dtype).removeprefix("torch."),
+            updater=updater,
+            mode=mode,
+            init=self.values().copy(),
+            block_nbytes=BLOCK_NBYTES,
+        )
+        self.push: Future[Pushed] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step."""
+        self.waiting = {slot.index for slot in self.slots}
+        self.push, self.is_pushed = None, False
+        for slot in self.slots:
+            slot.pushed = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if nothing in it is trained."""
+        return not any(slot.parameter.requires_grad for slot in self.slots)
+
+    # --- values ---------------------------------------------------------------------------------
+    def values(self) -> Array:
+        """Return the parameters' values, flat; the memory of a single one that is dense."""
+        if (alone := self._alone()) is not None:
+            return alone
+        for view, slot in zip(self._views_of_values(), self.slots, strict=True):
+            view.copy_(slot.parameter.detach())
+        assert self._values is not None
+        return _numpy(self._values)
+
+    def room(self) -> Array:
+        """Return where values are to be fetched to; land() follows."""
+        if (alone := self._alone()) is not None:
+            return alone
+        self._views_of_values()
+        assert self._values is not None
+        return _numpy(self._values)
+
+    def land(self) -> None:
+        """The values are there: let the parameters have them."""
+        if self._alone() is not None:
+            TORCH.written(self.slots[0].parameter)
+        else:
+            for view, slot in zip(self._views_of_values(), self.slots, strict=True):
+                slot.parameter.detach().copy_(view)
+        for slot in self.slots:
+            slot.known = slot.now
+
+    def _alone(self) -> Array | None:
+        p = self.slots[0].parameter
+        if len(self.slots) > 1 or not is_dense(p.shape, p.stride()):
+            return None
+        return _numpy(_line(p.detach()))
+
+    def _views_of_values(self) -> list[torch.Tensor]:
+        if self._values is None:
+            self._values = torch.empty(sum(self._counts), dtype=self._dtype)
+        return self.views(self._values)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's part of a flat tensor, in its shape and strides."""
+        pieces = torch.split(flat, self._counts)
+        return [view_like(x, s.parameter) for x, s in zip(pieces, self.slots, strict=True)]
+
+    # --- gradients ------------------------------------------------------------------------------
+    def gradients(self) -> torch.Tensor | None:
+        """Return the gradients, flat; zeros for who has none. None if nobody has one.
+
+        It is .grad itself where that fits, else memory that the next call overwrites.
+        """
+        found = [slot.parameter.grad for slot in self.slots]
+        if all(grad is None for grad in found):
+            return None
+        if len(found) == 1 and (line := _fitting(found[0], self.slots[0].parameter)) is not None:
+            return line
+        flat = self.room_for_gradients()
+        for view, grad in zip(self.views(flat), found, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad.detach().to_dense() if grad.is_sparse else grad.detach())
+        return flat
+
+    def room_for_gradients(self) -> torch.Tensor:
+        """Return memory for all gradients, flat."""
+        if self._gradients is None:
+            self._gradients = torch.empty(sum(self._counts), dtype=self._dtype)
+        return self._gradients
+
+    def note_pushed(self, push: Future[Pushed] | None) -> None:
+        """The gradients are on their way, as they are now."""
+        self.push, self.is_pushed = push, True
+        for slot in self.slots:
+            grad = slot.parameter.grad
+            slot.pushed = (grad, 0 if grad is None else grad._version)
+
+
+def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient as a line of the table, if that needs no copy."""
+    if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+        return None
+    is_alike = grad.dtype == parameter.dtype and grad.stride() == parameter.stride()
+    if not is_alike or not is_dense(grad.shape, grad.stride()) or grad.is_conj() or grad.is_neg():
+        return None
+    return _line(grad.detach())
+
+
+def _line(x: torch.Tensor) -> torch.Tensor:
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _numpy(x: torch.Tensor) -> Array:
+    found: Array = x.numpy()
+    return found
+
+
+def as_array(x: torch.Tensor) -> Array:
+    """Return a flat tensor as numpy sees it; bfloat16 as ml_dtypes has it."""
+    if x.dtype is not torch.bfloat16:
+        return _numpy(x)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError("compression=bf16 needs ml_dtypes: pip install ml_dtypes") from error
+    wire: Array = x.view(torch.int16).numpy().view(np.dtype(ml_dtypes.bfloat16))
+    return wire

@@ -1,0 +1,525 @@
+"""Pushes gradients while backward() runs, and fetches what the servers make of them.
+
+Autograd's hooks tell when a gradient is there. A bucket that is full is pushed at once, but none
+before its turn: rounds hold the memory of what they wait for, so workers that pushed in different
+orders could wait for each other. What clipping or a GradScaler must see first is pushed by step().
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, ParamSpec
+
+import torch
+
+from ringcomm.engine import ops
+from ringcomm.errors import RingcommError
+from ringcomm.ps import optim
+from ringcomm.ps.job import Session, is_chief, session
+from ringcomm.ps.optim import Assign, Updater
+from ringcomm.ps.rounds import Mode
+from ringcomm.ps.states import pull_state, push_state
+from ringcomm.torch.autograd import Hooks
+from ringcomm.torch.outline import Check, Outline
+from ringcomm.torch.passes import Passes
+from ringcomm.torch.ps import states
+from ringcomm.torch.ps.buckets import Bucket, Slot, as_array, plan
+from ringcomm.torch.ps.scaling import factor_of, is_on, squares_of
+from ringcomm.torch.registry import claim, enrol, note_samples, release
+from ringcomm.torch.together import Work
+
+P = ParamSpec("P")
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+Groups = Sequence[Mapping[str, Any]]
+_tickers: weakref.WeakKeyDictionary[Session, weakref.ref[Feeder]] = weakref.WeakKeyDictionary()
+_WHO: Final = "ps.DistributedOptimizer"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a DistributedOptimizer was told.
+
+    Attributes:
+        mode: when pushes become updates.
+        class_name: of the optimizer that servers are to be; None: they only take means.
+        compression: of what is pushed.
+        max_norm: of the gradient of all parameters, or None.
+        scaler: a torch.amp.GradScaler, or None.
+    """
+
+    mode: Mode
+    class_name: str | None
+    compression: Any
+    max_norm: float | None = None
+    scaler: Any = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """True if step() pushes: what it pushes depends on all gradients, or the user scales."""
+        return self.max_norm is not None or is_on(self.scaler)
+
+    @property
+    def is_held(self) -> bool:
+        """True if the mean of a round becomes an update once its norm is known."""
+        return self.is_deferred and self.mode.has_rounds and self.class_name is not None
+
+    def updater(self, group: Mapping[str, Any]) -> Updater:
+        """Return what the servers do with gradients of a parameter group."""
+        if self.class_name is None:
+            return Assign()
+        found = optim.from_torch(group, self.class_name)
+        if found is None:
+            raise ValueError(f"{_WHO}: servers cannot do {self.class_name} with {dict(group)}")
+        return found
+
+
+class Feeder:
+    """Owns the hooks, and the tables, of one optimizer's parameters. Collective to make.
+
+    Args:
+        named_parameters: (name, parameter), alike on every worker and in one order.
+        groups: the optimizer's param_groups.
+        terms: what it was told.
+        passes_per_step: backward() calls whose gradients are added up before anything is pushed.
+
+    Attributes:
+        groups: as they are now; the owner replaces them.
+        step: how many steps have been completed.
+        was_applied: this worker's last gradients are part of the parameters.
+        number: see registry.Numbered.
+    """
+
+    def __init__(
+        self, named_parameters: Named, groups: Groups, terms: Terms, passes_per_step: int
+    ) -> None:
+        if not isinstance(passes_per_step, int) or passes_per_step < 1:
+            raise ValueError(
+                f"backward_passes_per_step is a whole number from 1 on, not {passes_per_step!r}"
+            )
+        self.groups, self.terms, self._passes_per_step = groups, terms, passes_per_step
+        self.step = self.number = 0
+        self.was_applied = True
+        self._session = session()
+        self._slots: list[Slot] = []
+        self._buckets: list[Bucket] = []
+        self._hooks: list[Hooks] = []
+        self._passes = Passes()
+        self._n_passes = 0
+        self._n_pushed = 0  # buckets of this step, in order
+        self._updaters: dict[int, Updater] = {}
+        self._is_spoiled = False
+        self._samples: float | None = None
+        self._is_weighed: bool | None = None
+        enrol(self, self._session.group)
+        self.extend(named_parameters)
+
+    def extend(self, named_parameters: Named) -> None:
+        """Let the servers have more parameters. Collective, between two steps.
+
+        Raises:
+            TypeError: a parameter is not in host memory, or neither float32 nor float64.
+            ValueError: another optimizer has one already.
+            MismatchError: workers have different parameters.
+        """
+        group_of = {p: g for g, group in enumerate(self.groups) for p in group["params"]}
+        n = len(self._slots)
+        new = [Slot(n + i, name, p, group_of[p]) for i, (name, p) in enumerate(named_parameters)]
+        for slot in new:
+            _require_servable(slot)
+        self._require_alike("parameters", tuple((s.name, s.outline) for s in new), self._settings())
+        suffix = f" (optimizer {self.number})"
+        mode, groups = self.terms.mode, self.groups
+        buckets = [
+            Bucket(slots, suffix, self.terms.updater(groups[slots[0].group]), mode)
+            for slots in plan(new)
+        ]
+        self._hear(new)
+        self._slots += new
+        self._buckets += buckets
+        self._fetch_values(buckets)
+
+    def _settings(self) -> tuple[tuple[str, str], ...]:
+        terms = self.terms
+        said = {
+            "optimizer on the servers": terms.class_name,
+            "max_grad_norm": terms.max_norm,
+            "scaler": is_on(terms.scaler),
+            "backward_passes_per_step": self._passes_per_step,
+            "mode": terms.mode,
+        }
+        return tuple((what, str(value)) for what, value in said.items())
+
+    def _require_alike(
+        self,
+        what: str,
+        parameters: tuple[tuple[str, str], ...],
+        settings: tuple[tuple[str, str], ...],
+    ) -> None:
+        name = f"{what} (ps optimizer {self.number})"
+        Check(Outline(parameters, settings), name, self._session.group).require_alike()
+
+    def _hear(self, slots: Sequence[Slot]) -> None:
+        new = [slot for slot in slots if not slot.is_heard and slot.parameter.requires_grad]
+        if not new:
+            return
+        claim([(slot.name, slot.parameter) for slot in new], self)
+        self._hooks.append(Hooks(self, {slot.index: slot.parameter for slot in new}))
+        for slot in new:
+            slot.is_heard = True
+
+    def close(self) -> None:
+        """Hear of no gradient any more."""
+        for hooks in self._hooks:
+            hooks.remove()
+        for slot in self._slots:
+            release(slot.parameter, self)
+
+    # --- what autograd calls --------------------------------------------------------------------
+    def before_gradient(self, index: int) -> None:
+        """See autograd.Listener."""
+        self._spoiling(self._passes.enter, self)
+        slot = self._slots[index]
+        if slot.pushed is not None:
+            self._is_spoiled = True
+            raise RingcommError(
+                f"{_WHO}: a second backward() in this step brings a gradient for {slot.name}, which"
+                " has been pushed. Call step() after each, or say how many there are: "
+                "backward_passes_per_step="
+            )
+
+    def after_gradient(self, index: int) -> None:
+        """See autograd.Listener."""
+        if self.terms.is_deferred or self._n_passes < self._passes_per_step:
+            return
+        for bucket in self._buckets[self._n_pushed :]:
+            bucket.waiting.discard(index)
+        self._spoiling(self._push_full)
+
+    def begin_pass(self) -> None:
+        """See passes.Owner."""
+        self._refuse_spoiled()
+        self._refuse_changed_values()
+        self._hear(self._slots)
+        self._n_passes += 1
+
+    def end_pass(self) -> Work:
+        """See passes.Owner."""
+        yield from ()
+
+    def _push_full(self) -> None:
+        while self._n_pushed < len(self._buckets):
+            bucket = self._buckets[self._n_pushed]
+            if bucket.waiting and not bucket.is_frozen:
+                return
+            self._push(bucket)
+
+    # --- pushes ---------------------------------------------------------------------------------
+    def _push(self, bucket: Bucket, factor: float = 1.0) -> None:
+        """Push the next bucket."""
+        self._n_pushed += 1
+        if bucket.is_frozen:
+            bucket.note_pushed(None)
+            return
+        _refuse_half_frozen(bucket)
+        bucket.table.updater = self._updater_for(bucket)
+        gradients, weight = bucket.gradients(), self._weight()
+        is_alone = not self.terms.mode.has_rounds
+        if is_alone and (gradients is None or weight == 0):
+            bucket.note_pushed(None)
+            return
+        if gradients is None:
+            push = bucket.table.push(None, weight=weight, hold=self.terms.is_held)
+        else:
+            gradients = gradients if factor == 1.0 else gradients * factor
+            wire, _ = self.terms.compression.compress(gradients)
+            push = bucket.table.push(
+                as_array(wire), weight=1.0 if is_alone else weight, hold=self.terms.is_held
+            )
+        bucket.note_pushed(push)
+
+    def _updater_for(self, bucket: Bucket) -> Updater:
+        """Return the updater with the hyper-parameters of now."""
+        known = self._updaters.get(bucket.group)
+        if known is None:
+            known = self._updaters[bucket.group] = self.terms.updater(self.groups[bucket.group])
+        before = bucket.table.updater
+        if known.slot_names != before.slot_names:
+            raise ValueError(
+                f"{_WHO}: parameter group {bucket.group} is {known} now, and was {before}: another "
+                "state beside the values. Wrap the optimizer anew, or begin with it: a momentum "
+                "that is 0 for a while may be given as 1e-30"
+            )
+        return known
+
+    def _weight(self) -> float:
+        return 1.0 if self._samples is None else self._samples
+
+    def _flush(self, factor: float = 1.0) -> None:
+        """Push what has not left: incomplete buckets, and all if step() is to push."""
+        while self._n_pushed < len(self._buckets):
+            self._push(self._buckets[self._n_pushed], factor)
+
+    # --- the end of a step ----------------------------------------------------------------------
+    def apply_on_servers(self, grad_scale: float) -> bool:
+        """Let the servers make this step's update, and fetch the new values.
+
+        Args:
+            grad_scale: by which the loss was multiplied.
+
+        Returns:
+            False if the step was skipped, for a gradient that is not finite.
+        """
+        self._begin_end()
+        factor = self._own_factor(grad_scale)
+        if factor is None:
+            is_finite = False
+        else:
+            self._flush(factor)
+            is_finite = self._release(grad_scale) if self.terms.is_held else True
+        self._tick()
+        outcomes = self._fetch_values([b for b in self._buckets if not b.is_frozen])
+        self.was_applied = is_finite and "late" not in outcomes
+        return is_finite
+
+    def fetch_mean(self) -> None:
+        """Let .grad be the mean over the workers, which the servers only take."""
+        self._begin_end()
+        self._flush()
+        pulls = [
+            (bucket, room := bucket.room_for_gradients(), bucket.table.pull(out=as_array(room)))
+            for bucket in reversed(self._buckets)
+            if not bucket.is_frozen
+        ]
+        outcomes = []
+        for bucket, room, pull in pulls:
+            assert bucket.push is not None
+            outcomes.append(bucket.push.wait().why)
+            pull.wait()
+            if outcomes[-1] != "empty":
+                for slot, view in zip(bucket.slots, bucket.views(room), strict=True):
+                    slot.parameter.grad = view if slot.parameter.requires_grad else None
+        self.was_applied = "late" not in outcomes
+        self._begin_step()
+
+    def complete_step(self) -> None:
+        """The optimizer has made its step."""
+        self.step += 1
+        self._samples = None
+        self._begin_step()
+
+    def complete_step_of_worker(self) -> None:
+        """Like complete_step(), where the worker's own optimizer has made it."""
+        self._tick()
+        self.complete_step()
+
+    def _begin_end(self) -> None:
+        self._refuse_spoiled()
+        self._refuse_changed_values()
+        self._refuse_changed_gradients()
+        self._refuse_unlike_samples()
+
+    def _own_factor(self, grad_scale: float) -> float | None:
+        """Return what is to be done to gradients before they are pushed; None: not to push them.
+
+        Without rounds each push is an update: it is clipped, and skipped, by itself.
+        """
+        if not self.terms.is_deferred or self.terms.is_held:
+            return 1.0
+        found = [bucket.gradients() for bucket in self._buckets]
+        squares, is_finite = squares_of(x for x in found if x is not None)
+        if not is_finite and is_on(self.terms.scaler):
+            return None
+        return factor_of(squares, grad_scale, self.terms.max_norm)
+
+    def _release(self, grad_scale: float) -> bool:
+        """Make updates of the means that the servers hold; return False if one is not finite."""
+        held = [bucket for bucket in self._buckets if bucket.push is not None]
+        told = []
+        for bucket in held:
+            assert bucket.push is not None
+            told.append(bucket.push.wait())
+        is_finite = all(each.is_finite for each in told) or not is_on(self.terms.scaler)
+        factor = factor_of(sum(each.squares for each in told), grad_scale, self.terms.max_norm)
+        late = [each.why == "late" for each in told]
+        releases = [
+            bucket.table.release(factor if is_finite else None)
+            for bucket, is_late in zip(held, late, strict=True)
+            if not is_late
+        ]
+        for each in releases:
+            each.wait()
+        return is_finite
+
+    def _fetch_values(self, buckets: Sequence[Bucket]) -> list[str]:
+        """Fetch the values, front layers first; return what became of the pushes."""
+        pulls = [(bucket, bucket.table.pull(out=bucket.room())) for bucket in reversed(buckets)]
+        outcomes = []
+        for bucket, pull in pulls:
+            if bucket.push is not None:  # if it was refused, the pull would wait for its round
+                outcomes.append(bucket.push.wait().why)
+            pull.wait()
+            with torch.no_grad():
+                bucket.land()
+        return outcomes
+
+    def _tick(self) -> None:
+        """Count a step of this worker; of several optimizers, the first one that lives counts."""
+        known = _tickers.get(self._session)
+        ticker = None if known is None else known()
+        if ticker is None:
+            _tickers[self._session] = weakref.ref(self)
+        if ticker is None or ticker is self:
+            self._session.tick()
+
+    # --- what the user does ---------------------------------------------------------------------
+    def set_samples(self, n: float) -> None:
+        """Weigh this worker's gradient of this step by n."""
+        n = float(n)
+        if not 0 <= n < math.inf:
+            raise ValueError(f"set_samples({n:g}): a number of samples is finite and at least 0")
+        if self._n_pushed:
+            raise RingcommError(f"{_WHO}: set_samples() came after backward(): call it before")
+        self._samples = n
+        note_samples(self, self._session.engine)
+
+    @property
+    def samples(self) -> float | None:
+        """See registry.Weighed."""
+        return self._samples
+
+    def restart(self) -> None:
+        """Gradients start anew, before zero_grad()."""
+        if self._n_pushed and self.terms.mode.has_rounds:
+            raise RingcommError(
+                f"{_WHO}: zero_grad() between backward() and step(): gradients of this step have "
+                "been pushed, and cannot be taken back. Call step() first; to skip steps whose "
+                "gradients are not finite pass scaler=, to clip pass max_grad_norm="
+            )
+        self._is_spoiled = False
+        self._begin_step()
+
+    def push_values(self) -> None:
+        """Let all have the chief's values. Collective, between two steps."""
+        self._from_chief(lambda bucket: bucket.table.push(bucket.values(), assign=True).wait())
+
+    def push_state(self, state: Mapping[Any, Any]) -> None:
+        """Let all have the chief's values, and the servers the chief's state. Collective."""
+        self._from_chief(lambda each: push_state(each.table, states.from_torch(each, state)))
+
+    def _from_chief(self, push: Callable[[Bucket], object]) -> None:
+        self._updaters.clear()
+        for bucket in self._buckets:
+            bucket.table.updater = self._updater_for(bucket)
+            if is_chief():
+                push(bucket)
+        ops.barrier(name=f"values (ps optimizer {self.number})", group=self._session.group)
+        self._begin_step()
+        self._fetch_values(self._buckets)
+
+    def gather_state(self) -> dict[Any, Any]:
+        """Return the state that the servers keep, by parameter, as torch would have it."""
+        found: dict[Any, Any] = {}
+        for bucket in self._buckets:
+            if not bucket.is_frozen:
+                states.to_torch(bucket, pull_state(bucket.table), found)
+        return found
+
+    # --- what goes wrong ------------------------------------------------------------------------
+    def _begin_step(self) -> None:
+        self._passes.forget()
+        self._n_passes = self._n_pushed = 0
+        self._updaters.clear()
+        for bucket in self._buckets:
+            bucket.restart()
+
+    def _spoiling(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            action(*args, **kwargs)
+        except BaseException:
+            self._is_spoiled = True
+            raise
+
+    def _refuse_spoiled(self) -> None:
+        if self._is_spoiled or self._passes.has_failed:
+            can_repeat = not self._n_pushed or not self.terms.mode.has_rounds
+            raise RingcommError(
+                f"{_WHO}: the last backward() failed. "
+                + (
+                    "Call optimizer.zero_grad() and repeat it"
+                    if can_repeat
+                    else "Part of its gradients has been pushed, and cannot be taken back: end this"
+                    " job"
+                )
+            )
+
+    def _refuse_changed_values(self) -> None:
+        if self.terms.class_name is None:
+            return
+        for slot in self._slots:
+            if slot.known != slot.now:
+                raise RingcommError(
+                    f"{_WHO}: {slot.name} was changed by hand, and the servers have other values, "
+                    "which step() would bring back. Call optimizer.push_parameters() on every "
+                    "worker after load_state_dict() or the like: the chief's values count"
+                )
+
+    def _refuse_changed_gradients(self) -> None:
+        """What was pushed is what counts: see to it that it is what the user sees."""
+        for slot in self._slots:
+            grad = slot.parameter.grad
+            if slot.pushed is None or not slot.parameter.requires_grad:
+                continue
+            sent, version = slot.pushed
+            if grad is not sent or (grad is not None and grad._version != version):
+                raise RingcommError(
+                    f"{_WHO}: .grad of {slot.name} was changed after backward(), which had pushed "
+                    "it already. To clip gradients pass max_grad_norm=, to unscale them scaler="
+                )
+        if self.terms.class_name is None:
+            return
+        for group, pushed in self._updaters.items():
+            now = self.terms.updater(self.groups[group])
+            if self._n_pushed and now != pushed:
+                raise RingcommError(
+                    f"{_WHO}: parameter group {group} became {now} after backward(), which had "
+                    f"pushed gradients with {pushed}. Change hyper-parameters before backward()"
+                )
+
+    def _refuse_unlike_samples(self) -> None:
+        is_weighed = self._samples is not None
+        if self._is_weighed is None:
+            self._is_weighed = is_weighed
+            if self.terms.mode.name == "sync":  # in others no worker waits for all
+                self._require_alike("samples", (), (("set_samples() called", str(is_weighed)),))
+        elif self._is_weighed != is_weighed:
+            raise RingcommError(
+                f"{_WHO}: set_samples() was {'not ' * self._is_weighed}called for this step, and "
+                f"{'' if self._is_weighed else 'not '}before. Call it for each step, or never"
+            )
+
+
+def _require_servable(slot: Slot) -> None:
+    p = slot.parameter
+    if p.device.type != "cpu":
+        raise TypeError(
+            f"{_WHO}: {slot.name} is on {p.device}; this version serves parameters in host memory "
+            "only. Keep the model on the CPU"
+        )
+    if p.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{_WHO}: {slot.name} is of {p.dtype}; servers keep float32 and float64. Keep the "
+            "model in float32, and use torch.autocast for the rest"
+        )
+
+
+def _refuse_half_frozen(bucket: Bucket) -> None:
+    """A gradient of zeros would move a parameter that torch leaves alone."""
+    frozen = [s.name for s in bucket.slots if s.is_heard and not s.parameter.requires_grad]
+    if frozen:
+        raise RingcommError(
+            f"{_WHO}: {frozen[0]} was frozen after the optimizer was wrapped, and shares a table "
+            "with others. Freeze it before, and wrap the optimizer anew"
+        )

@@ -1,0 +1,328 @@
+"""ps.DistributedOptimizer: an existing optimizer whose parameters live on servers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Literal, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+
+from ringcomm.engine.world import engine
+from ringcomm.errors import RingcommError
+from ringcomm.ps import optim
+from ringcomm.ps.job import is_chief, session
+from ringcomm.ps.rounds import Mode, mode_of
+from ringcomm.torch.compression import Compression
+from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
+from ringcomm.torch.ps.feeder import Feeder, Terms
+from ringcomm.torch.ps.hybrid import require_something_served
+from ringcomm.torch.ps.scaling import is_on, note_found_inf
+from ringcomm.torch.wrapping import dressed, named_in_order
+
+T = TypeVar("T", bound=Optimizer)
+_log: Final = logging.getLogger("ringcomm")
+
+
+def DistributedOptimizer(
+    optimizer: T,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    *,
+    mode: str | Mode = "sync",
+    apply: Literal["auto", "server", "worker"] = "auto",
+    hybrid: Literal["ring"] | None = None,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    max_grad_norm: float | None = None,
+    scaler: Any = None,
+) -> T:
+    """Return `optimizer` with its parameters on the servers, which make the updates.
+
+    Gradients are pushed while backward() runs; step() fetches the new values. Collective over the
+    workers, which wrap the same parameters in the same order; all begin with the chief's values.
+    The result is of a subclass of the optimizer's own class: learning-rate schedulers, also those
+    made earlier, state_dict() (plain torch, gathered from the servers), load_state_dict() (on every
+    worker; the chief's counts), add_param_group(), hooks and closures work. It also has
+
+    - set_samples(n): weigh this worker's gradient of this step by n, e.g. its batch size.
+    - push_parameters(): after parameters were changed by hand; on every worker.
+    - was_applied: False if FirstOf(k) dropped this worker's last gradient, or a scaler skipped it.
+
+    .grad stays this worker's own. What is done to it after backward() comes too late and is
+    refused: pass max_grad_norm and scaler instead. Hyper-parameters travel with the gradients, so
+    they are to be changed before backward(), as schedulers do; in "sync" the chief's count. A
+    parameter without a gradient counts as zeros; one of 256 KiB and more, for which no worker has
+    one, is left alone as in torch.
+
+    Args:
+        optimizer: any torch.optim.Optimizer over float32 or float64 parameters in host memory.
+        named_parameters: model.named_parameters(), for error messages.
+        mode: "sync": an update is the mean over all workers, equal to one process with all their
+            samples; "async": each push is one; ps.SSP(s): likewise, but no worker is more than s
+            steps ahead of the slowest; ps.FirstOf(k): the mean over the first k that come.
+        apply: "server": SGD, Adagrad, Adam, AdamW, RMSprop, Adadelta, NAdam, RAdam. "worker": the
+            servers take means only, and every worker makes the update; of modes with rounds.
+            "auto": on the servers where they can.
+        hybrid: "ring": parameters by the ring's DistributedOptimizer, embeddings by the servers.
+        compression: what is pushed: None, Compression.fp16 or bf16.
+        backward_passes_per_step: the n-th backward() of a step pushes the sum of all.
+        max_grad_norm: gradients of this step are clipped to this norm, over all parameters:
+            that of the mean where there are rounds, else of each worker's own. step() pushes.
+        scaler: the torch.amp.GradScaler that scales the loss, for scaler.step(optimizer). One inf
+            anywhere skips the step everywhere; without rounds, on the worker that has it.
+
+    Raises:
+        NotInitializedError: ps.init() has not run.
+        MismatchError: workers wrap different parameters, or say different things.
+        TypeError, ValueError: a parameter or an argument that servers cannot take.
+
+    backward() and step() raise CommTimeoutError where the servers, or in a round another worker,
+    do not answer within ps.init(deadline_s=), PeerFailedError, and RingcommError for what came
+    too late.
+    """
+    session()
+    if isinstance(optimizer, _Served):
+        raise ValueError("the optimizer is a ps.DistributedOptimizer already: wrap it once")
+    named = named_in_order(optimizer, named_parameters)
+    compression = _compression(compression)
+    if hybrid is not None:
+        return _by_the_ring(optimizer, named, hybrid, compression, backward_passes_per_step)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}; it must be more than 0")
+    terms = Terms(mode_of(mode), None, compression, max_grad_norm, scaler)
+    terms = Terms(
+        terms.mode, _class_on_servers(optimizer, apply, terms.mode), compression, max_grad_norm,
+        scaler,
+    )  # fmt: skip
+    feeder = Feeder(named, optimizer.param_groups, terms, backward_passes_per_step)
+    if terms.class_name is not None:
+        feeder.push_state(optimizer.state)
+        optimizer.state.clear()
+    return cast(T, dressed(optimizer, _Served, _feeder=feeder))
+
+
+def _compression(compression: Any) -> Any:
+    compression = Compression.none if compression is None else compression
+    known = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+    if compression not in known.values():
+        raise ValueError(
+            f"compression is {compression!r}; it must be None or one of "
+            + ", ".join(f"Compression.{name}" for name in known)
+        )
+    return compression
+
+
+def _by_the_ring(
+    optimizer: T,
+    named: list[tuple[str, torch.nn.Parameter]],
+    hybrid: str,
+    compression: Any,
+    passes: int,
+) -> T:
+    if hybrid != "ring":
+        raise ValueError(f"hybrid is {hybrid!r}; it must be None or 'ring'")
+    require_something_served()
+    return RingOptimizer(optimizer, named, compression, passes)
+
+
+def _class_on_servers(optimizer: Optimizer, apply: str, mode: Mode) -> str | None:
+    """Return the class that servers are to be, None where workers make the updates."""
+    if apply not in ("auto", "server", "worker"):
+        raise ValueError(f"apply is {apply!r}; it must be 'auto', 'server' or 'worker'")
+    kind = type(optimizer)
+    is_known = kind is getattr(torch.optim, kind.__name__, None) and all(
+        optim.from_torch(group, kind.__name__) is not None for group in optimizer.param_groups
+    )
+    if is_known and apply != "worker":
+        return kind.__name__
+    if apply == "server":
+        raise ValueError(
+            f"servers cannot be {kind.__name__} with these hyper-parameters. Pass apply='worker'"
+        )
+    if not mode.has_rounds:
+        raise ValueError(
+            f"mode={mode}: each push is an update that the servers make, and they cannot make that "
+            f"of {kind.__name__} with apply={apply!r}. Use mode='sync' or ps.FirstOf(k), or SGD, "
+            "Adam or the like with apply='auto'"
+        )
+    if apply == "auto" and is_chief():
+        _log.warning(
+            "ps.DistributedOptimizer: the servers cannot be %s, so they take means only, and every "
+            "worker makes the update (apply='worker')",
+            kind.__name__,
+        )
+    return None
+
+
+class _Served(Optimizer):
+    """The part of the new class that knows of servers; the optimizer's own class follows it."""
+
+    _feeder: Feeder
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the servers make the update, or take the mean, and have the new values here."""
+        feeder = self._feeder
+        feeder.groups = self.param_groups
+        if feeder.terms.class_name is None:
+            result = self._step_here(closure)
+            feeder.complete_step_of_worker()
+        else:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            with torch.no_grad():
+                is_finite = feeder.apply_on_servers(self._grad_scale())
+            self._tell_scaler(is_finite=is_finite)
+            feeder.complete_step()
+        engine().note_step(feeder.step)
+        return result
+
+    def _step_here(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None:
+            return _plain_step(self)(functools.partial(self._evaluate, closure))
+        if not self._take_mean():
+            return None
+        with self._unscaled():
+            return _plain_step(self)()
+
+    @contextlib.contextmanager
+    def _unscaled(self) -> Iterator[None]:
+        """Hide from the optimizer's own class what scaler.step() has told: it is done."""
+        names = ["grad_scale", "found_inf"]
+        told = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
+        try:
+            yield
+        finally:
+            self.__dict__.update(told)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._take_mean()
+        return loss
+
+    @torch.no_grad()
+    def _take_mean(self) -> bool:
+        """Let .grad be the mean, unscaled and clipped; return False to skip the step."""
+        feeder, scale = self._feeder, self._grad_scale()
+        feeder.fetch_mean()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if is_on(feeder.terms.scaler):
+            is_finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+            self._tell_scaler(is_finite=is_finite)
+            if not is_finite:
+                feeder.was_applied = False
+                return False
+            for grad in grads:
+                grad.div_(scale)
+        if feeder.terms.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, feeder.terms.max_norm)
+        return True
+
+    def _grad_scale(self) -> float:
+        """Return by what the gradients are scaled, as scaler.step() has told; see GradScaler."""
+        if not is_on(self._feeder.terms.scaler):
+            return 1.0
+        if "found_inf" not in self.__dict__:
+            raise RingcommError(
+                "ps.DistributedOptimizer: scaler= was passed, and step() called without it. Call "
+                "scaler.step(optimizer)"
+            )
+        scale = self.__dict__.get("grad_scale")
+        return 1.0 if scale is None else float(scale)
+
+    def _tell_scaler(self, *, is_finite: bool) -> None:
+        scaler = self._feeder.terms.scaler
+        if is_on(scaler):
+            note_found_inf(scaler, self, is_finite=is_finite)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Ask GradScaler for the scale instead of unscaled gradients."""
+        return is_on(self._feeder.terms.scaler)
+
+    @property
+    def was_applied(self) -> bool:
+        """False if this worker's last gradients are no part of the parameters."""
+        return self._feeder.was_applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as torch does.
+
+        Raises:
+            RingcommError: they have been pushed, and step() was not called.
+        """
+        self._feeder.restart()
+        super().zero_grad(set_to_none)
+
+    def set_samples(self, n: float) -> None:
+        """Weigh this worker's gradient of this step by n: the mean is sum(n * g) / sum(n).
+
+        To be called on every worker before backward(), for each step or never. Without rounds it
+        matters only whether n is 0: then nothing is pushed.
+
+        Args:
+            n: how many samples the loss is the mean of; 0 for an empty batch. If all say 0, the
+                step changes nothing.
+        """
+        self._feeder.set_samples(n)
+
+    def push_parameters(self) -> None:
+        """Let all have the chief's parameters, after they were changed by hand. Collective."""
+        self._feeder.push_values()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every worker alike, between two steps. Collective."""
+        super().add_param_group(param_group)
+        feeder = self.__dict__.get("_feeder")
+        if feeder is not None:
+            g = len(self.param_groups) - 1
+            feeder.groups = self.param_groups
+            feeder.extend(
+                [(f"group{g}.{i}", p) for i, p in enumerate(self.param_groups[g]["params"])]
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a plain optimizer would: its state is gathered from the servers."""
+        if self._feeder.terms.class_name is None:
+            return super().state_dict()
+        self.state.update(self._feeder.gather_state())
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of a plain optimizer, or of one like this. Collective.
+
+        The chief's counts, and so do its parameters: load the model before.
+        """
+        super().load_state_dict(state_dict)
+        self._feeder.groups = self.param_groups
+        if self._feeder.terms.class_name is not None:
+            self._feeder.push_state(self.state)
+            self.state.clear()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ps.DistributedOptimizer cannot be copied or pickled, for its state is on the "
+            "servers. Save optimizer.state_dict(), which is plain torch"
+        )
+
+
+def _plain_step(optimizer: _Served) -> Callable[..., Any]:
+    """Return the step() of the optimizer's own class, without torch's hooks for steps."""
+    base: Any = type(optimizer).__bases__[1]
+    step = (
+        getattr(base.step, "__wrapped__", base.step) if hasattr(base.step, "hooked") else base.step
+    )
+    return functools.partial(step, optimizer)
+
+
+# As torch does to the step() of each class: run its step hooks, and let its profiler see it.
+_Served.step = Optimizer.profile_hook_step(_Served.step)  # type: ignore[method-assign]
+_Served.step.hooked = True  # type: ignore[attr-defined]

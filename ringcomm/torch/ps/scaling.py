@@ -1,0 +1,52 @@
+"""Clipping by the global norm, and loss scaling, of gradients that the servers apply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what clip_grad_norm_ multiplies gradients of this global norm by; NaN for NaN."""
+    return min(max_norm / (norm + 1e-6), 1.0)
+
+
+def factor_of(squares: float, grad_scale: float, max_norm: float | None) -> float:
+    """Return what gradients are multiplied by: unscaled, then clipped; pure.
+
+    Args:
+        squares: the sum of their squares, while they are scaled.
+        grad_scale: by which the loss was multiplied.
+        max_norm: of what they are clipped to; None: not clipped.
+    """
+    factor = 1 / grad_scale
+    if max_norm is None:
+        return factor
+    return clip_factor(math.sqrt(squares) * factor, max_norm) * factor
+
+
+def squares_of(gradients: Iterable[torch.Tensor]) -> tuple[float, bool]:
+    """Return the sum of squares of flat gradients, in float64, and whether all is finite."""
+    squares, is_finite = 0.0, True
+    for x in gradients:
+        total = float(x.double().square().sum())
+        squares += total
+        is_finite &= math.isfinite(total) or bool(torch.isfinite(x).all())
+    return squares, is_finite
+
+
+def is_on(scaler: Any) -> bool:
+    """Return True if there is a GradScaler, and it is not switched off."""
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def note_found_inf(scaler: Any, optimizer: Optimizer, *, is_finite: bool) -> None:
+    """Let scaler.update() see what all workers have found; after scaler.step() has begun."""
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.fill_(0.0 if is_finite else 1.0)

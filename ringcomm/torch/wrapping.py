@@ -1,0 +1,72 @@
+"""An optimizer that becomes more than it was, of its own class still."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+P = TypeVar("P", bound=Optimizer)
+
+
+def dressed(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
+    """Return `optimizer` as an instance of a class that derives from `part` and its own class.
+
+    It shares the optimizer's state, param_groups and hooks; schedulers that were made earlier see
+    its steps.
+
+    Args:
+        optimizer: what is wrapped; not to be used by itself any more.
+        part: the first base of the new class.
+        attributes: that the result has besides.
+    """
+    base = type(optimizer)
+    kind: type[P] = type(base.__name__, (part, base), {"__doc__": base.__doc__})
+    wrapped = object.__new__(kind)
+    earlier_step = optimizer.__dict__.pop("step", None)
+    wrapped.__dict__ = optimizer.__dict__
+    wrapped.__dict__.update(attributes)
+    if hasattr(earlier_step, "_wrapped_by_lr_sched"):
+        _let_scheduler_see_steps(wrapped)
+    return wrapped
+
+
+def named_in_order(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the optimizer's parameters with their names, in the optimizer's order."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        return [(f"parameter{i}", p) for i, p in enumerate(parameters)]
+    given = list(named_parameters)
+    names = [name for name, _ in given]
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise ValueError(f"named_parameters has names that are not unique: {', '.join(doubles)}")
+    name_of = {p: name for name, p in given}
+    nameless = [i for i, p in enumerate(parameters) if p not in name_of]
+    if nameless:
+        raise ValueError(
+            f"{len(nameless)} of the optimizer's {len(parameters)} parameters are not in "
+            "named_parameters; pass model.named_parameters() of the whole model"
+        )
+    return [(name_of[p], p) for p in parameters]
+
+
+def _let_scheduler_see_steps(wrapped: Optimizer) -> None:
+    """Keep the mark by which a scheduler made before the wrapping knows that step() was called."""
+    ref = weakref.ref(wrapped)  # a cycle would keep the hooks of an optimizer that was dropped
+
+    @functools.wraps(type(wrapped).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = ref()
+        assert optimizer is not None
+        optimizer.__dict__["_opt_called"] = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    wrapped.step = step  # type: ignore[method-assign]

@@ -1,0 +1,155 @@
+"""Letters: small messages of any length, for what does not know who writes next, or how much."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from ringcomm.transport.base import WireFault
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ringcomm.arrays.base import Bytes
+
+LETTER_MAX: Final = 1 << 14  # bytes
+_N_RECEIVES: Final = 8  # waiting at a time: those of a burst need not be copied twice by MPI
+
+
+class Letter(NamedTuple):
+    """What has arrived.
+
+    Attributes:
+        source: rank that sent it.
+        data: its bytes; the receiver's own.
+    """
+
+    source: int
+    data: bytes
+
+
+class Mail(Protocol):
+    """A channel of letters between all ranks. Those of one sender arrive in order.
+
+    Nothing blocks. For one thread at a time, like the Transport that it belongs to.
+    """
+
+    def send(self, dest: int, data: bytes) -> None:
+        """Send at most LETTER_MAX bytes; to a dead rank, nothing. Raises WireFault."""
+        ...
+
+    def collect(self) -> list[Letter]:
+        """Return what has arrived since the last call. Raises WireFault."""
+        ...
+
+    @property
+    def n_unsent(self) -> int:
+        """How many letters the wire has not taken yet."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is waited for; nothing is sent or collected any more."""
+        ...
+
+
+class MpiMail:
+    """Mail over a tag of an MPI communicator.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+        comm: nobody else may receive this tag.
+        tag: see comm.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Comm, tag: int) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._tag = tag
+        self._status = mpi.Status()
+        self._unsent: list[tuple[MPI.Request, bytes]] = []
+        self._buffers = [bytearray(LETTER_MAX) for _ in range(_N_RECEIVES)]
+        # MPI matches letters with the receives in the order in which both were posted.
+        self._receives: deque[tuple[MPI.Request, bytearray]] = deque(
+            (self._receive(buffer), buffer) for buffer in self._buffers
+        )
+
+    def _receive(self, buffer: bytearray) -> MPI.Request:
+        request: MPI.Request = self._comm.Irecv(
+            [buffer, self._mpi.BYTE], self._mpi.ANY_SOURCE, self._tag
+        )
+        return request
+
+    def send(self, dest: int, data: bytes) -> None:
+        """Send a letter."""
+        try:
+            request = self._comm.Isend([data, self._mpi.BYTE], dest, self._tag)
+            if not request.Test():
+                self._unsent.append((request, data))
+        except self._mpi.Exception as error:
+            raise WireFault(str(error)) from error
+
+    def collect(self) -> list[Letter]:
+        """Return what has arrived."""
+        letters: list[Letter] = []
+        try:
+            if self._unsent:
+                self._unsent = [each for each in self._unsent if not each[0].Test()]
+            while self._receives[0][0].Test(self._status):
+                _, buffer = self._receives.popleft()
+                nbytes = self._status.Get_count(self._mpi.BYTE)
+                letters.append(Letter(self._status.source, bytes(memoryview(buffer)[:nbytes])))
+                self._receives.append((self._receive(buffer), buffer))
+        except self._mpi.Exception as error:
+            raise WireFault(str(error)) from error
+        return letters
+
+    @property
+    def n_unsent(self) -> int:
+        """How many are under way."""
+        return len(self._unsent)
+
+    def close(self) -> None:
+        """Cancel what is waited for."""
+        for request, _ in self._receives:
+            request.Cancel()
+            request.Wait()
+        self._receives.clear()
+
+
+class MailBox:
+    """Mail between ranks that are threads: a queue per rank.
+
+    Args:
+        boxes: of all ranks, by rank; shared by them.
+        rank: this one.
+        ring: wakes a rank.
+    """
+
+    def __init__(self, boxes: list[deque[Letter]], rank: int, ring: Any) -> None:
+        self._boxes = boxes
+        self._rank = rank
+        self._ring = ring
+
+    n_unsent = 0
+
+    def send(self, dest: int, data: bytes) -> None:
+        """Put a letter into another's queue."""
+        self._boxes[dest].append(Letter(self._rank, bytes(data)))
+        self._ring(dest)
+
+    def collect(self) -> list[Letter]:
+        """Empty this rank's queue."""
+        box, letters = self._boxes[self._rank], []
+        while box:
+            letters.append(box.popleft())
+        return letters
+
+    def close(self) -> None:
+        """Do nothing: nobody waits."""
+
+
+def as_bytes(letter: bytes) -> Bytes:
+    """Return a letter as an array, which reads it where it stands."""
+    return np.frombuffer(letter, np.uint8)

@@ -1,0 +1,40 @@
+"""Jobs of workers and servers as threads."""
+
+import sys
+
+from harness import outcomes
+
+from ringcomm import ps
+from ringcomm.engine.world import engine
+
+
+def run_workers(n_workers, body, n_servers=1, *, deadline_s=10, faults=None, **options):
+    """Run body(rank) on the workers of a job with servers; return what they return."""
+    results = run_all(n_workers, body, n_servers, deadline_s=deadline_s, faults=faults, **options)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    n_evaluators = len(results) - n_workers - n_servers
+    ended = ["ended with 0"] * (n_evaluators + n_servers)
+    if not options.get("colocated"):
+        assert results[n_workers:] == ended
+    return results[:n_workers]
+
+
+def run_all(n_workers, body, n_servers=1, *, deadline_s=10, faults=None, **options):
+    """Return what each rank returned or raised."""
+
+    def main(rank):
+        try:
+            ps.init(n_servers, deadline_s=deadline_s, **options)
+            return body(rank)
+        except SystemExit as ended:
+            return f"ended with {ended.code}"
+        finally:
+            if sys.exception() is None or isinstance(sys.exception(), SystemExit):
+                engine().leave("done")
+
+    size = n_workers + options.get("evaluators", 0)
+    if not options.get("colocated"):
+        size += n_servers
+    return outcomes(size, main, faults=faults)

@@ -1,0 +1,98 @@
+"""Evaluators and snapshots: one moment, whatever the workers do meanwhile."""
+
+import threading
+
+import numpy as np
+import pytest
+from harness import listen
+from ps_jobs import run_all, run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps import job
+from ringcomm.ps.job import session
+
+pytestmark = pytest.mark.usefixtures("wire")
+
+
+@pytest.fixture(autouse=True)
+def no_evaluation(monkeypatch):
+    monkeypatch.setattr(job, "_evaluation", None)
+
+
+def train(t, steps, count):
+    for _ in range(steps):
+        t.push(np.full(count, -1.0, np.float32))
+        t.pull().wait()
+        session().tick()
+
+
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_an_evaluator_sees_one_round_at_a_time_and_reports_to_the_chief(n_servers):
+    count, seen = 5000, []
+
+    @ps.evaluator(every=3)
+    def evaluate(step):
+        t = ps.table("w", count, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=1000)
+        values = t.pull().wait()
+        assert len(set(values.tolist())) == 1  # of all blocks the same round
+        assert values[0] >= step
+        seen.append((step, values[0]))
+        ps.report(step, {"value": values[0]})
+
+    has_reported = threading.Event()
+
+    def body(rank):
+        t = ps.table("w", count, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=1000)
+        train(t, 12, count)
+        if ps.is_chief():
+            listen(lambda: session().desk.reports)
+            came = ps.reports()
+            assert came[0].step == 3
+            assert came[0].metrics["value"] >= 3
+            has_reported.set()
+        return t.pull().wait()[0]
+
+    assert run_workers(2, body, n_servers, evaluators=1) == [12.0, 12.0]
+    assert has_reported.is_set()
+    assert [step for step, _ in seen] == [3, 6, 9, 12][: len(seen)]
+
+
+def test_pulls_of_a_snapshot_do_not_change_while_others_push():
+    def body(rank):
+        t = ps.table("w", 20_000, updater=ps.optim.Add(), block_nbytes=4000)
+        t.push(np.ones(20_000, np.float32)).wait()
+        with ps.snapshot():
+            before = t.pull().wait()
+            t.push(np.ones(20_000, np.float32)).wait()
+            assert (t.pull().wait() == before).all()
+        assert (t.pull().wait() == before + 1).all()
+        return True
+
+    assert run_workers(1, body, 2) == [True]
+
+
+def test_a_mark_behind_init_is_refused():
+    def body(rank):
+        with pytest.raises(rc.ConfigError, match=r"must stand before ps.init"):
+            ps.evaluator(every=1)(lambda _: None)
+        return True
+
+    assert run_workers(1, body) == [True]
+
+
+def test_an_evaluator_that_raises_ends_the_job():
+    @ps.evaluator(every=1)
+    def evaluate(step):
+        raise ValueError("bad metric")
+
+    def body(rank):
+        t = ps.table("w", 4, mode="sync")
+        while True:
+            train(t, 1, 4)
+
+    results = run_all(1, body, evaluators=1)
+    assert isinstance(results[1], ValueError)
+    for each in (results[0], results[2]):
+        assert isinstance(each, rc.PeerFailedError)
+        assert "bad metric" in str(each)

@@ -1,0 +1,87 @@
+"""When pushes become updates, and how far workers may drift apart."""
+
+import math
+
+import pytest
+
+from ringcomm.ps.rounds import SSP, Clocks, FirstOf, Rounds, mode_of
+
+
+def test_a_round_ends_with_the_last_and_is_in_worker_order():
+    rounds = Rounds([2, 0, 1])
+    for worker in (2, 0):
+        assert rounds.add(worker, 0, f"g{worker}")
+        assert rounds.take() is None
+    assert rounds.missing == [1]
+    rounds.add(1, 0, "g1")
+    assert rounds.take() == [(0, "g0"), (1, "g1"), (2, "g2")]
+    assert rounds.take() is None
+
+
+def test_what_comes_early_waits_for_its_round():
+    rounds = Rounds([0, 1])
+    rounds.add(0, 0, "a")
+    rounds.add(0, 1, "b")
+    rounds.add(1, 0, "c")
+    assert rounds.take() == [(0, "a"), (1, "c")]
+    assert rounds.take() is None
+    rounds.add(1, 1, "d")
+    assert rounds.take() == [(0, "b"), (1, "d")]
+
+
+def test_a_worker_that_leaves_is_not_waited_for_and_what_it_gave_counts():
+    rounds = Rounds([0, 1, 2])
+    rounds.add(0, 0, "a")
+    rounds.add(2, 0, "c")
+    rounds.leave(2)
+    assert rounds.take() is None
+    rounds.leave(1)
+    assert rounds.take() == [(0, "a"), (2, "c")]
+
+
+def test_the_first_k_end_a_round_and_the_next_is_late():
+    rounds = Rounds([0, 1, 2], first_of=2)
+    rounds.add(1, 0, "b")
+    assert rounds.take() is None
+    rounds.add(2, 0, "c")
+    assert rounds.take() == [(1, "b"), (2, "c")]
+    assert not rounds.add(0, 0, "a")
+
+
+def test_fewer_than_k_that_live_are_enough():
+    rounds = Rounds([0, 1], first_of=2)
+    rounds.leave(1)
+    rounds.add(0, 0, "a")
+    assert rounds.take() == [(0, "a")]
+
+
+def test_clocks_know_the_slowest_until_it_leaves():
+    clocks = Clocks([0, 1])
+    clocks.tick(0, 5)
+    assert clocks.slowest == 0
+    clocks.tick(1, 3)
+    clocks.tick(1, 2)  # clocks do not go back
+    assert clocks.slowest == 3
+    assert clocks.behind(4) == [1]
+    clocks.leave(1)
+    assert clocks.slowest == 5
+    clocks.leave(0)
+    assert clocks.slowest == math.inf
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "2"])
+def test_a_bound_is_a_number(wrong):
+    with pytest.raises(ValueError, match="SSP takes a number of steps"):
+        SSP(wrong)
+    with pytest.raises(ValueError, match="FirstOf takes a number of workers"):
+        FirstOf(wrong)
+
+
+def test_modes_have_names():
+    assert [str(mode_of(m)) for m in ("sync", SSP(3), FirstOf(2))] == [
+        "'sync'",
+        "SSP(3)",
+        "FirstOf(2)",
+    ]
+    with pytest.raises(ValueError, match="mode is 'fast'; it must be 'sync', 'async'"):
+        mode_of("fast")

@@ -1,0 +1,152 @@
+"""Rounds that wait for their release, that nobody contributes to, and that went by."""
+
+import math
+
+import numpy as np
+import pytest
+from ps_jobs import run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps.states import TableState, pull_state, push_state
+
+pytestmark = pytest.mark.usefixtures("wire")
+N = 1000
+
+
+def table(mode="sync", updater=None, dtype="float64"):
+    updater = ps.optim.SGD(1.0) if updater is None else updater
+    return ps.table("w", N, dtype, mode=mode, updater=updater, block_nbytes=900)
+
+
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_a_held_mean_tells_its_norm_and_is_scaled_when_it_is_released(n_servers):
+    def body(rank):
+        t = table()
+        told = t.push(np.full(N, rank + 1.0), hold=True).wait()
+        t.release(2.0)
+        return told, t.pull().wait()
+
+    for told, values in run_workers(2, body, n_servers):
+        assert told.applied
+        assert told.is_finite
+        assert math.isclose(told.squares, N * 1.5**2)
+        assert (values == -3).all()
+
+
+def test_a_held_mean_that_is_dropped_counts_as_no_step_of_the_updater():
+    def body(rank):
+        t = table(updater=ps.optim.Adam(0.1))
+        told = t.push(np.full(N, math.inf if rank else 1.0), hold=True).wait()
+        t.release(None)
+        before = t.pull().wait().copy()
+        t.push(np.ones(N), hold=True).wait()
+        t.release(1.0)
+        return told, before, t.pull().wait(), pull_state(t)
+
+    for told, before, values, state in run_workers(2, body):
+        assert not told.is_finite
+        assert (before == 0).all()
+        np.testing.assert_allclose(values, -0.1)  # Adam's first step is as long as lr
+        assert state.steps == 1
+
+
+def test_who_has_no_gradient_counts_as_zeros():
+    def body(rank):
+        t = table()
+        t.push(None if rank else np.full(N, 4.0))
+        return t.pull().wait()
+
+    for values in run_workers(4, body):
+        assert (values == -1).all()
+
+
+def test_a_round_to_which_nobody_has_a_gradient_changes_nothing():
+    def body(rank):
+        t = table(updater=ps.optim.SGD(1.0, momentum=0.9))
+        t.push(np.ones(N))
+        told = t.push(None).wait()
+        unweighted = t.push(np.full(N, math.nan), weight=0).wait()
+        return told, unweighted, t.pull().wait()
+
+    for told, unweighted, values in run_workers(2, body):
+        assert (told.applied, told.why) == (False, "empty") == unweighted[:2]
+        assert (values == -1).all()
+
+
+def test_a_batch_of_no_samples_does_not_count():
+    def body(rank):
+        t = table()
+        t.push(np.full(N, float(rank) or math.nan), weight=3 * rank)
+        return t.pull().wait()
+
+    for values in run_workers(3, body):
+        np.testing.assert_allclose(values, -(1 * 3 + 2 * 6) / 9)
+
+
+def test_a_worker_that_was_late_takes_part_again_after_its_next_pull():
+    def body(rank):
+        t = table(ps.FirstOf(1))
+        if rank == 0:
+            for _ in range(5):
+                assert t.push(np.ones(N)).wait().applied
+        rc.barrier()
+        if rank == 1:
+            first = t.push(np.ones(N)).wait()
+            assert (first.applied, first.why) == (False, "late")
+            assert (t.pull().wait() == -5).all()
+            assert t.push(np.ones(N)).wait().applied
+        rc.barrier()
+
+    run_workers(2, body)
+
+
+@pytest.mark.parametrize("n_servers", [1, 2])
+@pytest.mark.parametrize(
+    "updater", [ps.optim.Adam(0.1), ps.optim.NAdam(0.1)], ids=["Adam", "NAdam"]
+)
+def test_a_state_that_is_put_back_goes_on_as_before(updater, n_servers):
+    def body(rank):
+        t = table(updater=updater)
+        for k in range(3):
+            t.push(np.arange(N) + k + float(rank))
+        t.pull().wait()
+        state = pull_state(t)
+        t.push(np.ones(N))
+        expected = t.pull().wait().copy()
+        rc.barrier()
+        if rank == 0:
+            push_state(t, state)
+        rc.barrier()
+        np.testing.assert_array_equal(t.pull().wait(), state.values)
+        t.push(np.ones(N))
+        np.testing.assert_array_equal(t.pull().wait(), expected)
+        return state
+
+    for state in run_workers(2, body, n_servers):
+        assert isinstance(state, TableState)
+        assert state.steps == 3
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    def body(rank):
+        t = table(updater=ps.optim.Adam(0.1))
+        state = pull_state(t)
+        t.updater = ps.optim.SGD(0.1)
+        with pytest.raises(ValueError, match=r"state\[w\]: 111 numbers came for \[111, 111, 111\]"):
+            push_state(t, state)
+
+    run_workers(1, body)
+
+
+def test_what_is_for_rounds_alone_is_refused_elsewhere():
+    def body(rank):
+        t = table("async")
+        with pytest.raises(ValueError, match="a table with rounds, not for one with mode 'async'"):
+            t.push(None)
+        with pytest.raises(ValueError, match="a table with rounds"):
+            t.push(np.ones(N), hold=True)
+        with pytest.raises(ValueError, match="weight is 0"):
+            t.push(np.ones(N), weight=0)
+
+    run_workers(1, body)

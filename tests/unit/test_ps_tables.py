@@ -1,0 +1,250 @@
+"""Dense tables: what is pushed is what is pulled, on any number of servers and workers."""
+
+import threading
+
+import numpy as np
+import pytest
+from harness import outcomes
+from ps_jobs import run_all, run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps import client
+from ringcomm.ps.job import session
+
+pytestmark = pytest.mark.usefixtures("wire")
+
+
+@pytest.mark.parametrize("n_servers", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 7, 1000, 100_003])
+def test_what_is_added_by_all_is_pulled_by_all(count, n_servers):
+    def body(rank):
+        t = ps.table("w", count, updater=ps.optim.Add(), block_nbytes=60_000)
+        for _ in range(3):
+            assert t.push(np.full(count, rank + 1.0, np.float32)).wait().applied
+        rc.barrier()
+        return t.pull().wait()
+
+    for values in run_workers(2, body, n_servers):
+        assert values.shape == (count,)
+        assert (values == 9).all()
+
+
+def test_workers_are_the_default_group():
+    assert run_workers(3, lambda _: (rc.rank(), rc.size(), ps.rank(), ps.size()), 2) == [
+        (rank, 3, rank, 3) for rank in range(3)
+    ]
+
+
+def test_the_chief_s_values_are_what_a_table_begins_with():
+    def body(rank):
+        t = ps.table("w", (3, 4), init=np.full((3, 4), rank + 5.0))
+        return t.pull().wait()
+
+    for values in run_workers(2, body):
+        assert (values == 5).all()
+
+
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_a_round_is_one_update_with_the_weighted_mean(n_servers):
+    def body(rank):
+        t = ps.table("w", 1000, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=900)
+        for step in range(5):
+            t.push(np.full(1000, -(rank + 1.0 + step), np.float32), weight=rank + 1)
+            values = t.pull().wait()
+        return values
+
+    expected = sum((1 * (1 + s) + 2 * (2 + s) + 3 * (3 + s)) / 6 for s in range(5))
+    for values in run_workers(3, body, n_servers):
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+def test_a_worker_that_raises_ends_the_servers():
+    def main(rank):
+        ps.init(1, deadline_s=10)
+        raise ValueError("boom")
+
+    results = outcomes(2, main)
+    assert isinstance(results[0], ValueError)
+    assert isinstance(results[1], rc.PeerFailedError)
+
+
+# --- modes --------------------------------------------------------------------------------------
+def test_rounds_have_the_same_bits_on_any_number_of_servers():
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((10, 3, 2001)).astype(np.float32)
+
+    def body(rank):
+        adam = ps.optim.Adam(0.01)
+        t = ps.table("w", 2001, updater=adam, mode="sync", init=1.0, block_nbytes=1000)
+        for step in range(10):
+            t.updater = adam.with_(lr=0.01 / (1 + step))
+            t.push(gradients[step, rank], weight=rank + 1)
+        return t.pull().wait().tobytes()
+
+    bits = {each for n in (1, 2, 3) for each in run_workers(3, body, n)}
+    assert len(bits) == 1
+
+
+def test_the_first_k_make_a_round_and_who_is_late_is_told():
+    pushed = threading.Barrier(3)
+    came = threading.Event()
+
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode=ps.FirstOf(2))
+        pushed.wait(10)
+        if rank == 2:
+            assert came.wait(10)
+        result = t.push(np.full(4, -1.0 - rank, np.float32)).wait()
+        came.set()
+        return result.applied, result.why, t.pull().wait()[0]
+
+    results = run_workers(3, body)
+    assert [each[:2] for each in results] == [(True, ""), (True, ""), (False, "late")]
+    assert [each[2] for each in results] == [1.5] * 3
+
+
+def test_a_worker_that_has_left_is_not_waited_for():
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode="sync")
+        for _ in range(2 + 3 * rank):
+            t.push(np.full(4, -1.0 - rank, np.float32)).wait()
+        session().leave()
+        return True
+
+    assert run_workers(2, body) == [True, True]
+
+
+def test_a_table_of_async_pushes_counts_what_they_missed():
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.SGD(1.0))
+        t.pull().wait()
+        rc.barrier()
+        for _ in range(3):
+            t.push(np.ones(4, np.float32)).wait()
+        rc.barrier()
+        return ps.stats()[0]["tables"]["w"]["0"]["staleness"] if rank == 0 else None
+
+    seen = run_workers(2, body)[0]
+    assert sum(seen.values()) == 6
+    assert max(map(int, seen)) == 5
+
+
+# --- mistakes -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: t.push(np.ones(5, np.float32)), ValueError, "5 elements, shape .5,., for 4"),
+        (lambda t: t.push(np.ones(4)), TypeError, "dtype float64, and the table has float32"),
+        (lambda t: t.push(np.ones(4, np.float32), weight=0), ValueError, "weight is 0"),
+        (lambda t: t.push(np.ones(1, np.float32), where=slice(0, 4, 4)), ValueError, "with step 1"),
+        (lambda t: t.pull(out=np.ones(4)), ValueError, "out must be contiguous, of float32"),
+        (lambda t: t.pull(out=np.ones(8, np.float32)[::2]), ValueError, "out must be contiguous"),
+        (lambda _: ps.table("w", 5), rc.MismatchError, r"it has shape=\(?\[?4.* with shape="),
+        (lambda _: ps.table("x", -1), ValueError, "shape is"),
+        (lambda _: ps.table("x", 4, "int32"), ValueError, "dtype is int32; it must be float32"),
+        (lambda _: ps.table("x", 4, mode="fast"), ValueError, "mode is 'fast'; it must be 'sync'"),
+        (lambda _: ps.table("x", 4, init=np.ones(3)), ValueError, "init has shape .3,., the table"),
+    ],
+)
+def test_a_mistake_is_told_to_who_made_it_and_changes_nothing(call, error, message):
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.Add())
+        if rank == 0:
+            with pytest.raises(error, match=message):
+                call(t)
+        rc.barrier()
+        t.push(np.ones(4, np.float32)).wait()
+        rc.barrier()
+        return t.pull().wait().tolist()
+
+    assert run_workers(2, body) == [[2.0] * 4] * 2
+
+
+def test_a_wait_that_is_too_long_names_the_server_and_can_be_taken_up_again():
+    told = threading.Event()
+
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode="sync")
+        if rank == 0:
+            future = t.push(np.ones(4, np.float32))
+            with pytest.raises(
+                rc.CommTimeoutError, match=r"push\[w\]: no answer within 0.1 s"
+            ) as e:
+                future.wait(0.1)
+            assert e.value.missing == (2,)
+            told.set()
+            return future.wait().applied
+        assert told.wait(10)
+        return t.push(np.ones(4, np.float32)).wait().applied
+
+    assert run_workers(2, body) == [True, True]
+
+
+def test_more_than_the_credit_waits_and_goes_on(monkeypatch):
+    monkeypatch.setattr(client, "CREDIT_NBYTES", 200_000)
+    most = []
+
+    def body(rank):
+        t = ps.table("w", 25_000, updater=ps.optim.Add())
+        for _ in range(20):
+            t.push(np.ones(25_000, np.float32))
+            most.append(max(session().client.n_bytes.values()))
+        return t.pull().wait()[0]
+
+    assert run_workers(1, body) == [20.0]
+    assert max(most) <= 200_000
+
+
+def test_replication_is_refused_until_it_is_there():
+    results = run_all(1, lambda _: None, replication=2)
+    assert all("replication=2 is not there yet" in str(each) for each in results)
+    assert all(isinstance(each, rc.ConfigError) for each in results)
+
+
+# --- other layouts ------------------------------------------------------------------------------
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_servers_may_live_with_workers(n_servers):
+    def body(rank):
+        assert (rc.rank(), rc.size()) == (rank, 3)
+        t = ps.table("w", 1000, updater=ps.optim.Add(), block_nbytes=500)
+        t.push(np.full(1000, rank + 1, np.float32)).wait()
+        rc.barrier()
+        return t.pull().wait().sum()
+
+    assert run_workers(3, body, n_servers, colocated=True) == [6000.0] * 3
+
+
+def test_collectives_of_workers_go_on_beside_requests():
+    def body(rank):
+        t = ps.table("w", 100_000, updater=ps.optim.Add())
+        total = 0
+        for step in range(10):
+            future = t.push(np.ones(100_000, np.float32))
+            total += rc.allreduce(np.array([rank + step])).item()
+            future.wait()
+        return total
+
+    assert run_workers(2, body) == [2 * sum(range(10)) + 10] * 2
+
+
+def test_a_slice_is_pushed_and_pulled():
+    def body(rank):
+        t = ps.table("w", 100, updater=ps.optim.Adagrad(1.0), block_nbytes=120, init=5.0)
+        t.push(np.ones(20, np.float32), where=slice(25, 45)).wait()
+        part = t.pull(where=slice(20, 50)).wait()
+        whole = t.pull().wait()
+        np.testing.assert_array_equal(whole[20:50], part)
+        np.testing.assert_array_equal(np.flatnonzero(whole != 5.0), np.arange(25, 45))
+        return True
+
+    assert run_workers(1, body, 2) == [True]
+
+
+def test_a_table_may_have_thousands_of_blocks():
+    def body(rank):
+        t = ps.table("w", 9000, updater=ps.optim.Add(), block_nbytes=4)
+        t.push(np.ones(9000, np.float32))
+        return t.pull().wait().sum()
+
+    assert run_workers(1, body, 2) == [9000.0]
