@@ -13,7 +13,7 @@ import torch
 
 from ringcomm.engine import ops
 from ringcomm.engine.world import rank, size
-from ringcomm.errors import RingcommError
+from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch import checkpoint_files as files
 from ringcomm.torch.checkpoint_files import BrokenFileError
 from ringcomm.torch.random_state import random_state, set_random_state
@@ -103,6 +103,7 @@ class Checkpoint:
                 model=, optimizer=, schedule=, scaler=; or numbers, texts, lists, dicts, tensors.
 
         Raises:
+            MismatchError: ranks save different steps.
             RingcommError: on every rank, if one could not write; the text says which, and why.
             TypeError: on every rank, if a part is of a class that torch.load(weights_only=True)
                 would refuse.
@@ -112,11 +113,13 @@ class Checkpoint:
         _refuse_our_name(parts)
         attempts = _Attempts(f"{self.folder}, step {step}")
         mine = {
+            "step": step,
             "sampler": None if sampler is None else sampler.state_dict(),
             "rng": random_state() if rng else None,
             "shard": attempts.do(self._write_shard, step, shard),
         }
         ranks = attempts.gather(mine)
+        _require_same([theirs.pop("step") for theirs in ranks], self.folder)
         path = files.main_path(self.folder, step)
         if rank() == 0:
             attempts.do(self._write_main, path, step, ranks, parts)
@@ -261,6 +264,16 @@ class _Attempts:
                 kind = TypeError if is_type_error else RingcommError
                 raise kind(f"checkpoint[{self._what}]: rank {r}: {words}") from error
         return [theirs for _, theirs in reports]
+
+
+def _require_same(steps: list[int], folder: Path) -> None:
+    other = next((r for r, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"checkpoint[{folder}]: rank 0 saves step {steps[0]}, rank {other} step "
+            f"{steps[other]}. "
+            "Every rank saves the same step"
+        )
 
 
 def _words(error: Exception) -> str:

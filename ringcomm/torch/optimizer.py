@@ -19,7 +19,7 @@ from ringcomm.torch.compression import Compression
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.recipe import Recipe, recipe_of
 from ringcomm.torch.reducer import GradientReducer
-from ringcomm.torch.reductions import AnyOp
+from ringcomm.torch.reductions import AnyOp, op_of
 from ringcomm.torch.wrapping import dressed, named_in_order
 
 T = TypeVar("T", bound=Optimizer)
@@ -89,6 +89,7 @@ def DistributedOptimizer(
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     engine()
     named = named_in_order(optimizer, named_parameters)
+    op = op_of(op, None)
     if isinstance(op, Op):
         recipe = recipe_of(
             op,

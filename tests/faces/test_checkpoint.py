@@ -475,3 +475,12 @@ def test_a_file_has_the_permissions_of_any_new_file(tmp_path):
 def test_arguments_that_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path):
+    def body(rank):
+        with pytest.raises(rc.MismatchError, match="rank 0 saves step 7, rank 1 step 8"):
+            hvd.Checkpoint(tmp_path).save(7 + rank, a=1)
+
+    run_ranks(2, body)
+    assert not list(tmp_path.glob("step-*"))

@@ -390,3 +390,14 @@ def test_an_adasum_optimizer_can_be_copied():
         assert_close([weights(twin)], weights(model), 0)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("op", ["Sum", "sum", 1, "nonsense"])
+def test_an_op_that_is_none_is_refused(op):
+    model = nn.Linear(2, 1)
+
+    def body(rank):
+        with pytest.raises(TypeError, match=r"op must be one of hvd.Average, Sum, Min"):
+            hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), op=op)
+
+    run_ranks(2, body)

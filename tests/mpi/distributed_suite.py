@@ -799,3 +799,19 @@ def test_operators_of_c10d_reach_the_group_where_torch_lets_them(rank, size, wor
     _, work = torch.ops.c10d.broadcast_([x], group, 1, 0, True, -1)
     dist.Work.unbox(work).wait()
     assert torch.equal(x, values(1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, n: dist.all_reduce(x),
+        lambda x, n: dist.broadcast(x, 0),
+        lambda x, n: dist.reduce(x, 0),
+        lambda x, n: dist.all_gather([x] * n, torch.ones(4)),
+        lambda x, n: dist.all_to_all_single(x, torch.ones(4)) if 4 % n == 0 else dist.all_reduce(x),
+    ],
+)
+def test_a_tensor_whose_elements_overlap_is_refused_and_nothing_is_lost(call):
+    with pytest.raises((ValueError, RuntimeError), match="overlap in memory"):
+        call(torch.ones(1).expand(4), dist.get_world_size())
+    dist.barrier()

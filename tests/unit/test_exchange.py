@@ -139,7 +139,7 @@ def test_wrong_splits_are_told(rows, splits, message):
 
 def test_splits_that_are_no_whole_numbers_are_refused():
     def body(rank):
-        with pytest.raises(TypeError, match="interpreted as an integer"):
+        with pytest.raises(TypeError, match="must be 2 integers, one per rank"):
             rc.alltoall(np.ones(5), [2.5, 2.5])
 
     run_ranks(2, body)

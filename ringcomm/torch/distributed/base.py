@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ringcomm.arrays.torch import TORCH
 from ringcomm.engine.engine import Engine
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
@@ -59,17 +60,25 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
     ) -> Work:
         """Carry out one operation, or begin it if the caller may wait later."""
         self._require_open()
+
+        def checked(g: Group) -> Plan[Any]:
+            """Plan it; what cannot be written is told like any other bad argument."""
+            for each in results:
+                if each.layout is torch.strided and not each.is_contiguous():
+                    TORCH.require_writable(each)
+            return plan(g)
+
         timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
         current = self.group.engine_or_none or engine()
         path = path_here(self._number)
         name = None if path is None else path.name_in(self._number)
         options: Any = {"timeout_s": timeout_s, "is_once": path is not None}
         if call.is_async or self._coalesced is not None:
-            handle = current.start(kind, name, plan, self.group, **options)
+            handle = current.start(kind, name, checked, self.group, **options)
             if path is None:
                 path = Path(self._number, f"#{handle.number}")
             return self._noted(Work(handle, results, path))
-        current.execute(kind, name, plan, self.group, **options)
+        current.execute(kind, name, checked, self.group, **options)
         return Work(None, results, path)
 
     @property

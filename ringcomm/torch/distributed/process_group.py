@@ -20,7 +20,7 @@ from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed import moves
 from ringcomm.torch.distributed.base import BaseGroup
 from ringcomm.torch.distributed.compat import c10d, traced
-from ringcomm.torch.distributed.lines import bytes_of, line_of, write_back
+from ringcomm.torch.distributed.lines import bytes_of, line_of
 from ringcomm.torch.distributed.options import asked
 from ringcomm.torch.distributed.sparse import allreduce_sparse
 from ringcomm.torch.distributed.work import Work
@@ -56,9 +56,9 @@ class ProcessGroup(BaseGroup):
             return self.start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
         op = moves.scaled_(x, call.reduction)
         line = line_of(x)
-        quick = None if call.is_async or self._is_special else self.group.quick
+        is_own = line.data_ptr() == x.data_ptr()
+        quick = self.group.quick if is_own and not (call.is_async or self._is_special) else None
         if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
-            write_back(x, line)
             return Work(None, tensors)
         return self.start(call, "allreduce", lambda g: moves.allreduce(g, x, line, op), tensors)
 
