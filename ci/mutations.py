@@ -6,7 +6,7 @@ breaks can tell.
 
 from dataclasses import dataclass
 
-CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer")
+CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer", "ps")
 
 
 @dataclass(frozen=True)
@@ -570,8 +570,8 @@ FACES = [
         "numbers-of-process-sets-return",
         "order",
         "torch/process_sets.py",
-        "known, self._next_id = self._next_id, self._next_id + 1",
-        "known = len(self._sets)",
+        "which.process_set_id, self._next_id = self._next_id, self._next_id + 1",
+        "which.process_set_id, self._next_id = self._next_id, len(self._sets)",
         "after remove_process_set() two process sets have one id",
         ("faces/test_horovod.py",),
     ),
@@ -604,4 +604,264 @@ FACES = [
     ),
 ]
 
-MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE, *FACES]
+PARAMETER_SERVER = [
+    Mutation(
+        "ps-rounds-in-order-of-arrival",
+        "ps",
+        "ps/rounds.py",
+        "return sorted(self._came.pop(self.current - 1).items())",
+        "return list(self._came.pop(self.current - 1).items())",
+        "sums depend on who was first: other bits in every run",
+        (
+            "unit/test_ps_rounds.py",
+            "faces/test_ps_equivalence.py",
+            "unit/test_ps_tables.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-late-push-counts",
+        "ps",
+        "ps/rounds.py",
+        "if number < self.current:",
+        "if number < self.current - 1:",
+        "a push whose round is over is told as applied, and is lost",
+        (
+            "unit/test_ps_rounds.py",
+            "unit/test_ps_promises.py",
+            "unit/test_ps_tables.py",
+        ),
+    ),
+    Mutation(
+        "ps-ssp-by-the-fastest",
+        "ps",
+        "ps/rounds.py",
+        "return min(self._of.values(), default=math.inf)",
+        "return max(self._of.values(), default=math.inf)",
+        "the bound of staleness bounds nothing",
+        (
+            "unit/test_ps_promises.py",
+            "unit/test_ps_tables.py",
+            "unit/test_ps_rounds.py",
+        ),
+    ),
+    Mutation(
+        "ps-who-finishes-holds-up-all",
+        "ps",
+        "ps/rounds.py",
+        "        self._of.pop(worker, None)",
+        "        self._of.get(worker, None)",
+        "a worker that has finished keeps the others waiting for ever",
+        (
+            "unit/test_ps_tables.py",
+            "unit/test_ps_rounds.py",
+        ),
+    ),
+    Mutation(
+        "ps-mean-without-weights",
+        "ps",
+        "ps/dense.py",
+        "out /= wide.type(len(parts) if is_plain else total)",
+        "out /= wide.type(len(parts))",
+        "batches of unequal sizes train another model",
+        (
+            "unit/test_ps_tables.py",
+            "faces/test_ps_equivalence.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-push-twice",
+        "ps",
+        "ps/dense.py",
+        "return header.incarnation != incarnation or header.sequence > last",
+        "return True",
+        "a push that comes twice is applied twice",
+        (
+            "unit/test_ps_promises.py",
+            "unit/test_ps_rebalance.py",
+        ),
+    ),
+    Mutation(
+        "ps-dedup-stays-behind",
+        "ps",
+        "ps/moving.py",
+        """\
+        merge_applied(part, meta["applied"])
+        server.keep""",
+        "        server.keep",
+        "after a move, a push that comes again is applied again",
+        (
+            "unit/test_ps_rebalance.py",
+            "unit/test_ps_promises.py",
+        ),
+    ),
+    Mutation(
+        "ps-old-epochs-are-served",
+        "ps",
+        "ps/serving.py",
+        "if part is None or request.header.view != table.epochs.get(number, 0):",
+        "if part is None:",
+        "a request that was under way while a partition moved overtakes those before it",
+        ("unit/test_ps_rebalance.py",),
+    ),
+    Mutation(
+        "ps-slots-stay-behind",
+        "ps",
+        "ps/dense.py",
+        'self.slots = [np.array(arrays[f"slot{k}"], self.dtype) for k in slots]',
+        "self.slots = [np.zeros_like(self.slots[k]) for k in slots]",
+        "after a restore or a move the optimizer has forgotten its state",
+        (
+            "unit/test_ps_checkpoint.py",
+            "unit/test_ps_rebalance.py",
+        ),
+    ),
+    Mutation(
+        "ps-steps-stay-behind",
+        "ps",
+        "ps/dense.py",
+        """\
+self.steps = int(state.meta["steps"])
+        if self.segments""",
+        "if self.segments",
+        "after a restore Adam corrects its bias anew",
+        (
+            "unit/test_ps_checkpoint.py",
+            "unit/test_ps_rebalance.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-pull-before-its-round",
+        "ps",
+        "ps/table.py",
+        "return self._rounds[part] if mode.has_rounds else 0",
+        "return max(0, self._rounds[part] - 1) if mode.has_rounds else 0",
+        "a worker reads values without its own last round",
+        (
+            "unit/test_ps_tables.py",
+            "unit/test_ps_promises.py",
+        ),
+    ),
+    Mutation(
+        "ps-reads-beside-own-pushes",
+        "ps",
+        "ps/client.py",
+        "return lane.epoch if lane.is_empty and not self._engine.watch.peers.dead else -1",
+        "return lane.epoch if not self._engine.watch.peers.dead else -1",
+        "a pull misses the push before it",
+        (
+            "unit/test_ps_promises.py",
+            "unit/test_ps_tables.py",
+        ),
+    ),
+    Mutation(
+        "ps-blocks-are-read-after-a-move",
+        "ps",
+        "ps/dense.py",
+        """\
+        self._is_kept = is_kept
+        self._block.is_open = is_kept and self._is_ready""",
+        """\
+        self._is_kept = is_kept
+        self._block.is_open = self._is_ready""",
+        "values of a partition that has moved are read where it was",
+        (
+            "unit/test_ps_rebalance.py",
+            "unit/test_ps_promises.py",
+        ),
+    ),
+    Mutation(
+        "ps-credit-for-all",
+        "ps",
+        "ps/client.py",
+        "is_small = held == 0 or held + nbytes <= CREDIT_NBYTES",
+        "is_small = held >= 0",
+        "a slow server's memory fills up",
+        (
+            "unit/test_ps_backpressure.py",
+            "unit/test_ps_tables.py",
+        ),
+    ),
+    Mutation(
+        "ps-learning-rate-of-the-first-push",
+        "ps",
+        "ps/table.py",
+        "flags, updater.hyper, mask).packed()",
+        "flags, type(updater)(0.1).hyper, mask).packed()",
+        "a schedule of the learning rate never reaches the servers",
+        (
+            "unit/test_ps_tables.py",
+            "faces/test_ps_optimizer_rules.py",
+            "faces/test_ps_equivalence.py",
+        ),
+    ),
+    Mutation(
+        "ps-the-last-duplicate-wins",
+        "ps",
+        "ps/hashtable.py",
+        """\
+        if assign:
+            flat, values = last_of_each(flat, values)""",
+        """\
+        if len(flat):
+            flat, values = last_of_each(flat, values)""",
+        "an id that stands twice in a batch loses a gradient",
+        (
+            "unit/test_ps_row_bugs.py",
+            "unit/test_ps_hashtables.py",
+        ),
+    ),
+    Mutation(
+        "ps-rows-of-a-round-uncounted",
+        "ps",
+        "ps/hashed.py",
+        "rejected = self._apply(sources, parts[0].hyper, sum(weights))",
+        "rejected = self._apply(sources, parts[0].hyper, 1.0)",
+        "a round of a hash table is a sum, not a mean",
+        (
+            "unit/test_ps_hashtables.py",
+            "faces/test_ps_embedding.py",
+        ),
+    ),
+    Mutation(
+        "ps-rows-that-moved-are-pushed-again",
+        "ps",
+        "ps/hashed.py",
+        """\
+        if sent > self._along_last.get(rank, (-1, 0)):
+            return keys, rows""",
+        """\
+        if rank >= 0:
+            return keys, rows""",
+        "a push to rows that have moved is applied twice when it comes again",
+        (
+            "unit/test_ps_row_moves.py",
+            "unit/test_ps_row_bugs.py",
+        ),
+    ),
+    Mutation(
+        "ps-stale-rows-are-saved",
+        "ps",
+        "ps/storing.py",
+        "if before is not None and before.part == part and before.stamp == stamp:",
+        "if before is not None and before.part == part:",
+        "a save keeps what the one before wrote, though it has changed",
+        (
+            "unit/test_ps_checkpoint.py",
+            "unit/test_ps_row_checkpoints.py",
+        ),
+    ),
+    Mutation(
+        "ps-late-is-not-told",
+        "ps",
+        "torch/ps/feeder.py",
+        'self.was_applied = is_finite and "late" not in outcomes',
+        "self.was_applied = is_finite",
+        "who was late is not told so",
+        (
+            "faces/test_ps_optimizer_rules.py",
+            "faces/test_ps_optimizer.py",
+        ),
+    ),
+]
+
+MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE, *FACES, *PARAMETER_SERVER]

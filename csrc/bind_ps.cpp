@@ -2,12 +2,14 @@
 // Every array is .noconvert(): an implicit copy would be updated and lost.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 
 #include <cstring>
 #include <utility>
 
 #include "bind_ps.hpp"
 #include "ps/block.hpp"
+#include "ps/counter.hpp"
 #include "ps/keymap.hpp"
 
 namespace ringcomm {
@@ -79,22 +81,45 @@ void require_block_memory(std::size_t have, const void* data, std::size_t nbytes
 class DenseBlock {
  public:
   DenseBlock(Bytes memory, std::size_t count, int dtype, std::uint64_t version)
-      : memory_(std::move(memory)), dtype_(value_dtype(dtype)), count_(count), block_(make(version)) {}
+      : memory_(std::move(memory)),
+        dtype_(value_dtype(dtype)),
+        count_(count),
+        counter_(std::make_shared<ps::Counter>(make(version), count, dtype_)) {}
 
   std::uint64_t apply(int code, Hyper hyper, std::int64_t step, const std::vector<Values>& slots,
-                      ConstValues grad) {
+                      ConstValues grad, std::int64_t clock) {
     const ps::DenseUpdate update = dense_update(code, hyper, step, dtype_, slots, grad, count_);
     nb::gil_scoped_release unlocked;
-    return block_.apply(update);
+    return block().apply(update, clock);
   }
-  std::uint64_t write(ConstValues values) {
+  // The state of the updater, from now on; kept alive by the caller.
+  void attach(int code, Hyper hyper, const std::vector<Values>& slots) {
+    std::array<void*, ps::kMaxSlots> pointers{};
+    const ps::SlotPlan plan = ps::plan_of(rule_of(code, hyper));
+    if (slots.size() != plan.count())
+      throw std::invalid_argument("slots: this updater has " + text(plan.count()) + ", got " +
+                                  text(slots.size()));
+    std::size_t rows = 1;
+    for (std::size_t k = 0; k < plan.count(); ++k) {
+      const bool is_per_row = k >= plan.full && ps::is_rowwise(static_cast<ps::Updater>(code));
+      if (is_per_row) rows = slots[k].size();
+      require_values("slot", slots[k], dtype_, k < plan.full ? count_ : is_per_row ? rows : 1);
+      pointers[k] = slots[k].data();
+    }
+    const bool fits = count_ == 0 || (rows != 0 && count_ % rows == 0);
+    counter_->attach(fits ? code : -1, hyper.size(), pointers, plan.count(), rows);
+  }
+  const std::shared_ptr<ps::Counter>& counter() const { return counter_; }
+
+  std::uint64_t write(ConstValues values, std::int64_t clock) {
     require_values("values", values, dtype_, count_);
     nb::gil_scoped_release unlocked;
-    return block_.write(values.data());
+    return block().write(values.data(), clock);
   }
-  std::uint64_t version() const { return block_.version(); }
+  ps::Block& block() const { return counter_->block(); }
+  std::uint64_t version() const { return block().version(); }
   std::size_t offset() const {
-    return static_cast<std::size_t>(block_.values() -
+    return static_cast<std::size_t>(block().values() -
                                     reinterpret_cast<const std::byte*>(memory_.data()));
   }
 
@@ -108,19 +133,60 @@ class DenseBlock {
   Bytes memory_;
   DType dtype_;
   std::size_t count_;
-  ps::Block block_;
+  std::shared_ptr<ps::Counter> counter_;
 };
 
-std::int64_t py_read_block(ConstBytes memory, Bytes out, std::size_t offset, unsigned tries) {
+nb::object py_last(const DenseBlock& self, std::uint32_t rank) {
+  const auto& applied = self.counter()->applied;
+  const auto at = applied.find(rank);
+  if (at == applied.end()) return nb::none();
+  return nb::make_tuple(at->second.incarnation, at->second.sequence);
+}
+
+nb::list py_applied(const DenseBlock& self) {
+  nb::list told;
+  for (const auto& [rank, last] : self.counter()->applied)
+    told.append(nb::make_tuple(rank, last.incarnation, last.sequence));
+  return told;
+}
+
+// (pushes, their bytes, pulls, seconds of updates, {missed updates: how often}) since the last call.
+nb::tuple py_take_traffic(const DenseBlock& self) {
+  const ps::Traffic taken = std::exchange(self.counter()->traffic, {});
+  nb::dict staleness;
+  for (const auto& [missed, n] : taken.staleness) staleness[nb::int_(missed)] = n;
+  return nb::make_tuple(taken.pushes, taken.nbytes, self.block().take_reads(),
+                        static_cast<double>(taken.apply_ns) * 1e-9, staleness);
+}
+
+constexpr std::size_t kWorthUnlocking = 16384;  // bytes: a copy takes longer than giving up the GIL
+
+template <class Memory>
+const std::byte* require_block(const Memory& memory, std::size_t offset, std::size_t n) {
   const auto* const data = reinterpret_cast<const std::byte*>(memory.data());
   if (memory.nbytes() < sizeof(ps::BlockHeader)) throw std::invalid_argument("this is no block");
   const std::size_t nbytes = reinterpret_cast<const ps::BlockHeader*>(data)->nbytes;
   require_block_memory(memory.nbytes(), data, nbytes);
-  if (offset > nbytes || out.nbytes() > nbytes - offset)
-    throw std::invalid_argument("read_block: bytes " + text(offset) + " to " +
-                                text(offset + out.nbytes()) + " of " + text(nbytes));
+  if (offset > nbytes || n > nbytes - offset)
+    throw std::invalid_argument("this block has no bytes " + text(offset) + " to " + text(offset + n) +
+                                " of " + text(nbytes));
+  return data;
+}
+
+std::int64_t py_read_block(ConstBytes memory, Bytes out, std::size_t offset, unsigned tries) {
+  const auto* const data = require_block(memory, offset, out.nbytes());
   nb::gil_scoped_release unlocked;
   return ps::read_block(data, out.data(), offset, out.nbytes(), tries);
+}
+
+std::int64_t py_read_open_block(Bytes memory, Bytes out, std::size_t offset, std::int64_t clock,
+                                unsigned tries) {
+  require_block(memory, offset, out.nbytes());
+  auto* const data = reinterpret_cast<std::byte*>(memory.data());
+  if (out.nbytes() < kWorthUnlocking)
+    return ps::read_open_block(data, out.data(), offset, out.nbytes(), clock, tries);
+  nb::gil_scoped_release unlocked;
+  return ps::read_open_block(data, out.data(), offset, out.nbytes(), clock, tries);
 }
 
 void py_partition_of(Keys keys, std::uint32_t n,
@@ -141,13 +207,34 @@ void bind_ps(nb::module_& m) {
   m.def("block_nbytes", &ps::block_nbytes, "nbytes"_a);
   m.def("read_block", &py_read_block, "memory"_a.noconvert(), "out"_a.noconvert(), "offset"_a = 0,
         "tries"_a = 16);
+  m.def("read_open_block", &py_read_open_block, "memory"_a.noconvert(), "out"_a.noconvert(),
+        "offset"_a, "clock"_a, "tries"_a = 16);
   m.def("partition_of", &py_partition_of, "keys"_a.noconvert(), "n"_a, "out"_a.noconvert());
+  nb::class_<ps::Counter>(m, "Counter");
   nb::class_<DenseBlock>(m, "DenseBlock")
       .def(nb::init<Bytes, std::size_t, int, std::uint64_t>(), "memory"_a.noconvert(), "count"_a,
            "dtype"_a, "version"_a = 0)
       .def("apply", &DenseBlock::apply, "code"_a, "hyper"_a.noconvert(), "step"_a,
-           "slots"_a.noconvert(), "grad"_a.noconvert())
-      .def("write", &DenseBlock::write, "values"_a.noconvert())
+           "slots"_a.noconvert(), "grad"_a.noconvert(), "clock"_a = ps::Block::kSame)
+      .def("write", &DenseBlock::write, "values"_a.noconvert(), "clock"_a = ps::Block::kSame)
+      .def("attach", &DenseBlock::attach, "code"_a, "hyper"_a.noconvert(), "slots"_a.noconvert())
+      .def_prop_ro("counter", &DenseBlock::counter)
+      .def("last", &py_last, "rank"_a)
+      .def("note_last",
+           [](DenseBlock& self, std::uint32_t rank, std::int64_t incarnation, std::uint64_t sequence) {
+             self.counter()->applied[rank] = {incarnation, sequence};
+           },
+           "rank"_a, "incarnation"_a, "sequence"_a)
+      .def("forget", [](DenseBlock& self, std::uint32_t rank) { self.counter()->applied.erase(rank); },
+           "rank"_a)
+      .def("applied", &py_applied)
+      .def("take_traffic", &py_take_traffic)
+      .def_prop_rw("steps", [](const DenseBlock& self) { return self.counter()->steps; },
+                   [](DenseBlock& self, std::uint64_t steps) { self.counter()->steps = steps; })
+      .def_prop_rw("clock", [](const DenseBlock& self) { return self.block().clock(); },
+                   [](DenseBlock& self, std::int64_t clock) { self.block().set_clock(clock); })
+      .def_prop_rw("is_open", [](const DenseBlock& self) { return self.block().is_open(); },
+                   [](DenseBlock& self, bool is_open) { self.block().set_open(is_open); })
       .def_prop_ro("version", &DenseBlock::version)
       .def_prop_ro("offset", &DenseBlock::offset);
 }

@@ -112,8 +112,8 @@ std::tuple<std::size_t, std::size_t, std::size_t> push(Rows& rows, Keys keys, Co
                                                        std::uint64_t stamp) {
   const RowSpec& spec = rows.spec();
   const DType dtype = grad_dtype(grads, spec.dtype, keys.size() * spec.dim);
-  const ps::Push push{keys.data(), keys.size(), dtype, grads.data(), rule_of(code, hyper),
-                      now,         require_stamp(stamp)};
+  const ps::Push push{keys.data(), keys.size(), {{0, dtype, grads.data(), 1}},
+                      rule_of(code, hyper), now, require_stamp(stamp)};
   nb::gil_scoped_release unlocked;
   const ps::Pushed pushed = rows.push(push);
   return {pushed.applied, pushed.rejected, pushed.admitted};
@@ -251,6 +251,7 @@ void bind_rows(nb::module_& m) {
       .def("__len__", &Rows::size)
       .def_prop_ro("nbytes", &Rows::nbytes)
       .def_prop_ro("n_candidates", &Rows::n_candidates)
+      .def_prop_rw("stamp", &Rows::stamp, &Rows::mark)
       .def("gather", &gather, "keys"_a.noconvert(), "out"_a.noconvert(), "missing"_a = "init")
       .def("push", &push, "keys"_a.noconvert(), "grads"_a.noconvert(), "code"_a,
            "hyper"_a.noconvert(), "now"_a, "stamp"_a)

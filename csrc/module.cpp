@@ -3,8 +3,10 @@
 namespace ringcomm {
 void bind_codec(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_postbox(nanobind::module_& m);
 void bind_ps(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
+void bind_shard(nanobind::module_& m);
 void bind_schedule(nanobind::module_& m);
 void bind_shm(nanobind::module_& m);
 void bind_status(nanobind::module_& m);
@@ -17,8 +19,10 @@ NB_MODULE(_core, m) {
   ringcomm::bind_kernels(m);
   ringcomm::bind_ps(m);
   ringcomm::bind_rows(m);
+  ringcomm::bind_shard(m);
   ringcomm::bind_schedule(m);
   ringcomm::bind_shm(m);
   ringcomm::bind_status(m);
   ringcomm::bind_wire(m);
+  ringcomm::bind_postbox(m);  // of programs, which are known by now
 }

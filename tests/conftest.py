@@ -1,5 +1,6 @@
 """Nothing that a test starts may outlive it."""
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,19 @@ def wire(request, monkeypatch):
     """Run a test with ranks on nodes of their own, and again with all on one node."""
     monkeypatch.setattr(harness, "wire", request.param)
     return request.param
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let rows age as a test says, and none be evicted that it has not asked for."""
+    times = itertools.count(1)
+    state = {"now": 0.0}
+    state["tick"] = lambda: state.update(now=float(next(times)))
+    from ringcomm.ps import hashed
+
+    monkeypatch.setattr(hashed, "now", lambda: state["now"])
+    monkeypatch.setattr(hashed, "work_after_push", lambda _: 0)
+    return state
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +79,12 @@ def read(pid, name):
         return Path("/proc", pid, name).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def pytest_collection_modifyitems(items):
+    if harness.is_at_length():
+        return
+    skipped = pytest.mark.skip(reason="the gate has no time for it; ci/length runs it")
+    for item in items:
+        if item.get_closest_marker("at_length"):
+            item.add_marker(skipped)

@@ -70,7 +70,7 @@ void Loop::watch(int descriptor) {
 }
 
 void Loop::yield_turn() {
-  if (n_programs_ != 0) has_work_.notify_one();
+  if (n_alone_ != 0) has_work_.notify_one();
 }
 
 void Loop::stop() {
@@ -96,6 +96,8 @@ void Loop::stop() {
 void Loop::add(std::shared_ptr<Program> program) {
   {
     const std::lock_guard lock(inbox_mutex_);
+    n_alone_ += program->goes_on_alone();
+    if (program->looks() >= 0) looks_ = program->looks();
     inbox_.push_back(std::move(program));
     moved_at_.store(monotonic_ns());
     ++n_programs_;
@@ -117,6 +119,7 @@ void Loop::abandon(Program& program) {
                                [&](const auto& each) { return each.get() == &program; });
   if (at == programs_.end()) return;
   program.abandon();
+  n_alone_ -= program.goes_on_alone();
   programs_.erase(at);
   --n_programs_;
 }
@@ -130,17 +133,20 @@ void Loop::admit() {
 // The turn must be this thread's.
 Loop::Round Loop::advance_all() {
   admit();
-  bool has_moved = false, polls = false;
+  bool has_moved = false, has_news = false, polls = false;
   for (const auto& each : programs_) {
-    has_moved |= each->advance() == Program::Step::moved;
+    const Program::Step step = each->advance();
+    has_moved |= step != Program::Step::waiting;
+    has_news |= step == Program::Step::news;
     polls |= each->needs_polling();
   }
   needs_polling_.store(polls);
-  const auto over = std::remove_if(programs_.begin(), programs_.end(),
-                                   [](const auto& each) { return each->is_over(); });
+  const auto over = std::stable_partition(programs_.begin(), programs_.end(),
+                                          [](const auto& each) { return !each->is_over(); });
   if (has_moved) moved_at_.store(monotonic_ns());
-  if (over == programs_.end()) return has_moved ? Round::moved : Round::idle;
+  if (over == programs_.end() && !has_news) return has_moved ? Round::moved : Round::idle;
   n_programs_ -= static_cast<int>(programs_.end() - over);
+  for (auto each = over; each != programs_.end(); ++each) n_alone_ -= (*each)->goes_on_alone();
   programs_.erase(over, programs_.end());
   ++n_over_;
   return Round::over;
@@ -173,7 +179,9 @@ void Loop::park(double seconds) {
   const std::int64_t begin = monotonic_ns();
   const std::int64_t deadline = begin + static_cast<std::int64_t>(seconds * 1e9);
   const bool is_fresh = begin - moved_at_.load() < kFresh;  // else it was lingered for in vain
-  Backoff backoff(!is_fresh ? kNone : needs_polling() ? kPolling : patience_);
+  const int looks = n_alone_ == 0 ? looks_.load() : -1;
+  const Patience usual = looks >= 0 ? Patience{looks, 0} : patience_;
+  Backoff backoff(!is_fresh ? kNone : needs_polling() ? kPolling : usual);
   std::int64_t nap = kFirstNap;
   ++n_waiting_;
   const auto has_news = [&] {
@@ -214,10 +222,10 @@ void Loop::run() {
     {
       std::unique_lock lock(inbox_mutex_);
       // Whoever adds something mostly waits for it at once, and is not to pay for waking this.
-      for (int i = 0; i < kLingers && !is_stopping_ && n_programs_ == 0; ++i)
+      for (int i = 0; i < kLingers && !is_stopping_ && n_alone_ == 0; ++i)
         has_work_.wait_for(lock, std::chrono::nanoseconds(kLinger));
       is_idle_ = true;
-      has_work_.wait(lock, [&] { return is_stopping_ || n_programs_ != 0; });
+      has_work_.wait(lock, [&] { return is_stopping_ || n_alone_ != 0; });
       is_idle_ = false;
       if (is_stopping_) return;
       if (n_waiting_ != 0) {

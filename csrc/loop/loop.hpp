@@ -76,6 +76,8 @@ class Loop {
   std::vector<std::shared_ptr<Program>> inbox_;
   std::condition_variable has_work_;
   std::atomic<int> n_programs_{0};
+  std::atomic<int> n_alone_{0};    // of those: that go on while nobody waits
+  std::atomic<int> looks_{-1};     // of the others, see Program
   std::atomic<int> n_waiting_{0};  // threads in park()
   std::atomic<std::uint32_t> n_over_{0};
   std::atomic<std::uint32_t> n_wakes_{0};

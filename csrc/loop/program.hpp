@@ -11,7 +11,7 @@ namespace ringcomm {
 // of ours too, would have to wait for Python's lock.
 class Program : public std::enable_shared_from_this<Program> {
  public:
-  enum class Step { waiting, moved };  // what advance() achieved
+  enum class Step { waiting, moved, news };  // what advance() achieved; news: Python is to look
 
   virtual ~Program() = default;
 
@@ -21,6 +21,12 @@ class Program : public std::enable_shared_from_this<Program> {
 
   // True if nobody rings when it can go on, as for messages: then it must be looked at often.
   virtual bool needs_polling() const = 0;
+
+  // True if it is to go on also while nobody waits for anything.
+  virtual bool goes_on_alone() const { return true; }
+
+  // How often to look again before going to sleep while nothing else is under way; -1: as for others.
+  virtual int looks() const { return -1; }
 
   // Nothing may touch the caller's buffers after this returns, as far as this rank decides. Called
   // when an operation has failed; advance() is not called any more.

@@ -41,17 +41,17 @@ Block::Block(std::byte* memory, std::size_t nbytes, std::uint64_t version) : mem
   header->done.store(version, std::memory_order_release);
 }
 
-std::uint64_t Block::apply(DenseUpdate update) {
+std::uint64_t Block::apply(DenseUpdate update, std::int64_t clock) {
   update.in = values();
   update.out = begin();
   ringcomm::ps::apply(update);
-  return end();
+  return end(clock);
 }
 
-std::uint64_t Block::write(const void* values) {
+std::uint64_t Block::write(const void* values, std::int64_t clock) {
   std::byte* const out = begin();
   if (nbytes() != 0) std::memcpy(out, values, nbytes());
-  return end();
+  return end(clock);
 }
 
 // Where the next version goes. Nothing is written there before readers can see that it has begun.
@@ -62,23 +62,52 @@ std::byte* Block::begin() const {
   return memory_ + buffer_offset(nbytes(), next);
 }
 
-std::uint64_t Block::end() const {
+std::uint64_t Block::end(std::int64_t clock) const {
   const std::uint64_t next = version() + 1;
+  header().clocks[next % 2].store(clock == kSame ? this->clock() : clock, std::memory_order_relaxed);
   header().done.store(next, std::memory_order_release);
   return next;
 }
 
-std::int64_t read_block(const std::byte* memory, void* out, std::size_t offset, std::size_t n,
-                        unsigned tries) {
+namespace {
+
+struct Read {
+  std::int64_t version, clock;
+};
+
+Read read_versioned(const std::byte* memory, void* out, std::size_t offset, std::size_t n,
+                    unsigned tries) {
   const auto& header = *reinterpret_cast<const BlockHeader*>(memory);
   for (unsigned k = 0; k < tries; ++k) {
     const std::uint64_t version = header.done.load(std::memory_order_acquire);
     copy_racing(out, memory + buffer_offset(header.nbytes, version) + offset, n);
+    const std::int64_t clock = header.clocks[version % 2].load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
     if (header.begun.load(std::memory_order_relaxed) < version + 2)
-      return static_cast<std::int64_t>(version);
+      return {static_cast<std::int64_t>(version), clock};
   }
-  return -1;
+  return {-1, -1};
+}
+
+}  // namespace
+
+std::int64_t read_block(const std::byte* memory, void* out, std::size_t offset, std::size_t n,
+                        unsigned tries) {
+  return read_versioned(memory, out, offset, n, tries).version;
+}
+
+std::int64_t read_open_block(std::byte* memory, void* out, std::size_t offset, std::size_t n,
+                             std::int64_t clock, unsigned tries) {
+  auto& header = *reinterpret_cast<BlockHeader*>(memory);
+  const auto is_open = [&] { return header.is_open.load(std::memory_order_acquire) != 0; };
+  if (!is_open()) return -1;
+  const std::uint64_t newest = header.done.load(std::memory_order_acquire);
+  if (header.clocks[newest % 2].load(std::memory_order_acquire) < clock) return -1;
+  const Read read = read_versioned(memory, out, offset, n, tries);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (!is_open()) return -1;
+  header.n_reads.fetch_add(1, std::memory_order_relaxed);
+  return read.clock;
 }
 
 }  // namespace ringcomm::ps

@@ -16,7 +16,10 @@ namespace ringcomm::ps {
 struct BlockHeader {
   std::atomic<std::uint64_t> begun, done;  // versions
   std::uint64_t nbytes;                    // of a buffer
-  std::uint64_t reserved[5];
+  std::atomic<std::int64_t> clocks[2];     // updates, or rounds, that are in each buffer's values
+  std::atomic<std::uint64_t> is_open;      // 1: whoever maps it may read; 0: the server is to be asked
+  std::atomic<std::uint64_t> n_reads;      // by read_open_block()
+  std::uint64_t reserved;
 };
 static_assert(sizeof(BlockHeader) == 64 && std::atomic<std::uint64_t>::is_always_lock_free);
 
@@ -37,16 +40,25 @@ class Block {
 
   std::uint64_t version() const { return header().done.load(std::memory_order_relaxed); }
   std::size_t nbytes() const { return header().nbytes; }
+  std::int64_t clock() const { return header().clocks[version() % 2].load(std::memory_order_relaxed); }
+  void set_clock(std::int64_t clock) const {
+    header().clocks[version() % 2].store(clock, std::memory_order_release);
+  }
+  std::uint64_t take_reads() const { return header().n_reads.exchange(0, std::memory_order_relaxed); }
+  bool is_open() const { return header().is_open.load(std::memory_order_relaxed) != 0; }
+  void set_open(bool is_open) const { header().is_open.store(is_open, std::memory_order_release); }
   const std::byte* values() const { return memory_ + buffer_offset(nbytes(), version()); }
 
-  // The next version: `update` with this block's values. Returns its number.
-  std::uint64_t apply(DenseUpdate update);
-  std::uint64_t write(const void* values);
+  // The next version: `update` with this block's values. Returns its number. clock: of that version;
+  // kSame: that of the one before.
+  static constexpr std::int64_t kSame = -1;
+  std::uint64_t apply(DenseUpdate update, std::int64_t clock = kSame);
+  std::uint64_t write(const void* values, std::int64_t clock = kSame);
 
  private:
   BlockHeader& header() const { return *reinterpret_cast<BlockHeader*>(memory_); }
   std::byte* begin() const;
-  std::uint64_t end() const;
+  std::uint64_t end(std::int64_t clock) const;
 
   std::byte* memory_;
 };
@@ -55,5 +67,10 @@ class Block {
 // `tries` copies that were overtaken, -1, and what is in `out` is of no version.
 std::int64_t read_block(const std::byte* memory, void* out, std::size_t offset, std::size_t n,
                         unsigned tries);
+
+// The same of a block that is open, and whose clock is at least `clock`. Returns the clock of what was
+// copied; -1 if it is not open, not so far, or was overtaken: then what is in `out` is of no version.
+std::int64_t read_open_block(std::byte* memory, void* out, std::size_t offset, std::size_t n,
+                             std::int64_t clock, unsigned tries);
 
 }  // namespace ringcomm::ps

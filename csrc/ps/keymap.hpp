@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "pages.hpp"
+#include "arena.hpp"
 
 namespace ringcomm::ps {
 
@@ -35,6 +35,9 @@ inline std::uint32_t partition_of(std::uint64_t key, std::uint32_t n) {
 
 class KeyMap {
  public:
+  // `arena`: where its memory comes from, and outlives this; null: the system.
+  explicit KeyMap(Arena* arena = nullptr) : arena_(arena) {}
+
   // Returns the number of a key, 0 where it has none.
   std::uint64_t find(std::uint64_t key) const {
     if (now_.lines == nullptr) return 0;
@@ -80,8 +83,9 @@ class KeyMap {
     bool is_full() const { return values[0] && values[1] && values[2] && values[3]; }
   };
   struct Free {
+    Arena* arena;
     std::size_t nbytes;
-    void operator()(Line* lines) const { free_zeros(lines, nbytes); }
+    void operator()(Line* lines) const;
   };
   struct Slot {
     Line* line;  // null: nowhere
@@ -109,8 +113,10 @@ class KeyMap {
 
   Slot locate(std::uint64_t key) const;
   void make_room();
+  Line* new_lines(std::size_t nbytes) const;
   void move_some(std::size_t n);
 
+  Arena* arena_;
   Table now_, old_;
   std::size_t size_ = 0, moved_ = 0;  // lines of the old table that have been looked at
 };

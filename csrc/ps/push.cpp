@@ -5,6 +5,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "../kernels/job.hpp"
 #include "rows.hpp"
@@ -37,6 +38,15 @@ class Places {
     }
   }
   const std::vector<std::uint32_t>& firsts() const { return firsts_; }
+
+  // One partition after the other: what is known of it, and its pages, are met together.
+  void sort_by(const std::uint32_t* partitions, std::size_t n_partitions) {
+    std::vector<std::uint32_t> at(n_partitions + 1), sorted(firsts_.size());
+    for (const std::uint32_t place : firsts_) ++at[partitions[place] + 1];
+    std::partial_sum(at.begin(), at.end(), at.begin());
+    for (const std::uint32_t place : firsts_) sorted[at[partitions[place]]++] = place;
+    firsts_ = std::move(sorted);
+  }
   std::uint32_t after(std::uint32_t place) const { return next_[place]; }
 
  private:
@@ -62,16 +72,18 @@ std::int64_t step_that_matters(const Rule& rule, std::int64_t step) {
 template <class T>
 class Rows::Pusher {
  public:
-  Pusher(Rows& rows, const Push& push)
-      : rows_(rows),
+  Pusher(const RowSpec& spec, Homes homes, const Push& push)
+      : spec_(spec),
+        homes_(homes),
         push_(push),
-        plan_(rows.spec_->plan()),
+        plan_(spec.plan()),
         method_(method_of<T>(push.rule)),
-        dim_(rows.spec_->dim),
-        nbytes_(rows.spec_->row_nbytes()),
+        dim_(spec.dim),
+        nbytes_(spec.row_nbytes()),
         places_(push.keys, push.n),
         room_(kBatch * dim_) {
     for (auto& known : coefs_) known.step = 0;
+    if (homes.partitions != nullptr) places_.sort_by(homes.partitions, homes.n_partitions);
   }
 
   // The rows of a batch are fetched from memory while the one before is updated.
@@ -92,33 +104,44 @@ class Rows::Pusher {
     std::int64_t step;
     Coefs coefs;
   };
+  struct Found {
+    Rows* home;
+    Row row;
+  };
 
   void look_up(std::size_t start) {
     const auto& firsts = places_.firsts();
     const std::size_t n = firsts.size();
+    for (std::size_t i = start + 3 * kBatch; i < std::min(n, start + 4 * kBatch); ++i)
+      homes_.prefetch(firsts[i]);
+    for (std::size_t i = start + 2 * kBatch; i < std::min(n, start + 3 * kBatch); ++i)
+      homes_.prefetch_slabs(firsts[i]);
     for (std::size_t i = start + kBatch; i < std::min(n, start + 2 * kBatch); ++i)
-      rows_.index_.prefetch(push_.keys[firsts[i]]);
+      homes_.of(firsts[i])->index_.prefetch(push_.keys[firsts[i]]);
     for (std::size_t i = start; i < std::min(n, start + kBatch); ++i) {
-      const Row row = row_for(push_.keys[firsts[i]]);
-      found_[i % kFound] = row;
+      Rows& home = *homes_.of(firsts[i]);
+      const Row row = row_for(home, push_.keys[firsts[i]]);
+      found_[i % kFound] = {&home, row};
       if (row == kNoRow) continue;
-      __builtin_prefetch(&rows_.store_.info(row), 1);
-      prefetch_range(rows_.store_.values<std::byte>(row), nbytes_);
+      prefetch_grad(firsts[i]);
+      __builtin_prefetch(&home.store_.info(row), 1);
+      prefetch_range(home.store_.values<std::byte>(row), nbytes_);
     }
   }
 
   void update(std::size_t start, std::size_t end) {
     for (std::size_t i = start; i < end; ++i) {
-      const Row row = found_[i % kFound];
-      if (row != kNoRow) plan_update(row, gradient(places_.firsts()[i], i % kBatch));
+      const auto [home, row] = found_[i % kFound];
+      if (row != kNoRow) plan_update(*home, row, gradient(places_.firsts()[i], i % kBatch));
     }
     carry_out();
   }
 
-  Row row_for(std::uint64_t key) {
-    Row row = rows_.find(key);
-    if (row == kNoRow && rows_.is_admitted(key, push_.stamp)) {
-      row = rows_.add(key);
+  Row row_for(Rows& home, std::uint64_t key) {
+    home.stamp_ = push_.stamp;
+    Row row = home.find(key);
+    if (row == kNoRow && home.is_admitted(key, push_.stamp)) {
+      row = home.add(key);
       ++pushed_.admitted;
     }
     ++(row == kNoRow ? pushed_.rejected : pushed_.applied);
@@ -127,35 +150,58 @@ class Rows::Pusher {
 
   const T* gradient(std::uint32_t place, std::size_t k) {
     T* const room = room_.data() + k * dim_;
-    if (places_.after(place) == kEnd) return at_place(place, room);
+    const PushPart* part = &part_of(place);
+    if (places_.after(place) == kEnd && part->weight == 1 && push_.divisor == 1)
+      return at_place(*part, place, room);
     sum_.assign(dim_, 0);
     for (; place != kEnd; place = places_.after(place)) {
-      const T* const grad = at_place(place, room);
-      for (std::size_t j = 0; j < dim_; ++j) sum_[j] += static_cast<double>(grad[j]);
+      part = &part_of(place);
+      const T* const grad = at_place(*part, place, room);
+      for (std::size_t j = 0; j < dim_; ++j)
+        sum_[j] += part->weight * static_cast<double>(grad[j]);
     }
-    for (std::size_t j = 0; j < dim_; ++j) room[j] = static_cast<T>(sum_[j]);
+    for (std::size_t j = 0; j < dim_; ++j) room[j] = static_cast<T>(sum_[j] / push_.divisor);
     return room;
   }
 
-  const T* at_place(std::uint32_t place, T* room) const {
-    const bool is_whole = push_.grad_dtype == DType::float64 || push_.grad_dtype == DType::float32;
-    const std::size_t item = is_whole ? sizeof(T) : sizeof(std::uint16_t);
-    const auto* const raw = at<std::byte>(push_.grads, place * dim_ * item);
-    if (item == sizeof(T)) return reinterpret_cast<const T*>(raw);
-    return as_values<T>(push_.grad_dtype, raw, room, dim_);
+  const PushPart& part_of(std::uint32_t place) const {
+    auto part = push_.parts.end() - 1;
+    while (part->first > place) --part;
+    return *part;
   }
 
-  void plan_update(Row row, const T* grad) {
-    RowInfo& info = rows_.store_.info(row);
+  static std::size_t itemsize(const PushPart& part) {
+    const bool is_whole = part.grad_dtype == DType::float64 || part.grad_dtype == DType::float32;
+    return is_whole ? sizeof(T) : sizeof(std::uint16_t);
+  }
+
+  const std::byte* raw_at(const PushPart& part, std::uint32_t place) const {
+    return at<std::byte>(part.grads, (place - part.first) * dim_ * itemsize(part));
+  }
+
+  void prefetch_grad(std::uint32_t place) const {
+    const PushPart& part = part_of(place);
+    prefetch_range(raw_at(part, place), dim_ * itemsize(part));
+  }
+
+  const T* at_place(const PushPart& part, std::uint32_t place, T* room) const {
+    const std::byte* const raw = raw_at(part, place);
+    if (itemsize(part) == sizeof(T)) return reinterpret_cast<const T*>(raw);
+    return as_values<T>(part.grad_dtype, raw, room, dim_);
+  }
+
+  void plan_update(Rows& home, Row row, const T* grad) {
+    home.keep(row);
+    RowInfo& info = home.store_.info(row);
     info.time = push_.now;
     info.stamp = push_.stamp;
     if (info.count != 0xffffffffu) ++info.count;
     const bool is_step = !is_stateless(push_.rule.updater) ||
-                         push_.rule.updater == rows_.spec_->rule.updater;
+                         push_.rule.updater == spec_.rule.updater;
     if (is_step && info.steps < RowStore::kDead - 1) ++info.steps;
-    rows_.touch(row, push_.stamp);
+    home.touch(row, push_.stamp);
     const Coefs& coefs = coefs_at(step_that_matters(push_.rule, info.steps));
-    T* slot = rows_.store_.values<T>(row);
+    T* slot = home.store_.values<T>(row);
     Piece<T>& piece = pieces_[n_pieces_++];
     piece = {&coefs, slot, slot, grad, {}};
     slot += dim_;
@@ -179,24 +225,24 @@ class Rows::Pusher {
     n_pieces_ = 0;
   }
 
-  Rows& rows_;
+  const RowSpec& spec_;
+  const Homes homes_;
   const Push& push_;
   const SlotPlan plan_;
   const Method<T> method_;
   const std::size_t dim_, nbytes_;
-  const Places places_;
+  Places places_;
   std::vector<T> room_;
   std::vector<double> sum_;
   std::array<Known, kKnown> coefs_;
   std::array<Piece<T>, kBatch> pieces_;
   static constexpr std::size_t kFound = 2 * kBatch;
-  std::array<Row, kFound> found_;
+  std::array<Found, kFound> found_;
   std::size_t n_pieces_ = 0;
   Pushed pushed_;
 };
 
-void Rows::require_rule(const Rule& rule) const {
-  const Rule& own = spec_->rule;
+void Rows::require_rule(const Rule& own, const Rule& rule) {
   if (is_stateless(rule.updater)) return;
   if (rule.updater != own.updater)
     throw std::invalid_argument(
@@ -211,11 +257,16 @@ void Rows::require_rule(const Rule& rule) const {
 }
 
 Pushed Rows::push(const Push& push) {
-  require_rule(push.rule);
-  if (push.n >= kEnd) throw std::invalid_argument("push: 2^32 keys and more at once");
+  require_rule(spec_->rule, push.rule);
   const Writing writing(*this);
-  return spec_->dtype == DType::float64 ? Pusher<double>(*this, push).run()
-                                        : Pusher<float>(*this, push).run();
+  return push_to(*spec_, {this, nullptr}, push);
+}
+
+Pushed Rows::push_to(const RowSpec& spec, Homes homes, const Push& push) {
+  if (push.n >= kEnd) throw std::invalid_argument("push: 2^32 keys and more at once");
+  if (push.n == 0) return {};
+  return spec.dtype == DType::float64 ? Pusher<double>(spec, homes, push).run()
+                                      : Pusher<float>(spec, homes, push).run();
 }
 
 }  // namespace ringcomm::ps

@@ -12,8 +12,11 @@ constexpr std::size_t kBatch = 16;  // keys whose rows are fetched from memory a
 
 }  // namespace
 
-Rows::Rows(std::shared_ptr<const RowSpec> spec)
-    : spec_(std::move(spec)), store_(spec_->row_nbytes()) {}
+Rows::Rows(std::shared_ptr<const RowSpec> spec, std::shared_ptr<Common> common)
+    : spec_(std::move(spec)),
+      common_(std::move(common)),
+      index_(&common_->arena),
+      store_(spec_->row_nbytes(), &common_->arena) {}
 
 std::size_t Rows::nbytes() const {
   const Reading reading(*this);
@@ -27,31 +30,48 @@ std::size_t Rows::nbytes() const {
 std::size_t Rows::gather(const std::uint64_t* keys, std::size_t n, void* out,
                          Missing missing) const {
   const Reading reading(*this);
+  return gather_from(*spec_, {const_cast<Rows*>(this), nullptr}, keys, n, out, nullptr, missing);
+}
+
+// `places`: which row of `out` each key's is; null: the next.
+std::size_t Rows::gather_from(const RowSpec& spec, Homes homes, const std::uint64_t* keys,
+                              std::size_t n, void* out, const std::uint32_t* places,
+                              Missing missing) {
+  const auto prefetch = [&](std::size_t i) {
+    const Rows* const home = homes.of(i);
+    if (home != nullptr) home->index_.prefetch(keys[i]);
+  };
   if (missing == Missing::raise)
     for (std::size_t i = 0; i < n; ++i) {
-      if (i + kBatch < n) index_.prefetch(keys[i + kBatch]);
-      if (index_.find(keys[i]) == 0) throw MissingKey(keys[i], i);
+      if (i + kBatch < n) prefetch(i + kBatch);
+      const Rows* const home = homes.of(i);
+      if (home == nullptr || home->index_.find(keys[i]) == 0) throw MissingKey(keys[i], i);
     }
-  const std::size_t nbytes = spec_->dim * spec_->itemsize();
-  auto* to = static_cast<std::byte*>(out);
+  const std::size_t nbytes = spec.dim * spec.itemsize();
   std::size_t found = 0;
   const std::byte* batches[2][kBatch];  // one is copied while the other's rows are fetched
   const auto look_up = [&](std::size_t batch) {
+    for (std::size_t i = (batch + 3) * kBatch; i < std::min(n, (batch + 4) * kBatch); ++i)
+      homes.prefetch(i);
+    for (std::size_t i = (batch + 2) * kBatch; i < std::min(n, (batch + 3) * kBatch); ++i)
+      homes.prefetch_slabs(i);
     for (std::size_t i = (batch + 1) * kBatch; i < std::min(n, (batch + 2) * kBatch); ++i)
-      index_.prefetch(keys[i]);
+      prefetch(i);
     for (std::size_t i = batch * kBatch; i < std::min(n, (batch + 1) * kBatch); ++i) {
-      const Row row = find(keys[i]);
-      const std::byte* const data = row == kNoRow ? nullptr : store_.values<std::byte>(row);
+      const Rows* const home = homes.of(i);
+      const Row row = home == nullptr ? kNoRow : home->find(keys[i]);
+      const std::byte* const data = row == kNoRow ? nullptr : home->store_.values<std::byte>(row);
       if (data != nullptr) prefetch_range(data, nbytes);
       batches[batch % 2][i % kBatch] = data;
     }
   };
   look_up(0);
-  for (std::size_t i = 0; i < n; ++i, to += nbytes) {
+  for (std::size_t i = 0; i < n; ++i) {
+    std::byte* const to = static_cast<std::byte*>(out) + (places == nullptr ? i : places[i]) * nbytes;
     if (i % kBatch == 0) look_up(i / kBatch + 1);
     const std::byte* const data = batches[i / kBatch % 2][i % kBatch];
     if (data == nullptr) {
-      fill_missing(keys[i], to, missing);
+      fill_missing(spec, keys[i], to, missing);
     } else {
       std::memcpy(to, data, nbytes);
       ++found;
@@ -60,20 +80,23 @@ std::size_t Rows::gather(const std::uint64_t* keys, std::size_t n, void* out,
   return found;
 }
 
-void Rows::fill_missing(std::uint64_t key, void* out, Missing missing) const {
+void Rows::fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missing missing) {
   if (missing != Missing::init)
-    std::memset(out, 0, spec_->dim * spec_->itemsize());
-  else if (spec_->dtype == DType::float64)
-    fill_row(spec_->initial, key, static_cast<double*>(out), spec_->dim);
+    std::memset(out, 0, spec.dim * spec.itemsize());
+  else if (spec.dtype == DType::float64)
+    fill_row(spec.initial, key, static_cast<double*>(out), spec.dim);
   else
-    fill_row(spec_->initial, key, static_cast<float*>(out), spec_->dim);
+    fill_row(spec.initial, key, static_cast<float*>(out), spec.dim);
 }
 
 std::size_t Rows::erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp) {
   const Writing writing(*this);
   std::size_t erased = 0;
   for (std::size_t i = 0; i < n; ++i) {
-    if (side_ != nullptr) side_->candidates.erase(keys[i]);
+    if (side_ != nullptr && side_->candidates.find(keys[i]) != 0) {
+      side_->candidates.erase(keys[i]);
+      stamp_ = stamp;
+    }
     const Row row = find(keys[i]);
     if (row == kNoRow) continue;
     take_out(row, stamp);
@@ -86,8 +109,11 @@ void Rows::clear() {
   const Writing writing(*this);
   std::uint64_t known_since = this->known_since();
   for (const std::uint64_t stamp : newest_) known_since = std::max(known_since, stamp);
+  if (!common_->snapshots.empty())
+    for (Row row = 0; row < store_.end(); ++row)
+      if (store_.is_live(row)) keep(row);
   index_.clear();
-  store_ = RowStore(spec_->row_nbytes());
+  store_ = RowStore(spec_->row_nbytes(), &common_->arena);
   std::vector<std::uint64_t>().swap(newest_);  // with its memory
   side_.reset();
   cursor_ = 0;
@@ -151,6 +177,7 @@ Rows::Side& Rows::side() {
 
 // A row for a key that has none: values as the initializer says, slots as the updater begins.
 Row Rows::add(std::uint64_t key) {
+  for (const auto& snapshot : common_->snapshots) snapshot->keep(key, nullptr);
   const Row row = store_.take();
   try {
     if (newest_.size() <= row / kGroup) newest_.push_back(0);
@@ -180,6 +207,8 @@ void Rows::initialise(Row row, std::uint64_t key) {
 
 void Rows::take_out(Row row, std::uint64_t stamp) {
   const std::uint64_t key = store_.info(row).key;
+  keep(row);
+  stamp_ = stamp;
   index_.erase(key);
   store_.give_back(row);
   note_erased(key, stamp);

@@ -16,8 +16,10 @@
 #include <vector>
 
 #include "../kernels/dtype.hpp"
+#include "arena.hpp"
 #include "initial.hpp"
 #include "keymap.hpp"
+#include "snapshot.hpp"
 #include "store.hpp"
 #include "update.hpp"
 
@@ -64,14 +66,22 @@ struct MissingKey : std::out_of_range {
   std::size_t position;
 };
 
-struct Push {
-  const std::uint64_t* keys;
-  std::size_t n;
+// Gradients of the keys from number `first` on to the first of the next part.
+struct PushPart {
+  std::size_t first;
   DType grad_dtype;
-  const void* grads;  // n rows
-  Rule rule;          // the table's, with the hyper-parameters of now; or assign or add
+  const void* grads;
+  double weight;
+};
+
+struct Push {
+  const std::uint64_t* keys;  // of all parts, one behind the other
+  std::size_t n;
+  std::vector<PushPart> parts;
+  Rule rule;  // the table's, with the hyper-parameters of now; or assign or add
   double now;
   std::uint64_t stamp;
+  double divisor = 1;  // of the weighted sums
 };
 
 struct Pushed {  // distinct keys
@@ -102,20 +112,34 @@ struct Evicted {
 
 class Rows {
  public:
-  explicit Rows(std::shared_ptr<const RowSpec> spec);
+  using Users = std::atomic<std::int32_t>;  // readers; less than 0: a writer
+
+  // What the partitions of a shard have in common.
+  struct Common {
+    Users users{0};  // they are one to those who use them at the same time
+    Arena arena;
+    std::vector<std::unique_ptr<Snapshot>> snapshots;  // that somebody may be reading
+  };
+
+  explicit Rows(std::shared_ptr<const RowSpec> spec,
+                std::shared_ptr<Common> common = std::make_shared<Common>());
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
   const RowSpec& spec() const { return *spec_; }
   std::size_t size() const { return index_.size(); }
   std::size_t nbytes() const;
+  // Of the last change of anything here; of what changes by load() or clear(), whoever calls that
+  // says it.
+  std::uint64_t stamp() const { return stamp_; }
+  void mark(std::uint64_t stamp) { stamp_ = stamp; }
 
   // Copies rows to `out`; returns how many of the keys have one. Throws MissingKey if told to, with
   // `out` as it was.
   std::size_t gather(const std::uint64_t* keys, std::size_t n, void* out, Missing missing) const;
 
-  // One update of each distinct key that has a row or is given one, with the sum of its gradients,
-  // in float64, in the order they come, rounded once.
+  // One update of each distinct key that has a row or is given one, with the weighted sum of its
+  // gradients by `divisor`, in float64, in the order they come, rounded once.
   Pushed push(const Push& push);
 
   // Takes rows out; returns how many there were. Also forgets how often their keys were seen.
@@ -147,6 +171,7 @@ class Rows {
   std::size_t n_candidates() const { return side_ == nullptr ? 0 : side_->candidates.size(); }
 
  private:
+  friend class Shard;
   static constexpr std::size_t kGroup = 64;  // rows that share an entry of newest_
   static constexpr Row kNoRow = 0xffffffffu;
 
@@ -166,14 +191,36 @@ class Rows {
     std::uint64_t known_since = 0;
     std::vector<Victim> round;  // a heap of those who would be evicted, the last of them on top
   };
+  // Where each of several keys belongs: all to one partition, or each to its own.
+  struct Homes {
+    Rows* only;
+    Rows* const* each;  // null where the partition holds nothing
+    const std::uint32_t* partitions = nullptr;  // with `each`: of each key
+    std::size_t n_partitions = 0;
+    Rows* of(std::size_t i) const { return each == nullptr ? only : each[i]; }
+    // What is known of a partition is some lines, and where its slabs are is another behind them.
+    void prefetch(std::size_t i) const {
+      if (each == nullptr || each[i] == nullptr) return;
+      const auto* const home = reinterpret_cast<const std::byte*>(each[i]);
+      for (std::size_t k = 0; k < sizeof(Rows); k += 64) __builtin_prefetch(home + k);
+    }
+    void prefetch_slabs(std::size_t i) const {
+      if (each != nullptr && each[i] != nullptr) each[i]->store_.prefetch();
+    }
+  };
   class Reading;
   class Writing;
   template <class T>
   class Pusher;
 
+  static std::size_t gather_from(const RowSpec& spec, Homes homes, const std::uint64_t* keys,
+                                 std::size_t n, void* out, const std::uint32_t* places,
+                                 Missing missing);
+  static Pushed push_to(const RowSpec& spec, Homes homes, const Push& push);
+
   Row find(std::uint64_t key) const { return static_cast<Row>(index_.find(key) - 1); }
   Side& side();
-  void fill_missing(std::uint64_t key, void* out, Missing missing) const;
+  static void fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missing missing);
   bool is_admitted(std::uint64_t key, std::uint64_t stamp);
   Row add(std::uint64_t key);
   void touch(Row row, std::uint64_t stamp) {
@@ -182,19 +229,24 @@ class Rows {
   }
   void take_out(Row row, std::uint64_t stamp);
   void note_erased(std::uint64_t key, std::uint64_t stamp);
+  void keep(Row row) {  // for snapshots: it is about to change
+    for (const auto& snapshot : common_->snapshots)
+      snapshot->keep(store_.info(row).key, store_.values<std::byte>(row));
+  }
   void halve_candidates();
   void finish_round(std::uint64_t stamp, std::vector<std::uint64_t>& keys);
-  void require_rule(const Rule& rule) const;
+  static void require_rule(const Rule& own, const Rule& rule);
   template <class T>
   void initialise(Row row, std::uint64_t key);
 
   std::shared_ptr<const RowSpec> spec_;
+  const std::shared_ptr<Common> common_;  // before what has its memory
   KeyMap index_;  // key -> row + 1
   RowStore store_;
   std::vector<std::uint64_t> newest_;  // stamp among kGroup neighbouring rows
   std::unique_ptr<Side> side_;
   Row cursor_ = 0;  // of evict()
-  mutable std::atomic<std::int32_t> users_{0};  // readers; less than 0: a writer
+  std::uint64_t stamp_ = 0;
 };
 
 }  // namespace ringcomm::ps

@@ -62,6 +62,8 @@ void Rows::load(const RowArrays& in, std::size_t n) {
     if (row == kNoRow) {
       row = add(in.keys[i]);
       if (side_ != nullptr) side_->candidates.erase(in.keys[i]);
+    } else {
+      keep(row);
     }
     auto* const data = store_.values<std::byte>(row);
     std::memcpy(data, values, width);

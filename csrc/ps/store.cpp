@@ -2,12 +2,13 @@
 
 #include "pages.hpp"
 
+#include <cstdlib>
 #include <stdexcept>
-#include <utility>
 
 namespace ringcomm::ps {
 
-RowStore::RowStore(std::size_t nbytes) : nbytes_(nbytes), full_bits_(kFirstBits) {
+RowStore::RowStore(std::size_t nbytes, Arena* arena)
+    : nbytes_(nbytes), arena_(arena), full_bits_(kFirstBits) {
   while (((nbytes_ + sizeof(RowInfo)) << (full_bits_ + 1)) <= kSlabBytes) ++full_bits_;
 }
 
@@ -20,11 +21,21 @@ Row RowStore::take() {
   if (end_ >= kNone - 8) throw std::length_error("a partition is full: it has 2^32 rows");
   const std::size_t slab = place_of(end_).slab;
   if (slab == slabs_.size()) {
-    auto* const memory = allocate_pages(rows_of(slab) * (sizeof(RowInfo) + nbytes_));
-    std::unique_ptr<std::byte, Free> owned(static_cast<std::byte*>(memory));
-    slabs_.push_back(std::move(owned));
+    const std::size_t size = rows_of(slab) * (sizeof(RowInfo) + nbytes_);
+    slabs_.reserve(slab + 1);
+    void* const memory = arena_ == nullptr ? allocate_pages(size) : arena_->take(size);
+    slabs_.push_back(static_cast<std::byte*>(memory));
   }
   return end_++;
+}
+
+RowStore::~RowStore() {
+  for (std::size_t i = 0; i < slabs_.size(); ++i) {
+    if (arena_ == nullptr)
+      std::free(slabs_[i]);
+    else
+      arena_->give_back(slabs_[i], rows_of(i) * (sizeof(RowInfo) + nbytes_));
+  }
 }
 
 void RowStore::give_back(Row row) {

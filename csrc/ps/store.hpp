@@ -1,15 +1,15 @@
 // Where rows lie: in slabs that never move, values and slots of a row together.
 //
 // The first slab has 8 rows, each has twice as many as the one before, up to about 2 MiB: a
-// partition with ten rows is small, one with millions has few slabs, in huge
-// pages where the system has them. Rows that were freed are used
-// again, the last first; their memory goes back when all is cleared.
+// partition with ten rows is small, one with millions has few slabs. Rows that were freed are used
+// again, the last first; their memory goes back to the arena when all is cleared.
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
+#include <utility>
 #include <vector>
+
+#include "arena.hpp"
 
 namespace ringcomm::ps {
 
@@ -33,8 +33,14 @@ class RowStore {
  public:
   static constexpr std::uint32_t kDead = 0xffffffffu;
 
-  // `nbytes`: of a row.
-  explicit RowStore(std::size_t nbytes);
+  // `nbytes`: of a row. `arena`: where slabs come from, and outlives this; null: the system.
+  RowStore(std::size_t nbytes, Arena* arena);
+  RowStore(RowStore&& other) noexcept : RowStore(other.nbytes_, other.arena_) { swap(other); }
+  RowStore& operator=(RowStore&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~RowStore();
 
   Row take();  // its info and its values are yet to be written
   void give_back(Row row);
@@ -43,15 +49,16 @@ class RowStore {
 
   RowInfo& info(Row row) const {
     const Place place = place_of(row);
-    std::byte* const infos = slabs_[place.slab].get() + rows_of(place.slab) * nbytes_;
+    std::byte* const infos = slabs_[place.slab] + rows_of(place.slab) * nbytes_;
     return reinterpret_cast<RowInfo*>(infos)[place.index];
   }
   template <class T>
   T* values(Row row) const {
     const Place place = place_of(row);
-    return reinterpret_cast<T*>(slabs_[place.slab].get() + place.index * nbytes_);
+    return reinterpret_cast<T*>(slabs_[place.slab] + place.index * nbytes_);
   }
   std::size_t nbytes() const;
+  void prefetch() const { __builtin_prefetch(slabs_.data()); }  // where slabs are
 
  private:
   static constexpr unsigned kFirstBits = 3;
@@ -61,9 +68,14 @@ class RowStore {
   struct Place {
     std::size_t slab, index;
   };
-  struct Free {
-    void operator()(std::byte* slab) const { std::free(slab); }
-  };
+  void swap(RowStore& other) noexcept {
+    std::swap(nbytes_, other.nbytes_);
+    std::swap(arena_, other.arena_);
+    std::swap(slabs_, other.slabs_);
+    std::swap(end_, other.end_);
+    std::swap(free_, other.free_);
+    std::swap(full_bits_, other.full_bits_);
+  }
 
   std::size_t rows_of(std::size_t slab) const {
     const std::size_t bits = slab + kFirstBits;
@@ -79,7 +91,8 @@ class RowStore {
   }
 
   std::size_t nbytes_;
-  std::vector<std::unique_ptr<std::byte, Free>> slabs_;
+  Arena* arena_;
+  std::vector<std::byte*> slabs_;  // bare: those of a small partition share a line of the cache
   Row end_ = 0, free_ = kNone;  // the key of a free row's info is the next free one
   unsigned full_bits_;          // log2 of the rows in the largest slabs
 };

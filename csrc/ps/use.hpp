@@ -8,7 +8,8 @@ namespace ringcomm::ps {
 
 class Rows::Reading {
  public:
-  explicit Reading(const Rows& rows) : users_(rows.users_) {
+  explicit Reading(const Rows& rows) : Reading(rows.common_->users) {}
+  explicit Reading(Users& users) : users_(users) {
     if (users_.fetch_add(1, std::memory_order_acquire) >= 0) return;
     users_.fetch_sub(1, std::memory_order_relaxed);
     throw std::logic_error("rows: read while another thread writes to the same partition");
@@ -23,7 +24,8 @@ class Rows::Reading {
 
 class Rows::Writing {
  public:
-  explicit Writing(const Rows& rows) : users_(rows.users_) {
+  explicit Writing(const Rows& rows) : Writing(rows.common_->users) {}
+  explicit Writing(Users& users) : users_(users) {
     std::int32_t nobody = 0;
     if (users_.compare_exchange_strong(nobody, kWriter, std::memory_order_acquire)) return;
     throw std::logic_error("rows: written while another thread uses the same partition");

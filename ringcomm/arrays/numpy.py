@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DTYPES, DType
+from ringcomm.arrays.overlap import overlaps
 
 _seen: dict[np.dtype[Any], DType] = {}  # numpy takes 8 us to name a dtype
 
@@ -74,12 +75,12 @@ class NumpyAdapter:
         target[...] = source
 
     def require_writable(self, x: NDArray[Any]) -> None:
-        """Raise ValueError for a read-only array, and for one that repeats elements (stride 0)."""
+        """Raise ValueError for a read-only array, and for one whose elements overlap."""
         if not x.flags.writeable:
             raise ValueError("cannot write in place: the array is read-only. Pass one that is not")
         if x.flags.c_contiguous:
             return
-        if x.size and any(step == 0 and n > 1 for step, n in zip(x.strides, x.shape, strict=True)):
+        if overlaps((*x.shape, x.itemsize), (*x.strides, 1)):  # in bytes: also parts of elements
             raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 
     def written(self, x: NDArray[Any]) -> None:

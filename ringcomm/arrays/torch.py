@@ -6,6 +6,7 @@ import torch
 
 from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DTYPES, DType
+from ringcomm.arrays.overlap import overlaps
 
 _KNOWN = {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)}
 
@@ -63,9 +64,8 @@ class TorchAdapter:
             target.copy_(source)
 
     def require_writable(self, x: torch.Tensor) -> None:
-        """Raise ValueError for a tensor whose elements overlap (expand())."""
-        strides = zip(x.stride(), x.shape, strict=True)
-        if x.numel() and any(step == 0 and n > 1 for step, n in strides):
+        """Raise ValueError for a tensor whose elements overlap (expand(), as_strided())."""
+        if not x.is_contiguous() and overlaps(x.shape, x.stride()):
             raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 
     def written(self, x: torch.Tensor) -> None:

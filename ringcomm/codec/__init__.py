@@ -12,7 +12,7 @@ numpy arrays in, bytes out; knows of no wire and of no torch. docs/compression.m
 
 from ringcomm.codec.base import Codec
 from ringcomm.codec.cast import BF16, FP16, Identity
-from ringcomm.codec.decoding import decode
+from ringcomm.codec.decoding import check, decode, decoded
 from ringcomm.codec.frame import HEADER_NBYTES, Header, Kind, read_header
 from ringcomm.codec.int8 import Int8, draw_number
 from ringcomm.codec.residual import Residual
@@ -31,7 +31,9 @@ __all__ = [
     "Kind",
     "Residual",
     "TopK",
+    "check",
     "decode",
+    "decoded",
     "draw_number",
     "read_header",
 ]

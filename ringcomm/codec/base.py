@@ -109,6 +109,11 @@ class FramedCodec(ABC):
         """Fill all of payload."""
 
     @classmethod
+    def check(cls, payload: Bytes, header: Header) -> None:
+        """Raise CodecError if read() would, for a payload of the length of its header."""
+        del payload, header
+
+    @classmethod
     @abstractmethod
     def read(cls, payload: Bytes, header: Header, out: Floats) -> None:
         """Fill all of out, or raise CodecError before anything is written."""

@@ -114,6 +114,15 @@ def open_buffer(
         out: what is to be overwritten.
         known: for each kind that is welcome, the length of the payload of such a header.
     """
+    header, payload = split_buffer(buffer, known)
+    _require_room(header, out)
+    return header, payload
+
+
+def split_buffer(
+    buffer: Buffer, known: Mapping[Kind, Callable[[Header], int]]
+) -> tuple[Header, Bytes]:
+    """Return the header and the payload of a buffer; see open_buffer()."""
     data = _as_bytes(buffer)
     header = _header_of(data)
     if header.kind not in known:
@@ -128,7 +137,6 @@ def open_buffer(
             f"{header.kind}.decode: {header} take {nbytes} bytes, the buffer has {data.size}. "
             "It is damaged, or not whole"
         )
-    _require_room(header, out)
     return header, data[HEADER_NBYTES:]
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringcomm import _core
 from ringcomm.codec.base import FramedCodec
-from ringcomm.codec.frame import Bytes, Floats, Header, Kind
+from ringcomm.codec.frame import HEADER_NBYTES, Bytes, Floats, Header, Kind, read_header
 from ringcomm.errors import CodecError
 
 _WORDS = 2**64  # seeds and draws
@@ -74,6 +75,26 @@ class Int8(FramedCodec):
     def read(cls, payload: Bytes, header: Header, out: Floats) -> None:
         """Fill out."""
         _core.decode_int8(out.view(np.uint8), payload, header.dtype.kernel, header.parameter)
+
+
+def take_blocks(buffer: Bytes, blocks: NDArray[np.int64] | slice) -> Bytes:
+    """Return a buffer of some blocks of another, as they are in it.
+
+    Args:
+        buffer: what Int8.encode() returned, all of whose blocks are whole.
+        blocks: which of them, in the order in which they are wanted.
+    """
+    header = read_header(buffer)
+    n_blocks = header.count // header.parameter
+    scale_nbytes = max(4, header.dtype.itemsize)
+    split = HEADER_NBYTES + n_blocks * scale_nbytes
+    scales = buffer[HEADER_NBYTES:split].reshape(n_blocks, scale_nbytes)[blocks]
+    codes = buffer[split:].reshape(n_blocks, header.parameter)[blocks]
+    out = np.empty(HEADER_NBYTES + scales.size + codes.size, np.uint8)
+    Header(header.kind, header.dtype, header.parameter, codes.size).write(out)
+    out[HEADER_NBYTES:][: scales.size] = scales.reshape(-1)
+    out[HEADER_NBYTES + scales.size :] = codes.reshape(-1)
+    return out
 
 
 def draw_number(*parts: int | str) -> int:

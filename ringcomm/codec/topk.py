@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringcomm import _core
 from ringcomm.codec.base import FramedCodec
@@ -57,19 +58,29 @@ class TopK(FramedCodec):
         payload[values.size :] = indices.view(np.uint8)
 
     @classmethod
-    def read(cls, payload: Bytes, header: Header, out: Floats) -> None:
-        """Fill out. Raises CodecError unless indices ascend and lie within out."""
-        split = header.parameter * out.itemsize
-        indices = payload[split:].view(np.uint32)
-        if header.parameter == 0 and header.count != 0:
-            raise CodecError(f"TopK.decode: 0 of {header.count} elements. The buffer is damaged")
-        if indices.size and not (indices[-1] < out.size and (indices[1:] > indices[:-1]).all()):
+    def check(cls, payload: Bytes, header: Header) -> None:
+        """Raise CodecError unless indices ascend and are less than the number of elements."""
+        count, indices = header.count, _indices(payload, header)
+        if header.parameter == 0 and count != 0:
+            raise CodecError(f"TopK.decode: 0 of {count} elements. The buffer is damaged")
+        if indices.size and not (indices[-1] < count and (indices[1:] > indices[:-1]).all()):
             raise CodecError(
-                f"TopK.decode: indices do not ascend, or reach beyond the {out.size} elements. "
+                f"TopK.decode: indices do not ascend, or reach beyond the {count} elements. "
                 "The buffer is damaged"
             )
+
+    @classmethod
+    def read(cls, payload: Bytes, header: Header, out: Floats) -> None:
+        """Fill out; see check()."""
+        cls.check(payload, header)
+        indices = _indices(payload, header)
+        split = header.parameter * out.itemsize
         out.fill(0)
         out[indices] = payload[:split].view(out.dtype)
+
+
+def _indices(payload: Bytes, header: Header) -> NDArray[np.uint32]:
+    return payload[header.parameter * header.dtype.itemsize :].view(np.uint32)
 
 
 @lru_cache(maxsize=4096)

@@ -98,7 +98,7 @@ class Loader:
 
     def state_dict(self) -> State:
         """Return where this rank is: the batches that were handed out count as trained on."""
-        return self.sampler.state_dict(self._consumed)
+        return self.sampler.state_dict(self._consumed if self.sampler.has_begun else None)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where a run stopped; see ShardedSampler.load_state_dict()."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, Final
 
+from ringcomm.data.alike import require_alike
 from ringcomm.data.order import (
     REMAINDERS,
     Indices,
@@ -29,7 +30,9 @@ class ShardedSampler:
     All ranks together see each sample once per epoch, but for the remainder. Each iteration is an
     epoch: the one that follows the last, whether that was gone through or left by `break`. As
     `sampler=` of torch's DataLoader it deals out samples, as `batch_sampler=sampler.batches(32)`
-    batches, of which every rank gets as many. Nothing is sent: ranks must pass the same arguments.
+    batches, of which every rank gets as many. Ranks must pass the same arguments. They compare them
+    in the first iteration, which is collective therefore, if those that share the data are all
+    ranks of the job; otherwise nothing is sent.
 
         for epoch in range(sampler.epoch, 10):
             for x, y in DataLoader(data, batch_sampler=sampler.batches(32)):
@@ -53,6 +56,9 @@ class ShardedSampler:
         ValueError: no such remainder, or a negative number, or rank not below size.
         TypeError: rank without size, or data is a tuple or dict, whose length is not its samples'.
         NotInitializedError: init() has not run, and size is not given.
+
+    The first iteration raises MismatchError, on every rank, if ranks have different arguments,
+    batches, or epochs.
 
     Cost: 8 bytes per sample of the whole dataset on each rank, 24 while it shuffles.
     """
@@ -79,6 +85,7 @@ class ShardedSampler:
         self._epoch = 0  # of the next run
         self._phases: Phases = ()
         self._run: Run | None = None
+        self._is_compared = False
 
     @property
     def epoch(self) -> int:
@@ -119,6 +126,11 @@ class ShardedSampler:
                 what was handed out, which with a DataLoader that has workers is ahead of that.
                 rc.data.Loader keeps count itself: use its state_dict().
         """
+        if self._run is None and consumed:
+            raise ValueError(
+                f"state_dict(consumed={consumed}): no iteration over this sampler has begun, so no "
+                "sample can have been trained on; leave consumed out"
+            )
         taken = 0 if self._run is None else self._run.consumed(consumed)
         epoch, phases = self._epoch, self._phases
         if self._run is not None and taken >= len(self._run.share):
@@ -142,9 +154,12 @@ class ShardedSampler:
                 they have at the end of a step with equal batches; else the list of all ranks'.
 
         Raises:
-            ValueError: it is of other data, seed or shuffling, or states are missing.
+            ValueError: it is of other data, seed or shuffling, or states are missing, or it is
+                not what state_dict() returns.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
+        for each in states:
+            _require_whole(each)
         if not isinstance(state, Mapping):
             _require_complete(states)
         first = states[0]
@@ -165,8 +180,20 @@ class ShardedSampler:
         if self._phases and self.longest() == 0:
             self._set(epoch + 1, ())
 
-    def begin(self) -> Run:
-        """Begin the next epoch, and return this rank's part of it."""
+    @property
+    def has_begun(self) -> bool:
+        """True if `epoch` was begun by an iteration of this sampler."""
+        return self._run is not None
+
+    def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> Run:
+        """Begin the next epoch, and return this rank's part of it. Collective the first time.
+
+        Args:
+            batch_size: of the batches in which it will be handed out; 0: none.
+            drop_last: of these batches.
+        """
+        if not self._is_compared:
+            self._compare({"batch_size": batch_size, "drop_last": drop_last})
         if self._run is not None:
             self._set(self._run.epoch + 1, ())
         order = epoch_order(self.n, seed=self.seed, epoch=self._epoch, is_shuffled=self.shuffle)
@@ -184,6 +211,18 @@ class ShardedSampler:
         is_over = self._run is not None and self._run.is_over
         left = n_remaining(self.n, () if is_over else self._phases)
         return share_length(left, rank, self.size, self.remainder)
+
+    def _compare(self, batching: Mapping[str, Any]) -> None:
+        mine = {
+            "samples": self.n,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "remainder": self.remainder,
+            "epoch": self._epoch,
+            "phases": tuple(map(tuple, self._phases)),
+        }
+        require_alike({**mine, **batching}, self.rank, self.size)
+        self._is_compared = True
 
     def _set(self, epoch: int, phases: Phases) -> None:
         self._epoch, self._phases, self._run = epoch, phases, None
@@ -276,7 +315,7 @@ class Batches:
 
     def begin(self) -> Iterator[list[int]]:
         """Begin the next epoch now, and return its batches."""
-        run = self.sampler.begin()
+        run = self.sampler.begin(batch_size=self.batch_size, drop_last=self.drop_last)
         return run.take(self._lengths(len(run.share)))
 
     def _lengths(self, mine: int) -> list[int]:
@@ -284,6 +323,24 @@ class Batches:
             last_rank = self.sampler.length_of(self.sampler.size - 1)
             return [self.batch_size] * (last_rank // self.batch_size)
         return batch_lengths(mine, self.sampler.longest(), self.batch_size)
+
+
+_KEYS: Final = ("epoch", "phases", "taken", "rank", "size", "samples", "shuffle", "seed")
+
+
+def _require_whole(state: Any) -> None:
+    """Refuse what is no state."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"ShardedSampler: load_state_dict() takes what state_dict() returned, or a list of "
+            f"such dicts, not a {type(state).__name__}"
+        )
+    missing = [key for key in _KEYS if key not in state]
+    if missing:
+        raise ValueError(
+            f"ShardedSampler: the state has no {', '.join(missing)}; it has "
+            f"{', '.join(map(str, state)) or 'nothing'}. Pass what state_dict() returned"
+        )
 
 
 def _require_complete(states: Sequence[Mapping[str, Any]]) -> None:

@@ -116,10 +116,23 @@ def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
             sides = _sides(calls, field, sequence, ranks)
             is_named = field == "kind" and calls[0].name is not None
             what_next = _ONE_NAME if is_named else advice
+            if field == "kind" and _is_sparse_beside_dense(calls):
+                what_next = _ONE_LAYOUT
             return f"{_subject(calls, sequence, field)}: {sides}. {what_next}"
     return f"{calls[0].label(sequence)}: ranks disagree, but not in what they call. Report a bug."
 
 
+def _is_sparse_beside_dense(calls: Sequence[Call]) -> bool:
+    kinds = {call.kind for call in calls}
+    return any(kind.startswith("sparse_") for kind in kinds) and any(
+        kind.startswith("allreduce") for kind in kinds
+    )
+
+
+_ONE_LAYOUT = (
+    "One has a sparse tensor, the other a dense one: let all have one layout, by .to_dense() or by "
+    "sparse= of the layer."
+)
 _ONE_NAME = "Every rank must call the same operation under one name."
 _ADVICE = {
     "kind": "Every rank must call the same operations in the same order.",
@@ -139,15 +152,27 @@ def _subject(calls: Sequence[Call], sequence: int, field: str) -> str:
 
 def _sides(calls: Sequence[Call], field: str, sequence: int, ranks: Sequence[int]) -> str:
     """Return "rank 0 sent float32 (2,), ranks 1, 2 sent float16 (2,)", at most four sides."""
-    verb = "called" if field in ("kind", "name") else "sent" if field in _TENSOR else "passed"
-    return _by_value([_value(call, field, sequence) for call in calls], verb, ranks)
+    values = [_value(call, field, sequence) for call in calls]
+    if field in _TENSOR:
+        return _by_value(_deeds(calls, values), ranks)
+    verb = "called" if field in ("kind", "name") else "passed"
+    return _by_value([f"{verb} {value}" for value in values], ranks)
 
 
-def _by_value(values: Sequence[str], verb: str, ranks: Sequence[int]) -> str:
+def _deeds(calls: Sequence[Call], values: Sequence[str]) -> list[str]:
+    """Return what each rank does with its array: in a broadcast only the root sends one."""
+    root = calls[0].root if calls[0].kind.startswith("broadcast") else None
+    return [
+        f"{'sent' if root in (None, index) else 'would receive'} {value}"
+        for index, value in enumerate(values)
+    ]
+
+
+def _by_value(deeds: Sequence[str], ranks: Sequence[int]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        groups.setdefault(value, []).append(rank)
-    sides = [f"{ranks_text(ranks)} {verb} {value}" for value, ranks in groups.items()]
+    for rank, deed in zip(ranks, deeds, strict=True):
+        groups.setdefault(deed, []).append(rank)
+    sides = [f"{ranks_text(ranks)} {deed}" for deed, ranks in groups.items()]
     return ", ".join(sides[:4]) + (f" and {len(sides) - 4} more variants" if len(sides) > 4 else "")
 
 
@@ -166,12 +191,12 @@ def _explain_members(calls: Sequence[Call], sequence: int, ranks: Sequence[int])
     members = [call.members or () for call in calls]
     label = calls[0].label(sequence)
     if len(set(map(len, members))) > 1:
-        counts = _by_value([f"{len(each)} arrays" for each in members], "sent", ranks)
+        counts = _by_value(_deeds(calls, [f"{len(each)} arrays" for each in members]), ranks)
         return f"{label}: {counts}. Pass as many arrays on every rank."
     for index, each in enumerate(zip(*members, strict=True)):
         if len(set(each)) > 1:
             values = [f"{dtype} {shape_text(shape)}" for dtype, shape in each]
-            sides = _by_value(values, "sent", ranks)
+            sides = _by_value(_deeds(calls, values), ranks)
             return f"{label}: array {index}: {sides}. Pass the same arrays on every rank."
     raise AssertionError("the members agree")
 
@@ -182,7 +207,8 @@ def _explain_settings(calls: Sequence[Call], ranks: Sequence[int]) -> str:
         if len(set(each)) > 1:
             is_version = each[0].startswith("ringcomm ")
             advice = "Install one version on all hosts." if is_version else _SET_ALIKE
-            return f"{calls[0].kind}: {_by_value(each, 'came with', ranks)}. {advice}"
+            sides = _by_value([f"came with {value}" for value in each], ranks)
+            return f"{calls[0].kind}: {sides}. {advice}"
     raise AssertionError("the settings agree")
 
 

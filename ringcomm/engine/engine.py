@@ -97,6 +97,7 @@ class Engine:
         timeline: where its operations are recorded, or None.
         selection: which algorithm carries out which collective.
         broke_while_leaving: what kept leave() from completing what was started, or None.
+        extras: what others keep as long as this engine lives, by name.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Engine:
         self._broken: RingcommError | None = None
         self._is_closed = False
         self.broke_while_leaving: RingcommError | None = None
+        self.extras: dict[str, Any] = {}
         self._goodbyes: list[Callable[[], None]] = []
         self._has_warned_of_names = False
 
@@ -445,14 +447,22 @@ class Engine:
         self._require_usable()
         self._progress.nudge()
 
-    def run_until(self, is_enough: Callable[[], bool]) -> None:
-        """Drive in this thread until is_enough().
+    def run_until(
+        self,
+        is_enough: Callable[[], bool],
+        *,
+        is_done: Callable[[], bool] | None = None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """Drive in this thread until is_enough(), or until another that drives has done it.
+
+        See Progress.run_until().
 
         Raises:
             RingcommError: the engine cannot be used any more.
         """
         self._require_usable()
-        self._progress.run_until(is_enough)
+        self._progress.run_until(is_enough, is_done=is_done, timeout_s=timeout_s)
         if self._broken is not None:
             raise self._copy_of_broken()
 

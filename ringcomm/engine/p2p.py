@@ -230,7 +230,7 @@ def _receiver(
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to receive."""
     side = _Side.of(out, tag, group, by_count=by_count)
-    side.adapter.require_writable(out)
+    _require_room(side, out)
     if source != ANY_SOURCE:
         source = _peer("source", source, side.group, may_be_self=may_be_self)
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
@@ -256,6 +256,17 @@ async def _send(
     if not answer.header.flag:
         raise MismatchError(answer.text)
     await t.wait(t.isend(flat.bytes, dest))
+
+
+def _require_room(side: _Side, out: Array) -> None:
+    """Raise ValueError, before anybody is asked to send, if nothing can be received into `out`."""
+    try:
+        side.adapter.require_writable(out)
+    except ValueError as error:
+        raise ValueError(
+            f"recv: {error}. Nothing was received: a rank that sends this message waits until "
+            "another recv() takes it, into an array of its own memory"
+        ) from error
 
 
 async def _recv(side: _Side, task: Task, out: Array, source: int) -> int:

@@ -47,8 +47,17 @@ Strand = Coroutine[tuple[Request, ...], None, Any]
 class Service(Protocol):
     """What a rank does for others beside its operations; see Progress.attach()."""
 
-    def poll(self) -> bool:
-        """Do what can be done without waiting; return True if anything moved."""
+    def poll(self, *, only_news: bool = False) -> bool:
+        """Do what can be done without waiting; return True if anything moved.
+
+        Args:
+            only_news: leave the wire alone, and take what has_news speaks of.
+        """
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """True if something came without the wire."""
         ...
 
     @property
@@ -231,6 +240,8 @@ class Progress:
         self._turn = threading.Condition()
         self._driver: object | None = None  # a mark of the thread whose turn it is
         self._waiting: set[object] = set()  # marks of threads that wait for a task
+        self._n_watching = 0  # threads that look by themselves for what they wait for
+        self._n_news = 0  # changes whenever they are to look
         self._failure: Callable[[], RingcommError] | None = None
         self._is_stopping = False
         self._thread: threading.Thread | None = None
@@ -287,9 +298,10 @@ class Progress:
         with self._turn:
             if self._driver is not None:
                 self._wake()
+                self._tell_watchers()
                 return
             self._driver = mark
-        self._take_part(mark, iter((False, True)).__next__, _SPINS)
+        self._take_part(mark, self._advance)
 
     def work_in_background(self) -> None:
         """From now on tasks advance while nobody waits, if the wire allows a second thread."""
@@ -314,7 +326,7 @@ class Progress:
                 if self._driver is not None:
                     self._wake()
             while self._take_turn(mark, task, deadline):
-                self._take_part(mark, _end_of(task, deadline), _SPINS)
+                self._take_part(mark, partial(self._drive, _end_of(task, deadline), _SPINS))
             return task.is_over
         finally:
             try:
@@ -322,17 +334,34 @@ class Progress:
             finally:
                 self._step_back(mark)  # again, for an interrupt may have ended the first
 
-    def run_until(self, is_enough: Callable[[], bool]) -> None:
-        """Drive in this thread until is_enough(); waits for its turn first."""
+    def run_until(
+        self,
+        is_enough: Callable[[], bool],
+        *,
+        is_done: Callable[[], bool] | None = None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """Drive in this thread until is_enough(), or until another thread that drives has done it.
+
+        Args:
+            is_enough: asked again and again, by this thread while it drives.
+            is_done: asked while another thread drives, whenever something has moved; any thread may
+                ask it, at any time. None: this thread waits for its turn.
+            timeout_s: return after so long in any case.
+        """
+        deadline = time.monotonic() + timeout_s
         mark = object()
         try:
             with self._turn:
                 self._waiting.add(mark)
-                while self._driver is not None:
+                is_free = self._driver is None
+                if is_free:
+                    self._driver = mark
+                else:
                     self._wake()
-                    self._turn.wait()
-                self._driver = mark
-            self._take_part(mark, is_enough, _SPINS)
+            if is_free or self._take_turn_unless(mark, is_done or _never, deadline):
+                drive = partial(self._drive, _or_late(is_enough, deadline), _SPINS)
+                self._take_part(mark, drive)
         finally:
             self._step_back(mark)
 
@@ -379,10 +408,39 @@ class Progress:
                 self._turn.wait(None if left == math.inf else left)
         return False
 
-    def _take_part(self, mark: object, is_enough: Callable[[], bool], spins: int) -> None:
+    def _take_turn_unless(self, mark: object, is_done: Callable[[], bool], deadline: float) -> bool:
+        """Return True if this thread is to drive now, False if it is done, or too late."""
+        n_seen = -1
+        with self._turn:
+            self._n_watching += 1
+        try:
+            while not is_done():  # without the lock, for it may take others
+                with self._turn:
+                    left = deadline - time.monotonic()
+                    while self._driver is not None and self._n_news == n_seen and left > 0:
+                        self._turn.wait(None if left == math.inf else left)
+                        left = deadline - time.monotonic()
+                    if self._driver is None:
+                        self._driver = mark
+                        return True
+                    if left <= 0:
+                        return False
+                    n_seen = self._n_news
+            return False
+        finally:
+            with self._turn:
+                self._n_watching -= 1
+
+    def _tell_watchers(self) -> None:
+        """Let threads look that wait for something other than a task; with the lock."""
+        if self._n_watching:
+            self._n_news += 1
+            self._turn.notify_all()
+
+    def _take_part(self, mark: object, drive: Callable[[], object]) -> None:
         """Drive; the turn is this thread's, and is given back."""
         try:
-            self._drive(is_enough, spins)
+            drive()
         except BaseException as error:
             self._on_lost(error)
             if self._failure is not None:
@@ -430,7 +488,8 @@ class Progress:
             looked_at, looks = now if is_due else looked_at, itertools.count(not is_due)
             # What goes wrong is told to all tasks; nobody waits here.
             with contextlib.suppress(BaseException):
-                self._take_part(mark, partial(self._is_done, looks), _BACKGROUND_SPINS)
+                is_enough = partial(self._is_done, looks)
+                self._take_part(mark, partial(self._drive, is_enough, _BACKGROUND_SPINS))
 
     def _is_done(self, looks: Iterator[int]) -> bool:
         return next(looks) > 0 and not self._is_wanted()
@@ -450,16 +509,20 @@ class Progress:
     @property
     def _waits_in_cpp(self) -> bool:
         """True if C++ wakes who is to take note of the end of all that is under way."""
-        if not all(task.waits_in_cpp for task in (*self._tasks, *self._inbox)):
-            return False
+        for task in (*self._tasks, *self._inbox):
+            if not task.waits_in_cpp:
+                return False
         return not any(service.is_busy for service in self._services)
 
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
         turns, polls, nap, moved_at = 0, 0, _NAP_S, time.monotonic()
         if self._is_in_cpp and self._waits_in_cpp:
-            self._park(nap, is_background=spins == _BACKGROUND_SPINS)  # it may be over in a moment
+            self._park(_LONG_NAP_S, is_background=spins == _BACKGROUND_SPINS)  # often it is enough
         while not is_enough():
             turns += 1
+            if turns % _LOOK_EVERY and self._take_news():
+                polls, nap, moved_at = 0, _NAP_S, time.monotonic()
+                continue
             began_at = time.monotonic()
             has_moved = self._advance()
             now = time.monotonic()
@@ -476,6 +539,17 @@ class Progress:
                     _longer(nap, now - moved_at, is_in_cpp=is_in_cpp),
                     _PASS_SHARE * (now - began_at),
                 )
+
+    def _take_news(self) -> bool:
+        """Let services take what C++ has for them, without a look at the wire, which costs more."""
+        has_moved = False
+        for service in self._services:
+            if service.has_news:
+                has_moved |= service.poll(only_news=True)
+        if has_moved and self._n_watching:
+            with self._turn:
+                self._tell_watchers()
+        return has_moved
 
     @property
     def _is_in_cpp(self) -> bool:
@@ -502,6 +576,9 @@ class Progress:
         has_moved = False
         for service in self._services:
             has_moved |= service.poll()
+        if has_moved and self._n_watching:
+            with self._turn:
+                self._tell_watchers()
         for task in tuple(self._tasks):
             if task.fault is not None or task.is_over:
                 continue
@@ -568,6 +645,17 @@ class Progress:
 
 async def _raise(error: BaseException) -> None:
     raise error
+
+
+def _never() -> bool:
+    return False
+
+
+def _or_late(is_enough: Callable[[], bool], deadline: float) -> Callable[[], bool]:
+    if deadline == math.inf:
+        return is_enough
+    looks = itertools.count()  # the first is before anything was polled
+    return lambda: is_enough() or (next(looks) > 0 and time.monotonic() >= deadline)
 
 
 def _end_of(task: Task, deadline: float) -> Callable[[], bool]:

@@ -82,7 +82,7 @@ def _allgather(group: Group, call: Call) -> Plan[Any]:
 
 def _grouped_allgather(group: Group, call: Call) -> Plan[Any]:
     xs = [_no_rows(dtype, shape) for dtype, shape in call.members or ()]
-    return plans.grouped_allgather(group, call.name, xs)
+    return plans.grouped(call.kind, call.name, [plans.allgather(group, None, x) for x in xs])
 
 
 def _gather(group: Group, call: Call) -> Plan[Any]:
@@ -133,6 +133,7 @@ _MAKERS: dict[str, Callable[[Group, Call], Plan[Any]]] = {
     "reduce": _reduction(plans.reduce),
     "reduce_scatter": _reduction(plans.reduce_scatter),
     "scatter": _scatter,
+    "sparse_allreduce": _grouped_allgather,
 }
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ringcomm import _core, config
+from ringcomm import _core, config, launched
 from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
 from ringcomm.engine.timeline import Timeline
@@ -108,7 +108,7 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     with start_deadline(settings.timeout_or_inf):
         _mpi = _mpi or _start_mpi()
         refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
-        refuse_late_settings(_mpi, is_fault_tolerant=config.is_fault_tolerant())
+        refuse_late_settings(_mpi, is_fault_tolerant=launched.is_fault_tolerant())
         _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all have come through
         transport = MpiTransport(_mpi.mpi, comm)
     engine = Engine(
@@ -117,7 +117,7 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     words = LastWords(transport.page, on_failure=_tell_the_others)
     guardian = _start_guardian(transport, settings)
     _world = _World(engine, transport, words, guardian)
-    config.mark_children_of_this_rank()
+    launched.mark_children_of_this_rank()
     try:
         engine.meet(__version__, load(settings, transport) if engine.job_rank == 0 else "")
     except BaseException:
@@ -164,7 +164,7 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Return True between init() and shutdown(), in the rank itself; False in its children."""
-    return _current() is not None and config.parent_rank_pid() is None
+    return _current() is not None and launched.parent_rank_pid() is None
 
 
 def engine() -> Engine:
@@ -254,7 +254,7 @@ def _start_mpi() -> Started:
 
 
 def _refuse_child() -> None:
-    parent = config.parent_rank_pid()
+    parent = launched.parent_rank_pid()
     if parent is None:
         return
     raise NotInitializedError(
@@ -332,7 +332,7 @@ def _tell_the_others(failure: Failure) -> None:
 
 def _at_exit() -> None:
     """End in order if this rank did its part and all others do theirs; never hang in Finalize."""
-    if config.parent_rank_pid() is not None or _mpi is None:
+    if launched.parent_rank_pid() is not None or _mpi is None:
         return
     failure = None if _world is None else _leave_job(_world)
     if _unended is not None:
@@ -349,7 +349,7 @@ def _at_exit() -> None:
     else:
         # A rank is missing. mpi4py, if it was imported first, would finalize after this, and hang;
         # and MPICH's mpiexec reports a job as good if those who were done end with 0 (measured).
-        survives = failure is None and config.is_fault_tolerant()
+        survives = failure is None and launched.is_fault_tolerant()
         was_too_late = _world is not None and _world.engine.broke_while_leaving is not None
         if not _mpi.is_ours_to_finalize or was_too_late or (failure is None and not survives):
             _core.exit_at_last(failure.exit_code if failure is not None else int(not survives))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ringcomm import config
+from ringcomm import launched
 from ringcomm.errors import PeerFailedError
 
 CALL: Final = "call"
@@ -42,7 +42,7 @@ class Report:
 
 def main(folder: str) -> None:
     """Call what is in the folder, write this rank's report there, and raise what was raised."""
-    path = report_path(Path(folder), config.launched_rank())
+    path = report_path(Path(folder), launched.launched_rank())
     try:
         func, args, kwargs = _loaded(Path(folder, CALL).read_bytes())
         result = func(*args, **kwargs)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,23 +19,31 @@ import numpy as np
 
 from ringcomm.engine.patience import refuse_hopeless
 from ringcomm.errors import CommTimeoutError, MismatchError, RingcommError
-from ringcomm.ps.frames import Header, Kind, Status
+from ringcomm.files import BrokenFileError
+from ringcomm.ps.frames import Header, Kind, Status, Step
+from ringcomm.ps.lanes import Lane
+from ringcomm.ps.link import Delivery
+from ringcomm.ps.placement import View
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.engine.engine import Engine
     from ringcomm.ps.future import Future
-    from ringcomm.ps.link import Delivery, Link
-    from ringcomm.ps.placement import Partition, View
+    from ringcomm.ps.link import Link
+    from ringcomm.ps.placement import Partition
     from ringcomm.ps.roles import Layout
+    from ringcomm.ps.row_calls import RowCalls
 
 CREDIT_NBYTES: Final = 64 << 20  # of bodies on their way from one rank to one server
 CREDIT_REQUESTS: Final = 4096  # likewise
 _NOTHING: Final = np.empty(0, np.uint8)
 _ERRORS: Final[dict[str, type[Exception]]] = {
     each.__name__: each
-    for each in (ValueError, TypeError, KeyError, OSError, MismatchError, RingcommError)
-}
+    for each in (
+        ValueError, TypeError, KeyError, OSError, FileNotFoundError, BrokenFileError, MismatchError,
+        RingcommError,
+    )
+}  # fmt: skip
 
 
 def error_text(error: Exception) -> bytes:
@@ -61,26 +68,37 @@ class Ask:
         partition: whose owner is asked; None: `server` itself.
         kind: see ringcomm.ps.frames.
         server: number of the server that is asked.
+        table: number of the table where no partition is named.
         clock: see Header.
         option: see Header.
         place: see Header; of requests it says where the result shall go, + 1.
         meta: explains it.
         body: its payload, as Link.send() wants it; kept until the reply.
         out: where a body of the reply that comes as a message shall go; None: anywhere.
+        epoch: of the request where no partition is named, see ringcomm.ps.row_calls.
         on_reply: called with a good reply before its future is told; may return what is to be
             asked instead.
+        on_ack: called with the clock of a good reply instead, if that says no more; None: on_reply.
+        clock_of: returns the clock once there is credit: what is never sent takes no number.
+        on_end: called before that with any reply, also with one that says that it is another
+            server's.
     """
 
     kind: Kind
     partition: Partition | None = None
     server: int = -1
+    table: int = 0
     clock: int = 0
     option: int = 0
     place: int = 0
     meta: bytes = b""
     body: Bytes = field(default_factory=lambda: _NOTHING)
     out: Bytes | None = None
+    epoch: int = 0
     on_reply: Callable[[Delivery], Ask | None] | None = None
+    on_ack: Callable[[int], object] | None = None
+    clock_of: Callable[[], int] | None = None
+    on_end: Callable[[Delivery], None] | None = None
     future: Any = None
 
 
@@ -96,7 +114,8 @@ class Client:
     Attributes:
         n_bytes: of bodies on their way to each server.
         view: who owns what, as far as this rank has heard.
-        on_view: called when it has changed.
+        n_moved: how often requests had to go to another server than the one they were sent to.
+        row_calls: of hash tables, by number.
     """
 
     def __init__(self, engine: Engine, link: Link, layout: Layout, deadline_s: float) -> None:
@@ -104,13 +123,18 @@ class Client:
         self._link = link
         self._layout = layout
         self._deadline_s = deadline_s
+        self._me = engine.job_rank
+        self._life = engine.transport.incarnation
         self._sequence = itertools.count(1)
         self._asked: dict[int, Ask] = {}
         self.n_bytes: Counter[int] = Counter()
         self._n_asked: Counter[int] = Counter()
-        self._counts = threading.Lock()  # who asks, and who drives, change them
         self.view: View | None = None
-        self.on_view: Callable[[bytes], None] = lambda _: None
+        self.n_moved = 0
+        self._lanes: dict[Partition, Lane] = {}
+        self.row_calls: dict[int, RowCalls] = {}
+        self._notices: list[tuple[Partition, int, int, int]] = []
+        self._lock = threading.Lock()  # of sequence numbers, lanes, and the order of sending
 
     @property
     def n_servers(self) -> int:
@@ -120,6 +144,22 @@ class Client:
     def shares_memory(self, server: int) -> bool:
         """Return True if a server reads this rank's memory where it stands."""
         return self._link.shares_memory(self._layout.servers[server])
+
+    def place_of(self, x: Bytes) -> int:
+        """Return where shared memory of this rank is, as servers on its node find it."""
+        return self._link.place_of(x)
+
+    def memory_of(self, rank: int, place: int, nbytes: int) -> Bytes:
+        """Return memory of a rank on this node where it stands."""
+        return self._link.view(rank, place, nbytes)
+
+    def has_nothing_under_way(self, partition: Partition) -> int:
+        """Return the epoch of a partition of which this rank awaits nothing; -1 if it does.
+
+        Also -1 once a rank has died: who asks then hears of it.
+        """
+        lane = self._lanes[partition]
+        return lane.epoch if lane.is_empty and not self._engine.watch.peers.dead else -1
 
     def timestamp(self) -> int:
         """Return the number of a new request."""
@@ -133,35 +173,170 @@ class Client:
                 ask.server = self._owner(ask.partition)
             future.awaited.add(ask.server)
             self._await_credit(ask, future.label)
-            self._send(ask, next(self._sequence))
+            with self._lock:
+                if ask.clock_of is not None:
+                    ask.clock = ask.clock_of()
+                self._submit(ask)
+        if self._link.waits_to_leave:
+            self._engine.nudge()
+
+    def reserve(self, asks: list[Ask], future: Future[Any]) -> None:
+        """Wait until there is credit for requests that submit() is to send."""
+        for ask in asks:
+            future.awaited.add(ask.server)
+            self._await_credit(ask, future.label)
+
+    def submit(self, asks: list[Ask]) -> None:
+        """Send requests, whose futures are set, one right behind the other."""
+        with self._lock:
+            for ask in asks:
+                ask.future.awaited.add(ask.server)
+                self._submit(ask)
+
+    def nudge(self) -> None:
+        """Let what was submitted leave soon."""
         self._engine.nudge()
+
+    def know(self, number: int, owners: list[int], epochs: Mapping[int, int]) -> None:
+        """Take note of who owns the partitions of a table.
+
+        Args:
+            number: of the table.
+            owners: by partition.
+            epochs: of partitions that have moved, see ringcomm.ps.lanes.
+        """
+        with self._lock:
+            known = self.view or View()
+            changes = {}
+            for part, owner in enumerate(owners):
+                partition, epoch = (number, part), epochs.get(part, 0)
+                lane = self._lanes.get(partition)
+                if lane is None:
+                    self._lanes[partition] = Lane(epoch)
+                elif epoch <= lane.epoch:
+                    continue
+                else:  # what was sent to the server before will come back
+                    lane.moved(epoch, ())
+                changes[partition] = (owner,)
+            self.view = known.with_(changes)
+
+    @property
+    def is_settled(self) -> bool:
+        """True unless a partition has moved and requests for it are on their way back."""
+        with self._lock:
+            is_settled = all(lane.is_settled for lane in self._lanes.values())
+        return is_settled and all(each.is_settled for each in list(self.row_calls.values()))
 
     def _owner(self, partition: Partition) -> int:
         assert self.view is not None
         return self.view.owner(partition)
 
-    def _send(self, ask: Ask, sequence: int) -> None:
-        table, part = ask.partition or (0, 0)
-        header = Header(
-            ask.kind,
-            view=0 if self.view is None else self.view.number,
-            origin=self._engine.job_rank,
-            incarnation=self._engine.transport.incarnation,
-            sequence=sequence,
-            table=table,
-            partition=part,
-            clock=ask.clock,
-            option=ask.option,
-            place=ask.place,
-        )
+    def _submit(self, ask: Ask) -> None:
+        """Send a new request, or keep it while its partition moves; with the lock."""
+        sequence = next(self._sequence)
+        if ask.partition is not None:
+            ask.server = self._owner(ask.partition)
         self._asked[sequence] = ask
-        self._count(ask, 1)
-        self._link.send(self._layout.servers[ask.server], header, ask.meta, ask.body)
+        self.n_bytes[ask.server] += ask.body.nbytes
+        self._n_asked[ask.server] += 1
+        lane = None if ask.partition is None else self._lanes[ask.partition]
+        if lane is None or lane.ask(sequence):
+            self._send(ask, sequence, ask.epoch if lane is None else lane.epoch)
 
-    def _count(self, ask: Ask, sign: int) -> None:
-        with self._counts:
-            self.n_bytes[ask.server] += sign * ask.body.nbytes
-            self._n_asked[ask.server] += sign
+    def _send(self, ask: Ask, sequence: int, epoch: int) -> None:
+        table, part = ask.partition or (ask.table, 0)
+        header = (
+            ask.kind, epoch, self._me, self._life, sequence, table, part, ask.clock, ask.option,
+            ask.place,
+        )  # fmt: skip
+        self._link.ask(self._layout.servers[ask.server], header, ask.meta, ask.body)
+
+    # --- partitions that move -------------------------------------------------------------------
+    def on_notice(self, delivery: Delivery) -> None:
+        """A partition has moved; called by whoever drives."""
+        partition = delivery.header.table, delivery.header.partition
+        said = json.loads(delivery.meta)
+        with self._lock:
+            self._notices.append((partition, said["epoch"], said["source"], said["dest"]))
+            lane = self._lanes.get(partition)
+            if lane is not None:
+                self._follow(partition, lane, said["dest"], said["epoch"])
+                self._send_again(partition, lane.moved(said["epoch"], said["along"]))
+            self._answer_notices()
+
+    def on_rows_notice(self, delivery: Delivery) -> None:
+        """Rows of a hash table have moved; called by whoever drives."""
+        table = delivery.header.table
+        if table in self.row_calls:
+            self.row_calls[table].on_notice(delivery)
+        else:
+            self.say_noted(table, delivery.header.clock)
+
+    def say_noted(self, table: int, epoch: int) -> None:
+        """Tell all servers that nothing is on its way that was made in an older view."""
+        header = Header(
+            Kind.MOVE, origin=self._engine.job_rank, table=table, clock=epoch, option=Step.NOTED
+        )
+        for rank in self._layout.servers:
+            self._link.send(rank, header)
+
+    def _on_wrong_view(self, ask: Ask, delivery: Delivery) -> None:
+        told = json.loads(delivery.meta)
+        assert ask.partition is not None
+        with self._lock:
+            lane = self._lanes[ask.partition]
+            self._follow(ask.partition, lane, told["owner"], told["epoch"])
+            due = lane.came_back(delivery.header.sequence, told["epoch"])
+            self._send_again(ask.partition, due)
+            self._answer_notices()
+
+    def _follow(self, partition: Partition, lane: Lane, owner: int, epoch: int) -> None:
+        if epoch > lane.epoch:
+            assert self.view is not None
+            self.view = self.view.with_({partition: (owner,)})
+
+    def _send_again(self, partition: Partition, sequences: list[int]) -> None:
+        """Send what was kept, or came back, to the owner of now."""
+        server = self._owner(partition)
+        for sequence in sequences:
+            ask = self._asked[sequence]
+            self.n_moved += 1
+            self._note_sent(ask, -1)
+            ask.server = server
+            self._note_sent(ask, 1)
+            ask.future.awaited.add(server)
+            ask.body = self._reachable(ask.body, server)
+            self._send(ask, sequence, self._lanes[partition].epoch)
+
+    def _note_sent(self, ask: Ask, sign: int) -> None:
+        self.n_bytes[ask.server] += sign * ask.body.nbytes
+        self._n_asked[ask.server] += sign
+
+    def _reachable(self, body: Bytes, server: int) -> Bytes:
+        """Return a body that was meant for another server where this one can read it."""
+        if not body.nbytes or not self.shares_memory(server):
+            return body
+        memory = self._engine.shared_memory(body.nbytes)
+        assert memory is not None
+        memory[:] = body
+        return memory
+
+    def _answer_notices(self) -> None:
+        """Say NOTED of partitions of which nothing is on its way to the server before."""
+        waiting = []
+        for notice in self._notices:
+            partition, epoch, *servers = notice
+            lane = self._lanes.get(partition)
+            if lane is not None and not lane.is_settled:
+                waiting.append(notice)
+                continue
+            header = Header(
+                Kind.MOVE, origin=self._engine.job_rank, table=partition[0],
+                partition=partition[1], clock=epoch, option=Step.NOTED,
+            )  # fmt: skip
+            for server in servers:
+                self._link.send(self._layout.servers[server], header)
+        self._notices = waiting
 
     def _await_credit(self, ask: Ask, label: str) -> None:
         server, nbytes = ask.server, ask.body.nbytes
@@ -181,28 +356,65 @@ class Client:
         out = None if ask is None else ask.out
         return out if out is not None and out.nbytes == header.n_body else None
 
+    def on_ack(self, sequence: int, clock: int) -> None:
+        """Take note of a good reply that says no more than its clock; called by whoever drives."""
+        with self._lock:
+            ask = self._asked.get(sequence)
+            if ask is None:
+                return  # of a request that was given up
+            is_plain = ask.on_ack is not None and ask.on_end is None
+            if is_plain:
+                self._note_answered(ask, sequence)
+        if is_plain:
+            assert ask.on_ack is not None
+            ask.on_ack(clock)
+            ask.future.replied(ask.server)
+            return
+        rank = self._layout.servers[ask.server]
+        table, part = ask.partition or (ask.table, 0)
+        header = Header(
+            Kind.REPLY, origin=rank, sequence=sequence, table=table,
+            partition=part, clock=clock,
+        )  # fmt: skip
+        self.on_reply(Delivery(rank, header, b"", _NOTHING))
+
     def on_reply(self, delivery: Delivery) -> None:
         """Take note of a reply; called by whoever drives."""
         header = delivery.header
-        ask = self._asked.pop(header.sequence, None)
+        with self._lock:
+            ask = self._asked.get(header.sequence)
         if ask is None:
             return  # of a request that was given up
-        self._count(ask, -1)
+        if header.status == Status.WRONG_VIEW and ask.on_end is None:
+            self._on_wrong_view(ask, delivery)
+            return
+        with self._lock:
+            self._note_answered(ask, header.sequence)
+        if ask.on_end is not None:
+            ask.on_end(delivery)
+            ask.on_end = None  # it knows the request: both would wait for the collector
         if header.status == Status.WRONG_VIEW:
-            self.on_view(delivery.body.tobytes())
-            assert ask.partition is not None
-            ask.server = self._owner(ask.partition)
-            ask.future.awaited.add(ask.server)
-            self._send(ask, header.sequence)
-        elif header.status in (Status.OK, Status.LATE):
-            again = None if ask.on_reply is None else ask.on_reply(delivery)
+            return
+        if header.status in (Status.OK, Status.LATE):
+            on_reply, ask.on_reply = ask.on_reply, None
+            again = None if on_reply is None else on_reply(delivery)
             if again is None:
                 ask.future.replied(ask.server)
             else:
                 again.future, again.server = ask.future, ask.server
-                self._send(again, next(self._sequence))
+                with self._lock:
+                    self._submit(again)
         else:
             ask.future.fail(_error_of(delivery.meta))
+
+    def _note_answered(self, ask: Ask, sequence: int) -> None:
+        del self._asked[sequence]
+        self._note_sent(ask, -1)
+        if ask.partition is not None:
+            due = self._lanes[ask.partition].answered(sequence)
+            self._send_again(ask.partition, due)
+            if self._notices:
+                self._answer_notices()
 
     # --- waiting --------------------------------------------------------------------------------
     def wait_for(self, future: Future[Any], timeout_s: float | None) -> None:
@@ -215,34 +427,49 @@ class Client:
         limit = self._deadline_s if timeout_s is None else timeout_s
         self._wait_until(future.done, future.label, future.awaited, limit)
 
-    def _wait_until(
-        self, is_over: Callable[[], bool], label: str, servers: set[int], limit_s: float
-    ) -> None:
+    def wait_until_settled(self, label: str) -> None:
+        """Drive until no request is on its way back; see wait_for()."""
+        self._wait_until(lambda: self.is_settled, label, set(), self._deadline_s)
+
+    def drive_until(self, is_over: Callable[[], bool], label: str, timeout_s: float | None) -> bool:
+        """Return True once it is over, False if that takes longer than timeout_s; None: deadline_s.
+
+        Raises:
+            PeerFailedError: a rank died.
+        """
+        limit_s = self._deadline_s if timeout_s is None else timeout_s
         engine = self._engine
-        wait = Wait(label, tuple(range(engine.job_size)))
-        end = time.monotonic() + limit_s
-        looks = itertools.count(1)
+        n_looks = 0
         hopeless: list[RingcommError] = []
 
         def is_enough() -> bool:
+            nonlocal n_looks
             if is_over():
                 return True
-            if next(looks) % 16:
+            n_looks += 1
+            if n_looks % 16:
                 return False
             try:
-                refuse_hopeless(wait, engine.watch)
+                refuse_hopeless(Wait(label, tuple(range(engine.job_size))), engine.watch)
             except RingcommError as error:  # raised by who waits, not by who drives
                 hopeless.append(error)
-            return bool(hopeless) or time.monotonic() >= end
+            return bool(hopeless)
 
-        engine.run_until(is_enough)
+        engine.run_until(is_enough, is_done=is_over, timeout_s=limit_s)
         if is_over():
-            return
+            return True
         if hopeless:
             raise hopeless[0]
+        return False
+
+    def _wait_until(
+        self, is_over: Callable[[], bool], label: str, servers: set[int], limit_s: float
+    ) -> None:
+        if self.drive_until(is_over, label, limit_s):
+            return
+        label_of = self._engine.transport.label
         ranks = ", ".join(
-            f"server {s} ({engine.transport.label(self._layout.servers[s])})"
-            for s in sorted(servers)
+            f"server {s} ({label_of(self._layout.servers[s])})" for s in sorted(servers)
         )
         raise CommTimeoutError(
             f"{label}: no answer within {limit_s:g} s from {ranks or 'the servers'}. It is busy, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ringcomm.ps.frames import Kind
+from ringcomm.ps.frames import Kind, Step
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -32,22 +32,47 @@ class Desk:
         self.server: Server | None = None
         self.reports: deque[Delivery] = deque(maxlen=10_000)
 
-    def poll(self) -> bool:
-        """Take what has arrived; return True if there was anything."""
-        deliveries = self.link.poll()
+    @property
+    def has_news(self) -> bool:
+        """True if something has come from this node."""
+        return self.link.has_mail
+
+    def poll(self, *, only_news: bool = False) -> bool:
+        """Take what has arrived; return True if there was anything.
+
+        Args:
+            only_news: what has come from this node.
+        """
+        self.link.enter()
+        try:
+            if self.server is not None:
+                self.server.mover.rows.look_at_postponed()
+            deliveries = self.link.poll(only_near=only_news)
+            acks = self.link.take_acks()
+            for sequence, clock in acks:
+                assert self.client is not None
+                self.client.on_ack(sequence, clock)
+            return self._take(deliveries) or bool(acks)
+        finally:
+            self.link.leave()
+
+    def _take(self, deliveries: list[Delivery]) -> bool:
         for delivery in deliveries:
             if delivery.header.kind == Kind.REPLY:
                 assert self.client is not None
                 self.client.on_reply(delivery)
+            elif delivery.header.kind == Kind.MOVE and delivery.header.option == Step.NOTICE:
+                assert self.client is not None
+                self.client.on_notice(delivery)
+            elif delivery.header.kind == Kind.MOVE and delivery.header.option == Step.ROWS_NOTICE:
+                assert self.client is not None
+                self.client.on_rows_notice(delivery)
             elif delivery.header.kind == Kind.REPORT:
                 self.reports.append(delivery)
-            elif delivery.header.kind == Kind.VIEW and delivery.header.option:
-                assert self.server is not None
-                self.server.on_adopted(delivery)
             else:
                 assert self.server is not None
                 self.server.on_request(delivery)
-        if deliveries:
+        if deliveries and self.link.waits_to_leave:
             self.link.flush()
         return bool(deliveries)
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from ringcomm.errors import RingcommError
+from ringcomm.errors import CommTimeoutError, RingcommError
 from ringcomm.ps.client import Ask
 from ringcomm.ps.frames import Header, Kind, Status
 from ringcomm.ps.future import Future
 from ringcomm.ps.job import Session, evaluate_by, session
 from ringcomm.ps.link import Delivery
 from ringcomm.ps.messages import packed_json
-from ringcomm.ps.snapshots import HOLD, RELEASE, VERSIONS
+from ringcomm.ps.moments import hold, new_id, release
 
-_TRIES = 100  # of a snapshot: rounds may be over before all servers have heard of it
-_ids = itertools.count(1)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -40,8 +36,10 @@ class Report(NamedTuple):
 def evaluator(every: int) -> Callable[[F], F]:
     """Mark the function that evaluators run: function(step), every so many steps of the slowest.
 
-    Within it ps.table(...) and pull() see a snapshot. It must be marked before ps.init(), which
-    calls it on ranks that evaluate.
+    `step` is what the slowest worker has completed when the snapshot is asked for: a multiple of
+    `every`, or more if the evaluation before took longer; none is made up for. What is seen may be
+    some steps further. Within it ps.table(...) and pull() see a snapshot. It must be marked before
+    ps.init(), which calls it on ranks that evaluate.
     """
     if every < 1:
         raise ValueError(f"ps.evaluator: every is {every}; it must be 1 or more")
@@ -57,7 +55,11 @@ def evaluator(every: int) -> Callable[[F], F]:
 def snapshot() -> Iterator[int]:
     """Let pulls of this rank see all tables at one moment, until the end of the block.
 
-    Of tables with rounds, exactly between two of them; of others, each block at one instant.
+    Of tables with rounds, exactly between two of them; of others, each block at one instant. No
+    partition moves to another server meanwhile. Dense tables are copied; of a hash table, servers
+    keep the rows that change meanwhile as they were, so that it takes no time however large it is,
+    and a push takes longer by the rows that it is the first to change. Metadata and numbers of rows
+    are those of now.
 
     Yields:
         The number of rounds, of the table with rounds that has had the most; 0 without one.
@@ -65,14 +67,14 @@ def snapshot() -> Iterator[int]:
     current = session()
     if current.snapshot:
         raise RingcommError("ps.snapshot: this rank is in one already")
-    number = current.engine.job_rank << 32 | next(_ids)
-    rounds = _hold(current, number)
-    current.snapshot = number
+    number = new_id(current)
     try:
+        rounds = hold(current, number).rounds
+        current.snapshot = number
         yield max(rounds.values(), default=0)
     finally:
         current.snapshot = 0
-        _ask_all(current, {"do": RELEASE, "id": number})
+        release(current, number)
 
 
 def report(step: int, metrics: dict[str, float]) -> None:
@@ -85,24 +87,63 @@ def report(step: int, metrics: dict[str, float]) -> None:
     current.engine.nudge()
 
 
-def reports() -> list[Report]:
-    """Return the reports that have come since the last call; on the chief."""
-    desk = session().desk
+def reports(*, until: int | None = None, timeout_s: float | None = None) -> list[Report]:
+    """Return the reports that have come since the last call; on the chief.
+
+    Args:
+        until: wait for one of this step, or of a later one; None: for nothing.
+        timeout_s: how long, in seconds; None: ps.init(deadline_s=). What has come by then is told
+            by the next call.
+
+    Raises:
+        CommTimeoutError: no evaluator has reported such a step by then.
+        PeerFailedError: a rank died.
+    """
+    current = session()
+    told = current.desk.reports
+
+    def has_come() -> bool:
+        return until is None or any(json.loads(each.meta)[0] >= until for each in told)
+
+    if until is not None:
+        _await_report(current, has_come, until, timeout_s)
     came = []
-    while desk.reports:
-        delivery = desk.reports.popleft()
+    while told:
+        delivery = told.popleft()
         step, metrics = json.loads(delivery.meta)
         came.append(Report(step, metrics, delivery.source))
     return came
 
 
-def wait_for_step(step: int, timeout_s: float | None = None) -> bool:
-    """Return True once every worker has completed `step` steps, False if all left before."""
+def _await_report(
+    current: Session, has_come: Callable[[], bool], step: int, timeout_s: float | None
+) -> None:
+    evaluators = current.layout.evaluators
+    if not evaluators:
+        raise RingcommError("ps.reports: nobody evaluates. Pass evaluators=1 to ps.init()")
+    if not current.client.drive_until(has_come, "ps.reports", timeout_s):
+        label = current.engine.transport.label
+        raise CommTimeoutError(
+            f"ps.reports: no report of step {step} or later has come in time from "
+            + ", ".join(label(rank) for rank in evaluators)
+            + ". Does the function marked @ps.evaluator call ps.report()? Else wait longer with "
+            "timeout_s=",
+            missing=list(evaluators),
+        )
+
+
+def wait_for_step(step: int, timeout_s: float | None = None) -> int | None:
+    """Return what every worker has completed once that is `step` or more.
+
+    None if all left before.
+    """
     current = session()
-    client, reached = current.client, [True]
+    client = current.client
+    reached: list[int | None] = [None]
 
     def note(reply: Delivery) -> None:
-        reached[0] = reply.header.status == Status.OK
+        if reply.header.status == Status.OK:
+            reached[0] = reply.header.clock
 
     future = Future(client, f"step {step}", 1, lambda: reached[0], client.timestamp())
     client.ask([Ask(Kind.TICK, server=0, clock=step, option=1, on_reply=note)], future)
@@ -111,42 +152,8 @@ def wait_for_step(step: int, timeout_s: float | None = None) -> bool:
 
 def _run(current: Session, function: Callable[[int], object], every: int) -> None:
     """Evaluate until the workers have left."""
-    for step in itertools.count(every, every):
-        if not wait_for_step(step, float("inf")):
-            return
+    due = every
+    while (step := wait_for_step(due, float("inf"))) is not None:
         with snapshot():
             function(step)
-
-
-def _hold(current: Session, number: int) -> dict[str, int]:
-    for _ in range(_TRIES):
-        rounds: Counter[str] = Counter()
-        for told in _ask_all(current, {"do": VERSIONS}):
-            for table, version in told.items():
-                rounds[table] = max(rounds[table], version)
-        replies = _ask_all(current, {"do": HOLD, "id": number, "rounds": rounds})
-        if all(told["is_whole"] for told in replies):
-            return dict(rounds)
-        _ask_all(current, {"do": RELEASE, "id": number})
-    raise RingcommError(
-        f"ps.snapshot: in {_TRIES} attempts rounds were over before all servers had heard of it"
-    )
-
-
-def _ask_all(current: Session, what: dict[str, Any]) -> list[dict[str, Any]]:
-    client = current.client
-    told: list[dict[str, Any]] = []
-    future = Future(client, "snapshot", client.n_servers, lambda: told, client.timestamp())
-    meta = packed_json(what)
-
-    def note(reply: Delivery) -> None:
-        told.append(json.loads(reply.meta))
-
-    client.ask(
-        [
-            Ask(Kind.SNAPSHOT, server=server, meta=meta, on_reply=note)
-            for server in range(client.n_servers)
-        ],
-        future,
-    )
-    return future.wait()
+        due = (step // every + 1) * every

@@ -16,6 +16,8 @@ from ringcomm.errors import RingcommError
 
 _HEADER: Final = struct.Struct("<BBHIIIQIIqIIQQ")
 HEADER_NBYTES: Final = _HEADER.size
+_EMPTY: Final = memoryview(b"")
+_GAPS: Final = tuple(bytes(n) for n in range(8))
 PROTOCOL: Final = 1  # goes up when the header or a kind changes its meaning
 
 
@@ -39,6 +41,22 @@ class Kind(IntEnum):
     ERASE = 15
     CHANGES = 16
     STATE = 17
+    ROWS = 18
+
+
+class Step(IntEnum):
+    """What a frame of Kind.MOVE is about; its option. See ringcomm.ps.moving."""
+
+    ASK = 0
+    GIVE = 1
+    TAKE = 2
+    TAKEN = 3
+    GIVEN = 4
+    NOTICE = 5
+    NOTED = 6
+    SETTLE = 7
+    ROWS = 8
+    ROWS_NOTICE = 9
 
 
 class Status(IntEnum):
@@ -47,7 +65,7 @@ class Status(IntEnum):
     OK = 0
     LATE = 1  # applied to nothing: the round had what it needed
     REFUSED = 2  # a mistake of the caller; meta says which
-    WRONG_VIEW = 3  # another server owns the partition now; meta is the view
+    WRONG_VIEW = 3  # another server owns the partition now; meta is its owner and epoch
     FAILED = 4  # the server could not; meta says why
 
 
@@ -67,7 +85,8 @@ class Header(NamedTuple):
         kind: see Kind.
         where: see Where.
         status: of a reply, see Status.
-        view: number of the view that the sender knows.
+        view: of a request for a partition: its epoch, see ringcomm.ps.moving; of a reply: the
+            request's.
         origin: rank of the job that made the request; in a reply, that answers.
         incarnation: life of that rank.
         sequence: of a request: ascending per rank and incarnation; of a reply: the request's.
@@ -110,16 +129,36 @@ class Frame(NamedTuple):
     inline: memoryview
 
 
+def is_one_way(header: Header) -> bool:
+    """Return True if a frame has no reply: what servers tell each other of tables and moves."""
+    if header.kind == Kind.MOVE:
+        return header.option not in (Step.ASK, Step.SETTLE)
+    return header.kind in (Kind.VIEW, Kind.REPORT)
+
+
 def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") -> bytes:
     """Return a frame as bytes; n_meta is filled in, and n_body of one that is inline."""
-    if header.where <= Where.INLINE:
-        header = header._replace(
-            n_meta=len(meta), n_body=len(inline), where=Where.INLINE if len(inline) else 0
-        )
-    else:
-        header = header._replace(n_meta=len(meta))
-    return b"".join(
-        (_HEADER.pack(*header), meta, bytes(-len(meta) % 8), inline, bytes(-len(inline) % 8))
+    n_meta, n_inline = len(meta), len(inline)
+    where, n_body = header.where, header.n_body
+    if where <= 1:  # none, or inline
+        where, n_body = 1 if n_inline else 0, n_inline
+    head = _HEADER.pack(
+        header.kind, where, *header[2:10], n_meta, header.option, header.place, n_body
+    )
+    return b"".join((head, meta, _GAPS[-n_meta % 8], inline, _GAPS[-n_inline % 8]))
+
+
+def frame_of(letter: bytes) -> Frame:
+    """Read a letter of one frame, as the pipes of a node bring them."""
+    header = Header._make(_HEADER.unpack_from(letter))
+    start = HEADER_NBYTES + header.n_meta
+    if header.where != 1:  # not inline
+        return Frame(header, letter[HEADER_NBYTES:start], _EMPTY)
+    start += -start % 8
+    return Frame(
+        header,
+        letter[HEADER_NBYTES : HEADER_NBYTES + header.n_meta],
+        memoryview(letter)[start : start + header.n_body],
     )
 
 

@@ -108,6 +108,10 @@ class Future(Generic[R]):
         if self._left == 0:
             self._complete()
 
+    def expect(self, n: int) -> None:
+        """Let it take so many more replies; while one is outstanding."""
+        self._left += n
+
     def fail(self, error: BaseException) -> None:
         """Let wait() raise; the first error counts."""
         if not self._is_done:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +22,21 @@ from ringcomm.engine.patience import refuse_hopeless
 from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
 from ringcomm.ps.client import Ask, Client, Wait
 from ringcomm.ps.desk import Desk
-from ringcomm.ps.frames import Kind
+from ringcomm.ps.frames import Kind, Step
+from ringcomm.ps.functions import Function, registered
 from ringcomm.ps.future import Future
 from ringcomm.ps.link import Link
+from ringcomm.ps.messages import packed_json
+from ringcomm.ps.post import Pipes, Post
 from ringcomm.ps.roles import Layout, Role, Wish, assign
-from ringcomm.ps.serving import Server
+from ringcomm.ps.serving import LEADER, Server
+from ringcomm.ps.snapshots import PAUSE
 
 _LINE = 64
-_sessions: weakref.WeakKeyDictionary[Engine, Session] = weakref.WeakKeyDictionary()
+# A wake-up costs who wakes 20 to 40 us, so a server stays awake for as long as a client takes to
+# make its next small request; who awaits a reply to a large one had better sleep (measured).
+_LOOKS_OF_SERVER, _LOOKS_OF_CLIENT = 2000, 400
+_SESSION = "ringcomm.ps"  # among Engine.extras
 
 
 @dataclass(eq=False)
@@ -41,8 +50,10 @@ class Session:
         everyone: all ranks of the job.
         desk: takes requests and replies.
         client: of this rank.
+        functions: names of those that are marked @ps.function, by server's rank; of this one as -1.
         clock: steps that this worker has completed.
         snapshot: number of the one that pulls see; 0: the values of now.
+        last_save: the latest checkpoint that it has begun to save.
     """
 
     engine: Engine
@@ -51,17 +62,19 @@ class Session:
     everyone: Group
     desk: Desk
     client: Client
+    functions: dict[int, tuple[str, ...]]
     clock: int = 0
     snapshot: int = 0
     has_left: bool = False
+    last_save: Future[Path] | None = None
 
     def memory(self, nbytes: int) -> Bytes:
         """Return memory that this node maps, or ordinary memory where none is shared."""
         return memory_of(self.engine, nbytes)
 
-    def tick(self) -> None:
+    def tick(self, clock: int | None = None) -> None:
         """Tell the servers that this worker has completed a step: all it pushed is on its way."""
-        self.clock += 1
+        self.clock = self.clock + 1 if clock is None else clock
         client = self.client
         future: Future[None] = Future(
             client, "tick", client.n_servers, lambda: None, client.timestamp()
@@ -74,11 +87,33 @@ class Session:
         if self.has_left:
             return
         self.has_left = True
-        n = self.client.n_servers
-        future: Future[None] = Future(
-            self.client, "leave", n, lambda: None, self.client.timestamp()
-        )
-        self.client.ask([Ask(Kind.LEAVE, server=server) for server in range(n)], future)
+        client, n_moved = self.client, -1
+        # Rows must not move while some servers know that this rank has left, and others do not. The
+        # leader ends the pause as it hears of that.
+        still = packed_json({"do": PAUSE, "id": self.engine.job_rank << 32})
+        self._ask_all(Kind.SNAPSHOT, "leave", [LEADER], meta=still)
+        while n_moved != client.n_moved:  # requests that come back must be there before LEAVE
+            n_moved = client.n_moved
+            self._ask_all(Kind.MOVE, "leave", option=Step.SETTLE)
+            client.wait_until_settled("leave")
+        self._ask_all(Kind.LEAVE, "leave")
+        server = self.desk.server
+        if server is not None:  # others may ask it yet
+            self.engine.run_until(lambda: server.is_over and not self.desk.link.is_busy)
+
+    def _ask_all(
+        self,
+        kind: Kind,
+        label: str,
+        servers: list[int] | None = None,
+        *,
+        option: int = 0,
+        meta: bytes = b"",
+    ) -> None:
+        client = self.client
+        asked = list(range(client.n_servers)) if servers is None else servers
+        future: Future[None] = Future(client, label, len(asked), lambda: None, client.timestamp())
+        client.ask([Ask(kind, server=s, option=option, meta=meta) for s in asked], future)
         future.wait()
 
 
@@ -101,6 +136,7 @@ def init(
     placement: str = "balanced",
     colocated: bool = False,
     deadline_s: float = 60.0,
+    rebalance_every_s: float | None = None,
 ) -> None:
     """Make this rank a worker, a server or an evaluator. Collective over all ranks of the job.
 
@@ -118,26 +154,37 @@ def init(
         placement: "balanced": slices go to the server with the fewest bytes.
         colocated: servers live in the processes of workers.
         deadline_s: of each wait for a server, in seconds.
+        rebalance_every_s: how often the servers look at their traffic, in seconds, and let
+            partitions move if one of them has been overloaded for a while; None: never, but see
+            ps.rebalance().
 
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank.
     """
     world.init()
     engine = world.engine()
-    if engine in _sessions:
+    if _SESSION in engine.extras:
         return
     if servers is None and role != "server":
         servers = config.settings().ps_servers or None
     marked = _evaluation
-    wish = Wish(role, servers, evaluators, colocated, replication, placement, marked is not None)
+    functions = registered()
+    wish = Wish(
+        role, servers, evaluators, colocated, replication, placement, marked is not None,
+        tuple(sorted(functions)), rebalance_every_s,
+    )  # fmt: skip
     nodes = engine.nodes_of(engine.world)
-    layout = assign(allgather_object(wish), nodes)
+    wishes = allgather_object(wish)
+    layout = assign(wishes, nodes)
     if replication > 1:
         raise ConfigError(f"ps.init: replication={replication} is not there yet; leave it out")
     if placement != "balanced":
         raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
-    session = _start(engine, layout, deadline_s)
-    _sessions[engine] = session
+    names = {rank: wishes[rank].functions for rank in layout.servers} | {-1: wish.functions}
+    session = _start(engine, layout, deadline_s, functions, names)
+    engine.extras[_SESSION] = session
+    if (every_s := wishes[layout.workers[0]].rebalance_every_s) is not None:
+        _balance(session, every_s)
     engine.set_default(session.group)
     if session.desk.server is None:
         engine.before_leaving(session.leave)
@@ -176,26 +223,57 @@ def evaluate_by(
         ConfigError: ps.init() has run already.
     """
     global _evaluation  # noqa: PLW0603 - one program has one evaluation
-    if world.is_initialized() and world.engine() in _sessions:
-        raise ConfigError("ps.evaluator: must stand before ps.init(), which calls it")
+    require_not_begun("ps.evaluator", "which calls it")
     _evaluation = _Evaluation(function, every, run)
 
 
-def _start(engine: Engine, layout: Layout, deadline_s: float) -> Session:
+def require_not_begun(what: str, why: str) -> None:
+    """Raise ConfigError if ps.init() has run already."""
+    if world.is_initialized() and _SESSION in world.engine().extras:
+        raise ConfigError(f"{what}: must stand before ps.init(), {why}")
+
+
+def _connect(engine: Engine, layout: Layout) -> Post | None:
+    """Return pipes to the ranks of this node that this rank exchanges frames with. Collective."""
+    is_server = engine.job_rank in layout.servers
+    mates = range(engine.job_size) if is_server else layout.servers
+    pipes = Pipes(engine.transport, mates)
+    places = allgather_object(pipes.places)
+    looks = _LOOKS_OF_SERVER if is_server else _LOOKS_OF_CLIENT
+    return pipes.connect(places, goes_on_alone=is_server and layout.is_colocated, looks=looks)
+
+
+def _start(
+    engine: Engine,
+    layout: Layout,
+    deadline_s: float,
+    functions: dict[str, Function],
+    names: dict[int, tuple[str, ...]],
+) -> Session:
     everyone = Group.of_job(range(engine.job_size))
     desk = Desk()
     context = everyone.ledger_for(engine).context
     transport = engine.transport
-    desk.link = link = Link(transport, transport.mail(), context, desk.place_for)
+    desk.link = link = Link(
+        transport, transport.mail(), context, desk.place_for, _connect(engine, layout)
+    )
     desk.client = client = Client(engine, link, layout, deadline_s)
     me = engine.job_rank
     if me in layout.servers:
         index = layout.servers.index(me)
-        desk.server = Server(index, layout, link, lambda nbytes: memory_of(engine, nbytes))
+        memory = partial(memory_of, engine)
+        desk.server = Server(index, layout, link, memory, functions)
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
     engine.attach(desk)
-    return Session(engine, layout, group, everyone, desk, client)
+    return Session(engine, layout, group, everyone, desk, client, names)
+
+
+def _balance(session: Session, every_s: float) -> None:
+    from ringcomm.ps.balancing import Balancer  # it asks by what stands here
+
+    if session.layout.servers[LEADER] == session.engine.job_rank:
+        session.engine.attach(Balancer(session, every_s))
 
 
 def _serve(session: Session) -> None:
@@ -227,7 +305,7 @@ def session() -> Session:
     Raises:
         NotInitializedError: it has not run.
     """
-    found = _sessions.get(world.engine())
+    found: Session | None = world.engine().extras.get(_SESSION)
     if found is None:
         raise NotInitializedError("ps is not initialized: call ps.init() first")
     return found
@@ -247,6 +325,34 @@ def is_chief() -> bool:
     """Return True on the worker that initialises, checkpoints and logs: the lowest one."""
     current = session()
     return current.engine.job_rank == current.layout.workers[0]
+
+
+def complete_step(step: int | None = None) -> int:
+    """Tell the servers that this worker has completed a step, with all it has pushed so far.
+
+    ps.SSP(s) and evaluators go by it. ps.DistributedOptimizer.step() does it by itself; a worker
+    that has none, but tables, calls this at the end of each step. It waits for nothing.
+
+    Args:
+        step: how many it has completed, e.g. after ps.restore(); one more than before if not given.
+
+    Returns:
+        How many it has completed.
+
+    Raises:
+        ValueError: fewer than before.
+        RingcommError: this rank is no worker.
+    """
+    current = session()
+    if current.layout.role_of(current.engine.job_rank) != "worker":
+        raise RingcommError("ps.complete_step: this rank is no worker; only their steps count")
+    if step is not None and operator.index(step) < current.clock:
+        raise ValueError(
+            f"ps.complete_step: step is {step}, and this worker has completed {current.clock}"
+        )
+    if step is None or step > current.clock:
+        current.tick(step)
+    return current.clock
 
 
 def workers() -> Group:

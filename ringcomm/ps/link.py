@@ -11,18 +11,26 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.ps.frames import HEADER_NBYTES, Frame, Header, Where, frames, packed
+from ringcomm.ps.frames import HEADER_NBYTES, Frame, Header, Where, frame_of, frames, packed
 from ringcomm.transport.base import N_STREAMS, P2P, Request, Transport, tag_of
 from ringcomm.transport.mail import LETTER_MAX, Mail
 
+if TYPE_CHECKING:
+    from ringcomm.ps.dense import DensePartition
+    from ringcomm.ps.placement import Partition
+    from ringcomm.ps.post import Post
+
 INLINE_MAX: Final = LETTER_MAX - 1024  # bytes of a body in a letter; the rest is header and meta
-_META_MAX: Final = 1024 - HEADER_NBYTES
+META_MAX: Final = 1024 - HEADER_NBYTES  # of what explains such a body
 _NOTHING: Final = np.empty(0, np.uint8)
+
+
+Asked = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -58,6 +66,7 @@ class Link:
         mail: what carries letters.
         context: number that is this link's alone among the groups of the job.
         place_for: returns where a body that comes as a message shall go; None: memory of its own.
+        post: what carries frames between ranks of this node; None: `mail` does.
     """
 
     def __init__(
@@ -66,11 +75,14 @@ class Link:
         mail: Mail,
         context: int,
         place_for: Callable[[int, Header], Bytes | None],
+        post: Post | None = None,
     ) -> None:
         self._transport = transport
         self._mail = mail
         self._context = context
         self._place_for = place_for
+        self._post = post
+        self._box = None if post is None else post.box
         self._streams = itertools.count()
         # What send() touches, in any thread, is there from the start and appended to, no more.
         self._outgoing: list[deque[bytes]] = [deque() for _ in range(transport.size)]
@@ -84,6 +96,19 @@ class Link:
         t = self._transport
         return t.node is not None and t.nodes[rank] == t.nodes[t.rank]
 
+    def place_of(self, x: Bytes) -> int:
+        """Return where shared memory of this rank is, as view() of another rank wants it."""
+        node = self._transport.node
+        assert node is not None
+        return node.offset_of(x)
+
+    def view(self, rank: int, place: int, nbytes: int) -> Bytes:
+        """Return memory of a rank that shares_memory(), where it stands. Raises ValueError."""
+        node = self._transport.node
+        if node is None:
+            raise ValueError(f"rank {rank} shares no memory with this one")
+        return node.view(rank, place, nbytes)
+
     def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = _NOTHING) -> None:
         """Send a frame; any thread. It leaves at the next poll().
 
@@ -94,8 +119,8 @@ class Link:
             body: kept until it is sent. A large one in memory that `dest` maps is read there: it
                 must stay as it is until `dest` says that it has done so.
         """
-        if body.nbytes <= INLINE_MAX - max(0, len(meta) - _META_MAX):
-            self._outgoing[dest].append(packed(header, meta, body.data if body.nbytes else b""))
+        if body.nbytes <= INLINE_MAX - max(0, len(meta) - META_MAX):
+            self._put(dest, packed(header, meta, body.data if body.nbytes else b""))
             return
         node = self._transport.node if self.shares_memory(dest) else None
         if node is not None and node.memory.holds(body):
@@ -104,15 +129,101 @@ class Link:
             tag = tag_of(self._context, next(self._streams) % N_STREAMS, P2P)
             header = header._replace(where=Where.MESSAGE, place=tag)
             self._bodies.append(_Later(self._transport, body, dest, tag))
-        self._outgoing[dest].append(packed(header._replace(n_body=body.nbytes), meta))
+        self._put(dest, packed(header._replace(n_body=body.nbytes), meta))
 
-    def poll(self) -> list[Delivery]:
-        """Advance the wire; return what has arrived, that of each sender in order."""
-        self.flush()
-        for letter in self._mail.collect():
-            for frame in frames(letter.data):
-                self._admit(letter.source, frame)
+    def ask(self, dest: int, header: Asked, meta: bytes, body: Bytes) -> None:
+        """Send a request, as send() does.
+
+        Args:
+            dest: rank of the job.
+            header: kind, view, origin, incarnation, sequence, table, partition, clock, option and
+                place, see Header.
+            meta: see send().
+            body: see send().
+        """
+        if self._box is not None and self._box.ask(dest, *header, meta, body):
+            return
+        kind, view, origin, life, sequence, table, part, clock, option, place = header
+        full = Header(
+            kind, 0, 0, view, origin, life, sequence, table, part, clock, 0, option, place
+        )
+        self.send(dest, full, meta, body)
+
+    def take_acks(self) -> list[tuple[int, int]]:
+        """Return which requests were carried out without more to say: sequence, clock.
+
+        Of what one rank has sent they came before what the last poll() returned.
+        """
+        return [] if self._box is None else self._box.take_acks()
+
+    def _put(self, dest: int, frame: bytes) -> None:
+        if self._box is not None and self._box.reaches(dest):
+            self._box.send(dest, frame)
+        else:
+            self._outgoing[dest].append(frame)
+
+    @property
+    def has_mail(self) -> bool:
+        """True if something from this node waits for poll()."""
+        return self._box is not None and self._box.has_mail
+
+    def poll(self, *, only_near: bool = False) -> list[Delivery]:
+        """Advance the wire; return what has arrived, that of each sender in order.
+
+        Args:
+            only_near: leave letters alone, and take what has come from this node.
+        """
+        if not only_near:
+            self.flush()
+            for letter in self._mail.collect():
+                for frame in frames(letter.data):
+                    self._admit(letter.source, frame)
+        came = [] if self._box is None else self._box.collect()
+        if only_near and not self._n_waiting and len(came) == 1:  # as a rule
+            (source, data), came = came[0], []
+            frame = frame_of(data)
+            if frame.header.where <= 1:
+                body = np.frombuffer(frame.inline, np.uint8) if frame.inline else _NOTHING
+                return [Delivery(source, frame.header, frame.meta, body)]
+            self._admit(source, frame)
+        for source, data in came:
+            self._admit(source, frame_of(data))
         return list(self._arrived())
+
+    def enter(self) -> None:
+        """Let nothing be carried out without Python until leave(); around poll() and what came."""
+        if self._box is not None:
+            self._box.enter()
+
+    def leave(self) -> None:
+        """See enter()."""
+        if self._box is None:
+            return
+        if self._n_waiting:
+            for source, line in enumerate(self._lines):
+                if line:  # what this rank sends next must not overtake it
+                    self._box.hold(source)
+        self._box.leave()
+
+    def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:
+        """Let pushes for a partition be carried out without Python."""
+        if self._box is not None:
+            self._box.open(*partition, epoch, part.counter)
+
+    def close(self, partition: Partition) -> None:
+        """Let Python carry out what comes for a partition."""
+        if self._box is not None:
+            self._box.close(*partition)
+
+    @property
+    def carried_out(self) -> tuple[int, int]:
+        """How many requests needed no Python, and the bytes of their bodies."""
+        return (0, 0) if self._box is None else (self._box.n_requests, self._box.n_body)
+
+    @property
+    def waits_to_leave(self) -> bool:
+        """True if a poll() would put something on the wire."""
+        return bool(self._bodies or any(self._outgoing))
 
     @property
     def is_busy(self) -> bool:
@@ -122,8 +233,14 @@ class Link:
             or self._sending
             or self._n_waiting
             or self._mail.n_unsent
+            or (self._box is not None and (self._box.n_unsent or self._box.has_mail))
             or any(self._outgoing)
         )
+
+    @property
+    def n_queued(self) -> int:
+        """How many frames wait to leave, or for their body."""
+        return sum(map(len, self._outgoing)) + self._n_waiting
 
     def flush(self) -> None:
         """Put on the wire what waits to leave; by poll() anyway."""

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -30,14 +31,16 @@ class Updater:
 
     code: ClassVar[int]
 
-    @property
+    @cached_property
     def hyper(self) -> NDArray[np.float64]:
-        """The hyper-parameters as float64 numbers, which travel with every push."""
+        """The hyper-parameters as float64 numbers, which travel with every push; read-only."""
         values: list[float] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             values.extend(value if isinstance(value, tuple) else (value,))
-        return np.array(values, np.float64)
+        numbers = np.array(values, np.float64)
+        numbers.flags.writeable = False
+        return numbers
 
     @property
     def slot_names(self) -> tuple[str, ...]:

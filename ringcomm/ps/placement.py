@@ -6,7 +6,7 @@ Decisions only: nothing here sends, locks or reads a clock.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -93,7 +93,11 @@ class Move:
 
 
 def rebalance(
-    view: View, traffic: Mapping[Partition, float], servers: Sequence[int], slack: float = 0.1
+    view: View,
+    traffic: Mapping[Partition, float],
+    servers: Sequence[int],
+    slack: float = 0.1,
+    pinned: Collection[Partition] = (),
 ) -> list[Move]:
     """Return the moves that even out measured traffic, the busiest partitions first.
 
@@ -102,12 +106,14 @@ def rebalance(
         traffic: per partition, in any unit; a partition without an entry has none.
         servers: who can own.
         slack: a server may have this share more than the mean.
+        pinned: partitions that stay where they are.
     """
     load = dict.fromkeys(servers, 0.0)
     owned: dict[int, list[Partition]] = {server: [] for server in servers}
     for partition, chain in sorted(view.chains.items()):
         load[chain[0]] += traffic.get(partition, 0.0)
-        owned[chain[0]].append(partition)
+        if partition not in pinned:
+            owned[chain[0]].append(partition)
     limit = sum(load.values()) / len(servers) * (1 + slack)
     moves: list[Move] = []
     for source in sorted(servers, key=lambda server: -load[server]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Wish:
         replication: copies of each partition.
         placement: how partitions are spread.
         evaluates: a function is marked @ps.evaluator.
+        functions: names of those that are marked @ps.function.
+        rebalance_every_s: how often partitions may move by themselves; None: never.
     """
 
     role: str | None = None
@@ -34,6 +37,8 @@ class Wish:
     replication: int = 1
     placement: str = "balanced"
     evaluates: bool = False
+    functions: tuple[str, ...] = ()
+    rebalance_every_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,11 @@ def _require_sound(rank: int, wish: Wish) -> None:
         raise ConfigError(
             f"ps.init: rank {rank} says role={wish.role!r}; roles are {', '.join(ROLES)}"
         )
+    every_s = wish.rebalance_every_s
+    if every_s is not None and not 0 < every_s < math.inf:
+        raise ConfigError(
+            f"ps.init: rank {rank} says rebalance_every_s={every_s}; it must be more than 0"
+        )
     for name, value, least in (
         ("servers", wish.servers, 1),
         ("evaluators", wish.evaluators, 0),
@@ -120,6 +130,8 @@ def _require_alike(wishes: Sequence[Wish]) -> None:
         if wish.role != "server":
             said |= {"replication": wish.replication, "placement": wish.placement}
             said["colocated"] = wish.colocated
+        if wish.role in (None, "worker"):
+            said["rebalance_every_s"] = wish.rebalance_every_s
         for name, value in said.items():
             other, before = first.setdefault(name, (rank, value))
             if before != value:

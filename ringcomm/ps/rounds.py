@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -102,6 +102,21 @@ class Rounds(Generic[T]):
         self.current += 1
         return sorted(self._came.pop(self.current - 1).items())
 
+    def pending(self) -> list[tuple[int, int, T]]:
+        """Return what is here of rounds that are not over: round, worker, contribution."""
+        return [
+            (number, worker, each)
+            for number, came in sorted(self._came.items())
+            for worker, each in sorted(came.items())
+        ]
+
+    def resume(self, current: int, pending: Iterable[tuple[int, int, T]]) -> None:
+        """Go on where other rounds were; see pending()."""
+        self.current = current
+        self._came.clear()
+        for number, worker, each in pending:
+            self._came[number][worker] = each
+
 
 class Clocks:
     """How many steps each worker has completed, as one server knows it.
@@ -126,6 +141,17 @@ class Clocks:
     def slowest(self) -> float:
         """The least clock of those that count; infinite if nobody does."""
         return min(self._of.values(), default=math.inf)
+
+    def as_they_are(self) -> dict[int, int]:
+        """Return the clocks of those that count."""
+        return dict(self._of)
+
+    def slowest_with(self, floor: Mapping[int, int]) -> float:
+        """Return the least clock if some count for no more than `floor` says of them."""
+        if not floor:
+            return self.slowest
+        clocks = (min(clock, floor.get(worker, clock)) for worker, clock in self._of.items())
+        return min(clocks, default=math.inf)
 
     def behind(self, clock: float) -> list[int]:
         """Return the workers whose clock is less."""

@@ -1,4 +1,4 @@
-"""A server: tables and their partitions, and what clients ask of them.
+"""A server: the partitions of its tables, and what clients ask of them.
 
 Everything here runs in the thread that drives the rank. Requests of one client are carried out in
 the order in which they were made; a request that must wait (a pull for a round that is not over)
@@ -7,67 +7,53 @@ holds up no other.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
-from ringcomm.ps import placement, states
+from ringcomm.ps import states
+from ringcomm.ps.changes import Changes
 from ringcomm.ps.client import error_text
-from ringcomm.ps.dense import DensePartition
-from ringcomm.ps.frames import Header, Kind, Status
+from ringcomm.ps.frames import Header, Kind, Status, Step, is_one_way
+from ringcomm.ps.functions import Calls, Function
+from ringcomm.ps.hashed import Shard
 from ringcomm.ps.link import INLINE_MAX
-from ringcomm.ps.messages import READ_BLOCK, WANT_COPY, PushMeta, packed_json
-from ringcomm.ps.placement import View
+from ringcomm.ps.messages import (
+    ENCODED_BODY,
+    INITIAL,
+    KNOWN_BLOCK,
+    PLACE,
+    READ_BLOCK,
+    WANT_COPY,
+    WANT_EXACT,
+    PushMeta,
+    packed_json,
+    packed_stamp,
+)
+from ringcomm.ps.moving import Mover, PushAnswer
+from ringcomm.ps.opening import Opener, Table
+from ringcomm.ps.placement import Partition, View
 from ringcomm.ps.rounds import Clocks
-from ringcomm.ps.snapshots import HOLD, RELEASE, VERSIONS, Held
-from ringcomm.ps.spec import Spec
+from ringcomm.ps.row_requests import RowRequests, was_applied
+from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, VERSIONS, Held
+from ringcomm.ps.storing import Store
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.dense import DensePartition
     from ringcomm.ps.link import Delivery, Link
     from ringcomm.ps.roles import Layout
 
 _NOTHING: Final = np.empty(0, np.uint8)
 LEADER: Final = 0  # the lowest server decides views
-
-
-@dataclass
-class Table:
-    """A table, as far as this server has it.
-
-    Attributes:
-        number: of the table in messages.
-        spec: what it is.
-        owners: of each partition: its server.
-        parts: partitions of this server, by number.
-    """
-
-    number: int
-    spec: Spec
-    owners: list[int]
-    parts: dict[int, DensePartition] = field(default_factory=dict)
-
-    def described(self) -> dict[str, Any]:
-        """Return what others need to know of it."""
-        return {"number": self.number, "spec": self.spec.to_json(), "owners": self.owners}
-
-
-@dataclass
-class _Opening:
-    """A table that the leader is about to make known to all servers."""
-
-    table: Table
-    awaited: set[int]
-    asked: list[Delivery]
 
 
 @dataclass(eq=False)
@@ -77,10 +63,12 @@ class Waiting:
     Attributes:
         ready: returns True once it can.
         answer: does it.
+        request: the pull; None: another request.
     """
 
     ready: Callable[[], bool]
     answer: Callable[[], None]
+    request: Delivery | None = None
 
 
 class Server:
@@ -91,37 +79,61 @@ class Server:
         layout: who is who.
         link: the wire.
         memory: returns memory that clients on this node map.
+        functions: that clients may call, by name.
     """
 
     def __init__(
-        self, index: int, layout: Layout, link: Link, memory: Callable[[int], Bytes]
+        self,
+        index: int,
+        layout: Layout,
+        link: Link,
+        memory: Callable[[int], Bytes],
+        functions: Mapping[str, Function],
     ) -> None:
         self.index = index
         self._layout = layout
         self._rank = layout.servers[index]
         self._link = link
-        self._memory = memory
+        self.memory = memory
         self.view = View()
         self.tables: dict[int, Table] = {}
-        self._by_name: dict[str, Table] = {}
-        self._opening: dict[str, _Opening] = {}
         self._clocks = Clocks(layout.workers)
         self._waiting: list[Waiting] = []
-        self._applied: defaultdict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
         self._held: dict[int, Held] = {}
+        self.job = uuid.uuid4().hex
+        self.opener = Opener(self)
+        self.mover = Mover(self)
+        self.store = Store(self)
         self.left: set[int] = set()
         self.n_requests = 0
+        self._nbytes_in = self._nbytes_out = 0
         self._began_at = time.monotonic()
+        changes = Changes(self)
+        rows = RowRequests(link, self._slowest_for, self.reply, self.when)
+        self._rows: dict[int, Callable[[Delivery, Shard], None]] = {
+            Kind.PUSH: rows.push,
+            Kind.PULL: rows.pull,
+            Kind.ERASE: rows.erase,
+            Kind.ROWS: rows.tell,
+            Kind.CHANGES: changes.of_rows,
+        }
         self._handlers: dict[int, Callable[[Delivery], None]] = {
-            Kind.CREATE: self._create,
-            Kind.VIEW: self._adopt,
+            Kind.CREATE: self.opener.create,
+            Kind.VIEW: self.opener.on_view,
             Kind.PUSH: self._push,
             Kind.PULL: self._pull,
+            Kind.CHANGES: changes.of_block,
+            Kind.CALL: Calls(self, functions).on_call,
             Kind.TICK: self._tick,
             Kind.STATS: self._stats,
             Kind.SNAPSHOT: self._snapshot,
+            Kind.SAVE: self.store.on_save,
+            Kind.RESTORE: self.store.on_restore,
+            Kind.MOVE: self.mover.on_request,
             Kind.STATE: self._state,
             Kind.LEAVE: self._leave,
+            Kind.ERASE: self._refuse,
+            Kind.ROWS: self._refuse,
         }
 
     @property
@@ -133,6 +145,7 @@ class Server:
     def on_request(self, delivery: Delivery) -> None:
         """Carry out a request; a mistake is told to who made it, and changes nothing."""
         self.n_requests += 1
+        self._nbytes_in += delivery.body.nbytes
         handler = self._handlers.get(delivery.header.kind)
         try:
             if handler is None:
@@ -140,12 +153,41 @@ class Server:
                     f"server {self.index} knows no request {delivery.header.kind}: this is "
                     f"ringcomm {__version__}"
                 )
-            handler(delivery)
-        except Exception as error:  # noqa: BLE001 - the server lives on
+            table = self.tables.get(delivery.header.table)
+            is_move = delivery.header.kind == Kind.MOVE
+            if table is not None and table.shard is not None and not is_move:
+                self._serve_rows(delivery, table, table.shard)
+            else:
+                handler(delivery)
+        except Exception as error:
+            if is_one_way(delivery.header):  # nobody waits for a reply that could tell of it
+                raise RingcommError(
+                    f"server {self.index}: cannot do what rank {delivery.source} says with "
+                    f"{_named(delivery.header)}: {type(error).__name__}: {error}. This is a defect"
+                ) from error
             status = Status.REFUSED if isinstance(error, ValueError | KeyError) else Status.FAILED
-            self._reply(delivery, status=status, meta=error_text(error))
+            self.reply(delivery, status=status, meta=error_text(error))
 
-    def _reply(
+    def _serve_rows(self, request: Delivery, table: Table, shard: Shard) -> None:
+        handler = self._rows.get(request.header.kind)
+        if handler is None:
+            raise KeyError(f"hashtable[{shard.spec.name}]: knows no request {request.header.kind}")
+        if request.header.kind == Kind.CHANGES:  # of what this server has, whatever moves
+            handler(request, shard)
+            return
+        if self.mover.rows.keeps(request, shard):
+            return
+        if request.header.view != table.epochs.get(0, 0) and not was_applied(request, shard):
+            self.mover.rows.redirect(request, table)
+            return
+        handler(request, shard)
+        self.look_at_waiting()
+
+    def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = _NOTHING) -> None:
+        """Send a frame of this server's own to a rank; see Link.send()."""
+        self._link.send(dest, header._replace(origin=self._rank), meta, body)
+
+    def reply(
         self,
         to: Delivery,
         *,
@@ -155,10 +197,12 @@ class Server:
         clock: int = 0,
         option: int = 0,
     ) -> None:
+        """Answer a request; any thread."""
+        self._nbytes_out += body.nbytes // 2 if option == READ_BLOCK else body.nbytes  # of two
         header = Header(
             Kind.REPLY,
             status=status,
-            view=self.view.number,
+            view=to.header.view,
             origin=self._rank,
             sequence=to.header.sequence,
             table=to.header.table,
@@ -168,145 +212,187 @@ class Server:
         )
         self._link.send(to.source, header, meta, body)
 
-    # --- tables ---------------------------------------------------------------------------------
-    def _create(self, request: Delivery) -> None:
-        """Open a table for a client; the first one makes it. For the leader."""
-        spec = Spec.of_json(json.loads(request.meta))
-        if spec.name in self._opening:
-            opening = self._opening[spec.name]
-            opening.table.spec.require_same(spec, request.source)
-            opening.asked.append(request)
-            return
-        known = self._by_name.get(spec.name)
-        if known is not None:
-            known.spec.require_same(spec, request.source)
-            self._reply(request, body=self._described(known))
-            return
-        table = Table(len(self.tables) + 1, spec, self._place(spec))
-        others = set(range(len(self._layout.servers))) - {self.index}
-        opening = self._opening[spec.name] = _Opening(table, others, [request])
-        self._install(table)
-        for server in others:
-            header = Header(Kind.VIEW, origin=self._rank, sequence=table.number)
-            self._link.send(self._layout.servers[server], header, b"", self._described(table))
-        self._open_if_known(opening)
+    # --- others ---------------------------------------------------------------------------------
+    @property
+    def n_servers(self) -> int:
+        """How many servers there are."""
+        return len(self._layout.servers)
 
-    def _place(self, spec: Spec) -> list[int]:
-        servers = list(range(len(self._layout.servers)))
-        if spec.kind == "hash":
-            return placement.place_hashed(spec.name, servers, spec.partitions)
-        bounds = placement.cuts(spec.count, spec.block)
-        itemsize = np.dtype(spec.dtype).itemsize
-        sizes = [(b - a) * itemsize for a, b in itertools.pairwise(bounds)]
-        return placement.place_dense(sizes, self._loads(), servers)
+    @property
+    def leader(self) -> int:
+        """The server that decides views."""
+        return LEADER
 
-    def _loads(self) -> dict[int, int]:
-        loads: defaultdict[int, int] = defaultdict(int)
-        for table in self.tables.values():
-            if table.spec.kind == "dense":
-                nbytes = table.spec.count * np.dtype(table.spec.dtype).itemsize
-                for owner in table.owners:
-                    loads[owner] += nbytes // len(table.owners)
-        return loads
+    def rank_of(self, server: int) -> int:
+        """Return the rank of a server."""
+        return self._layout.servers[server]
 
-    def _install(self, table: Table) -> None:
-        spec = table.spec
-        self.tables[table.number] = self._by_name[spec.name] = table
-        changes = {(table.number, i): (owner,) for i, owner in enumerate(table.owners)}
-        self.view = self.view.with_(changes)
-        bounds = placement.cuts(spec.count, spec.block)
-        for part, owner in enumerate(table.owners):
-            if owner == self.index:
-                start, stop = bounds[part], bounds[part + 1]
-                table.parts[part] = DensePartition(
-                    spec, start, stop, self._memory, set(self._layout.workers) - self.left
-                )
+    def shares_memory(self, server: int) -> bool:
+        """Return True if a server maps what memory() returns."""
+        return self._link.shares_memory(self._layout.servers[server])
 
-    def _adopt(self, request: Delivery) -> None:
-        """Take note of a table that the leader has placed."""
-        told = json.loads(request.body.tobytes())
-        self._install(Table(told["number"], Spec.of_json(told["spec"]), told["owners"]))
-        header = Header(Kind.VIEW, origin=self._rank, sequence=told["number"], option=1)
-        self._link.send(request.source, header, packed_json({"name": told["spec"]["name"]}))
+    def clients(self) -> list[int]:
+        """Return the ranks that may still ask."""
+        return sorted({*self._layout.workers, *self._layout.evaluators} - self.left)
 
-    def on_adopted(self, delivery: Delivery) -> None:
-        """Another server knows a table now. For the leader."""
-        opening = self._opening[json.loads(delivery.meta)["name"]]
-        opening.awaited.discard(self._layout.servers.index(delivery.source))
-        self._open_if_known(opening)
+    def keep(self, table: Table, number: int, part: DensePartition) -> None:
+        """Have a partition from now on."""
+        table.parts[number] = part
+        part.is_kept = True
+        if not (table.spec.mode.has_rounds or part.segments):
+            self._link.open((table.number, number), table.epochs.get(number, 0), part)
 
-    def _open_if_known(self, opening: _Opening) -> None:
-        if opening.awaited:
-            return
-        del self._opening[opening.table.spec.name]
-        for request in opening.asked:
-            self._reply(request, body=self._described(opening.table))
+    def release(self, table: Table, number: int) -> DensePartition:
+        """Have a partition no more; return it."""
+        self._link.close((table.number, number))
+        part = table.parts.pop(number)
+        part.is_kept = False
+        return part
+
+    def live_workers(self) -> set[int]:
+        """Return the workers that have not left."""
+        return set(self._layout.workers) - self.left
+
+    def _refuse(self, request: Delivery) -> None:
+        """Say that a request is for hash tables."""
+        raise KeyError(f"server {self.index} has no hash table {request.header.table}")
 
     # --- values ---------------------------------------------------------------------------------
-    def _part(self, request: Delivery) -> DensePartition | None:
+    def part_of(self, request: Delivery) -> DensePartition | None:
         """Return the partition that a request is for; None, and say so, if another has it."""
         table = self.tables.get(request.header.table)
         if table is None:
             raise KeyError(f"server {self.index} has no table {request.header.table}")
-        part = table.parts.get(request.header.partition)
-        if part is None:
-            self._reply(request, status=Status.WRONG_VIEW, body=self._described(table))
+        number = request.header.partition
+        if self.mover.keeps(request):
+            return None
+        part = table.parts.get(number)
+        if part is None or request.header.view != table.epochs.get(number, 0):
+            self.redirect(request)
+            return None
         return part
 
+    def redirect(self, request: Delivery) -> None:
+        """Tell who owns the partition that a request is for; it has not been carried out."""
+        table, part = self.tables[request.header.table], request.header.partition
+        told = {"owner": table.owners[part], "epoch": table.epochs.get(part, 0)}
+        self.reply(request, status=Status.WRONG_VIEW, meta=packed_json(told))
+
     def _push(self, request: Delivery) -> None:
-        part = self._part(request)
+        part = self.part_of(request)
         if part is None:
             return
         header, meta = request.header, PushMeta.of(request.meta)
-        applied = self._applied[header.table, header.partition]
-        incarnation, last = applied.get(header.origin, (-1, 0))
-        if header.incarnation == incarnation and header.sequence <= last:
-            self._reply(request, clock=part.version)  # it came twice, and was applied then
+        if not (part.is_ready or meta.flags & INITIAL):  # the chief's values would undo it
+            self.when(lambda: part.is_ready, lambda: self._push(request), request)
             return
-
-        def answer(is_applied: bool, version: int, meta: bytes = b"") -> None:
-            status = Status.OK if is_applied else Status.LATE
-            self._reply(request, status=status, clock=version, meta=meta)
-
-        part.push(header.origin, header.clock, meta, request.body, answer)
-        applied[header.origin] = (header.incarnation, header.sequence)
-        self._look_at_waiting()
+        if not part.is_new(header):
+            self.reply(request, clock=part.version)  # it came twice, and was applied then
+            return
+        before = part.last_of(header.origin)
+        # First: it may end a round, after which a checkpoint takes note of whose pushes are in it.
+        part.note_last(header.origin, header.incarnation, header.sequence)
+        try:
+            part.push(header.origin, header.clock, meta, request.body, PushAnswer(self, request))
+        except Exception:
+            part.note_last(header.origin, *before)
+            raise
+        self.look_at_waiting()
 
     def _pull(self, request: Delivery) -> None:
         """Answer with the values once enough updates are in them."""
-        part = self._part(request)
+        part = self.part_of(request)
         if part is None:
             return
-        spec, wanted = part.spec, request.header.clock
         if request.header.place:
             self._send_held(request)
             return
 
+        def answer() -> None:
+            self.send_values(request, part)
+
+        self.when(self.readiness(request, part), answer, request)
+
+    def readiness(self, request: Delivery, part: DensePartition | Shard) -> Callable[[], bool]:
+        """Return what tells whether enough updates are in it for who asks."""
+        mode, wanted = part.spec.mode, request.header.clock
+        partition = request.header.table, request.header.partition
+
         def ready() -> bool:
             if not part.is_ready:
                 return False
-            if spec.mode.name == "ssp":
-                return self._clocks.slowest >= wanted
-            return not spec.mode.has_rounds or part.version >= wanted
+            if mode.name == "ssp":
+                return self._clocks.slowest_with(self.mover.floor(partition)) >= wanted
+            return not mode.has_rounds or part.version >= wanted
 
-        def answer() -> None:
-            self._send_values(request, part)
+        return ready
 
-        self._when(ready, answer)
+    # --- partitions that move -------------------------------------------------------------------
+    def note_owner(self, partition: Partition, owner: int, epoch: int) -> None:
+        """Take note of who owns a partition now."""
+        table = self.tables[partition[0]]
+        if epoch > table.epochs.get(partition[1], 0):
+            table.owners[partition[1]], table.epochs[partition[1]] = owner, epoch
+            self.view = self.view.with_({partition: (owner,)})
 
-    def _send_values(self, request: Delivery, part: DensePartition) -> None:
-        nbytes = part.count * part.dtype.itemsize
+    def _slowest_for(self, table: int) -> float:
+        """Return the least clock that counts for a hash table: of what was pushed before it."""
+        if self.mover.rows.stands_still(table):
+            return -math.inf  # pushes are kept, and clocks are not
+        return self._clocks.slowest_with(self.mover.floor((table, 0)))
+
+    def note_owners(self, table: Table, epoch: int, moved: Iterable[Sequence[int]]) -> None:
+        """Take note of who owns partitions of a hash table from now on."""
+        changes = {}
+        for part, owner in moved:
+            table.owners[part] = owner
+            changes[table.number, part] = (owner,)
+        table.epochs[0] = epoch
+        self.view = self.view.with_(changes)
+
+    def take_waiting(self, partition: Partition) -> list[Delivery]:
+        """Return the requests that wait for a partition, which are forgotten here."""
+
+        def is_for_it(request: Delivery | None) -> bool:
+            if request is None:
+                return False
+            return (request.header.table, request.header.partition) == partition
+
+        taken = [each.request for each in self._waiting if is_for_it(each.request)]
+        self._waiting = [each for each in self._waiting if not is_for_it(each.request)]
+        return [request for request in taken if request is not None]
+
+    def clocks_of(self, partition: Partition) -> dict[int, int]:
+        """Return how many steps of each worker are in a partition for sure."""
+        floor = self.mover.floor(partition)
+        clocks = self._clocks.as_they_are()
+        return {worker: min(clock, floor.get(worker, clock)) for worker, clock in clocks.items()}
+
+    def send_values(self, request: Delivery, part: DensePartition, meta: bytes = b"") -> None:
+        """Send a block's values, or where they are; `meta` begins with their stamp."""
         part.traffic.pulls += 1
+        encoded = None if request.header.option & WANT_EXACT else part.encoded()
+        if encoded is not None:
+            part.traffic.nbytes += encoded.nbytes
+            self.reply(request, body=encoded, clock=part.version, option=ENCODED_BODY)
+            return
+        nbytes = part.count * part.dtype.itemsize
         part.traffic.nbytes += nbytes
         is_small = nbytes <= INLINE_MAX
         may_look = self._link.shares_memory(request.source) and not (
             request.header.option & WANT_COPY
         )
         if may_look and not is_small:
-            self._reply(request, body=part.memory, clock=part.version, option=READ_BLOCK)
+            stamp, body = meta or packed_stamp(part.stamp), part.memory
+            self.reply(request, meta=stamp, body=body, clock=part.version, option=READ_BLOCK)
             return
         values = part.values.view(np.uint8)
-        self._reply(request, body=values if is_small else values.copy(), clock=part.version)
+        body = values if is_small else values.copy()
+        if may_look and not meta:
+            place = PLACE.pack(self._link.place_of(part.memory), part.memory.nbytes)
+            self.reply(request, meta=place, body=body, clock=part.version, option=KNOWN_BLOCK)
+        else:
+            self.reply(request, meta=meta, body=body, clock=part.version)
 
     def _send_held(self, request: Delivery) -> None:
         header = request.header
@@ -314,27 +400,34 @@ class Server:
         if held is None:
             raise KeyError(f"server {self.index} holds no snapshot {header.place}")
         body, version = held.values((header.table, header.partition))
-        self._reply(request, body=body, clock=version)
+        self.reply(request, body=body, clock=version)
 
     def _state(self, request: Delivery) -> None:
         """Tell a partition's values and what its updater keeps beside them; or replace them."""
-        part = self._part(request)
+        part = self.part_of(request)
         if part is None:
             return
         if request.body.nbytes:
             states.load(part, request.meta, request.body)
-            self._reply(request, clock=part.version)
+            self.reply(request, clock=part.version)
         else:
             meta, body = states.packed(part)
-            self._reply(request, meta=meta, body=body, clock=part.version)
+            self.reply(request, meta=meta, body=body, clock=part.version)
 
-    def _when(self, ready: Callable[[], bool], answer: Callable[[], None]) -> None:
+    def when(
+        self,
+        ready: Callable[[], bool],
+        answer: Callable[[], None],
+        request: Delivery | None = None,
+    ) -> None:
+        """Call answer() once it is ready; `request` is the pull that it answers, if it is one."""
         if ready():
             answer()
         else:
-            self._waiting.append(Waiting(ready, answer))
+            self._waiting.append(Waiting(ready, answer, request))
 
-    def _look_at_waiting(self) -> None:
+    def look_at_waiting(self) -> None:
+        """Answer what can be answered by now."""
         due = [each for each in self._waiting if each.ready()]
         if due:
             self._waiting = [each for each in self._waiting if each not in due]
@@ -347,44 +440,62 @@ class Server:
         header = request.header
         if not header.option:
             self._clocks.tick(header.origin, header.clock)
-            self._look_at_waiting()
-            self._reply(request)
+            self.look_at_waiting()
+            self.reply(request)
             return
 
         def answer() -> None:
-            is_over = self._clocks.slowest == math.inf
-            self._reply(request, status=Status.LATE if is_over else Status.OK)
+            slowest = self._clocks.slowest
+            if slowest == math.inf:
+                self.reply(request, status=Status.LATE)
+            else:
+                self.reply(request, clock=int(slowest))
 
-        self._when(lambda: self._clocks.slowest >= header.clock, answer)
+        self.when(lambda: self._clocks.slowest >= header.clock, answer)
 
     def _snapshot(self, request: Delivery) -> None:
         said = json.loads(request.meta)
-        if said["do"] == VERSIONS:
+        if said["do"] == PAUSE:
+            self.mover.pause(said["id"], lambda: self._tell_tables(request))
+        elif said["do"] == VERSIONS:
             told = {
-                str(table.number): max((p.version for p in table.parts.values()), default=0)
+                str(table.number): max((p.version for p in table.held_alike()), default=0)
                 for table in self.tables.values()
                 if table.spec.mode.has_rounds
             }
-            self._reply(request, meta=packed_json(told))
+            self.reply(request, meta=packed_json(told))
         elif said["do"] == RELEASE:
-            self._held.pop(said["id"], None)
-            self._reply(request, meta=b"{}")
+            if (held := self._held.pop(said["id"], None)) is not None:
+                held.release()
+            if not said.get("is_taken"):
+                self.store.drop(said["id"])
+            if said["moves"]:
+                self.mover.release(said["id"])
+            self.reply(request, meta=b"{}")
         elif said["do"] == HOLD:
 
             def done(is_whole: bool) -> None:
-                self._reply(request, meta=packed_json({"is_whole": is_whole}))
+                self.reply(request, meta=packed_json({"is_whole": is_whole}))
 
             rounds = {int(number): version for number, version in said["rounds"].items()}
-            held = self._held[said["id"]] = Held(self.tables, rounds, self._memory, done)
+            if said["save_to"] is None:
+                held = Held(said["id"], self.tables, rounds, self.memory, done)
+            else:
+                held = self.store.take(said["id"], said["save_to"], rounds, done)
+            self._held[said["id"]] = held
             self._end_rounds(held)
         else:
             raise ValueError(f"ps.snapshot: cannot {said['do']!r}")
+
+    def _tell_tables(self, request: Delivery) -> None:
+        tables = {table.number: table.spec.to_json() for table in self.opener.known()}
+        self.reply(request, body=_as_body({"job": self.job, "tables": tables}))
 
     def _end_rounds(self, *held: Held) -> None:
         """Let snapshots wait no more if nobody is left who could end a round."""
         if set(self._layout.workers) <= self.left:
             for each in held:
-                each.take_as_they_are(self.tables)
+                each.take_as_they_are()
 
     def _leave(self, request: Delivery) -> None:
         rank = request.header.origin
@@ -393,34 +504,51 @@ class Server:
         for table in self.tables.values():
             for part in table.parts.values():
                 part.leave(rank)
+            if table.shard is not None:
+                table.shard.leave(rank)
+        self.mover.leave(rank)
         self._end_rounds(*self._held.values())
-        self._look_at_waiting()
-        self._reply(request)
+        self.look_at_waiting()
+        self.reply(request)
 
     def _stats(self, request: Delivery) -> None:
-        tables = {
-            table.spec.name: {
-                str(number): asdict(part.traffic) for number, part in table.parts.items()
-            }
-            for table in self.tables.values()
-        }
+        tables = [table for table in self.tables.values() if table.shard is None]
+        shards = {t.spec.name: t.shard for t in self.tables.values() if t.shard is not None}
+        n_requests, nbytes_in = self._link.carried_out
         told = {
             "server": self.index,
-            "requests": self.n_requests,
+            "requests": self.n_requests + n_requests,
             "seconds": time.monotonic() - self._began_at,
             "waiting": len(self._waiting),
-            "tables": tables,
+            "queue": len(self._waiting) + self._link.n_queued,
+            "nbytes_in": self._nbytes_in + nbytes_in,
+            "nbytes_out": self._nbytes_out,
+            "numbers": {table.spec.name: table.number for table in tables},
+            "tables": {
+                table.spec.name: {n: part.told() for n, part in table.parts.items()}
+                for table in tables
+            },
+            "hashtables": {name: shard.told() for name, shard in shards.items()},
         }
-        self._reply(request, body=self._as_body(told))
-
-    def _described(self, table: Table) -> Bytes:
-        return self._as_body(table.described())
-
-    def _as_body(self, told: Any) -> Bytes:
-        """Return JSON as a body of any size."""
-        return np.frombuffer(packed_json(told), np.uint8).copy()
+        if json.loads(request.meta).get("keys"):
+            told["keys"] = {
+                number: {"owned": table.shard.partitions, "nbytes": table.shard.heat()}
+                for number, table in self.tables.items()
+                if table.shard is not None
+            }
+        self.reply(request, body=_as_body(told))
 
     @property
     def missing(self) -> Sequence[int]:
         """Workers that some pull waits for."""
         return self._clocks.behind(self._clocks.slowest + 1)
+
+
+def _named(header: Header) -> str:
+    kind = Kind(header.kind).name
+    return f"{kind}/{Step(header.option).name}" if header.kind == Kind.MOVE else kind
+
+
+def _as_body(told: Any) -> Bytes:
+    """Return JSON as a body of any size."""
+    return np.frombuffer(packed_json(told), np.uint8).copy()

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ringcomm.ps.hashed import Shard
+
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.dense import DensePartition
+    from ringcomm.ps.opening import Table
     from ringcomm.ps.placement import Partition
-    from ringcomm.ps.serving import Table
 
-VERSIONS, HOLD, RELEASE = "versions", "hold", "release"  # what is asked for
+# What is asked for: of the leader, that nothing moves; then of all of them, to hold what they have.
+PAUSE, VERSIONS, HOLD, RELEASE = "pause", "versions", "hold", "release"
+
+SHARD = -1  # stands for all partitions of a hash table that a server has
 
 
 class Held:
     """One snapshot on one server.
 
+    Of dense tables the values are copied; of a hash table, rows that change from now on are kept
+    as they were, so that nobody waits for a copy of a large table.
+
     Args:
+        number: of the moment.
         tables: of the server.
         rounds: of tables with rounds, by number: after how many their values are wanted.
         memory: returns memory that clients on this node map.
@@ -29,53 +39,65 @@ class Held:
 
     def __init__(
         self,
+        number: int,
         tables: dict[int, Table],
         rounds: dict[int, int],
         memory: Callable[[int], Bytes],
         done: Callable[[bool], None],
     ) -> None:
+        self._number = number
+        self._shards: list[Shard] = []
         self._memory = memory
         self._done = done
         self._bytes: dict[Partition, Bytes] = {}
         self._versions: dict[Partition, int] = {}
-        self._awaited: set[Partition] = set()
+        self._awaited: dict[Partition, Any] = {}
         self._is_told = False
-        later: list[tuple[Partition, DensePartition, int]] = []
         for table in tables.values():
-            for number, part in table.parts.items():
-                wanted = rounds.get(table.number)
+            wanted = rounds.get(table.number)
+            for unit, part in self._units(table):
                 if wanted is None or part.version == wanted:
-                    self._hold((table.number, number), part)
+                    self._hold((table.number, unit), part)
                 elif part.version > wanted:
                     self._tell(is_whole=False)
                     return
                 else:
-                    later.append(((table.number, number), part, wanted))
-        self._awaited = {partition for partition, _, _ in later}
-        for partition, part, wanted in later:
-            part.at_version(wanted, self._taker(partition, part))
+                    self._awaited[table.number, unit] = part
+        for partition, part in tuple(self._awaited.items()):
+            part.at_version(rounds[partition[0]], partial(self._take, partition, part))
         self._tell_if_whole()
 
-    def _taker(self, partition: Partition, part: DensePartition) -> Callable[[], None]:
-        def take() -> None:
+    def _units(self, table: Table) -> Iterable[tuple[int, Any]]:
+        yield from table.parts.items()
+        if table.shard is not None:
+            yield SHARD, table.shard
+
+    def release(self) -> None:
+        """Hold nothing more."""
+        self._awaited.clear()
+        for shard in self._shards:
+            shard.release(self._number)
+        self._shards.clear()
+
+    def _take(self, partition: Partition, part: Any) -> None:
+        if self._awaited.pop(partition, None) is not None:
             self._hold(partition, part)
-            self._awaited.discard(partition)
             self._tell_if_whole()
 
-        return take
-
-    def take_as_they_are(self, tables: dict[int, Table]) -> None:
+    def take_as_they_are(self) -> None:
         """Hold what is still awaited as it is now: no round is to come."""
-        for number, part in tuple(self._awaited):
-            self._hold((number, part), tables[number].parts[part])
-        self._awaited.clear()
-        self._tell_if_whole()
+        for partition, part in tuple(self._awaited.items()):
+            self._take(partition, part)
 
     def values(self, partition: Partition) -> tuple[Bytes, int]:
-        """Return the bytes of a partition, and its version. Raises KeyError."""
+        """Return the bytes of a dense partition, and its version. Raises KeyError."""
         return self._bytes[partition], self._versions[partition]
 
-    def _hold(self, partition: Partition, part: DensePartition) -> None:
+    def _hold(self, partition: Partition, part: DensePartition | Shard) -> None:
+        if isinstance(part, Shard):
+            part.hold(self._number)
+            self._shards.append(part)
+            return
         values: NDArray[Any] = part.values
         held = self._memory(values.nbytes)
         held[:] = values.view(np.uint8)
@@ -90,3 +112,32 @@ class Held:
         if not self._is_told:
             self._is_told = True
             self._done(is_whole)
+
+
+class Taken(Held):
+    """What a checkpoint has of one server, given away as it is taken.
+
+    Args:
+        tables: of the server.
+        rounds: see Held.
+        take: called with each partition at its moment; of a hash table with the shard, whose
+            number is SHARD.
+        done: see Held.
+    """
+
+    def __init__(
+        self,
+        tables: dict[int, Table],
+        rounds: dict[int, int],
+        take: Callable[[Partition, Any], None],
+        done: Callable[[bool], None],
+    ) -> None:
+        self._give = take
+        super().__init__(0, tables, rounds, _no_memory, done)
+
+    def _hold(self, partition: Partition, part: Any) -> None:
+        self._give(partition, part)
+
+
+def _no_memory(nbytes: int) -> Bytes:
+    raise NotImplementedError(f"{nbytes} bytes of a snapshot that is not for reading")

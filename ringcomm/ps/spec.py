@@ -27,6 +27,9 @@ class Spec:
             are pushed) or a number.
         policies: of a hash table: admission and eviction.
         partitions: how many there are.
+        compression: of pushes and pulls, see ringcomm.ps.compression; empty: none.
+        segments: of a dense table: first elements of what has a gradient, or none, by itself; see
+            ringcomm.ps.segments.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Spec:
     initial: Any
     partitions: int
     policies: dict[str, Any] = field(default_factory=dict)
+    compression: dict[str, Any] = field(default_factory=dict)
+    segments: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -53,7 +58,8 @@ class Spec:
     def of_json(cls, data: dict[str, Any]) -> Spec:
         """Return the spec that to_json() wrote."""
         mode = Mode(**data["mode"])
-        return cls(**{**data, "shape": tuple(data["shape"]), "mode": mode})
+        tuples = {key: tuple(data.get(key, ())) for key in ("shape", "segments")}
+        return cls(**{**data, **tuples, "mode": mode})
 
     def require_same(self, other: Spec, rank: int) -> None:
         """Raise MismatchError if another rank says something else of the table."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from ringcomm.ps.client import Ask
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.future import Future
+from ringcomm.ps.segments import merged
+from ringcomm.ps.state import State
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -32,11 +34,13 @@ class TableState:
         values: shape (elements,), of the table's dtype.
         slots: by name: shape (elements,), or (1,) where a slot has one number per block; those are
             alike in all blocks.
+        segments: what segments.arrays() tells, of the whole table; empty if it has none.
     """
 
     steps: int
     values: Array
     slots: dict[str, Array]
+    segments: dict[str, Array] = field(default_factory=dict)
 
 
 def pull_state(table: Table) -> TableState:
@@ -45,17 +49,18 @@ def pull_state(table: Table) -> TableState:
     Raises:
         CommTimeoutError: no server answers.
     """
-    pieces: list[tuple[int, list[Array]]] = []
+    pieces: list[_Told] = []
     for part in range(table.n_partitions):
         pieces.append(_ask(table, Ask(Kind.STATE, (table.number, part)), part))
-    steps = max(steps for steps, _ in pieces)
-    arrays = [arrays for _, arrays in pieces]
+    steps = max(each.steps for each in pieces)
+    arrays = [each.arrays for each in pieces]
     full = table.updater.n_full_slots
     slots = {
         name: np.concatenate([each[1 + k] for each in arrays]) if k < full else arrays[0][1 + k]
         for k, name in enumerate(table.updater.slot_names)
     }
-    return TableState(steps, np.concatenate([each[0] for each in arrays]), slots)
+    segments = merged([each.segments for each in pieces])
+    return TableState(steps, np.concatenate([each[0] for each in arrays]), slots, segments)
 
 
 def push_state(table: Table, state: TableState) -> None:
@@ -74,16 +79,16 @@ def push_state(table: Table, state: TableState) -> None:
             state.slots[name][start:stop] if k < full else state.slots[name]
             for k, name in enumerate(table.updater.slot_names)
         ]
-        body = _joined([state.values[start:stop], *slots], table.dtype)
+        body = _joined([state.values[start:stop], *slots], table.dtype, state.segments)
         staged = table.staged(body, part)
         _ask(table, Ask(Kind.STATE, (table.number, part), meta=meta, body=staged), part)
 
 
 def packed(part: DensePartition) -> tuple[bytes, Bytes]:
     """Return a partition's state as meta and body of a reply."""
-    return json.dumps({"steps": part.steps}).encode(), _joined(
-        [part.values, *part.slots], part.dtype
-    )
+    segments = {} if part.segments is None else part.segments.arrays()
+    body = _joined([part.values, *part.slots], part.dtype, segments)
+    return json.dumps({"steps": part.steps}).encode(), body
 
 
 def load(part: DensePartition, meta: bytes, body: Bytes) -> None:
@@ -93,13 +98,22 @@ def load(part: DensePartition, meta: bytes, body: Bytes) -> None:
         ValueError: it does not fit; nothing is changed.
     """
     sizes = [part.count, *(len(slot) for slot in part.slots)]
-    values, *slots = _split(body, sizes, part.dtype, part.spec.name)
-    part.load(json.loads(meta)["steps"], values, slots)
+    (values, *slots), segments = _split(body, sizes, part.dtype, part.spec.name)
+    arrays = {"values": values, **{f"slot{k}": slot for k, slot in enumerate(slots)}}
+    part.load(State({"steps": json.loads(meta)["steps"]}, {**arrays, **segments}))
 
 
-def _ask(table: Table, ask: Ask, part: int) -> tuple[int, list[Array]]:
-    """Carry out one request; return the steps and arrays of the reply to one that reads."""
-    found: list[tuple[int, list[Array]]] = []
+class _Told(NamedTuple):
+    """What a block has told of its state; see TableState."""
+
+    steps: int
+    arrays: list[Array]
+    segments: dict[str, Array]
+
+
+def _ask(table: Table, ask: Ask, part: int) -> _Told:
+    """Carry out one request; return the reply to one that reads."""
+    found: list[_Told] = []
     start, stop = table.bounds_of(part)
     sizes = [stop - start]
     for k in range(table.updater.n_slots):
@@ -107,8 +121,9 @@ def _ask(table: Table, ask: Ask, part: int) -> tuple[int, list[Array]]:
 
     def note(reply: Delivery) -> None:
         if reply.body.nbytes:
-            arrays = _split(reply.body, sizes, table.dtype, table.name)
-            found.append((json.loads(reply.meta)["steps"], [each.copy() for each in arrays]))
+            arrays, segments = _split(reply.body, sizes, table.dtype, table.name)
+            steps = json.loads(reply.meta)["steps"]
+            found.append(_Told(steps, [each.copy() for each in arrays], segments))
 
     ask.on_reply = note
     client = table.client
@@ -116,17 +131,22 @@ def _ask(table: Table, ask: Ask, part: int) -> tuple[int, list[Array]]:
     future: Future[None] = Future(client, label, 1, lambda: None, client.timestamp())
     client.ask([ask], future)
     future.wait()
-    return found[0] if found else (0, [np.empty(n, table.dtype) for n in sizes])
+    return found[0] if found else _Told(0, [np.empty(n, table.dtype) for n in sizes], {})
 
 
-def _joined(arrays: list[Array], dtype: np.dtype[Any]) -> Bytes:
+def _joined(arrays: list[Array], dtype: np.dtype[Any], segments: dict[str, Array]) -> Bytes:
+    """Return numbers as bytes; behind them the segments, if there are any."""
     joined: Bytes = np.concatenate([np.asarray(each, dtype) for each in arrays]).view(np.uint8)
-    return joined
+    return np.concatenate([joined, *State({}, segments).packed()]) if segments else joined
 
 
-def _split(body: Bytes, sizes: list[int], dtype: np.dtype[Any], name: str) -> list[Array]:
-    flat = body.view(dtype)
-    if flat.size != sum(sizes):
-        raise ValueError(f"state[{name}]: {flat.size} numbers came for {sizes}")
+def _split(
+    body: Bytes, sizes: list[int], dtype: np.dtype[Any], name: str
+) -> tuple[list[Array], dict[str, Array]]:
+    nbytes = sum(sizes) * dtype.itemsize
+    if body.nbytes < nbytes:
+        raise ValueError(f"state[{name}]: {body.nbytes // dtype.itemsize} numbers came for {sizes}")
+    flat, rest = body[:nbytes].view(dtype), body[nbytes:]
+    segments = State.unpacked(rest.copy()).arrays if rest.nbytes else {}
     bounds = np.cumsum([0, *sizes])
-    return [flat[a:b] for a, b in itertools.pairwise(bounds)]
+    return [flat[a:b] for a, b in itertools.pairwise(bounds)], segments

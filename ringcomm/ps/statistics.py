@@ -2,35 +2,61 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import weakref
+from collections import Counter
+from typing import Any, Final
 
-from ringcomm.ps.client import Ask
 from ringcomm.ps.frames import Kind
-from ringcomm.ps.future import Future
-from ringcomm.ps.job import session
-from ringcomm.ps.link import Delivery
+from ringcomm.ps.job import Session, session
+from ringcomm.ps.moments import ask_all
+
+_RATES: Final = {
+    "requests": "requests_per_s",
+    "nbytes_in": "nbytes_in_per_s",
+    "nbytes_out": "nbytes_out_per_s",
+}
+_before: Final[weakref.WeakKeyDictionary[Session, list[dict[str, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def stats() -> list[dict[str, Any]]:
     """Return what each server has done so far, by server.
 
     Returns:
-        For each: "requests", "seconds" since it began, "waiting" (pulls that wait for a round or
-        for a slow worker), and "tables": name -> partition -> pushes, pulls, nbytes, late, apply_s,
-        and staleness, a histogram: updates that an async push had missed -> how many did.
+        For each:
+        "requests", "nbytes_in", "nbytes_out": since it began, "seconds" ago.
+        "requests_per_s", "nbytes_in_per_s", "nbytes_out_per_s": since this rank's last call.
+        "waiting": pulls that wait for a round, or for a slow worker.
+        "queue": those, and what waits to leave or for its body.
+        "pushes", "pulls", "late", "apply_s" (seconds spent on updates), "elements", "rows",
+        "row_nbytes" (memory they take), "partitions" (of hash tables), "admitted", "rejected",
+        "evicted", and "staleness", a histogram: updates that an async push had missed -> how many
+        did. Of slices of dense tables that it has now, since they were made: they take these
+        numbers along when they move. Of hash tables, what this server has done; a push counts a
+        key once, however often it stands in it.
+        "tables": name -> number of the partition -> the same of each.
+        "hashtables": name -> the same of all that the server has of a hash table.
     """
-    client = session().client
-    n = client.n_servers
-    told: list[dict[str, Any]] = [{} for _ in range(n)]
+    current = session()
+    told = collect(current)
+    before = _before.get(current) or [{} for _ in told]
+    _before[current] = told
+    return [_summary(now, then) for now, then in zip(told, before, strict=True)]
 
-    def note(server: int, reply: Delivery) -> None:
-        told[server] = json.loads(reply.body.tobytes())
 
-    future = Future(client, "stats", n, lambda: told, client.timestamp())
-    asks = [
-        Ask(Kind.STATS, server=server, on_reply=lambda reply, s=server: note(s, reply))  # type: ignore[misc]
-        for server in range(n)
-    ]
-    client.ask(asks, future)
-    return future.wait()
+def collect(current: Session, *, keys: bool = False) -> list[dict[str, Any]]:
+    """Return what each server tells; with `keys`, also of each partition of hash tables."""
+    return ask_all(current, Kind.STATS, {"keys": keys})
+
+
+def _summary(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    seconds = max(now["seconds"] - before.get("seconds", 0.0), 1e-9)
+    rates = {rate: (now[key] - before.get(key, 0)) / seconds for key, rate in _RATES.items()}
+    totals: Counter[str] = Counter()
+    staleness: Counter[int] = Counter()
+    dense = [part for parts in now["tables"].values() for part in parts.values()]
+    for each in [*dense, *now["hashtables"].values()]:
+        totals.update({key: n for key, n in each.items() if key != "staleness"})
+        staleness.update({int(missed): n for missed, n in each["staleness"].items()})
+    return {**totals, **now, **rates, "staleness": dict(sorted(staleness.items()))}

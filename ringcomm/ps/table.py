@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ringcomm import _core
+from ringcomm import _core, codec
+from ringcomm.codec import Codec
+from ringcomm.ps.calls import call
 from ringcomm.ps.client import Ask
+from ringcomm.ps.compression import spec_of
+from ringcomm.ps.deltas import Delta, Stamp, pull_delta
 from ringcomm.ps.frames import Kind, Status
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import Session, is_chief, session
@@ -19,19 +25,27 @@ from ringcomm.ps.link import INLINE_MAX
 from ringcomm.ps.messages import (
     ABSENT,
     ASSIGN,
+    ENCODED,
+    ENCODED_BODY,
     HOLD,
     INITIAL,
+    KNOWN_BLOCK,
+    PLACE,
     READ_BLOCK,
     RELEASE,
     SKIP,
     SQUARES,
     WANT_COPY,
+    WANT_EXACT,
     PushMeta,
     packed_json,
+    stamp_of,
 )
-from ringcomm.ps.optim import SGD, Updater
-from ringcomm.ps.placement import View, cuts
+from ringcomm.ps.optim import SGD, Assign, Updater
+from ringcomm.ps.packing import Note, Packer, rate_of
+from ringcomm.ps.placement import cuts
 from ringcomm.ps.rounds import Mode, mode_of
+from ringcomm.ps.segments import MOST, packed_mask
 from ringcomm.ps.serving import LEADER
 from ringcomm.ps.spec import Spec
 
@@ -52,6 +66,10 @@ def table(
     mode: str | Mode = "async",
     init: float | Array = 0.0,
     block_nbytes: int = BLOCK_NBYTES,
+    compression: str | Codec | None = None,
+    error_feedback: bool | None = None,
+    pull_compression: str | Codec | None = None,
+    segments: Sequence[int] = (),
 ) -> Table:
     """Open a table; the first rank to open it makes it, the others must say the same of it.
 
@@ -64,10 +82,19 @@ def table(
             workers once they are there; ps.SSP(s), ps.FirstOf(k).
         init: what all values begin with, or an array, of which the chief's counts.
         block_nbytes: the most bytes of a block, the unit that is read and written as a whole.
+        compression: what gradients are sent in: "fp16", "bf16", "int8", or one of ringcomm's
+            codecs; of codec.TopK(0.01) the largest hundredth of each block. Values that are
+            assigned go as they are.
+        error_feedback: what compression drops stays with the worker that pushed, and goes with its
+            next push. None: with TopK, which needs it.
+        pull_compression: what values are sent in, but for snapshots; not TopK. The servers'
+            own stay exact.
+        segments: first elements, ascending from 0, of parts that may have no gradient by
+            themselves, such as parameters that share a table; see Table.push(absent=).
 
     Raises:
         MismatchError: another rank opened it with something else.
-        ValueError, TypeError: no such shape, dtype or mode.
+        ValueError, TypeError: no such shape, dtype, mode or compression.
         CommTimeoutError: no server answers.
     """
     current = session()
@@ -83,6 +110,7 @@ def table(
     if values is not None and values.shape != shape:
         raise ValueError(f"table[{name}]: init has shape {values.shape}, the table {shape}")
     block = block_nbytes // kind.itemsize
+    _require_segments(name, segments, int(np.prod(shape)))
     spec = Spec(
         name=name,
         kind="dense",
@@ -93,11 +121,26 @@ def table(
         block=block,
         initial=float(np.asarray(init)) if values is None else "chief",
         partitions=len(cuts(int(np.prod(shape)), block)) - 1,
+        compression=spec_of(
+            f"table[{name}]", compression, pull_compression, error_feedback=error_feedback
+        ),
+        segments=tuple(map(int, segments)),
     )
     opened = Table(current, spec, updater or SGD(0.01), open_table(current, spec))
     if values is not None and is_chief():
         opened.push_initial(values).wait()
     return opened
+
+
+def _require_segments(name: str, segments: Sequence[int], count: int) -> None:
+    if len(segments) > MOST:
+        raise ValueError(f"table[{name}]: {len(segments)} segments; {MOST} are the most")
+    bounds = [*segments, count] if len(segments) else [0]
+    if bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"table[{name}]: segments are {list(segments)[:10]}; they must begin with 0, ascend, "
+            f"and lie within {count} elements"
+        )
 
 
 def open_table(current: Session, spec: Spec) -> dict[str, Any]:
@@ -114,16 +157,20 @@ def open_table(current: Session, spec: Spec) -> dict[str, Any]:
     meta = packed_json(spec.to_json())
     client.ask([Ask(Kind.CREATE, server=LEADER, meta=meta, on_reply=note)], future)
     future.wait()
-    note_owners(current, told)
+    if spec.kind == "dense":
+        epochs = {int(part): epoch for part, epoch in told["epochs"].items()}
+        client.know(told["number"], told["owners"], epochs)
     return told
 
 
-def note_owners(current: Session, told: dict[str, Any]) -> None:
-    """Take note of who owns the partitions of a table."""
-    client = current.client
-    changes = {(told["number"], i): (owner,) for i, owner in enumerate(told["owners"])}
-    client.view = (client.view or View()).with_(changes)
-    client.on_view = lambda text: note_owners(current, json.loads(text))
+def require_same_kind(label: str, spec: Spec, before: Updater, updater: Updater) -> None:
+    """Refuse an updater that needs other state than the table was made with. Raises ValueError."""
+    made_with = spec.updater["updater"]
+    if type(updater).__name__ != made_with or updater.slot_names != before.slot_names:
+        raise ValueError(
+            f"{label}: it was made for {before!r}, got {updater!r}. Only the numbers may change: "
+            "updater = updater.with_(lr=...)"
+        )
 
 
 class Table:
@@ -136,7 +183,6 @@ class Table:
         name: of the table.
         shape: of its values.
         dtype: of its values.
-        updater: with the hyper-parameters that travel with every push; set it to change them.
         number: of the table in messages.
         client: of this rank.
     """
@@ -147,7 +193,7 @@ class Table:
         self.name = spec.name
         self.shape = spec.shape
         self.dtype = np.dtype(spec.dtype)
-        self.updater = updater
+        self._updater = updater
         self._session = current
         self.client = current.client
         self._spec = spec
@@ -155,7 +201,24 @@ class Table:
         self._bounds = cuts(spec.count, spec.block)
         self._versions = [0] * spec.partitions
         self._rounds = [0] * spec.partitions  # that the next push is for
+        self._blocks: dict[int, tuple[int, Bytes]] = {}  # those that this node maps: epoch, memory
+        self._packer = Packer.of(spec, current.group.index)
         self._lock = threading.Lock()
+        self._has_values = spec.initial != "chief"
+
+    @property
+    def updater(self) -> Updater:
+        """What a push does, with the hyper-parameters that travel with it; set it to change them.
+
+        Raises:
+            ValueError: set to another class, or to one that needs state the table has not.
+        """
+        return self._updater
+
+    @updater.setter
+    def updater(self, updater: Updater) -> None:
+        require_same_kind(f"table[{self.name}]", self._spec, self._updater, updater)
+        self._updater = updater
 
     @property
     def n_partitions(self) -> int:
@@ -175,6 +238,8 @@ class Table:
         weight: float = 1.0,
         assign: bool = False,
         hold: bool = False,
+        scale: float = 1.0,
+        absent: Sequence[int] = (),
     ) -> Future[Pushed]:
         """Send a gradient to the servers, which update the values with it.
 
@@ -188,12 +253,17 @@ class Table:
             assign: x replaces the values.
             hold: the mean of the round becomes an update by release(); of a table with rounds.
                 All workers must push alike.
+            scale: by which x has been multiplied, as release() is going to undo; error feedback
+                must know it.
+            absent: numbers of the segments for which this worker has no gradient; x is 0 there. One
+                for which nobody has any stays as it is, with all that belongs to it.
 
         Returns:
             A future of Pushed.
 
         Raises:
-            ValueError, TypeError: x does not fit; nothing was sent.
+            ValueError, TypeError: x does not fit, or has NaN or inf and goes as int8 (what is held
+                may have); nothing was sent.
             CommTimeoutError: the servers are so far behind that no more may be sent.
         """
         start, stop = self._range(where)
@@ -209,8 +279,25 @@ class Table:
                 f"push[{self.name}]: None and hold=True are for gradients of a table with rounds, "
                 f"not for one with mode {self._spec.mode}, nor with assign=True"
             )
+        n_segments = len(self._spec.segments)
+        is_known = all(0 <= k < n_segments for k in absent)
+        if len(absent) and (where is not None or assign or not is_known):
+            raise ValueError(
+                f"push[{self.name}]: absent is {list(absent)[:10]}, of {n_segments} segments: it "
+                "is for gradients of a whole table"
+            )
         flags = (ASSIGN if assign else 0) | (HOLD if hold else 0) | (ABSENT if x is None else 0)
-        return self._push(flat, start, weight, flags, every_part=has_rounds)
+        mask = packed_mask(n_segments, absent)
+        if self._packer is None or x is None:
+            return self._push(flat, start, weight, flags, every_part=has_rounds, mask=mask)
+        if assign:
+            self._packer.forget()
+        elif weight == 0:  # what does not count must not take along what is kept
+            flat, start, flags = flat[:0], 0, flags | ABSENT
+        else:
+            is_looked_at = hold or isinstance(self.updater, Assign)  # the mean, before it counts
+            flat = self._packer.prepared(flat, self._spec, may_have_nan=is_looked_at)
+        return self._push(flat, start, weight, flags, every_part=has_rounds, scale=scale, mask=mask)
 
     def release(self, factor: float | None) -> Future[Pushed]:
         """Let the mean of the round that this worker pushed last, with hold=True, be an update.
@@ -221,36 +308,70 @@ class Table:
             factor: that the mean is multiplied by; None: the mean is dropped.
         """
         flags = RELEASE | (SKIP if factor is None else 0)
+        if factor is None:
+            self.take_back()
         nothing = np.empty(0, self.dtype)
         return self._push(nothing, 0, factor or 0.0, flags, every_part=True)
+
+    def take_back(self) -> None:
+        """Let error feedback know that this worker's last push became no update.
+
+        By itself it knows of those that were late, and of release(None).
+        """
+        if self._packer is not None:
+            self._packer.take_all_back()
+
+    def forget_residual(self) -> None:
+        """Drop what error feedback keeps: the values were replaced by somebody else."""
+        if self._packer is not None:
+            self._packer.forget()
+
+    @property
+    def residual(self) -> Array:
+        """What compression has dropped of this worker's pushes and is going to send, in memory of
+        its own: shape of the table, as a gradient at the learning rate of now.
+        """
+        flat = np.zeros(self._spec.count, self.dtype)
+        if self._packer is not None:
+            self._packer.write_residual(flat, self._bounds, rate_of(self.updater, 1.0))
+        return flat.reshape(self.shape)
 
     def push_initial(self, values: Array) -> Future[Pushed]:
         """Send what the table begins with; the chief does."""
         return self._push(np.ascontiguousarray(values).reshape(-1), 0, 1.0, INITIAL)
 
     def _push(
-        self, flat: Array, start: int, weight: float, flags: int, *, every_part: bool = False
-    ) -> Future[Pushed]:
+        self, flat: Array, start: int, weight: float, flags: int, *, every_part: bool = False,
+        scale: float = 1.0, mask: bytes = b"",
+    ) -> Future[Pushed]:  # fmt: skip
         is_update = not flags & (INITIAL | ASSIGN | RELEASE)
-        hyper, name = self.updater.hyper, flat.dtype.name
-        replies: dict[int, Delivery] = {}
+        explain = partial(_push_meta, self.updater, (weight, flags, mask))
+        pack = None
+        if is_update and self._packer is not None and len(flat):
+            pack = self._packer.packing(rate_of(self.updater, scale), self._room)
+        replies: dict[
+            int, Delivery | int
+        ] = {}  # by partition; a clock, where there is no more to say
         asks = []
-
-        def noting(part: int) -> Callable[[Delivery], None]:
-            return lambda reply: replies.update({part: reply})
 
         for part, first, last in self._parts(start, start + len(flat), every_part=every_part):
             own = self._bounds[part]
             piece = flat[first - start : last - start]
-            meta = PushMeta(weight, first - own, last - first, name, flags, hyper).packed()
+            on_ack: Callable[[int], object] | None = partial(replies.__setitem__, part)
+            note: Note = partial(replies.__setitem__, part)
+            if pack is not None and len(piece):
+                (body, note), name, on_ack = pack(part, piece, note), ENCODED, None
+            else:
+                body, name = self.staged(piece.view(np.uint8), part), _name_of(flat.dtype)
             asks.append(
                 Ask(
                     Kind.PUSH,
                     (self.number, part),
-                    clock=self._clock_of_push(part, flags, is_update=is_update),
-                    meta=meta,
-                    body=self.staged(piece.view(np.uint8), part),
-                    on_reply=noting(part),
+                    clock_of=partial(self._clock_of_push, part, flags, is_update=is_update),
+                    meta=explain(name, first - own, last - first),
+                    body=body,
+                    on_reply=note,
+                    on_ack=on_ack,
                 )
             )
 
@@ -275,18 +396,38 @@ class Table:
         """Return a copy where the owner of the partition can read it."""
         if piece.nbytes <= INLINE_MAX:
             return piece  # copied into the letter at once
-        view = self.client.view
-        assert view is not None
-        owner = view.owner((self.number, part))
-        if not self.client.shares_memory(owner):
-            return piece.copy()
-        memory = self._session.memory(piece.nbytes)
+        memory = self._room(piece.nbytes, part)
         memory[:] = piece
         return memory
 
+    def _room(self, nbytes: int, part: int) -> Bytes:
+        """Return memory where the owner of the partition can read it, if it is to be read there."""
+        view = self.client.view
+        assert view is not None
+        if nbytes <= INLINE_MAX or not self.client.shares_memory(view.owner((self.number, part))):
+            return np.empty(nbytes, np.uint8)
+        return self._session.memory(nbytes)
+
     # --- pull -----------------------------------------------------------------------------------
-    def pull(self, *, out: Array | None = None, where: slice | None = None) -> Future[Array]:
-        """Fetch values from the servers.
+    @overload
+    def pull(
+        self, *, out: Array | None = None, where: slice | None = None, exact: bool = False
+    ) -> Future[Array]: ...
+
+    @overload
+    def pull(
+        self, *, out: Array | None = None, since: Stamp | int, exact: bool = False
+    ) -> Future[Delta]: ...
+
+    def pull(
+        self,
+        *,
+        out: Array | None = None,
+        where: slice | None = None,
+        since: Stamp | int | None = None,
+        exact: bool = False,
+    ) -> Future[Array] | Future[Delta]:
+        """Fetch values from the servers; of all blocks, or of those that have changed.
 
         Own pushes are in them. In a table with rounds they are those after the round of the last
         push; with SSP(s) they have what every worker pushed up to s steps before.
@@ -295,9 +436,22 @@ class Table:
             out: filled and returned; shape and dtype of what is fetched, contiguous. Not to be
                 read before the future is done. Memory of its own if not given.
             where: the elements of the flat table, with step 1; all by default.
+            since: 0, or the `stamp` of an earlier result: fetch the blocks alone that have changed
+                since. The result is a Delta: its blocks, and the next stamp. What has not changed
+                is left alone in `out`. A block comes, too, if it was restored, or has moved to
+                another server; a stamp of another job is worth 0.
+            exact: as the servers have them, in spite of pull_compression=; those
+                that have changed since then are, anyway.
         """
+        if since is not None and (where is not None or self._session.snapshot):
+            raise ValueError(
+                f"pull[{self.name}]: since= is for whole tables, without where=, and not within "
+                "ps.snapshot()"
+            )
         start, stop = self._range(where)
         shape = self.shape if where is None else (stop - start,)
+        if out is None and since is not None:
+            return pull_delta(self, since, None)
         if out is None:
             out = np.empty(shape, self.dtype)
         elif out.dtype != self.dtype or out.size != stop - start or not out.flags.c_contiguous:
@@ -306,12 +460,48 @@ class Table:
                 f"not {out.dtype} {out.shape}"
             )
         flat = out.reshape(-1)
-        parts = list(self._parts(start, stop))
-        asks = [self._ask_for(part, first, last, flat, start) for part, first, last in parts]
+        if since is not None:
+            return pull_delta(self, since, flat)
+        may_read = exact or not self._spec.compression.get("pull")
+        asks = [
+            self._ask_for(part, first, last, flat, start, option=WANT_EXACT if exact else 0)
+            for part, first, last in self._parts(start, stop)
+            if not (may_read and self._read(part, first, last, flat, start))
+        ]
         client, result = self.client, out
         future = Future(client, f"pull[{self.name}]", len(asks), lambda: result, client.timestamp())
         client.ask(asks, future)
         return future
+
+    def _read(self, part: int, first: int, last: int, flat: Array, start: int) -> bool:
+        """Read values where the server has them; False if it must be asked.
+
+        Only where nothing of this rank is under way: what it has pushed is in the values then.
+        """
+        known = self._blocks.get(part)
+        if known is None or self._session.snapshot:
+            return False
+        (epoch, memory), client, partition = known, self.client, (self.number, part)
+        if client.has_nothing_under_way(partition) != epoch:
+            return False
+        target = flat[first - start : last - start].view(np.uint8)
+        offset = (first - self._bounds[part]) * self.dtype.itemsize
+        clock = _core.read_open_block(memory, target, offset, self.wanted(part))
+        # It may have moved meanwhile, and its memory be something else's.
+        if clock < 0 or client.has_nothing_under_way(partition) != epoch:
+            return False
+        self.note_version(part, clock, clock)
+        return True
+
+    def _note_block(self, part: int, reply: Delivery) -> None:
+        """Remember where a block is."""
+        if self._spec.mode.name == "ssp":
+            return  # who may read depends on what the server knows of others
+        if reply.header.option & READ_BLOCK:
+            memory = reply.body
+        else:
+            memory = self.client.memory_of(reply.source, *PLACE.unpack(reply.meta))
+        self._blocks[part] = reply.header.view, memory
 
     def _ask_for(
         self, part: int, first: int, last: int, flat: Array, start: int, *, option: int = 0
@@ -323,28 +513,44 @@ class Table:
 
         def note(reply: Delivery) -> Ask | None:
             version, body = reply.header.clock, reply.body
-            if reply.header.option & READ_BLOCK:
-                version = _core.read_block(body, target, offset)
-                if version < 0:  # updates come faster than it can be read
-                    return self._ask_for(part, first, last, flat, start, option=WANT_COPY)
+            if reply.header.option & ENCODED_BODY:
+                if is_whole:
+                    codec.decode(body, flat[first - start : last - start])
+                else:
+                    target[:] = codec.decoded(body)[first - own : last - own].view(np.uint8)
+            elif reply.header.option & READ_BLOCK:
+                stamp = _core.read_block(body, target, offset)
+                version += stamp - stamp_of(reply.meta)  # updates since the reply was written
+                if stamp < 0:  # updates come faster than it can be read
+                    again = option | WANT_COPY
+                    return self._ask_for(part, first, last, flat, start, option=again)
             elif body is not target:
                 target[:] = body[offset : offset + target.nbytes]
-            self._versions[part] = version
-            with self._lock:  # after rounds that went by without this worker
-                self._rounds[part] = max(self._rounds[part], reply.header.clock)
+            if reply.header.option & (READ_BLOCK | KNOWN_BLOCK):
+                self._note_block(part, reply)
+            self.note_version(part, version, reply.header.clock)
             return None
 
         return Ask(
             Kind.PULL,
             (self.number, part),
-            clock=self._wanted(part),
+            clock=self.wanted(part),
             option=option,
             place=self._session.snapshot,
-            out=target if is_whole else None,
+            out=target if is_whole and not self._spec.compression.get("pull") else None,
             on_reply=note,
         )
 
-    def _wanted(self, part: int) -> int:
+    def note_version(self, part: int, version: int, rounds: int) -> None:
+        """Take note of how many updates, or rounds, are in what was pulled."""
+        self._versions[part] = version
+        if not self._spec.mode.has_rounds:
+            return
+        with self._lock:  # after rounds that went by without this worker
+            self._rounds[part] = max(self._rounds[part], rounds)
+
+    def wanted(self, part: int) -> int:
+        """Return how much must be in a block that this process pulls: rounds, or clock."""
         mode = self._spec.mode
         if mode.name == "ssp":
             return max(0, self._session.clock - mode.bound)
@@ -356,6 +562,47 @@ class Table:
         """Push a gradient and fetch the values after it; see push() and pull()."""
         self.push(x, weight=weight)
         return self.pull(out=out)
+
+    # --- functions ------------------------------------------------------------------------------
+    def call(self, name: str, /, **arguments: Any) -> Future[list[Any]]:
+        """Run a function on every block, at the server that has it.
+
+        As with a push: each block changes as a whole, once, in the order of this process's calls,
+        and a block that it changes has had an update. In a table with rounds it runs when it
+        arrives, between two rounds: before the one that own pushes may be waiting for.
+
+        Args:
+            name: of a function that is marked @ps.function on all ranks.
+            arguments: passed to it: numbers, texts, arrays, lists and dicts of them.
+
+        Returns:
+            A future of what it returned, by block; see bounds_of().
+
+        Raises:
+            KeyError: a server has no such function; nothing was sent.
+            TypeError: an argument cannot be sent; nothing was sent.
+            RingcommError, by the future: it raised an error on a block, which it has not changed;
+                other blocks may be. The text has the error.
+        """
+        self._await_values()
+        return call(self._session, self, name, arguments)
+
+    def _await_values(self) -> None:
+        """Return once the values are there that the chief sends."""
+        if self._has_values:
+            return
+        asks = []
+        for part in range(self.n_partitions):
+            own, end = self.bounds_of(part)
+            n = min(1, end - own)
+            ask = self._ask_for(part, own, own + n, np.empty(n, self.dtype), own)
+            ask.clock = 0  # whatever the rounds
+            asks.append(ask)
+        label, client = f"table[{self.name}]", self.client
+        future: Future[None] = Future(client, label, len(asks), lambda: None, client.timestamp())
+        client.ask(asks, future)
+        future.wait()
+        self._has_values = True
 
     # --- arguments ------------------------------------------------------------------------------
     def _range(self, where: slice | None) -> tuple[int, int]:
@@ -397,11 +644,30 @@ class Table:
         return f"<Table {self.name}: {self.dtype} {self.shape}, {self._spec.mode}>"
 
 
-def _outcome(replies: Sequence[Delivery], *, is_held: bool) -> Pushed:
-    """Return what became of a push, by the replies of its partitions in order."""
+@lru_cache(maxsize=4096)
+def _push_meta(
+    updater: Updater, how: tuple[float, int, bytes], dtype: str, start: int, n: int
+) -> bytes:
+    """Return what explains a push; most are like one before. how: weight, flags, mask."""
+    weight, flags, mask = how
+    return PushMeta(weight, start, n, dtype, flags, updater.hyper, mask).packed()
+
+
+@lru_cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Return its name, which numpy takes 3 us to find."""
+    return dtype.name
+
+
+def _outcome(told: Sequence[Delivery | int], *, is_held: bool) -> Pushed:
+    """Return what became of a push, by the replies of its partitions in order, or their clocks."""
+    replies = [each for each in told if not isinstance(each, int)]
+    clocks = [each if isinstance(each, int) else each.header.clock for each in told]
+    version = min(clocks, default=0)
+    if not replies:
+        return Pushed(True, "", version)
     whys = [reply.meta.decode() for reply in replies if reply.header.status == Status.LATE]
-    version = min((reply.header.clock for reply in replies), default=0)
     why = "" if not whys else "late" if "late" in whys else whys[0]
-    told = [SQUARES.unpack(reply.meta) for reply in replies] if is_held and not whys else []
-    squares, is_finite = sum(each[0] for each in told), all(each[1] for each in told)
+    means = [SQUARES.unpack(reply.meta) for reply in replies] if is_held and not whys else []
+    squares, is_finite = sum(each[0] for each in means), all(each[1] for each in means)
     return Pushed(not whys, why, version, squares=squares, is_finite=is_finite)

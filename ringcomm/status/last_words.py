@@ -125,8 +125,10 @@ class LastWords:
             self._page.record_end(Ending.PEER_FAILED, error.rank, *words)
             self._tell(Failure(error.reason, error.rank))
             return
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        self._page.record_end(Ending.INTERRUPTED if is_interrupt else Ending.EXCEPTION, 1, *words)
+        if isinstance(error, KeyboardInterrupt) and not _was_raised_by_code(error):
+            self._page.record_end(Ending.INTERRUPTED, 1, *words)
+        else:
+            self._page.record_end(Ending.EXCEPTION, 1, *words)
         self._tell(Failure(f"raised {lines[-1]}"))
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
@@ -216,6 +218,18 @@ def _clean(text: str) -> str:
 
 def _whole(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
+
+
+def _was_raised_by_code(error: BaseException) -> bool:
+    """Return True if a `raise` of the program brought it about, and no signal."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    from opcode import opname  # only an interrupt needs it
+
+    return opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _line_of(frame: Any) -> str:

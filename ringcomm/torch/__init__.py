@@ -78,8 +78,8 @@ from ringcomm.torch.process_sets import (
     process_set_by_id,
     remove_process_set,
 )
+from ringcomm.torch.reducing import Adasum
 from ringcomm.torch.reductions import (
-    Adasum,
     allreduce,
     allreduce_,
     allreduce_async,

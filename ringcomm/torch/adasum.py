@@ -9,7 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.torch.process_sets import ProcessSet
-from ringcomm.torch.reductions import Adasum, allreduce_async
+from ringcomm.torch.reducing import Adasum
+from ringcomm.torch.reductions import allreduce_async
 
 T = TypeVar("T", bound=Optimizer)
 _OURS = ("_named", "_compression", "_process_set")

@@ -14,8 +14,8 @@ import torch
 from ringcomm.engine import ops
 from ringcomm.engine.world import rank, size
 from ringcomm.errors import MismatchError, RingcommError
+from ringcomm.files import BrokenFileError, checksum
 from ringcomm.torch import checkpoint_files as files
-from ringcomm.torch.checkpoint_files import BrokenFileError
 from ringcomm.torch.random_state import random_state, set_random_state
 from ringcomm.torch.state import broadcast_tree
 
@@ -191,7 +191,7 @@ class Checkpoint:
             return None
         path = files.shard_path(self.folder, step, rank(), size())
         files.write(path, {"shard": shard})
-        return [path.name, *files.checksum(path)]
+        return [path.name, *checksum(path)]
 
     def _find(self, step: int | None, names: list[str], has_sampler: bool) -> dict[str, Any] | None:
         """Return of a checkpoint what is asked for, and its values; of rank 0."""
@@ -223,7 +223,7 @@ class Checkpoint:
             raise BrokenFileError(
                 f"{path} is not there: all ranks must see the folder in which they have shards"
             )
-        found = list(files.checksum(path))
+        found = list(checksum(path))
         if found != expected:
             raise BrokenFileError(f"{path}: has changed: {expected} was written, {found} is there")
         return files.read(path)["shard"], paths

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import re
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -15,14 +12,12 @@ from typing import Any, Final
 
 import torch
 
+from ringcomm.files import BrokenFileError, replacing
+
 _MAIN: Final = re.compile(r"step-(\d+)\.pt")
 _SHARD: Final = re.compile(r"step-(\d+)\.rank-\d+-of-\d+\.pt")
 _TEMPORARY: Final = re.compile(r"\.step-.*\.tmp")
 _PIECE = 1 << 20
-
-
-class BrokenFileError(Exception):
-    """A file cannot be used; the text says why."""
 
 
 def main_path(folder: Path, step: int) -> Path:
@@ -50,21 +45,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         TypeError: a part of the content is of a class that could not be loaded again.
         OSError, RuntimeError: there is no room, or no permission; an older file stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(".tmp", f".{path.stem}-", path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            torch.save(dict(content), file)
-            file.flush()
-            os.fsync(file.fileno())
-        _require_loadable(Path(name), content)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp lets the owner alone read
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-    _sync_folder(path.parent)
+    with replacing(path, lambda written: _require_loadable(written, content)) as file:
+        torch.save(dict(content), file)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -88,15 +70,6 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BrokenFileError(f"{path}: holds a {type(content).__name__}, not a checkpoint")
     return content
-
-
-def checksum(path: Path) -> tuple[int, int]:
-    """Return length and CRC-32 of a file."""
-    crc = length = 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            crc, length = zlib.crc32(piece, crc), length + len(piece)
-    return length, crc
 
 
 def tidy(folder: Path, keep: int | None) -> None:
@@ -142,18 +115,3 @@ def _load_error(file: Path | io.BytesIO) -> Exception | None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Let the new name itself reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,9 +17,9 @@ from ringcomm.errors import NotInitializedError
 from ringcomm.torch.adasum import with_adasum
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
-from ringcomm.torch.recipe import Recipe, recipe_of
+from ringcomm.torch.recipe import Recipe, recipe_of, require_own
 from ringcomm.torch.reducer import GradientReducer
-from ringcomm.torch.reductions import AnyOp, op_of
+from ringcomm.torch.reducing import AnyOp, op_of
 from ringcomm.torch.wrapping import dressed, named_in_order
 
 T = TypeVar("T", bound=Optimizer)
@@ -73,9 +73,11 @@ def DistributedOptimizer(
 
     Raises:
         NotInitializedError: init() has not run.
-        TypeError: a parameter is not in host memory, or of a dtype that cannot be reduced.
+        TypeError: a parameter is not in host memory, or of a dtype that cannot be reduced, or
+            named_parameters has none of the names.
         ValueError: names are not unique, a parameter of the optimizer has none or belongs to
-            another DistributedOptimizer, or an argument is out of range.
+            another DistributedOptimizer, one in groups is not the optimizer's, or an argument is
+            out of range.
 
     backward() and step() then raise MismatchError (on every rank), PeerFailedError and
     CommTimeoutError; and RingcommError after a backward() that failed, until zero_grad().
@@ -88,7 +90,8 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     engine()
-    named = named_in_order(optimizer, named_parameters)
+    given = None if named_parameters is None else list(named_parameters)
+    named = named_in_order(optimizer, given)
     op = op_of(op, None)
     if isinstance(op, Op):
         recipe = recipe_of(
@@ -100,6 +103,7 @@ def DistributedOptimizer(
             sparse_as_dense,
             process_set,
         )
+        require_own(recipe, named, given or ())
         return _wrapped(optimizer, GradientReducer(named, recipe, backward_passes_per_step))
     return with_adasum(optimizer, named, compression, process_set)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -131,18 +131,24 @@ class _Registry:
         return lanes
 
     def add(self, which: ProcessSet) -> ProcessSet:
-        """Number a process set; one of the same ranks that is there shares its number."""
+        """Number a process set, whose ranks no other one in use has."""
         ranks = tuple(which.resolve())
         if self._sets:
             _require_alike("add", ranks)
-        known = next((n for n, each in self._sets.items() if tuple(each.resolve()) == ranks), None)
-        if known is None:
-            is_all = ranks == tuple(range(engine().size))
-            self._lanes[ranks] = _Lanes(engine().world if is_all else Group(ranks))
-            known, self._next_id = self._next_id, self._next_id + 1
-            self._sets[known] = which
-        which.process_set_id = known
+        known = self.of_ranks(ranks)
+        if known is not None:
+            raise ValueError(
+                f"add_process_set: {known} is in use and has these ranks already: use that one"
+            )
+        is_all = ranks == tuple(range(engine().size))
+        self._lanes[ranks] = _Lanes(engine().world if is_all else Group(ranks))
+        self._sets[self._next_id] = which
+        which.process_set_id, self._next_id = self._next_id, self._next_id + 1
         return which
+
+    def of_ranks(self, ranks: Sequence[int]) -> ProcessSet | None:
+        """Return the one in use that has these ranks."""
+        return next((each for each in self._sets.values() if each.resolve() == list(ranks)), None)
 
     def remove(self, which: ProcessSet) -> bool:
         """Forget a process set."""
@@ -154,8 +160,7 @@ class _Registry:
         _require_alike("remove", tuple(which.resolve()))  # and no rank may still need it
         known = self._sets.pop(number)
         del self._lanes[tuple(known.resolve())]
-        for each in (known, which):
-            each.process_set_id = each.ranks = None
+        known.process_set_id = known.ranks = None
         return True
 
     def by_id(self) -> dict[int, ProcessSet]:
@@ -192,17 +197,20 @@ def _global() -> ProcessSet:
 
 def _of_ranks(ranks: list[int]) -> ProcessSet:
     """Return the process set in use that has these ranks: of a copy, or of what was pickled."""
-    for known in _registry().by_id().values():
-        if known.resolve() == ranks:
-            return known
-    raise ValueError(f"no process set of ranks {ranks} is in use: add_process_set({ranks}) first")
+    known = _registry().of_ranks(ranks)
+    if known is None:
+        raise ValueError(
+            f"no process set of ranks {ranks} is in use: add_process_set({ranks}) first"
+        )
+    return known
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Put a process set into use, and return it. Every rank of the job calls it, in one order.
 
     Raises:
-        ValueError: a rank that does not exist, or the same one twice, or none.
+        ValueError: a rank that does not exist, or the same one twice, or none; or one in use has
+            the same ranks, as the global one has all.
         MismatchError: ranks add different ones, or some are in join().
     """
     if not isinstance(process_set, ProcessSet):
@@ -211,7 +219,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set out of use, and all others of the same ranks. Every rank calls it.
+    """Take a process set out of use. Every rank calls it.
 
     Returns:
         False for the global one, which stays.
@@ -236,10 +244,14 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def prepare(process_sets: Iterable[ProcessSet] = ()) -> None:
-    """Put the global process set into use, and these. Every rank calls it."""
+    """Put the global process set into use, and these. Every rank calls it.
+
+    As in Horovod, of several with the same ranks the first is put into use, and it alone.
+    """
     registry = _registry()
     for each in process_sets:
-        registry.add(each)
+        if registry.of_ranks(each.resolve()) is None:
+            registry.add(each)
 
 
 def _registry() -> _Registry:

@@ -18,6 +18,7 @@ from ringcomm.engine.world import engine
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
 
+Named = Sequence[tuple[str, torch.nn.Parameter]]
 _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
 
 
@@ -134,6 +135,32 @@ def recipe_of(
         if len({id(p) for p in listed}) < len(listed):
             raise ValueError("groups: a parameter is in two groups, or twice in one")
     return Recipe(op, compression, float(predivide), which, sparse_as_dense, process_set)
+
+
+def require_own(recipe: Recipe, own: Named, known: Named) -> None:
+    """Refuse groups with a parameter that is not the optimizer's.
+
+    Args:
+        recipe: whose groups they are.
+        own: the optimizer's parameters.
+        known: parameters that have names, among them others.
+
+    Raises:
+        ValueError: it names the first.
+    """
+    if isinstance(recipe.groups, int):
+        return
+    ids = {id(p) for _, p in own}
+    names = {id(p): name for name, p in known}
+    for number, group in enumerate(recipe.groups):
+        for place, p in enumerate(group):
+            if id(p) not in ids:
+                raise ValueError(
+                    f"groups[{number}][{place}], "
+                    f"{names.get(id(p), 'a parameter')} of shape {tuple(p.shape)}, is not one of "
+                    f"this optimizer's {len(own)} parameters: leave it out, or give it to the "
+                    "optimizer"
+                )
 
 
 def _even(n: int, n_groups: int) -> list[list[int]]:

@@ -17,32 +17,21 @@ The contracts are those of the engine (ringcomm.engine.ops); this face translate
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.collectives.scaling import Scaling
-from ringcomm.engine import adasum, ops, plans
+from ringcomm.collectives.op import AVERAGE, SUM
+from ringcomm.engine import plans
+from ringcomm.engine.execution import Plan
+from ringcomm.engine.group import Group
 from ringcomm.torch import gradients
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.dispatch import begin
 from ringcomm.torch.handles import Handle
-from ringcomm.torch.movements import allgather, allgather_async
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
-
-
-class _Adasum:
-    """The operator of Adasum; see ringcomm.engine.adasum."""
-
-    def __repr__(self) -> str:
-        return "Adasum"
-
-
-Adasum = _Adasum()
-AnyOp = Op | _Adasum
+from ringcomm.torch.reducing import AnyOp, Reduction, op_of
 
 
 # --- allreduce ----------------------------------------------------------------------------------
@@ -69,7 +58,7 @@ def allreduce(
         process_set: see above.
     """
     sent, ctx = compression.compress(tensor)
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     (result,) = gradients.apply(lambda xs: [how.start(xs[0]).wait()], how.backward, [sent])
     received: torch.Tensor = compression.decompress(result, ctx)
     return received
@@ -85,7 +74,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """Start allreduce(); gradients do not flow through it."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
     return how.start(tensor)
 
 
@@ -99,7 +88,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrite `tensor` with its reduction, and return it."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     return how.start(tensor, in_place=True).wait()
 
 
@@ -113,7 +102,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """Start allreduce_()."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
     return how.start(tensor, in_place=True)
 
 
@@ -129,7 +118,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Return the reduction of each tensor; see allreduce()."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     results = gradients.apply(
         lambda xs: how.start_group(xs).wait(), how.backward, [sent for sent, _ in pairs]
     )
@@ -148,7 +137,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Start grouped_allreduce()."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
     return how.start_group(tensors)
 
 
@@ -162,7 +151,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Overwrite each tensor with its reduction, and return them."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     return how.start_group(tensors, in_place=True).wait()
 
 
@@ -176,7 +165,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """Start grouped_allreduce_()."""
-    how = _How(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
+    how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name)
     return how.start_group(tensors, in_place=True)
 
 
@@ -194,25 +183,25 @@ def sparse_allreduce_async(
         op: Average or Sum.
         process_set: see above.
     """
-    which = op_of(op, None)
+    kind, which = "sparse_allreduce", op_of(op, None)
     if which not in (AVERAGE, SUM):
         raise ValueError(f"sparse_allreduce_async: op is Average or Sum, not {which}")
     coalesced = tensor.detach().coalesce()
     # Gathered along the first dimension: one row per element.
     indices = coalesced.indices().t().contiguous()
-    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
-    handles = [
-        allgather_async(part, part_name, process_set)
-        for part, part_name in zip((indices, coalesced.values()), names, strict=True)
-    ]
+    parts = [indices, coalesced.values()]
     divisor = process_set.size() if which is AVERAGE else 1
 
-    def finish(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def plan(g: Group, name: str | None) -> Plan[list[torch.Tensor]]:
+        return plans.grouped(kind, name, [plans.allgather(g, None, part) for part in parts])
+
+    def finish(gathered: list[torch.Tensor]) -> torch.Tensor:
+        rows, values = gathered
         total = torch.sparse_coo_tensor(rows.t(), values, tensor.shape, check_invariants=True)
         total = total.coalesce()
         return total if divisor == 1 else total / divisor
 
-    return Handle(handles, finish)
+    return Handle([begin(kind, name, process_set, "grouped", plan)], finish)
 
 
 # --- reducescatter ------------------------------------------------------------------------------
@@ -227,7 +216,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the reduction; the first n % size ranks get one row more."""
     sent, ctx = compression.compress(tensor)
-    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
+    how = Reduction(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
     (result,) = gradients.apply(
         lambda xs: [how.start_scatter(xs[0]).wait()], how.backward_of_scatter, [sent]
     )
@@ -244,7 +233,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[torch.Tensor]:
     """Start reducescatter()."""
-    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name)
+    how = Reduction(op_of(op, None), prescale_factor, postscale_factor, process_set, name)
     return how.start_scatter(tensor)
 
 
@@ -259,7 +248,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Return reducescatter() of each tensor."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
+    how = Reduction(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
     results = gradients.apply(
         lambda xs: how.start_group_scatter(xs).wait(),
         how.backward_of_scatter,
@@ -279,127 +268,5 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """Start grouped_reducescatter()."""
-    how = _How(op_of(op, None), prescale_factor, postscale_factor, process_set, name)
+    how = Reduction(op_of(op, None), prescale_factor, postscale_factor, process_set, name)
     return how.start_group_scatter(tensors)
-
-
-def op_of(op: AnyOp | None, average: bool | None) -> AnyOp:
-    """Return the operator that is meant.
-
-    Raises:
-        ValueError: both are given.
-        TypeError: op is none of them.
-    """
-    if average is not None:
-        if op is not None:
-            raise ValueError("pass op, or average, which it replaces; not both")
-        warnings.warn(
-            "average is Horovod's older way: pass op=hvd.Average or op=hvd.Sum",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return AVERAGE if average else SUM
-    if op is None:
-        return AVERAGE
-    if not isinstance(op, Op | _Adasum):
-        raise TypeError(
-            f"op must be one of hvd.Average, Sum, Min, Max, Product, Adasum: not {op!r}"
-        )
-    return op
-
-
-class _How:
-    """A reduction, but for the tensors: one body for all of its forms."""
-
-    def __init__(
-        self,
-        op: AnyOp,
-        before: float,
-        after: float,
-        process_set: ProcessSet,
-        name: str | None,
-        is_awaited: bool = False,
-    ) -> None:
-        self._op = op
-        self._scaling = Scaling.of(before, after)
-        self._set = process_set
-        self._name = name
-        self._is_awaited = is_awaited
-
-    def start(self, x: torch.Tensor, *, in_place: bool = False) -> Handle[torch.Tensor]:
-        """Start an allreduce."""
-        is_plain = in_place and self._name is None and not self._scaling
-        if self._is_awaited and is_plain and isinstance(self._op, Op):
-            result = ops.allreduce_(x, self._op, group=self._set.group)
-            return Handle((), lambda: result)
-        options: dict[str, Any] = {
-            "in_place": in_place,
-            "scaling": self._scaling,
-            "is_awaited": self._is_awaited,
-        }
-        kind = "allreduce_" if in_place else "allreduce"
-        if isinstance(self._op, _Adasum):
-            kind, plan = kind.replace("allreduce", "adasum"), adasum.plan
-            several = begin(kind, self._name, self._set, "allreduce", plan, [x], **options)
-            return Handle([several], lambda results: results[0])
-        return begin(
-            kind, self._name, self._set, "allreduce", plans.allreduce, x, self._op, **options
-        )
-
-    def start_group(
-        self, xs: Sequence[torch.Tensor], *, in_place: bool = False
-    ) -> Handle[list[torch.Tensor]]:
-        """Start an allreduce of several."""
-        options: dict[str, Any] = {
-            "in_place": in_place,
-            "scaling": self._scaling,
-            "is_awaited": self._is_awaited,
-        }
-        if isinstance(self._op, _Adasum):
-            kind = "adasum_" if in_place else "adasum"
-            return begin(kind, self._name, self._set, "grouped", adasum.plan, list(xs), **options)
-        kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
-        plan = plans.grouped_allreduce
-        return begin(kind, self._name, self._set, "grouped", plan, list(xs), self._op, **options)
-
-    def start_scatter(self, x: torch.Tensor) -> Handle[torch.Tensor]:
-        """Start a reduce_scatter."""
-        op, plan = self._plain_op(), plans.reduce_scatter
-        options: dict[str, Any] = {"scaling": self._scaling, "is_awaited": self._is_awaited}
-        return begin(
-            "reduce_scatter", self._name, self._set, "reducescatter", plan, x, op, **options
-        )
-
-    def start_group_scatter(self, xs: Sequence[torch.Tensor]) -> Handle[list[torch.Tensor]]:
-        """Start a reduce_scatter of several."""
-        op, plan = self._plain_op(), plans.grouped_reduce_scatter
-        options: dict[str, Any] = {"scaling": self._scaling, "is_awaited": self._is_awaited}
-        return begin(
-            "grouped_reduce_scatter",
-            self._name,
-            self._set,
-            "grouped",
-            plan,
-            list(xs),
-            op,
-            **options,
-        )
-
-    def backward(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
-        """Return the gradients of an allreduce: they are reduced in the same way."""
-        factors = self._scaling.before, self._scaling.after
-        how = _How(self._op, *factors, self._set, None, True)
-        return [how.start(grad).wait() for grad in grads]
-
-    def backward_of_scatter(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
-        """Return the gradients of a reduce_scatter: each rank has those of its rows."""
-        factor = self._scaling.before * self._scaling.after
-        if self._op is SUM:
-            factor *= self._set.size()
-        gathered = [allgather(grad.contiguous(), process_set=self._set) for grad in grads]
-        return [grad if factor == 1 else grad * factor for grad in gathered]
-
-    def _plain_op(self) -> Op:
-        if isinstance(self._op, _Adasum):
-            raise ValueError("reducescatter: op is Average, Sum, Min, Max or Product, not Adasum")
-        return self._op

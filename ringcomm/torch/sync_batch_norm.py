@@ -11,7 +11,6 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -43,10 +42,11 @@ class SyncBatchNorm(_BatchNorm):
         dtype: of parameters and buffers.
 
     forward() raises ValueError, for an input that has fewer than 2 dimensions or another number of
-    channels, and on every rank if all of them together have fewer than 2 values per channel. It
-    can be differentiated once.
+    channels, and on every rank if all of them together have fewer than 2 values per channel.
 
     Cost: forward, an allgather of 2 C + 1 float64 from each rank; backward, an allreduce of 2 C.
+    With create_graph=True, for gradient penalties, two more in backward, and one for each of these
+    in the backward of that; every rank must then create the graph.
     """
 
     def __init__(  # noqa: PLR0917 - as in torch and Horovod
@@ -171,13 +171,14 @@ class _Normalize(torch.autograd.Function):
             eps=eps,
         )
         ctx.save_for_backward(x, weight, mean.to(x.device, like_x), inverse.to(x.device, like_x))
-        ctx.group, ctx.count = group, count
+        ctx.group, ctx.count, ctx.eps = group, count, eps
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance, count
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _gradients(ctx, dy)
         x, weight, mean, inverse = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         axes = _all_but_channels(x)
@@ -193,6 +194,65 @@ class _Normalize(torch.autograd.Function):
             dx = dx.add_(dy).sub_(_per_channel(mean_dy, x)).mul_(_per_channel(scale, x)).to(x.dtype)
         d_weight = (sum_product * inverse).to(weight.dtype) if needs_weight else None
         return dx, d_weight, sum_dy.to(weight.dtype) if needs_bias else None, None, None
+
+
+def _gradients(ctx: Any, dy: Tensor) -> Any:
+    """Return what backward() returns, by operations that can be differentiated again.
+
+    Mean and deviation are functions of all ranks' inputs, so they are computed anew.
+    """
+    x, weight, known_mean, _ = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    axes, count, group = _all_but_channels(x), ctx.count, ctx.group
+    dy, centred = dy.to(known_mean.dtype), x - _per_channel(known_mean, x)
+    # Apart from known_mean, so that a mean that is large beside its deviation does not cancel.
+    shift = _sum_over_ranks(centred.sum(axes), group) / count
+    deviation = centred - _per_channel(shift, x)
+    squares = _sum_over_ranks(deviation.square().sum(axes), group)
+    inverse = (squares / count + ctx.eps).rsqrt()
+    sum_dy, sum_product = dy.sum(axes), (dy * deviation).sum(axes)
+    dx = None
+    if needs_x:
+        mean_dy, mean_product = _means(sum_dy, sum_product, count, group)
+        scale = inverse if weight is None else inverse * weight
+        slope = _per_channel(inverse.square() * mean_product, x)
+        dx = (dy - _per_channel(mean_dy, x) - deviation * slope) * _per_channel(scale, x)
+        dx = dx.to(x.dtype)
+    d_weight = (sum_product * inverse).to(weight.dtype) if needs_weight else None
+    d_bias = sum_dy.to(weight.dtype) if needs_bias else None
+    return dx, d_weight, d_bias, None, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Values and gradients are summed over all ranks, one of both weighed as _means() says.
+
+    A rank's gradient is that of the sum of all losses, divided by its own weight: so the gradient
+    of a plain sum is a weighed one, and the other way round.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group | None, is_weighed: bool) -> Tensor:
+        ctx.group, ctx.is_weighed = group, is_weighed
+        weight = _weight() if is_weighed else 1.0
+        mine = values.detach().to("cpu", torch.float64)
+        # The mean over an empty batch is NaN, which a factor of 0 would not cancel.
+        mine = mine * weight if weight else torch.zeros_like(mine)
+        total = ops.allreduce(mine, group=group, deterministic=True)
+        return (total / weight if weight else total).to(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _sum_over_ranks(gradient, ctx.group, is_weighed=not ctx.is_weighed), None, None
+
+
+def _sum_over_ranks(values: Tensor, group: Group | None, *, is_weighed: bool = False) -> Tensor:
+    return cast(Tensor, _SumOverRanks.apply(values, group, is_weighed))  # type: ignore[no-untyped-call]
+
+
+def _weight() -> float:
+    """Return how many samples this rank's loss of this step is the mean of, if that matters."""
+    samples = samples_of_step(engine())
+    return 1.0 if samples is None else samples
 
 
 def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, float]:
@@ -225,14 +285,8 @@ def _means(
     Where gradients will be weighed by numbers of samples, a rank's loss reaches the others with its
     weight, too; theirs are applied to what is returned here, so it is divided by them.
     """
-    samples = samples_of_step(engine())
-    weight = 1.0 if samples is None else samples
-    mine = torch.stack([sum_dy, sum_product]).to("cpu", torch.float64)
-    # The mean over an empty batch is NaN, which a factor of 0 would not cancel.
-    mine = mine * weight if weight else torch.zeros_like(mine)
-    total = ops.allreduce(mine, group=group, deterministic=True)
-    means = (total / (count * weight) if weight else total).to(sum_dy)
-    return means[0], means[1]
+    sums = _sum_over_ranks(torch.stack([sum_dy, sum_product]), group, is_weighed=True)
+    return sums[0] / count, sums[1] / count
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

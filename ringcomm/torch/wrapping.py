@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +43,7 @@ def named_in_order(
     if named_parameters is None:
         return [(f"parameter{i}", p) for i, p in enumerate(parameters)]
     given = list(named_parameters)
+    _require_pairs(given)
     names = [name for name, _ in given]
     doubles = sorted({name for name in names if names.count(name) > 1})
     if doubles:
@@ -55,6 +56,17 @@ def named_in_order(
             "named_parameters; pass model.named_parameters() of the whole model"
         )
     return [(name_of[p], p) for p in parameters]
+
+
+def _require_pairs(given: Sequence[Any]) -> None:
+    for index, each in enumerate(given):
+        if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str)):
+            what = type(each).__name__
+            raise TypeError(
+                "named_parameters has pairs (name, parameter), and its item "
+                f"{index} is a {what}: pass named_parameters=model.named_parameters(), not "
+                "model.parameters()"
+            )
 
 
 def _let_scheduler_see_steps(wrapped: Optimizer) -> None:

@@ -177,6 +177,10 @@ class NodeRegion(Protocol):
         """What this rank shares."""
         ...
 
+    def memory_of(self, rank: int) -> NodeMemory:
+        """Return what a rank of this node shares. Raises KeyError."""
+        ...
+
     def empty(self, nbytes: int) -> Bytes:
         """Return memory of this rank that all of them map. Raises MemoryError."""
         ...

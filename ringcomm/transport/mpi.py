@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringcomm import config
+from ringcomm import launched
 from ringcomm._core import Loop, NodeMemory, StatusPage, Watchdog
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError
@@ -84,7 +84,7 @@ def start_mpi(*, with_settings: bool = True) -> Started:
         ConfigError: there is no MPI library.
     """
     was_early = "mpi4py.MPI" in sys.modules
-    settings = config.set_mpi_defaults() if with_settings else []
+    settings = launched.set_mpi_defaults() if with_settings else []
     try:
         import mpi4py
 
@@ -135,7 +135,7 @@ def refuse_late_settings(started: Started, *, is_fault_tolerant: bool) -> None:
 
 def refuse_silent_singleton(world_size: int) -> None:
     """Raise ConfigError if a launcher started many processes and MPI sees one."""
-    promised = config.launched_size()
+    promised = launched.launched_size()
     if promised is None or world_size > 1:
         return
     variable, n = promised
@@ -261,7 +261,7 @@ class MpiTransport:
             each.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank: int = self._data.rank
         self.size: int = self._data.size
-        self.is_fault_tolerant = config.is_fault_tolerant()
+        self.is_fault_tolerant = launched.is_fault_tolerant()
         self.is_threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._thread = threading.get_ident()
         self._bell = threading.Lock()  # locked while nobody has called wake()

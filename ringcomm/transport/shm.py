@@ -58,6 +58,10 @@ class SharedNode:
         """This rank's."""
         return self._memories[self._rank]
 
+    def memory_of(self, rank: int) -> NodeMemory:
+        """Return that of a rank of this node. Raises KeyError if it shares none."""
+        return self._memories[rank]
+
     def meet(self, rank: int, address: RegionAddress) -> None:
         """Map the memory of another rank of this node.
 

@@ -169,7 +169,9 @@ def test_an_argument_that_is_wrong_on_one_rank_is_heard_of_by_the_others():
             parts = [[torch.ones(1)]] if rank == 0 else []  # for two ranks, one is missing
             pg.scatter([torch.ones(1)], parts, 0).wait()
 
-        with pytest.raises(RuntimeError, match="root passes tensors of"):
+        with pytest.raises(
+            RuntimeError, match="scatter_list has 1 tensors, and the group has 2 ranks"
+        ):
             future.then(scatter).wait()
 
     run_ranks(2, body)

@@ -107,6 +107,7 @@ def test_versions_from_2_6_on_are_served():
     assert checked_version("2.15.0a0+git12", has_distributed=True) == (2, 15)
 
 
+@pytest.mark.at_length
 def test_the_import_says_that_a_torch_is_too_old(tmp_path):
     old = "import torch; torch.__version__ = '2.5.1'\n"
     catch = "try: import ringcomm.torch\nexcept RuntimeError as error: print(error)"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import is_at_length, run_job
+from harness import run_job
 from mnist_files import write_mnist
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
@@ -18,7 +18,7 @@ def run(n, tmp_path, *arguments):
     return [line for line in job.output.splitlines() if line.startswith("epoch")]
 
 
-@pytest.mark.skipif(not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1")
+@pytest.mark.at_length
 def test_it_trains_on_files_of_mnist_and_goes_on_after_the_last_epoch(tmp_path):
     (tmp_path / "mnist").mkdir()
     write_mnist(tmp_path / "mnist", is_zipped=True, n=10)
@@ -28,7 +28,7 @@ def test_it_trains_on_files_of_mnist_and_goes_on_after_the_last_epoch(tmp_path):
     assert [line[:9] for line in then] == ["epoch  3/"]
 
 
-@pytest.mark.skipif(not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1")
+@pytest.mark.at_length
 @pytest.mark.parametrize("mode", ["sync", "async", "ssp", "first-of"])
 def test_a_plain_script_trains_on_the_parameter_server(mode, tmp_path):
     example = EXAMPLE.with_name("ps_digits.py")

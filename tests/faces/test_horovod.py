@@ -172,6 +172,23 @@ def test_sparse_tensors_are_added_up(size, op):
     run_ranks(size, body)
 
 
+@pytest.mark.parametrize("sparse_rank", [0, 1])
+def test_sparse_and_dense_under_one_name_are_an_error_that_says_so(sparse_rank):
+    def body(rank):
+        is_sparse = rank == sparse_rank
+        start = hvd.sparse_allreduce_async if is_sparse else hvd.allreduce_async
+        x = torch.eye(2).to_sparse() if is_sparse else torch.eye(2)
+        with pytest.raises(rc.MismatchError) as caught:
+            hvd.synchronize(start(x, name="table"))
+        return str(caught.value), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+    (text, total), other = run_ranks(2, body)
+    assert other == (text, total)
+    assert total == 2
+    assert f"rank {sparse_rank} called sparse_allreduce[table]" in text
+    assert "One has a sparse tensor, the other a dense one" in text
+
+
 # --- movements ----------------------------------------------------------------------------------
 @SIZES
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool])
@@ -410,8 +427,7 @@ def test_process_sets_are_numbered_alike_and_shared_by_their_ranks():
     def body(rank):
         even = hvd.add_process_set([2, 0])
         odd = hvd.add_process_set(hvd.ProcessSet([1, 3]))
-        again = hvd.add_process_set([0, 2])
-        assert (even.process_set_id, odd.process_set_id, again.process_set_id) == (1, 2, 1)
+        assert (even.process_set_id, odd.process_set_id) == (1, 2)
         assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2, 3], 1: [0, 2], 2: [1, 3]}
         mine = even if rank % 2 == 0 else odd
         other = odd if mine is even else even
@@ -431,6 +447,32 @@ def test_process_sets_are_numbered_alike_and_shared_by_their_ranks():
     assert even == [2, [0, 2], 2]
     assert odd == [4, [1, 3], 3]
     assert results[2:] == [even, odd]
+
+
+@pytest.mark.parametrize("ranks", [[2, 0], [0, 1, 2]])
+def test_a_second_process_set_of_the_same_ranks_is_refused_on_every_rank(ranks):
+    def body(rank):
+        some = hvd.add_process_set([0, 2])
+        for again in (ranks, hvd.ProcessSet(ranks), *([some] if len(ranks) == 2 else [])):
+            with pytest.raises(ValueError, match=r"process_set_id=\d.* has these ranks already"):
+                hvd.add_process_set(again)
+        assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2]}
+        hvd.remove_process_set(some)
+        return hvd.add_process_set([0, 2]).process_set_id
+
+    assert run_ranks(3, body) == [2, 2, 2]
+
+
+def test_of_several_process_sets_of_the_same_ranks_init_takes_the_first():
+    def body(rank):
+        first, second = hvd.ProcessSet([0]), hvd.ProcessSet([0])
+        for _ in range(2):
+            hvd.init(process_sets=[first, second])
+        with pytest.raises(ValueError, match="not in use"):
+            hvd.allreduce(torch.ones(1), process_set=second)
+        return first.process_set_id, second.process_set_id, hvd.get_process_set_ids_and_ranks()
+
+    assert run_ranks(2, body) == [(1, None, {0: [0, 1], 1: [0]})] * 2
 
 
 def test_a_process_set_that_is_removed_is_not_used_again():

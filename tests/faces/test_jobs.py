@@ -1,7 +1,7 @@
 """torch under a real mpirun: DataLoader workers, and a rank that fails in training."""
 
 import pytest
-from harness import run_script
+from harness import at_length, run_script
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
 
@@ -58,13 +58,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", at_length(["fork", "spawn"], ["fork"]))
 def test_ranks_with_loader_workers_equal_one_process(method, tmp_path):
     job = run_script(2, LOADER, method, cwd=tmp_path, timeout_s=120)
     assert job.code == 0, job.output
     assert job.output.count("trained") == 2
 
 
+@pytest.mark.at_length
 def test_a_loader_worker_that_raises_fails_its_rank_with_its_error(tmp_path):
     job = run_script(2, LOADER, "fork", "bad", cwd=tmp_path, timeout_s=120)
     assert job.code != 0

@@ -316,6 +316,30 @@ def test_arguments_that_do_not_fit_are_refused(arguments, message):
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_group_with_a_parameter_that_is_not_the_optimizers_is_refused(is_named):
+    def body(rank):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+        named = model.named_parameters() if is_named else None
+        expected = "1.weight" if is_named else "a parameter"
+        with pytest.raises(ValueError, match=rf"^groups\[1\]\[0\], {expected} of shape \(5, 2\)"):
+            hvd.DistributedOptimizer(
+                sgd(model[0].parameters()), named, groups=[[model[0].weight], [model[1].weight]]
+            )
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("wrong", [list, lambda ps: dict(enumerate(ps)), lambda ps: [(0, 1, 2)]])
+def test_named_parameters_that_are_no_pairs_are_refused_with_what_to_pass(wrong):
+    def body(rank):
+        model = nn.Linear(3, 2)
+        with pytest.raises(TypeError, match=r"item 0 is a .*named_parameters=model.named_param"):
+            hvd.DistributedOptimizer(sgd(model.parameters()), wrong(model.parameters()))
+
+    run_ranks(1, body)
+
+
 def test_a_parameter_in_two_groups_is_refused():
     def body(rank):
         (model,) = models(1)

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss  # noqa: E402
 from training import assert_close, copies, data, fit, network, sgd, share, weights  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
+from ringcomm.ps import job  # noqa: E402
 from ringcomm.ps.job import session  # noqa: E402
 from ringcomm.torch import ps  # noqa: E402
 from ringcomm.torch.ps import buckets, hybrid  # noqa: E402
@@ -425,7 +426,7 @@ def test_momentum_that_begins_later_is_refused():
         ({"apply": "servers"}, "apply is 'servers'"),
         ({"hybrid": "rings"}, "hybrid is 'rings'"),
         ({"hybrid": "ring"}, "nothing is left"),
-        ({"compression": "int4"}, r"compression is 'int4'; .*Compression\.fp16"),
+        ({"compression": "int4"}, r"compression is 'int4'; it must be None, 'fp16', 'bf16'"),
         ({"max_grad_norm": 0}, "max_grad_norm is 0"),
         ({"backward_passes_per_step": 0}, "a whole number from 1 on"),
         ({"apply": "worker", "mode": "async"}, "each push is an update that the servers make"),
@@ -461,9 +462,67 @@ def test_hybrid_leaves_dense_parameters_to_the_ring():
         session()
         hybrid.enrol_embedding()
         fit(replicas[rank], wrap(replicas[rank], hybrid="ring"), share(batches, rank, 2))
+        assert session().clock == len(batches)
         return weights(replicas[rank])
 
     assert_close(run_workers(2, body), weights(alone), 1e-12)
+
+
+def test_embeddings_beside_the_ring_are_bounded_by_its_steps():
+    is_over = threading.Event()
+
+    def body(rank):
+        rows = ps.Embedding(10, 2, name="rows", mode=ps.SSP(1))
+        layer = nn.Linear(2, 1)
+        optimizer = wrap(layer, lambda p: torch.optim.SGD(p, lr=0.1), hybrid="ring")
+        if rank == 1:
+            layer(rows(torch.arange(3))).sum().backward()
+            optimizer.step()
+            assert is_over.wait(10)  # its second step does not come
+            return None
+        try:
+            layer(rows(torch.arange(3))).sum().backward()
+            optimizer.step()
+            assert ps.complete_step() == 2
+            assert ps.complete_step() == 3
+            with pytest.raises(rc.CommTimeoutError, match="waits for other workers"):
+                rows(torch.arange(3))
+        finally:
+            is_over.set()
+        return None
+
+    run_workers(2, body, deadline_s=0.5)
+
+
+def test_an_evaluator_has_the_parameters_of_a_snapshot(monkeypatch):
+    monkeypatch.setattr(job, "_evaluation", None)
+    on_evaluator, seen = [], []
+
+    @ps.evaluator(every=4)
+    def evaluate(step):
+        if not on_evaluator:
+            model = network()
+            on_evaluator.append((model, wrap(model, adam)))
+        model, optimizer = on_evaluator[0]
+        optimizer.pull_parameters()
+        seen.append(weights(model))
+        ps.report(step, {})
+
+    def body(rank):
+        model = network()
+        optimizer = wrap(model, adam)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            if step % 4 == 0 and ps.is_chief():
+                ps.reports(until=step)
+            rc.barrier()
+        return weights(model)
+
+    last, *_ = run_workers(2, body, 2, evaluators=1)
+    are_equal = [all(map(torch.equal, each, last)) for each in seen]
+    assert are_equal == [False, True]
 
 
 def test_two_optimizers_share_the_servers():

@@ -34,6 +34,7 @@ def begun(path):
     return [event["name"] for event in events(path) if event["ph"] == "B"]
 
 
+@pytest.mark.at_length
 def test_start_and_stop_timeline_record_what_is_between_them(tmp_path):
     text = """
 hvd.init()
@@ -58,6 +59,7 @@ hvd.shutdown()
         assert len(begun(tmp_path / f"second.{rank}.json")) == 1
 
 
+@pytest.mark.at_length
 def test_horovod_timeline_records_from_the_start(tmp_path):
     text = 'hvd.init()\nhvd.allreduce(torch.ones(5), name="w")\ntrain()\n'
     environment = {"HOROVOD_TIMELINE": str(tmp_path / "all.json")}
@@ -93,6 +95,7 @@ def test_a_stall_is_warned_of_by_tensor_and_missing_ranks_and_training_goes_on(t
     assert job.output.count("went on") == 3
 
 
+@pytest.mark.at_length
 def test_a_stall_that_is_not_to_be_warned_of_is_not(tmp_path):
     environment = {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"}
     job = run_script(3, TRAINING + LATE.format(seconds=1.5), cwd=tmp_path, env=environment)

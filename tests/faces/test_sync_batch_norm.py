@@ -122,6 +122,69 @@ def test_training_equals_one_process(size, is_weighed):
     )
 
 
+class Plain(nn.BatchNorm2d):
+    """Of plain operations: the third derivative of torch's own takes the mean for a constant."""
+
+    def forward(self, x):
+        deviation = x - x.mean((0, 2, 3), keepdim=True)
+        y = deviation * (deviation.square().mean((0, 2, 3), keepdim=True) + self.eps).rsqrt()
+        return y * self.weight.view(-1, 1, 1) + self.bias.view(-1, 1, 1) if self.affine else y
+
+
+def second_order(layer, x, pull, push, scale=1.0):
+    """Return gradients of a penalty on gradients, by all that it depends on; and one of those."""
+    x, pull = x.detach().requires_grad_(), pull.detach().requires_grad_()
+    inputs = [x, *layer.parameters()]
+    first = torch.autograd.grad((torch.sin(layer(x)) * pull).sum(), inputs, create_graph=True)
+    penalty = (first[0] * push).sum() + first[0].square().sum() * scale
+    second = torch.autograd.grad(penalty, [x, pull, *layer.parameters()], create_graph=True)
+    third = torch.autograd.grad((second[0].square() * push).sum() * scale, x)
+    return [each.detach() for each in (*second[:2], *third)], [p.detach() for p in second[2:]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("affine", [True, False])
+def test_gradients_of_gradients_equal_one_process(size, affine):
+    n, shape = sum(PARTS[size]), SHAPES[2]
+    x, pull, push = (random(n, 3, *shape, seed=s) for s in range(3))
+    options = {"affine": affine, "eps": 1e-3, "dtype": torch.float64}
+    layers = [with_values(hvd.SyncBatchNorm(3, **options)) for _ in range(size)]
+
+    def body(rank):
+        parts = [each.split(PARTS[size])[rank] for each in (x * 3 + 50, pull, push)]
+        return second_order(layers[rank], *parts)
+
+    results = run_ranks(size, body)
+    rows, parameters = second_order(with_values(Plain(3, **options)), x * 3 + 50, pull, push)
+    for index, want in enumerate(rows):
+        assert_near(torch.cat([r[0][index] for r in results]), want, 1e-11)
+    for index, want in enumerate(parameters):
+        assert_near(sum(r[1][index] for r in results), want, 1e-11)
+
+
+@pytest.mark.parametrize("rows", [(1, 5), (0, 6)])
+def test_gradients_of_gradients_are_weighed_as_gradients_are(rows):
+    x, pull, push = (random(6, 3, seed=s) for s in range(3))
+
+    def gradient(layer, x, pull, push):
+        x = x.detach().requires_grad_()
+        (dx,) = torch.autograd.grad((layer(x) * pull).sum(1).mean(), x, create_graph=True)
+        return torch.autograd.grad((dx * push).sum(1).mean(), x)[0]
+
+    layers = [hvd.SyncBatchNorm(3, dtype=torch.float64) for _ in rows]
+
+    def body(rank):
+        optimizer = wrap(layers[rank])
+        optimizer.set_samples(rows[rank])
+        # Each gradient is that of the mean over all, divided by this rank's share of it.
+        share = rows[rank] / 6
+        parts = [each.split(rows)[rank] for each in (x, pull, push * share)]
+        return gradient(layers[rank], *parts).nan_to_num() * share
+
+    want = gradient(nn.BatchNorm1d(3, dtype=torch.float64), x, pull, push)
+    assert_near(torch.cat(run_ranks(2, body)), want)
+
+
 def test_the_weight_of_a_step_is_forgotten_after_it():
     xs = [random(4, 3, seed=s) for s in range(2)]
     pull = random(4, 3, seed=9)

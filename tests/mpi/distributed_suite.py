@@ -506,6 +506,31 @@ def test_a_group_can_be_split_by_its_method(rank, size, world):
         assert part is None
 
 
+def members_by_rank(rank, size, kind):
+    """Return what a rank passes to new_group(): rank 0 wants another group than the others."""
+    return {
+        "with other ranks": [0, 1] if rank == 0 else [0, size - 1] if size > 2 else [1],
+        "without rank 0": [0, 1] if rank == 0 else list(range(1, size)),
+        "of all": None if rank == 0 else [0],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["with other ranks", "without rank 0", "of all"])
+def test_a_group_whose_members_differ_between_ranks_is_an_error_on_all(kind, rank, size):
+    with pytest.raises(
+        rc.MismatchError, match=r"rank 0 called new_group\(\[.*rank.* 1.* called new_g"
+    ):
+        dist.new_group(members_by_rank(rank, size, kind))
+    x = torch.ones(1)
+    dist.all_reduce(x, group=dist.new_group())
+    assert x.item() == size
+
+
+def test_ranks_of_which_one_makes_no_group_all_hear_of_it(rank):
+    with pytest.raises(rc.MismatchError, match=r"rank 0 called new_group\(\[0, 1\]\)"):
+        dist.new_group([0, 1]) if rank == 0 else dist.barrier()
+
+
 def test_a_destroyed_group_refuses_calls():
     group = dist.new_group()
     dist.destroy_process_group(group)
@@ -811,7 +836,63 @@ def test_operators_of_c10d_reach_the_group_where_torch_lets_them(rank, size, wor
         lambda x, n: dist.all_to_all_single(x, torch.ones(4)) if 4 % n == 0 else dist.all_reduce(x),
     ],
 )
-def test_a_tensor_whose_elements_overlap_is_refused_and_nothing_is_lost(call):
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.ones(1).expand(4), lambda: torch.ones(3).as_strided((2, 2), (1, 1))],
+    ids=["expanded", "windows"],
+)
+def test_a_tensor_whose_elements_overlap_is_refused_and_nothing_is_lost(call, make):
     with pytest.raises((ValueError, RuntimeError), match="overlap in memory"):
-        call(torch.ones(1).expand(4), dist.get_world_size())
+        call(make(), dist.get_world_size())
     dist.barrier()
+
+
+def test_nothing_is_received_into_a_tensor_whose_elements_overlap(rank):
+    if rank == 0:
+        dist.send(torch.ones(4), 1)
+    elif rank == 1:
+        with pytest.raises(ValueError, match=r"overlap in memory.*waits until another recv\(\)"):
+            dist.recv(torch.zeros(1).expand(4), 0)
+        x = torch.zeros(4)
+        dist.recv(x, 0)
+        assert x.tolist() == [1] * 4
+
+
+# --- wrong arguments ------------------------------------------------------------------------------
+LISTS = {
+    "scatter_list": lambda x, xs, n: dist.scatter(x, xs if dist.get_rank() == 0 else None, 0),
+    "gather_list": lambda x, xs, n: dist.gather(x, xs if dist.get_rank() == 0 else None, 0),
+    "tensor_list": lambda x, xs, n: dist.all_gather(xs, x),
+    "input_list": lambda x, xs, n: dist.reduce_scatter(x, xs),
+    "output_tensor_list": lambda x, xs, n: dist.all_to_all(xs, [x] * n),
+    "input_tensor_list": lambda x, xs, n: dist.all_to_all([torch.ones(2) for _ in range(n)], xs),
+}
+
+
+@pytest.mark.parametrize("argument", LISTS)
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_list_of_the_wrong_length_is_an_error_with_both_numbers(argument, n, size):
+    with pytest.raises((rc.MismatchError, ValueError)) as caught:
+        LISTS[argument](torch.ones(2), [torch.ones(2) for _ in range(n)], size)
+    assert f"{argument} has {n} tensors, and the group has {size} ranks" in str(caught.value)
+
+
+def test_scatter_of_unequal_tensors_names_the_one(rank, size):
+    parts = [torch.ones(2 + (r == size - 1)) for r in range(size)] if rank == 0 else None
+    with pytest.raises(
+        (rc.MismatchError, ValueError), match=rf"scatter_list\[{size - 1}\] has 3 elements"
+    ):
+        dist.scatter(torch.ones(2), parts, 0)
+
+
+def test_sparse_beside_dense_is_an_error_that_says_so(rank):
+    x = torch.eye(2).to_sparse() if rank == 0 else torch.eye(2)
+    with pytest.raises(rc.MismatchError, match="One has a sparse tensor, the other a dense one"):
+        dist.all_reduce(x)
+
+
+def test_who_receives_a_broadcast_is_not_said_to_have_sent(rank):
+    with pytest.raises(
+        rc.MismatchError, match=r"0.* would receive float32 \(2,\), rank 1 sent float32 \(3,\)"
+    ):
+        dist.broadcast(torch.ones(2 + (rank == 1)), 1)

@@ -51,6 +51,64 @@ def test_commands_of_their_own(tmp_path):
     assert job.output.count("of 2 has") == 2
 
 
+CALLS = """
+from ringcomm import ps
+import my_functions
+ps.init()
+t = ps.table("w", 10, init=range(10))
+assert t.call("largest").wait() == [9.0]
+print("done", flush=True)
+"""
+
+
+@pytest.mark.skipif(IS_MPICH, reason="tried with one mpirun's colon syntax, of Open MPI")
+def test_a_command_of_servers_imports_modules_with_functions(tmp_path):
+    (tmp_path / "train.py").write_text(CALLS)
+    (tmp_path / "my_functions.py").write_text(
+        "from ringcomm import ps\n\n@ps.function\ndef largest(values):\n    return values.max()\n"
+    )
+    servers = (":", "-np", 1, sys.executable, "-m", "ringcomm.ps.server", "my_functions")
+    job = run_job(1, "train.py", *servers, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "done" in job.output
+
+
+FOLLOWED = """
+import sys
+import numpy as np
+from ringcomm import ps
+
+if sys.argv[1] == "follow":
+    ps.init(role="evaluator")
+    values, rows = np.zeros(50_000, np.float32), {}
+    with ps.subscribe(every=0.02) as subscription:
+        for news in subscription:
+            for where, block in news.tables["w"].blocks if "w" in news.tables else ():
+                values[where] = block
+            if "e" in news.hashtables:
+                news.hashtables["e"].update(rows)
+    assert (values == 40).all() and len(rows) == 1000, (values, len(rows))
+    print("followed", flush=True)
+else:
+    ps.init(rebalance_every_s=0.1)
+    t = ps.table("w", 50_000, updater=ps.optim.Add(), block_nbytes=40_000)
+    kv = ps.hashtable("e", 16)
+    for _ in range(20):
+        t.push(np.ones(50_000, np.float32))
+        kv.push(range(1000), np.ones((1000, 16), np.float32)).wait()
+"""
+
+
+@pytest.mark.skipif(IS_MPICH, reason="tried with one mpirun's colon syntax, of Open MPI")
+def test_a_command_of_its_own_follows_what_changes(tmp_path):
+    (tmp_path / "script.py").write_text(FOLLOWED)
+    servers = (":", "-np", 2, sys.executable, "-m", "ringcomm.ps.server")
+    follower = (":", "-np", 1, sys.executable, "script.py", "follow")
+    job = run_job(2, "script.py", "train", *servers, *follower, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "followed" in job.output
+
+
 DIES = """
 import os, signal
 import numpy as np
@@ -89,8 +147,11 @@ def test_a_death_ends_the_job_and_is_named(before, after, told, tmp_path):
     assert job.seconds < 20
 
 
-def test_the_block_of_the_page_runs(tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "parameter_server.md"
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "parameter_server.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_the_blocks_of_the_page_run(block, tmp_path):
     job = run_script(3, block, cwd=tmp_path)
     assert job.code == 0, job.output

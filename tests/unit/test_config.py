@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ringcomm import config
+from ringcomm import config, launched
 from ringcomm.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ def test_an_unknown_setting_names_the_known_ones():
     ],
 )
 def test_launched_size(environ, expected):
-    assert config.launched_size(environ) == expected
+    assert launched.launched_size(environ) == expected
 
 
 ONE_HOST = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
@@ -67,7 +67,7 @@ TWO_HOSTS = {
 def test_quick_start_settings_are_for_one_host_only():
     here, there, direct = dict(ONE_HOST), dict(TWO_HOSTS), {"PMIX_RANK": "1"}
     for environ in (here, there, direct):
-        config.set_mpi_defaults(environ)
+        launched.set_mpi_defaults(environ)
         assert environ["OMPI_MCA_coll"] == "^han"
     assert here["OMPI_MCA_pml"] == "ob1"
     assert "OMPI_MCA_pml" not in there
@@ -76,13 +76,13 @@ def test_quick_start_settings_are_for_one_host_only():
 
 def test_a_process_without_a_launcher_uses_no_shared_memory_of_mpi():
     alone = {}
-    config.set_mpi_defaults(alone)
+    launched.set_mpi_defaults(alone)
     assert alone["OMPI_MCA_btl"] == "self,tcp"
 
 
 def test_the_user_s_own_mpi_setting_wins():
     environ = ONE_HOST | {"OMPI_MCA_coll": "basic", "OMPI_MCA_pml": "ucx"}
-    added = config.set_mpi_defaults(environ)
+    added = launched.set_mpi_defaults(environ)
     assert environ["OMPI_MCA_coll"] == "basic"
     assert environ["OMPI_MCA_pml"] == "ucx"
     assert not any(line.startswith(("OMPI_MCA_coll", "OMPI_MCA_pml")) for line in added)
@@ -91,41 +91,44 @@ def test_the_user_s_own_mpi_setting_wins():
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
 def test_fault_tolerance_is_what_mpirun_says(value, expected):
-    assert config.is_fault_tolerant({"OMPI_MCA_mpi_ft_enable": value}) is expected
-    assert not config.is_fault_tolerant({})
+    assert launched.is_fault_tolerant({"OMPI_MCA_mpi_ft_enable": value}) is expected
+    assert not launched.is_fault_tolerant({})
 
 
 def test_children_of_a_rank_know_it_and_jobs_started_by_a_rank_do_not():
     environ = {"PMIX_NAMESPACE": "job1", "PMIX_RANK": "0"}
-    config.mark_children_of_this_rank(environ)
-    assert config.parent_rank_pid(environ) is None  # the rank itself
+    launched.mark_children_of_this_rank(environ)
+    assert launched.parent_rank_pid(environ) is None  # the rank itself
     pid = str(os.getpid())
     marked = environ["RINGCOMM_RANK_PROCESS"].replace(pid, "1", 1)
     child = environ | {"RINGCOMM_RANK_PROCESS": marked}
-    assert config.parent_rank_pid(child) == 1
-    assert config.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
+    assert launched.parent_rank_pid(child) == 1
+    assert launched.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
     assert config.settings(child).timeout_s == 600  # the mark is no setting
 
 
 # --- what launchers say -------------------------------------------------------------------------
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID"])
 def test_a_rank_variable_of_mpi_tells_its_launcher(variable):
-    assert config.is_launched_by_mpi({variable: "0"})
+    assert launched.is_launched_by_mpi({variable: "0"})
 
 
 def test_torchs_own_variables_are_no_sign_of_mpi():
-    assert not config.is_launched_by_mpi({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not launched.is_launched_by_mpi({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
     ("variable", "name"), [("TORCHELASTIC_RUN_ID", "torchrun"), ("RAY_JOB_ID", "Ray"), ("X", "")]
 )
 def test_other_launchers_are_named(variable, name):
-    assert config.foreign_launcher({variable: "1"}) == name
+    assert launched.foreign_launcher({variable: "1"}) == name
 
 
 def test_torchs_ranks_are_read_and_what_is_missing_is_known():
-    assert config.torch_ranks({"RANK": "1", "WORLD_SIZE": ""}) == {"rank": 1}
-    assert config.missing_of_torch({"rank"}, {"WORLD_SIZE": "2"}) == ["MASTER_ADDR", "MASTER_PORT"]
+    assert launched.torch_ranks({"RANK": "1", "WORLD_SIZE": ""}) == {"rank": 1}
+    assert launched.missing_of_torch({"rank"}, {"WORLD_SIZE": "2"}) == [
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ]
     with pytest.raises(ConfigError, match="RANK is 'one'"):
-        config.torch_ranks({"RANK": "one"})
+        launched.torch_ranks({"RANK": "one"})

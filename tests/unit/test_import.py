@@ -36,14 +36,18 @@ def test_import_takes_less_than_60_ms_more_than_numpy():
     assert min(float(run_python(code).stdout) for _ in range(5)) < 0.060
 
 
-def test_what_the_first_call_imports_takes_less_than_100_ms():
+def test_what_the_first_call_imports_takes_about_as_long_as_numpy():
     code = (
-        "import time, numpy, subprocess, logging, pickle, threading, ringcomm\n"
-        "t = time.process_time()\n"
+        "import time\n"
+        "began = time.process_time()\n"
+        "import numpy\n"
+        "took = time.process_time() - began\n"
+        "import subprocess, logging, pickle, threading, ringcomm\n"
+        "began = time.process_time()\n"
         "for name in ringcomm.__all__: getattr(ringcomm, name)\n"
-        "print(time.process_time() - t)"
+        "print((time.process_time() - began) / took)"
     )
-    assert min(float(run_python(code).stdout) for _ in range(5)) < 0.100
+    assert min(float(run_python(code).stdout) for _ in range(5)) < 1.5
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

@@ -31,6 +31,11 @@ CASES = {
         lambda r: rc.broadcast(np.ones(2), int(r == 2), name="w"),
         "ranks 0, 1 passed root=0, rank 2 passed root=1.",
     ),
+    "array of a broadcast": (
+        lambda r: rc.broadcast(np.ones(2 + (r == 0)), 1, name="w"),
+        "broadcast[w]: rank 0 would receive float64 (3,), rank 1 sent float64 (2,), rank 2 would "
+        "receive float64 (2,).",
+    ),
     "kind": (
         lambda r: rc.barrier() if r == 1 else rc.allreduce(np.ones(2)),
         "ranks 0, 2 called allreduce #1, rank 1 called barrier #1. Every rank must call",

@@ -192,6 +192,10 @@ def test_the_same_tag_in_another_group_is_another_message():
     assert run_ranks(2, body)[1] == (2, 1)
 
 
+def doubled():
+    return np.lib.stride_tricks.as_strided(np.ones(4), (3, 2), (8, 8), writeable=True)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -201,6 +205,11 @@ def test_the_same_tag_in_another_group_is_another_message():
         (lambda: rc.recv(np.ones(1), 5), ValueError, "source is 5"),
         (lambda: rc.recv([1.0], 1), TypeError, "cannot communicate"),
         (lambda: rc.recv(np.broadcast_to(np.ones(1), 3), 1), ValueError, "read-only"),
+        (
+            lambda: rc.recv(doubled(), 1),
+            ValueError,
+            r"overlap.* waits until another recv\(\) takes",
+        ),
         (lambda: rc.send(np.ones(1), 1, tag="a"), TypeError, "str"),
         (lambda: rc.send(np.array(["x"]), 1), TypeError, "dtype"),
     ],

@@ -4,13 +4,12 @@ import threading
 
 import numpy as np
 import pytest
-from harness import listen
+from harness import wait_until
 from ps_jobs import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job
-from ringcomm.ps.job import session
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -24,12 +23,12 @@ def train(t, steps, count):
     for _ in range(steps):
         t.push(np.full(count, -1.0, np.float32))
         t.pull().wait()
-        session().tick()
+        ps.complete_step()
 
 
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_an_evaluator_sees_one_round_at_a_time_and_reports_to_the_chief(n_servers):
-    count, seen = 5000, []
+    count, seen, came = 5000, [], []
 
     @ps.evaluator(every=3)
     def evaluate(step):
@@ -40,22 +39,61 @@ def test_an_evaluator_sees_one_round_at_a_time_and_reports_to_the_chief(n_server
         seen.append((step, values[0]))
         ps.report(step, {"value": values[0]})
 
-    has_reported = threading.Event()
-
     def body(rank):
         t = ps.table("w", count, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=1000)
         train(t, 12, count)
         if ps.is_chief():
-            listen(lambda: session().desk.reports)
-            came = ps.reports()
-            assert came[0].step == 3
-            assert came[0].metrics["value"] >= 3
-            has_reported.set()
+            came.extend(ps.reports(until=12))
         return t.pull().wait()[0]
 
     assert run_workers(2, body, n_servers, evaluators=1) == [12.0, 12.0]
-    assert has_reported.is_set()
-    assert [step for step, _ in seen] == [3, 6, 9, 12][: len(seen)]
+    steps = [step for step, _ in seen]
+    assert steps == sorted(set(steps))
+    assert [(each.step, each.metrics["value"]) for each in came] == seen
+    assert seen[-1] == (12, 12.0)
+
+
+def test_an_evaluator_that_was_slow_goes_on_with_the_step_of_now():
+    is_trained, steps = threading.Event(), []
+
+    @ps.evaluator(every=3)
+    def evaluate(step):
+        steps.append(step)
+        assert is_trained.wait(10)
+        ps.report(step, {})
+
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode="sync")
+        train(t, 3, 4)
+        wait_until(lambda: steps, "no evaluation")
+        train(t, 10, 4)
+        is_trained.set()
+        return [each.step for each in ps.reports(until=13)]
+
+    assert run_workers(1, body, evaluators=1) == [[3, 13]]
+    assert steps == [3, 13]
+
+
+def test_a_report_that_does_not_come_is_told_with_who_should_have_sent_it():
+    @ps.evaluator(every=1)
+    def evaluate(step):
+        """Report nothing."""
+
+    def body(rank):
+        with pytest.raises(rc.CommTimeoutError, match=r"no report of step 1 .* rank 1.*ps.report"):
+            ps.reports(until=1, timeout_s=0.1)
+        return ps.reports()
+
+    assert run_workers(1, body, evaluators=1) == [[]]
+
+
+def test_reports_are_not_waited_for_where_nobody_evaluates():
+    def body(rank):
+        with pytest.raises(rc.RingcommError, match=r"nobody evaluates. Pass evaluators=1"):
+            ps.reports(until=1)
+        return True
+
+    assert run_workers(1, body) == [True]
 
 
 def test_pulls_of_a_snapshot_do_not_change_while_others_push():

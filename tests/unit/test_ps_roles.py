@@ -87,3 +87,11 @@ def test_colocated_alone():
 def test_contradictions_are_refused_with_both_values(wishes, message):
     with pytest.raises(ConfigError, match=message):
         layout(wishes)
+
+
+def test_workers_alone_say_whether_partitions_move_by_themselves():
+    worker, other = Wish(rebalance_every_s=60.0), Wish(rebalance_every_s=30.0)
+    commands = [worker, Wish("server"), Wish("evaluator")]
+    assert assign(commands, [0, 0, 0]).workers == (0,)
+    with pytest.raises(ConfigError, match=r"rank 0 says rebalance_every_s=60.0, rank 1 says"):
+        assign([worker, other, Wish("server")], [0, 0, 0])

@@ -132,7 +132,7 @@ def test_a_state_that_does_not_fit_is_refused():
     def body(rank):
         t = table(updater=ps.optim.Adam(0.1))
         state = pull_state(t)
-        t.updater = ps.optim.SGD(0.1)
+        t._updater = ps.optim.SGD(0.1)  # as no table takes it
         with pytest.raises(ValueError, match=r"state\[w\]: 111 numbers came for \[111, 111, 111\]"):
             push_state(t, state)
 

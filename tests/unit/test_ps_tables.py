@@ -45,6 +45,50 @@ def test_the_chief_s_values_are_what_a_table_begins_with():
         assert (values == 5).all()
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_push_that_comes_before_the_chief_s_values_is_not_lost(mode):
+    has_pushed = threading.Event()
+
+    def body(rank):
+        if rank == 0:
+            assert has_pushed.wait(10)
+        values = np.full(6, 5.0)
+        t = ps.table("w", 6, updater=ps.optim.Add(), mode=mode, init=values, block_nbytes=8)
+        pushed = t.push(np.full(6, rank + 1.0, np.float32))
+        has_pushed.set()
+        assert pushed.wait().applied
+        rc.barrier()
+        return t.pull().wait()
+
+    for values in run_workers(2, body, 2):
+        assert (values == 5 + (3 if mode == "async" else 1.5)).all()
+
+
+def test_values_are_read_where_they_stand_until_they_are_somebody_else_s(wire):
+    """A pull costs the server nothing where memory is shared, and never misses an own push."""
+
+    def body(rank):
+        small = ps.table("s", 10, updater=ps.optim.Add())
+        large = ps.table("l", 10_000, updater=ps.optim.Add(), mode="sync")
+        for k in range(1, 6):
+            for t in (small, large):
+                t.push(np.ones(t.shape, np.float32)).wait()
+                assert t.pull().wait().min() >= k
+        rc.barrier()
+        before = ps.stats()[0]
+        for t in (small, large):
+            for _ in range(10):
+                assert (t.pull().wait() == (10 if t is small else 5)).all()
+        rc.barrier()
+        after = ps.stats()[0]
+        return after["requests"] - before["requests"], after
+
+    for asked, told in run_workers(2, body):
+        assert asked <= (6 if wire == "node" else 46)
+        assert told["pulls"] == 60
+        assert told["pushes"] == 20
+
+
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_a_round_is_one_update_with_the_weighted_mean(n_servers):
     def body(rank):

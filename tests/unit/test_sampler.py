@@ -8,7 +8,8 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.data import ShardedSampler
+from ringcomm.config import Settings
+from ringcomm.data import Loader, ShardedSampler
 from ringcomm.data.order import batch_lengths, epoch_order, n_remaining, remaining
 
 SIZES = [1, 2, 3, 4, 7]
@@ -99,6 +100,87 @@ def test_shuffled_positions_are_uniform():
 def test_by_default_it_deals_to_the_ranks_of_the_job():
     shares = run_ranks(3, lambda _: list(ShardedSampler(range(9))))
     assert flat(shares) == list(range(9))
+
+
+# --- ranks that differ --------------------------------------------------------------------------
+def sampler_of(n=12, **kwargs):
+    return ShardedSampler(n, **kwargs)
+
+
+def resumed(state):
+    sampler = sampler_of()
+    sampler.load_state_dict(state)
+    return sampler
+
+
+MID_EPOCH = {"epoch": 1, "phases": [], "taken": 2, "rank": 0, "size": 2, "samples": 12}
+DIFFERENT = {
+    "seed": (lambda r: sampler_of(seed=r // 2), "rank 0 has seed=0, rank 2 seed=1"),
+    "length": (lambda r: sampler_of(12 + r), "rank 0 has samples=12, rank 1 samples=13"),
+    "shuffle": (lambda r: sampler_of(shuffle=r != 1), "rank 0 has shuffle=True, rank 1 shuffle=F"),
+    "remainder": (
+        lambda r: sampler_of(remainder="pad" if r else "drop"),
+        "rank 0 has remainder=drop, rank 1 remainder=pad",
+    ),
+    "batch size": (
+        lambda r: sampler_of().batches(2 + (r == 2)),
+        "rank 0 has batch_size=2, rank 2 batch_size=3",
+    ),
+    "drop_last": (
+        lambda r: sampler_of().batches(2, drop_last=r == 1),
+        "rank 0 has drop_last=False, rank 1 drop_last=True",
+    ),
+    "epoch": (
+        lambda r: resumed(MID_EPOCH | {"shuffle": True, "seed": 0, "taken": 0, "epoch": r}),
+        "rank 0 has epoch=0, rank 1 epoch=1",
+    ),
+    "what is resumed": (
+        lambda r: resumed(MID_EPOCH | {"shuffle": True, "seed": 0, "taken": 2 + r}),
+        "rank 0 has phases=((2, 2),), rank 1 phases=((3, 3),)",
+    ),
+    "a loader's data": (
+        lambda r: Loader(np.arange(12 + r), 2, prefetch=0),
+        "rank 0 has samples=12, rank 1 samples=13",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_deal_differently_all_hear_of_it_in_the_first_iteration(what):
+    make, expected = DIFFERENT[what]
+
+    def body(rank):
+        iterable = make(rank)
+        with pytest.raises(rc.MismatchError) as caught:
+            list(iterable)
+        return str(caught.value), float(rc.allreduce(np.ones(1))[0])
+
+    texts, sums = zip(*run_ranks(3, body), strict=True)
+    assert sums == (3.0,) * 3
+    assert len(set(texts)) == 1
+    assert expected in texts[0]
+
+
+def test_arguments_are_compared_once_and_only_among_all_ranks_of_the_job():
+    """A rank may iterate alone over what it does not share, and more often than others later."""
+
+    def body(rank):
+        shared = sampler_of()
+        alone = [list(sampler_of(5 + rank, rank=0, size=1)) for _ in range(rank)]
+        list(shared)
+        return alone, [list(shared) for _ in range(rank)]
+
+    run_ranks(3, body, settings=Settings(timeout_s=5))
+
+
+def test_a_rank_in_join_is_not_asked_for_its_arguments():
+    def body(rank):
+        if rank == 2:
+            return rc.join()
+        list(sampler_of())
+        return rc.join()
+
+    run_ranks(3, body)
 
 
 # --- epochs -------------------------------------------------------------------------------------
@@ -356,6 +438,35 @@ def test_states_that_do_not_belong_together_are_refused(pick, message):
     states = [sampler.state_dict() for sampler in samplers(10, 3)]
     with pytest.raises(ValueError, match=message):
         samplers(10, 2)[0].load_state_dict(pick(states))
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"a": 1}, ValueError, "the state has no epoch, phases, .*seed; it has a. Pass what state"),
+        ({}, ValueError, "it has nothing"),
+        ([{"epoch": 1}], ValueError, "the state has no phases"),
+        ([3], TypeError, "not a int"),
+    ],
+)
+def test_what_is_no_state_is_refused_with_what_is_missing(state, error, message):
+    for target in (samplers(10, 1)[0], Loader(np.arange(10), 2, sampler=samplers(10, 1)[0])):
+        with pytest.raises(error, match=message):
+            target.load_state_dict(state)
+
+
+def test_nothing_can_have_been_consumed_before_an_iteration():
+    sampler = samplers(10, 2)[0]
+    with pytest.raises(ValueError, match="no iteration over this sampler has begun"):
+        sampler.state_dict(consumed=2)
+    assert sampler.state_dict(consumed=0)["taken"] == 0
+
+
+def test_a_loader_forgets_what_was_consumed_when_its_sampler_starts_elsewhere():
+    loader = Loader(np.arange(10), 2, sampler=samplers(10, 1)[0])
+    next(iter(loader))
+    loader.set_epoch(3)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["taken"]) == (3, 0)
 
 
 @pytest.mark.parametrize("consumed", [-1, 6])

@@ -188,6 +188,10 @@ def guarded(capfd, culprit, bystander, *, grace_s=0.1, is_fault_tolerant=False):
 
 DEEDS = {
     "exception": ('raise ValueError("boom")', "raised ValueError after step 17 - exit 1"),
+    "KeyboardInterrupt of its own": (
+        "raise KeyboardInterrupt",
+        "raised KeyboardInterrupt after step 17",
+    ),
     "thread": (
         "threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
         "raised ZeroDivisionError after step 17 - exit 1",

@@ -33,6 +33,7 @@ _SUBCOMMANDS: Final = {
     "compare": "ringcomm.launch.bench.compare:main",
     "optimizer": "ringcomm.torch.bench:main",
     "ddp": "ringcomm.torch.distributed.bench:main",
+    "ps": "ringcomm.launch.bench.ps.command:main",
 }
 _OF_INTEREST = ("RINGCOMM_", "OMPI_MCA_", "MPIR_CVAR_")
 _OF_THE_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")  # OMPI_MCA_, by mpirun

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringcomm.errors import ConfigError
+from ringcomm.launch.bench.figure import Figure
 from ringcomm.launch.bench.goals import Goal, goal
 from ringcomm.launch.bench.report import Report, Row, from_json
 
@@ -59,27 +60,6 @@ class Timed:
     def quotient(self) -> float:
         """Time in units of the memcpy."""
         return self.time_us / self.memcpy_us
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number, and between what it should be; None: nothing is asked."""
-
-    name: str
-    value: float
-    at_least: float | None = None
-    at_most: float | None = None
-
-    @property
-    def is_met(self) -> bool:
-        """False if a goal is missed."""
-        is_enough = self.at_least is None or self.value >= self.at_least
-        return is_enough and (self.at_most is None or self.value <= self.at_most)
-
-    def __str__(self) -> str:
-        goals = [(">=", self.at_least), ("<=", self.at_most)]
-        asked = "".join(f" {sign}{goal:g}" for sign, goal in goals if goal is not None)
-        return f"{self.name} {self.value:.2f}{asked}{'' if self.is_met else ' !'}"
 
 
 @dataclass(frozen=True)

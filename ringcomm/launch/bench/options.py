@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="ringcomm bench [options]              under mpirun -np N\n"
         "       ringcomm bench optimizer [options]    a step of training, under mpirun -np N\n"
         "       ringcomm bench ddp [options]          torch.distributed, under mpirun -np N\n"
+        "       ringcomm bench ps [options]           parameter servers, under mpirun -np N\n"
         "       ringcomm bench compare FILE.json ...  files of --json against the goals",
         description="Measure the collectives beside other engines, interleaved in one process. "
         "Each size is checked bit by bit; the exit code is 1 if any result was wrong. "
@@ -89,21 +90,21 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what")
     what.add_argument(
         "--collective",
-        type=lambda text: _names(text, tuple(COLLECTIVES)),
+        type=lambda text: parse_names(text, tuple(COLLECTIVES)),
         default=("allreduce",),
         metavar="NAME,...",
         help=f"{', '.join(COLLECTIVES)} or all; default allreduce",
     )
     what.add_argument(
         "--dtype",
-        type=lambda text: _names(text, tuple(DTYPES)),
+        type=lambda text: parse_names(text, tuple(DTYPES)),
         default=("float32",),
         metavar="NAME,...",
         help="float32 (default), float16, bfloat16, ... or all",
     )
     what.add_argument(
         "--op",
-        type=lambda text: _names(text, tuple(op.value for op in Op)),
+        type=lambda text: parse_names(text, tuple(op.value for op in Op)),
         default=("sum",),
         metavar="NAME,...",
         help=f"{', '.join(op.value for op in Op)} or all; default sum",
@@ -118,10 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_lanes(parser)
     how = parser.add_argument_group("how long")
     how.add_argument("--seconds", type=_positive, default=2.0, help="for each size; default 2")
-    how.add_argument("--iterations", type=_count, help="batches of each line instead")
+    how.add_argument("--iterations", type=parse_count, help="batches of each line instead")
     result = parser.add_argument_group("result")
-    result.add_argument("--json", type=_new_file, metavar="FILE", help="write all that was found")
-    result.add_argument("--plot", type=_new_file, metavar="FILE.png", help="draw a picture, too")
+    result.add_argument("--json", type=new_file, metavar="FILE", help="write all that was found")
+    result.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw a picture, too")
     return parser
 
 
@@ -129,7 +130,7 @@ def _add_lanes(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("who")
     who.add_argument(
         "--against",
-        type=lambda text: () if text == "none" else _names(text, PEERS),
+        type=lambda text: () if text == "none" else parse_names(text, PEERS),
         default=("native",),
         metavar="NAME,...",
         help="native (default): MPI's own; gloo: torch.distributed's; or none",
@@ -141,7 +142,7 @@ def _add_lanes(parser: argparse.ArgumentParser) -> None:
     )
     who.add_argument(
         "--buffers",
-        type=lambda text: _names(text, BUFFERS),
+        type=lambda text: parse_names(text, BUFFERS),
         metavar="NAME,...",
         help="of ringcomm: registered (rc.empty), private (numpy's own); default both",
     )
@@ -160,7 +161,12 @@ def _add_lanes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def parse_names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in "A,B,C", all that are known for "all".
+
+    Raises:
+        ArgumentTypeError: one is not known.
+    """
     if text == "all":
         return known
     names = tuple(dict.fromkeys(text.split(",")))
@@ -184,14 +190,15 @@ def _positive(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def parse_count(text: str) -> int:
+    """Return a number that must not be less than 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return value
 
 
-def _new_file(text: str) -> Path:
+def new_file(text: str) -> Path:
     """Return the path; its folder must exist: after minutes of measuring it would be too late."""
     path = Path(text)
     if not path.parent.is_dir():

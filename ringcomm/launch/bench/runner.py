@@ -183,7 +183,7 @@ def _clear(contenders: Sequence[Contender]) -> None:
 
 
 def _time(lanes: Sequence[_Lane], meeting: Meeting, effort: Effort) -> None:
-    with _quiet():
+    with quiet():
         round_s = 0.0
         for lane in lanes:
             call_s = meeting.highest(_pilot_s(lane, meeting))
@@ -217,7 +217,7 @@ def _batch(call: Call, calls: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep Python's garbage collector out of the calls."""
     was_enabled = gc.isenabled()
     gc.collect()

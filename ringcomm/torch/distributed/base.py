@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,6 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ringcomm.arrays.torch import TORCH
+from ringcomm.engine import plans
+from ringcomm.engine.call import Call
 from ringcomm.engine.engine import Engine
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
@@ -19,7 +23,7 @@ from ringcomm.torch.distributed.callbacks import Path, is_in_callback, path_here
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.torch.distributed.devices import Devices
 from ringcomm.torch.distributed.inner import put_inside
-from ringcomm.torch.distributed.options import Asked
+from ringcomm.torch.distributed.options import Asked, asked
 from ringcomm.torch.distributed.work import Together, Work
 
 Tensors = Sequence[torch.Tensor]
@@ -27,6 +31,17 @@ Tensors = Sequence[torch.Tensor]
 # Groups of a rank are numbered: an operation on one may be started by a callback of another, which
 # is another group on each row of a mesh.
 _n_made: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+
+
+_SHOWN = 16  # ranks that a message names
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return the ranks; of many the first, and what tells them from others."""
+    if len(ranks) <= _SHOWN:
+        return str(list(ranks))
+    digest = zlib.crc32(repr(list(ranks)).encode())
+    return f"[{', '.join(map(str, ranks[:_SHOWN]))}, ...: {len(ranks)} ranks, crc {digest:08x}]"
 
 
 class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are not those of its callers
@@ -80,6 +95,19 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
             return self._noted(Work(handle, results, path))
         current.execute(kind, name, checked, self.group, **options)
         return Work(None, results, path)
+
+    def compare_members(self, ranks: Sequence[int]) -> None:
+        """See that all ranks are about to make a group of the same ranks. Collective.
+
+        Raises:
+            MismatchError: they are not, or one is about to do something else; on every rank.
+        """
+        kind = f"new_group({_listed(ranks)})"
+
+        def plan(g: Group) -> Plan[None]:
+            return dataclasses.replace(plans.barrier(g, None), call=Call(kind))
+
+        self.start(asked(None), kind, plan, []).wait()
 
     @property
     def _is_special(self) -> bool:

@@ -46,6 +46,8 @@ VERSION: Final = checked_version(torch.__version__, has_distributed=c10d.is_avai
 
 # The class of backends in C++, where one in Python can derive from it.
 CppBackend: Final[Any] = _internal._C._distributed_c10d.Backend if VERSION >= (2, 14) else None
+# C++ that is given a Work made in Python keeps the C++ part alone, whose wait() waits for ever.
+LOSES_WORKS: Final = VERSION < (2, 7)
 DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
 
 
@@ -113,6 +115,47 @@ def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> No
         wrapped: Any = wrap(handlers[scheme])
         wrapped.is_wrapped_by_ringcomm = True
         handlers[scheme] = wrapped
+
+
+# --- groups ---------------------------------------------------------------------------------------
+def before_new_group(look: Callable[[list[int]], None]) -> None:
+    """Call look(ranks) on all ranks that call new_group(), members or not, before it does a thing.
+
+    torch asks none but those who are members for a group, by what they have passed. But it gives
+    the group a name on all ranks, unless members alone make it. Once.
+    """
+    module = c10d.distributed_c10d
+    plain = getattr(module, "_process_group_name", None)
+    if plain is None or hasattr(plain, "is_wrapped_by_ringcomm"):
+        return
+
+    @functools.wraps(plain)
+    def name(ranks: Any, use_hashed_name: bool, *more: Any, **named: Any) -> Any:
+        if not use_hashed_name and c10d.is_initialized():
+            look(list(ranks))
+        return plain(ranks, use_hashed_name, *more, **named)
+
+    name.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
+    module._process_group_name = name
+
+
+def on_destroy(close: Callable[[Any], None]) -> None:
+    """Call close(group) for each group that is destroyed, where torch tells NCCL's alone; once.
+
+    Torch 2.6 does so; later ones call the group's own shutdown().
+    """
+    module = c10d.distributed_c10d
+    plain = getattr(module, "_shutdown_backend", None)
+    if plain is None or hasattr(plain, "is_wrapped_by_ringcomm"):
+        return
+
+    @functools.wraps(plain)
+    def shutdown(group: Any) -> None:
+        plain(group)
+        close(group)
+
+    shutdown.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
+    module._shutdown_backend = shutdown
 
 
 # --- callbacks of Futures -------------------------------------------------------------------------

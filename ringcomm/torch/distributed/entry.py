@@ -66,6 +66,20 @@ def make(options: Any, own_options: Any = None) -> ProcessGroup:
             f'it {rank()}. Make the default group by init_method="mpi://", too'
         )
     compat.reach_from_operators()
+    compat.before_new_group(_require_alike)
+    compat.on_destroy(_close)
     is_default = options.timeout == compat.DEFAULT_TIMEOUT
     timeout_s = None if is_default else options.timeout.total_seconds()
     return ProcessGroup(options.store, Group(members), timeout_s)
+
+
+def _close(group: Any) -> None:
+    if isinstance(group, ProcessGroup):
+        group.shutdown()
+
+
+def _require_alike(ranks: list[int]) -> None:
+    """Let all ranks of a default group of ours compare what they pass to dist.new_group()."""
+    default = c10d.group.WORLD
+    if isinstance(default, ProcessGroup):
+        default.compare_members(ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringcomm import config
+from ringcomm import launched
 from ringcomm.errors import ConfigError
 
 _HOW = "Start the job with MPI: mpirun -np N python train.py, and leave RANK and WORLD_SIZE to it"
@@ -13,9 +13,9 @@ def require_launcher(size: int) -> None:
 
     Every process would be an MPI job of its own, rank 0 of 1, and sums would be of one rank.
     """
-    if size <= 1 or config.is_launched_by_mpi():
+    if size <= 1 or launched.is_launched_by_mpi():
         return
-    launcher = config.foreign_launcher()
+    launcher = launched.foreign_launcher()
     by = f"{launcher} started this process" if launcher else "no MPI launcher started this process"
     raise ConfigError(
         f"torch.distributed wants {size} ranks, but {by}: to MPI it is rank 0 of 1. {_HOW}; or use "

@@ -51,7 +51,15 @@ def then(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
 
 def together(kind: str, each: Sequence[Plan[Any]]) -> Plan[list[Any]]:
     """Return one plan of several, agreed on at once."""
-    return plans.grouped(f"grouped_{kind}", None, list(each))
+    return plans.grouped(kind, None, list(each))
+
+
+def require_one_each(what: str, xs: Tensors, size: int) -> None:
+    """Raise ValueError for a list that has not one tensor per rank."""
+    if len(xs) != size:
+        raise ValueError(
+            f"{what} has {len(xs)} tensors, and the group has {size} ranks: pass one per rank"
+        )
 
 
 def scaled_(x: Tensor, reduction: Reduction) -> Op:
@@ -98,6 +106,7 @@ def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
 
 def reduce_scatter(g: Group, out: Tensor, parts: Tensors, reduction: Reduction) -> Plan[Any]:
     """Plan to fill `out` with the reduction of parts[rank]."""
+    require_one_each("input_list", parts, g.size)
     counts = [part.numel() for part in parts]
     return _reduce_scatter(g, out, joined(parts), reduction, counts)
 
@@ -128,11 +137,13 @@ def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
 
 def room_for(outs: Tensors) -> Tensor:
     """Return memory for the elements of all outs, one after another."""
-    return torch.empty(sum(out.numel() for out in outs), dtype=outs[0].dtype)
+    dtype = outs[0].dtype if outs else None
+    return torch.empty(sum(out.numel() for out in outs), dtype=dtype)
 
 
 def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
     """Plan to fill outs[r], and its part of `whole`, with rank r's x."""
+    require_one_each("tensor_list", outs, g.size)
     line = line_of(x)
     counts = alike([out.numel() * _width(x) for out in outs])
     plan: Plan[Any] = into.allgather_into(g, None, bytes_of(whole), bytes_of(line), counts)
@@ -148,6 +159,8 @@ def allgather_single(g: Group, out: Tensor, x: Tensor) -> Plan[Any]:
 
 def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
     """Plan to fill root's outs[r] with rank r's x."""
+    if g.rank == root:
+        require_one_each("gather_list", outs, g.size)
     plan: Plan[Any] = plans.gather(g, None, bytes_of(line_of(x)), root)
     return then(
         plan, lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype))
@@ -158,12 +171,13 @@ def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
     """Plan to fill `out` with root's parts[rank], all of one size."""
     rows = None
     if g.rank == root:
-        if {part.numel() for part in parts} != {out.numel()} or len(parts) != g.size:
-            sizes = [part.numel() for part in parts]
-            raise ValueError(
-                f"scatter: root passes tensors of {sizes} elements, and its output has "
-                f"{out.numel()}; pass {g.size} of that size"
-            )
+        require_one_each("scatter_list", parts, g.size)
+        for rank, part in enumerate(parts):
+            if part.numel() != out.numel():
+                raise ValueError(
+                    f"scatter_list[{rank}] has {part.numel()} elements, and the output of rank "
+                    f"{root}, the root, has {out.numel()}: pass tensors of one size"
+                )
         rows = bytes_of(joined(parts)).view(g.size, -1)
     plan: Plan[Any] = plans.scatter(g, None, rows, root)
 
@@ -197,6 +211,8 @@ def alltoall_single(
 
 def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
     """Plan to send xs[r] to rank r, and to fill outs[r] with what it sent."""
+    require_one_each("output_tensor_list", outs, g.size)
+    require_one_each("input_tensor_list", xs, g.size)
     whole = room_for(outs)
     plan: Plan[Any] = into.alltoall_into(
         g,

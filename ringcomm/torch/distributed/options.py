@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -105,3 +106,36 @@ def _factor(op: Any) -> float | torch.Tensor:
 def _seconds(timeout: timedelta) -> float | None:
     """Return a timeout that was set in seconds; c10d's mark of one that was not is negative."""
     return timeout.total_seconds() if timeout > _ZERO else None
+
+
+# --- tensors --------------------------------------------------------------------------------------
+def one_tensor(tensors: Any) -> list[torch.Tensor]:
+    """Return one tensor, passed as it is or in a list, in a list."""
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(listed) != 1:
+        raise ValueError(
+            f"a process group of ringcomm takes one tensor per rank, not {len(listed)}"
+        )
+    return listed
+
+
+def one_list(tensors: Any) -> list[torch.Tensor]:
+    """Return one list of tensors, passed as it is or in a list."""
+    listed = list(tensors)
+    if listed and not isinstance(listed[0], torch.Tensor):
+        if len(listed) != 1:
+            raise ValueError(
+                f"a process group of ringcomm takes one list of tensors per rank, not {len(listed)}"
+            )
+        listed = list(listed[0])
+    return listed
+
+
+def are_local(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if all are in host memory."""
+    return all(x.is_cpu for x in tensors)
+
+
+def or_default(opts: Any, kind: Any) -> Any:
+    """Return the options object, one of this kind if there is none."""
+    return kind() if opts is None else opts

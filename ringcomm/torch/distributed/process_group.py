@@ -18,11 +18,10 @@ from ringcomm.engine.handle import Handle
 from ringcomm.engine.p2p import recv_async, send_async
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed import moves
-from ringcomm.torch.distributed.base import BaseGroup
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.lines import bytes_of, line_of
-from ringcomm.torch.distributed.options import asked
-from ringcomm.torch.distributed.sparse import allreduce_sparse
+from ringcomm.torch.distributed.options import are_local, asked, one_list, one_tensor
+from ringcomm.torch.distributed.reductions import ReducingGroup
 from ringcomm.torch.distributed.work import Work
 from ringcomm.transport.base import ANY_SOURCE
 
@@ -30,7 +29,7 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 
 
-class ProcessGroup(BaseGroup):
+class ProcessGroup(ReducingGroup):
     """A process group on CPU tensors; those of other devices go to torch's backend for them.
 
     Made by init_process_group("ringcomm") and new_group(). Its methods have c10d's names and
@@ -44,103 +43,11 @@ class ProcessGroup(BaseGroup):
         timeout_s: deadline of each operation, in seconds; None: RINGCOMM_TIMEOUT_S.
     """
 
-    # --- reductions -----------------------------------------------------------------------------
-    @traced
-    def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        """Replace a tensor by its reduction over all ranks. A sparse one stays sparse."""
-        (x,) = tensors = _listed(tensors)
-        if not x.is_cpu:
-            return self._devices.of(x).allreduce(tensors, _or_default(opts, c10d.AllreduceOptions))
-        call = asked(opts, *more, **named)
-        if x.layout is not torch.strided:
-            return self.start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
-        op = moves.scaled_(x, call.reduction)
-        line = line_of(x)
-        is_own = line.data_ptr() == x.data_ptr()
-        quick = self.group.quick if is_own and not (call.is_async or self._is_special) else None
-        if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
-            return Work(None, tensors)
-        return self.start(call, "allreduce", lambda g: moves.allreduce(g, x, line, op), tensors)
-
-    @traced
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Replace each tensor by its reduction; fused."""
-        if not _is_local(tensors):
-            return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
-        call = asked(opts)
-        return self.start(
-            call, "allreduce", lambda g: moves.allreduce_all(g, tensors, call.reduction), tensors
-        )
-
-    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
-        """See allreduce()."""
-        return self.allreduce(tensors, opts)
-
-    @traced
-    def reduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        """Replace the root's tensor by the reduction; the others' keep their values."""
-        (x,) = tensors = _listed(tensors)
-        if not x.is_cpu:
-            return self._devices.of(x).reduce(tensors, opts)
-        call = asked(opts, *more, **named)
-        return self.start(
-            call, "reduce", lambda g: moves.reduce(g, x, call.reduction, call.root), tensors
-        )
-
-    @traced
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any
-    ) -> Any:
-        """Fill the output with the reduction of what all ranks pass for this one."""
-        (out,), parts = _listed(outputs), _inner(inputs)
-        if not out.is_cpu:
-            return self._devices.of(out).reduce_scatter([out], [parts], opts)
-        call = asked(opts, *more, **named)
-        return self.start(
-            call,
-            "reduce_scatter",
-            lambda g: moves.reduce_scatter(g, out, parts, call.reduction),
-            [out],
-        )
-
-    @traced
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Fill `output` with this rank's part of the reduction of `input`."""
-        if not output.is_cpu:
-            other = self._devices.of(output)
-            return other._reduce_scatter_base(output, input, opts)
-        call = asked(opts)
-        return self.start(
-            call,
-            "reduce_scatter",
-            lambda g: moves.reduce_scatter_single(g, output, input, call.reduction),
-            [output],
-        )
-
-    @traced
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> Any:
-        """Several reduce_scatter_single() as one."""
-        if not _is_local(outputs):
-            other = self._devices.of(*outputs)
-            return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        call = asked(opts)
-
-        def plan(g: Group) -> Plan[Any]:
-            pairs = zip(outputs, inputs, strict=True)
-            return moves.together(
-                "reduce_scatter",
-                [moves.reduce_scatter_single(g, out, x, call.reduction) for out, x in pairs],
-            )
-
-        return self.start(call, "reduce_scatter", plan, outputs)
-
     # --- copies ---------------------------------------------------------------------------------
     @traced
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Replace the tensor by the root's."""
-        (x,) = tensors = _listed(tensors)
+        (x,) = tensors = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).broadcast(tensors, opts)
         call = asked(opts, *more, **named)
@@ -151,7 +58,7 @@ class ProcessGroup(BaseGroup):
         self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any
     ) -> Any:
         """Fill the r-th output with rank r's input; they may differ in size."""
-        outs, (x,) = _inner(outputs), _listed(inputs)
+        outs, (x,) = one_list(outputs), one_tensor(inputs)
         if not x.is_cpu:
             return self._devices.of(x).allgather([outs], [x], opts)
         call = asked(opts, *more, **named)
@@ -164,14 +71,15 @@ class ProcessGroup(BaseGroup):
     @traced
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Any:
         """Fill outputs[r][i] with rank r's i-th input."""
-        if not _is_local(inputs):
+        if not are_local(inputs):
             return self._devices.of(*inputs).allgather_coalesced(outputs, inputs, opts)
 
         def plan(g: Group) -> Plan[Any]:
+            moves.require_one_each("output_tensor_lists", outputs, g.size)
             by_input = [[outs[i] for outs in outputs] for i in range(len(inputs))]
             pairs = zip(by_input, inputs, strict=True)
             each = [moves.allgather(g, outs, x, moves.room_for(outs)) for outs, x in pairs]
-            return moves.together("allgather", each)
+            return moves.together("grouped_allgather", each)
 
         flat = [out for outs in outputs for out in outs]
         return self.start(asked(opts), "allgather", plan, flat)
@@ -190,35 +98,35 @@ class ProcessGroup(BaseGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """Several all_gather_single() as one."""
-        if not _is_local(outputs):
+        if not are_local(outputs):
             other = self._devices.of(*outputs)
             return other.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
         def plan(g: Group) -> Plan[Any]:
             pairs = zip(outputs, inputs, strict=True)
             each = [moves.allgather_single(g, out, x) for out, x in pairs]
-            return moves.together("allgather", each)
+            return moves.together("grouped_allgather", each)
 
         return self.start(asked(opts), "allgather", plan, outputs)
 
     @traced
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Fill the root's r-th output with rank r's input."""
-        (x,) = _listed(inputs)
+        (x,) = one_tensor(inputs)
         if not x.is_cpu:
             return self._devices.of(x).gather(outputs, inputs, opts)
         call = asked(opts, *more, **named)
-        outs = _inner(outputs) if self.rank() == call.root else []
+        outs = one_list(outputs) if self.rank() == call.root else []
         return self.start(call, "gather", lambda g: moves.gather(g, outs, x, call.root), outs)
 
     @traced
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
         """Fill the output with the root's input for this rank."""
-        (out,) = _listed(outputs)
+        (out,) = one_tensor(outputs)
         if not out.is_cpu:
             return self._devices.of(out).scatter(outputs, inputs, opts)
         call = asked(opts, *more, **named)
-        parts = _inner(inputs) if self.rank() == call.root else []
+        parts = one_list(inputs) if self.rank() == call.root else []
         return self.start(call, "scatter", lambda g: moves.scatter(g, out, parts, call.root), [out])
 
     @traced
@@ -245,7 +153,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Any:
         """Send the r-th input to rank r, and fill the r-th output with what it sent."""
-        if not _is_local(outputs):
+        if not are_local(outputs):
             return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
         return self.start(
             asked(opts, **named), "alltoall", lambda g: moves.alltoall(g, outputs, inputs), outputs
@@ -280,7 +188,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Any:
         """Send a tensor to another rank, or this one."""
-        (x,) = _listed(tensors)
+        (x,) = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).send([x], dest, tag)
         line = bytes_of(line_of(x))
@@ -289,7 +197,7 @@ class ProcessGroup(BaseGroup):
     @traced
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         """Fill a tensor with what a rank sends."""
-        (out,) = _listed(tensors)
+        (out,) = one_tensor(tensors)
         if not out.is_cpu:
             return self._devices.of(out).recv([out], source, tag)
         target = bytes_of(line_of(out)) if out.is_contiguous() else out
@@ -340,37 +248,5 @@ class ProcessGroup(BaseGroup):
 
     # torch calls them so up to 2.12, and warns of these names from 2.13 on.
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    """Return one tensor, passed as it is or in a list, in a list."""
-    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if len(listed) != 1:
-        raise ValueError(
-            f"a process group of ringcomm takes one tensor per rank, not {len(listed)}"
-        )
-    return listed
-
-
-def _inner(tensors: Any) -> list[Tensor]:
-    """Return one list of tensors, passed as it is or in a list."""
-    listed = list(tensors)
-    if listed and not isinstance(listed[0], torch.Tensor):
-        if len(listed) != 1:
-            raise ValueError(
-                f"a process group of ringcomm takes one list of tensors per rank, not {len(listed)}"
-            )
-        listed = list(listed[0])
-    return listed
-
-
-def _is_local(tensors: Tensors) -> bool:
-    return all(x.is_cpu for x in tensors)
-
-
-def _or_default(opts: Any, kind: Any) -> Any:
-    return kind() if opts is None else opts

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from ringcomm import config
+from ringcomm import launched
 from ringcomm.engine.ops import broadcast_object
 from ringcomm.engine.world import init, local_size, rank, size
 from ringcomm.errors import ConfigError
@@ -53,8 +53,8 @@ def _wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
     """Return a handler of env:// that asks MPI where mpirun set none of torch's variables."""
 
     def handle(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **more: Any) -> Found:
-        missing = config.missing_of_torch(parse_qs(urlparse(url).query))
-        if not missing or not config.is_launched_by_mpi():
+        missing = launched.missing_of_torch(parse_qs(urlparse(url).query))
+        if not missing or not launched.is_launched_by_mpi():
             return torchs_own(url, timeout=timeout, **more)
         return by_mpi(url, timeout)
 
@@ -64,7 +64,7 @@ def _wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
 def _start(url: str) -> None:
     """Start MPI if nobody has; refuse ranks that are not MPI's."""
     wanted = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
-    told = config.torch_ranks()
+    told = launched.torch_ranks()
     require_launcher(wanted.get("world_size", told.get("world_size", 1)))
     init()
     mine = {"rank": rank(), "world_size": size()}

@@ -39,4 +39,4 @@ def allreduce_sparse(g: Group, x: torch.Tensor, call: Asked) -> Plan[Any]:
         with torch.no_grad():
             x.copy_(total / divisor if divisor != 1 else total)
 
-    return then(together("allgather", [places, values]), add_up)
+    return then(together("sparse_allreduce", [places, values]), add_up)

@@ -11,10 +11,11 @@ import torch
 
 from ringcomm.engine.handle import Handle
 from ringcomm.torch.distributed.callbacks import Path, follow
-from ringcomm.torch.distributed.compat import c10d, untraced
+from ringcomm.torch.distributed.compat import LOSES_WORKS, c10d, untraced
 from ringcomm.torch.distributed.pool import pool
 
 _NO_TIMEOUT = timedelta(0)
+_kept: set[Work] = set()  # what only C++ knows of, until it has asked
 
 
 class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
@@ -45,6 +46,8 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         self.value = self._results
         self._future: Any = None
         self._lock = threading.Lock()
+        if LOSES_WORKS:
+            _kept.add(self)
 
     @untraced
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -59,6 +62,7 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         """
         if self._handle is not None:
             self._handle.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
+        _kept.discard(self)
         return True
 
     def synchronize(self) -> None:
@@ -109,6 +113,7 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         with self._lock:
             if self._future is None:
                 self._future = self._make_future()
+            _kept.discard(self)
             return self._future
 
     def _make_future(self) -> Any:
@@ -141,6 +146,7 @@ class Together(Work):
         """Return True once all are over; `timeout` is for each."""
         for work in self._works:
             work.wait(timeout)
+        _kept.discard(self)
         return True
 
     def is_completed(self) -> bool:

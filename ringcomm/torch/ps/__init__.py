@@ -1,7 +1,15 @@
-"""Parameter server for torch: all of ringcomm.ps, and an optimizer whose updates servers make."""
+"""Parameter server for torch: all of ringcomm.ps, an optimizer, and embeddings on the servers."""
 
 from ringcomm.ps import *  # noqa: F403 - this face is that module and more
 from ringcomm.ps import __all__ as _of_ps
+from ringcomm.torch.ps.conversion import convert
 from ringcomm.torch.ps.optimizer import DistributedOptimizer
+from ringcomm.torch.ps_rows import Embedding, EmbeddingBag
 
-__all__ = ["DistributedOptimizer", *_of_ps]  # noqa: PLE0604 - names of another __all__
+__all__ = [  # noqa: PLE0604 - names of another __all__
+    "DistributedOptimizer",
+    "Embedding",
+    "EmbeddingBag",
+    "convert",
+    *_of_ps,
+]

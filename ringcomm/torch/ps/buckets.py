@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ringcomm.arrays.torch import TORCH
+from ringcomm.codec import Codec
 from ringcomm.ps.future import Future, Pushed
-from ringcomm.ps.optim import Updater
+from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.rounds import Mode
+from ringcomm.ps.segments import MOST
 from ringcomm.ps.table import table
 from ringcomm.torch.buckets import is_dense, plan_buckets, view_like
 
@@ -73,7 +75,11 @@ def plan(slots: Sequence[Slot]) -> list[list[Slot]]:
             (p.numel() * p.element_size(), (slot.group, p.dtype) if is_small else (slot.index,))
         )
     batches = plan_buckets(sizes, range(len(backward)), FUSED_NBYTES)
-    return [[backward[place] for place in batch] for batch in sorted(batches, key=max)]
+    return [
+        [backward[place] for place in some]
+        for batch in sorted(batches, key=max)
+        for some in (batch[k : k + MOST] for k in range(0, len(batch), MOST))
+    ]
 
 
 class Bucket:
@@ -86,15 +92,20 @@ class Bucket:
         suffix: of the table's name.
         updater: what the servers do with gradients.
         mode: of the table.
+        compression: of what is pushed, or None.
 
     Attributes:
         group: parameter group of all of them.
         waiting: indices of those whose gradients are not there yet.
         push: under way in this step, or None.
         is_pushed: this step's gradients have been dealt with.
+        has_segments: a parameter of it may lack a gradient by itself.
     """
 
-    def __init__(self, slots: Sequence[Slot], suffix: str, updater: Updater, mode: Mode) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], suffix: str, updater: Updater, mode: Mode,
+        compression: Codec | None = None,
+    ) -> None:  # fmt: skip
         self.slots = slots
         self.group = slots[0].group
         self._counts = [slot.parameter.numel() for slot in slots]
@@ -110,9 +121,27 @@ class Bucket:
             mode=mode,
             init=self.values().copy(),
             block_nbytes=BLOCK_NBYTES,
+            compression=compression,
+            segments=self._segments(updater),
         )
+        self.has_segments = bool(self._segments(updater))
         self.push: Future[Pushed] | None = None
         self.restart()
+
+    def _segments(self, updater: Updater) -> list[int]:
+        """Return where parameters begin that torch would leave alone, each by itself.
+
+        Where servers take means only, workers cannot tell who had none: it counts as zeros.
+        """
+        if isinstance(updater, Assign) or not self.slots[1:]:
+            return []
+        return list(accumulate(self._counts[:-1], initial=0))
+
+    def absent(self) -> list[int]:
+        """Return the numbers of the table's segments that have no gradient here."""
+        if not self.has_segments:
+            return []
+        return [k for k, slot in enumerate(self.slots) if slot.parameter.grad is None]
 
     def restart(self) -> None:
         """Begin a step."""
@@ -220,15 +249,3 @@ def _line(x: torch.Tensor) -> torch.Tensor:
 def _numpy(x: torch.Tensor) -> Array:
     found: Array = x.numpy()
     return found
-
-
-def as_array(x: torch.Tensor) -> Array:
-    """Return a flat tensor as numpy sees it; bfloat16 as ml_dtypes has it."""
-    if x.dtype is not torch.bfloat16:
-        return _numpy(x)
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise ImportError("compression=bf16 needs ml_dtypes: pip install ml_dtypes") from error
-    wire: Array = x.view(torch.int16).numpy().view(np.dtype(ml_dtypes.bfloat16))
-    return wire

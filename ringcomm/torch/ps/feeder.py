@@ -8,25 +8,25 @@ orders could wait for each other. What clipping or a GradScaler must see first i
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec
 
 import torch
 
+from ringcomm.codec import Codec
 from ringcomm.engine import ops
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
-from ringcomm.ps.job import Session, is_chief, session
+from ringcomm.ps.job import is_chief, session
 from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.rounds import Mode
 from ringcomm.ps.states import pull_state, push_state
 from ringcomm.torch.autograd import Hooks
 from ringcomm.torch.outline import Check, Outline
 from ringcomm.torch.passes import Passes
-from ringcomm.torch.ps import states
-from ringcomm.torch.ps.buckets import Bucket, Slot, as_array, plan
+from ringcomm.torch.ps import clock, states
+from ringcomm.torch.ps.buckets import Bucket, Slot, plan
 from ringcomm.torch.ps.scaling import factor_of, is_on, squares_of
 from ringcomm.torch.registry import claim, enrol, note_samples, release
 from ringcomm.torch.together import Work
@@ -34,7 +34,6 @@ from ringcomm.torch.together import Work
 P = ParamSpec("P")
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 Groups = Sequence[Mapping[str, Any]]
-_tickers: weakref.WeakKeyDictionary[Session, weakref.ref[Feeder]] = weakref.WeakKeyDictionary()
 _WHO: Final = "ps.DistributedOptimizer"
 
 
@@ -45,14 +44,14 @@ class Terms:
     Attributes:
         mode: when pushes become updates.
         class_name: of the optimizer that servers are to be; None: they only take means.
-        compression: of what is pushed.
+        compression: of what is pushed, or None.
         max_norm: of the gradient of all parameters, or None.
         scaler: a torch.amp.GradScaler, or None.
     """
 
     mode: Mode
     class_name: str | None
-    compression: Any
+    compression: Codec | None
     max_norm: float | None = None
     scaler: Any = None
 
@@ -131,9 +130,9 @@ class Feeder:
             _require_servable(slot)
         self._require_alike("parameters", tuple((s.name, s.outline) for s in new), self._settings())
         suffix = f" (optimizer {self.number})"
-        mode, groups = self.terms.mode, self.groups
+        mode, groups, codec = self.terms.mode, self.groups, self.terms.compression
         buckets = [
-            Bucket(slots, suffix, self.terms.updater(groups[slots[0].group]), mode)
+            Bucket(slots, suffix, self.terms.updater(groups[slots[0].group]), mode, codec)
             for slots in plan(new)
         ]
         self._hear(new)
@@ -149,6 +148,7 @@ class Feeder:
             "scaler": is_on(terms.scaler),
             "backward_passes_per_step": self._passes_per_step,
             "mode": terms.mode,
+            "compression": terms.compression,
         }
         return tuple((what, str(value)) for what, value in said.items())
 
@@ -217,8 +217,8 @@ class Feeder:
             self._push(bucket)
 
     # --- pushes ---------------------------------------------------------------------------------
-    def _push(self, bucket: Bucket, factor: float = 1.0) -> None:
-        """Push the next bucket."""
+    def _push(self, bucket: Bucket, factor: float = 1.0, scale: float = 1.0) -> None:
+        """Push the next bucket; `scale` is in its gradients, and is not undone before."""
         self._n_pushed += 1
         if bucket.is_frozen:
             bucket.note_pushed(None)
@@ -234,10 +234,10 @@ class Feeder:
             push = bucket.table.push(None, weight=weight, hold=self.terms.is_held)
         else:
             gradients = gradients if factor == 1.0 else gradients * factor
-            wire, _ = self.terms.compression.compress(gradients)
-            push = bucket.table.push(
-                as_array(wire), weight=1.0 if is_alone else weight, hold=self.terms.is_held
-            )
+            weight = 1.0 if is_alone else weight
+            array, is_held = gradients.numpy(), self.terms.is_held
+            absent = bucket.absent()
+            push = bucket.table.push(array, weight=weight, hold=is_held, scale=scale, absent=absent)
         bucket.note_pushed(push)
 
     def _updater_for(self, bucket: Bucket) -> Updater:
@@ -257,10 +257,15 @@ class Feeder:
     def _weight(self) -> float:
         return 1.0 if self._samples is None else self._samples
 
-    def _flush(self, factor: float = 1.0) -> None:
+    def _flush(self, factor: float = 1.0, scale: float = 1.0) -> None:
         """Push what has not left: incomplete buckets, and all if step() is to push."""
         while self._n_pushed < len(self._buckets):
-            self._push(self._buckets[self._n_pushed], factor)
+            self._push(self._buckets[self._n_pushed], factor, scale)
+
+    def take_back(self) -> None:
+        """The mean that fetch_mean() brought is of no use."""
+        for bucket in self._buckets:
+            bucket.table.take_back()
 
     # --- the end of a step ----------------------------------------------------------------------
     def apply_on_servers(self, grad_scale: float) -> bool:
@@ -277,19 +282,23 @@ class Feeder:
         if factor is None:
             is_finite = False
         else:
-            self._flush(factor)
+            self._flush(factor, grad_scale if self.terms.is_held else 1.0)
             is_finite = self._release(grad_scale) if self.terms.is_held else True
-        self._tick()
+        clock.tick(self._session, self)
         outcomes = self._fetch_values([b for b in self._buckets if not b.is_frozen])
         self.was_applied = is_finite and "late" not in outcomes
         return is_finite
 
-    def fetch_mean(self) -> None:
-        """Let .grad be the mean over the workers, which the servers only take."""
+    def fetch_mean(self, grad_scale: float) -> None:
+        """Let .grad be the mean over the workers, which the servers only take.
+
+        Args:
+            grad_scale: see apply_on_servers(); it is left in .grad.
+        """
         self._begin_end()
-        self._flush()
+        self._flush(scale=grad_scale)
         pulls = [
-            (bucket, room := bucket.room_for_gradients(), bucket.table.pull(out=as_array(room)))
+            (bucket, room := bucket.room_for_gradients(), bucket.table.pull(out=room.numpy()))
             for bucket in reversed(self._buckets)
             if not bucket.is_frozen
         ]
@@ -312,7 +321,7 @@ class Feeder:
 
     def complete_step_of_worker(self) -> None:
         """Like complete_step(), where the worker's own optimizer has made it."""
-        self._tick()
+        clock.tick(self._session, self)
         self.complete_step()
 
     def _begin_end(self) -> None:
@@ -365,15 +374,6 @@ class Feeder:
                 bucket.land()
         return outcomes
 
-    def _tick(self) -> None:
-        """Count a step of this worker; of several optimizers, the first one that lives counts."""
-        known = _tickers.get(self._session)
-        ticker = None if known is None else known()
-        if ticker is None:
-            _tickers[self._session] = weakref.ref(self)
-        if ticker is None or ticker is self:
-            self._session.tick()
-
     # --- what the user does ---------------------------------------------------------------------
     def set_samples(self, n: float) -> None:
         """Weigh this worker's gradient of this step by n."""
@@ -405,6 +405,11 @@ class Feeder:
         """Let all have the chief's values. Collective, between two steps."""
         self._from_chief(lambda bucket: bucket.table.push(bucket.values(), assign=True).wait())
 
+    def pull_values(self) -> None:
+        """Have the servers' values, between two steps."""
+        self._begin_step()
+        self._fetch_values(self._buckets)
+
     def push_state(self, state: Mapping[Any, Any]) -> None:
         """Let all have the chief's values, and the servers the chief's state. Collective."""
         self._from_chief(lambda each: push_state(each.table, states.from_torch(each, state)))
@@ -413,6 +418,7 @@ class Feeder:
         self._updaters.clear()
         for bucket in self._buckets:
             bucket.table.updater = self._updater_for(bucket)
+            bucket.table.forget_residual()
             if is_chief():
                 push(bucket)
         ops.barrier(name=f"values (ps optimizer {self.number})", group=self._session.group)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from torch.optim import Optimizer
+
 from ringcomm.ps.job import Session, session
+from ringcomm.torch.ps import clock
 
 _served: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
 
@@ -23,3 +26,9 @@ def require_something_served() -> None:
             "the ring, and there is no embedding on the servers: nothing is left for them. Use "
             "ringcomm.torch.DistributedOptimizer without servers, or leave hybrid= out"
         )
+
+
+def count_steps(optimizer: Optimizer) -> None:
+    """Let steps of an optimizer of the ring be this worker's: evaluators and ps.SSP go by them."""
+    current = session()
+    optimizer.register_step_post_hook(lambda stepped, *_: clock.tick(current, stepped))

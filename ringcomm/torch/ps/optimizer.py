@@ -11,15 +11,17 @@ from typing import Any, Final, Literal, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.codec import BF16, FP16, Codec
 from ringcomm.engine.world import engine
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
+from ringcomm.ps.compression import codec_of
 from ringcomm.ps.job import is_chief, session
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.feeder import Feeder, Terms
-from ringcomm.torch.ps.hybrid import require_something_served
+from ringcomm.torch.ps.hybrid import count_steps, require_something_served
 from ringcomm.torch.ps.scaling import is_on, note_found_inf
 from ringcomm.torch.wrapping import dressed, named_in_order
 
@@ -49,13 +51,15 @@ def DistributedOptimizer(
 
     - set_samples(n): weigh this worker's gradient of this step by n, e.g. its batch size.
     - push_parameters(): after parameters were changed by hand; on every worker.
+    - pull_parameters(): have what the servers have; for evaluators.
     - was_applied: False if FirstOf(k) dropped this worker's last gradient, or a scaler skipped it.
 
     .grad stays this worker's own. What is done to it after backward() comes too late and is
     refused: pass max_grad_norm and scaler instead. Hyper-parameters travel with the gradients, so
     they are to be changed before backward(), as schedulers do; in "sync" the chief's count. A
-    parameter without a gradient counts as zeros; one of 256 KiB and more, for which no worker has
-    one, is left alone as in torch.
+    parameter without a gradient counts as zeros where other workers have one, and is left alone as
+    in torch where none has: values, state and steps. With apply="worker" that holds for those of
+    256 KiB and more; smaller ones have a gradient of zeros if a neighbour of theirs has one.
 
     Args:
         optimizer: any torch.optim.Optimizer over float32 or float64 parameters in host memory.
@@ -67,7 +71,9 @@ def DistributedOptimizer(
             servers take means only, and every worker makes the update; of modes with rounds.
             "auto": on the servers where they can.
         hybrid: "ring": parameters by the ring's DistributedOptimizer, embeddings by the servers.
-        compression: what is pushed: None, Compression.fp16 or bf16.
+        compression: what gradients are pushed in: None, "fp16", "bf16", "int8", one of ringcomm's
+            codecs, as codec.TopK(0.01), or Compression.fp16 and so on; alike on every worker. What
+            TopK drops goes with this worker's next gradient; see ps.table().
         backward_passes_per_step: the n-th backward() of a step pushes the sum of all.
         max_grad_norm: gradients of this step are clipped to this norm, over all parameters:
             that of the mean where there are rounds, else of each worker's own. step() pushes.
@@ -104,28 +110,40 @@ def DistributedOptimizer(
     return cast(T, dressed(optimizer, _Served, _feeder=feeder))
 
 
-def _compression(compression: Any) -> Any:
-    compression = Compression.none if compression is None else compression
-    known = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
-    if compression not in known.values():
-        raise ValueError(
-            f"compression is {compression!r}; it must be None or one of "
-            + ", ".join(f"Compression.{name}" for name in known)
-        )
-    return compression
+_OF_RING: Final[dict[Any, Any]] = {
+    Compression.none: None,
+    Compression.fp16: FP16(),
+    Compression.bf16: BF16(),
+}
+
+
+def _compression(compression: Any) -> Codec | None:
+    """Return the codec that is meant, also by what the ring's optimizer takes."""
+    if isinstance(compression, type) and compression in _OF_RING:
+        found: Codec | None = _OF_RING[compression]
+        return found
+    return codec_of("ps.DistributedOptimizer", compression)
 
 
 def _by_the_ring(
     optimizer: T,
     named: list[tuple[str, torch.nn.Parameter]],
     hybrid: str,
-    compression: Any,
+    compression: Codec | None,
     passes: int,
 ) -> T:
     if hybrid != "ring":
         raise ValueError(f"hybrid is {hybrid!r}; it must be None or 'ring'")
     require_something_served()
-    return RingOptimizer(optimizer, named, compression, passes)
+    for of_ring, codec in _OF_RING.items():
+        if codec == compression:
+            wrapped = RingOptimizer(optimizer, named, of_ring, passes)
+            count_steps(wrapped)
+            return wrapped
+    raise ValueError(
+        f"compression is {compression}, and hybrid='ring' reduces by the ring, which knows 'fp16' "
+        "and 'bf16'. That of embeddings is an argument of their own"
+    )
 
 
 def _class_on_servers(optimizer: Optimizer, apply: str, mode: Mode) -> str | None:
@@ -208,7 +226,7 @@ class _Served(Optimizer):
     def _take_mean(self) -> bool:
         """Let .grad be the mean, unscaled and clipped; return False to skip the step."""
         feeder, scale = self._feeder, self._grad_scale()
-        feeder.fetch_mean()
+        feeder.fetch_mean(scale)
         parameters = [p for group in self.param_groups for p in group["params"]]
         grads = [p.grad for p in parameters if p.grad is not None]
         if is_on(feeder.terms.scaler):
@@ -216,6 +234,7 @@ class _Served(Optimizer):
             self._tell_scaler(is_finite=is_finite)
             if not is_finite:
                 feeder.was_applied = False
+                feeder.take_back()
                 return False
             for grad in grads:
                 grad.div_(scale)
@@ -274,6 +293,14 @@ class _Served(Optimizer):
     def push_parameters(self) -> None:
         """Let all have the chief's parameters, after they were changed by hand. Collective."""
         self._feeder.push_values()
+
+    def pull_parameters(self) -> None:
+        """Have the servers' values of now, or of this rank's snapshot, in the parameters.
+
+        For evaluators, which wrap the same model and optimizer once, and call this each time that
+        they evaluate; and for workers between two steps.
+        """
+        self._feeder.pull_values()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every worker alike, between two steps. Collective."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from ringcomm.ps.segments import IDS, SCALARS, STEPS
 from ringcomm.ps.states import TableState
 from ringcomm.torch.ps.buckets import Bucket
 
-_log: Final = logging.getLogger("ringcomm")
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
 
 
@@ -22,20 +21,36 @@ def to_torch(bucket: Bucket, state: TableState, into: MutableMapping[Any, Any]) 
     if not state.slots or (state.steps == 0 and name != "Adagrad"):
         return  # torch makes it in the first step
     kind = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    steps, scalars = _of_each(bucket, state)
     entries: list[dict[str, Any]] = [{} for _ in bucket.slots]
-    for entry in entries:
-        if name not in _WITHOUT_STEP:
-            entry["step"] = torch.tensor(float(state.steps), dtype=kind)
-    for key, values in state.slots.items():
-        if len(values) == len(state.values) and key != "mu_product":
+    if name not in _WITHOUT_STEP:
+        for entry, n in zip(entries, steps, strict=True):
+            entry["step"] = torch.tensor(float(n), dtype=kind)
+    n_full = bucket.table.updater.n_full_slots
+    for k, (key, values) in enumerate(state.slots.items()):
+        if k < n_full:
             views = bucket.views(torch.from_numpy(values))
             for entry, view in zip(entries, views, strict=True):
                 entry[key] = view.clone()  # keeps strides, shares nothing
         else:
-            for entry in entries:
-                entry[key] = torch.tensor(float(values[0]), dtype=kind)
-    for slot, entry in zip(bucket.slots, entries, strict=True):
-        into[slot.parameter] = entry
+            for entry, own in zip(entries, scalars, strict=True):
+                entry[key] = torch.tensor(float(own[k - n_full]), dtype=kind)
+    for slot, entry, n in zip(bucket.slots, entries, steps, strict=True):
+        if n or name == "Adagrad":
+            into[slot.parameter] = entry
+
+
+def _of_each(bucket: Bucket, state: TableState) -> tuple[list[int], list[list[float]]]:
+    """Return the steps of each parameter, and what the updater has once of each."""
+    n_full = bucket.table.updater.n_full_slots
+    alike = [float(values[0]) for values in list(state.slots.values())[n_full:]]
+    steps, scalars = [state.steps] * len(bucket.slots), [alike] * len(bucket.slots)
+    if state.segments:
+        for k, n, own in zip(
+            *(state.segments[each] for each in (IDS, STEPS, SCALARS)), strict=True
+        ):
+            steps[k], scalars[k] = int(n), own.tolist()
+    return steps, scalars
 
 
 def from_torch(bucket: Bucket, state: Mapping[Any, Any]) -> TableState:
@@ -54,19 +69,20 @@ def from_torch(bucket: Bucket, state: Mapping[Any, Any]) -> TableState:
             if entry.get(key) is not None:
                 view.copy_(entry[key])
         slots[key] = flat.numpy()
-    return TableState(_steps(bucket, entries), values, slots)
+    steps = [_steps(bucket, entry) for entry in entries]
+    segments = {}
+    if bucket.has_segments:
+        once = [key for k, key in enumerate(fills) if k >= updater.n_full_slots]
+        scalars = [[float(entry.get(key, fills[key])) for key in once] for entry in entries]
+        segments = {
+            IDS: np.arange(len(entries)),
+            STEPS: np.array(steps, np.int64),
+            SCALARS: np.array(scalars, values.dtype).reshape(len(entries), len(once)),
+        }
+    return TableState(max(steps), values, slots, segments)
 
 
-def _steps(bucket: Bucket, entries: list[Mapping[str, Any]]) -> int:
+def _steps(bucket: Bucket, entry: Mapping[str, Any]) -> int:
     if type(bucket.table.updater).__name__ in _WITHOUT_STEP:
-        return int(any(entry.get("momentum_buffer") is not None for entry in entries))
-    steps = {int(entry["step"]) for entry in entries if "step" in entry}
-    if len(steps) > 1:
-        _log.warning(
-            "DistributedOptimizer: parameters from %s on have made %s steps; on the servers they "
-            "share a table, and go on as if all had made %d",
-            bucket.slots[0].name,
-            sorted(steps),
-            max(steps),
-        )
-    return max(steps, default=0)
+        return int(entry.get("momentum_buffer") is not None)
+    return int(entry.get("step", 0))

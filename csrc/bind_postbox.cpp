@@ -1,0 +1,106 @@
+// Bindings of the pipes between the ranks of a node.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind.hpp"
+#include "ps/postbox.hpp"
+
+namespace ringcomm {
+namespace {
+
+using ps::PostBox;
+
+std::byte* pipe_memory(const NodeMemory& memory, std::size_t place, std::size_t nbytes) {
+  std::byte* const at = memory.arena() + place;
+  if (!memory.holds(at, nbytes) || place % 64 != 0 || nbytes % 64 != 0 ||
+      nbytes <= 4 * sizeof(Pipe::Head))
+    throw std::invalid_argument("that is no memory for a pipe");
+  return at;
+}
+
+// mates: rank, its memory, where in this rank's memory it writes, where in its memory this rank does.
+std::shared_ptr<PostBox> make_postbox(
+    std::uint32_t rank, std::shared_ptr<NodeMemory> memory, std::size_t nbytes,
+    const std::vector<std::tuple<std::uint32_t, std::shared_ptr<NodeMemory>, std::size_t, std::size_t>>&
+        mates,
+    bool goes_on_alone, int looks, std::size_t inline_max, std::size_t meta_max) {
+  std::vector<ps::Mate> lines;
+  for (const auto& [mate, theirs, from_it, to_it] : mates)
+    lines.push_back({mate, Pipe(pipe_memory(*theirs, to_it, nbytes), nbytes),
+                     Pipe(pipe_memory(*memory, from_it, nbytes), nbytes), theirs});
+  return std::make_shared<PostBox>(rank, std::move(memory), std::move(lines), goes_on_alone,
+                                   looks, inline_max, meta_max);
+}
+
+void clear_pipe(const std::shared_ptr<NodeMemory>& memory, std::size_t place, std::size_t nbytes) {
+  Pipe(pipe_memory(*memory, place, nbytes), nbytes).clear();
+}
+
+// The frame of a request, but for its meta and body; see ringcomm/ps/frames.py.
+bool ask(PostBox& self, std::uint32_t rank, int kind, std::uint32_t view, std::uint32_t origin,
+         std::uint32_t incarnation, std::uint64_t sequence, std::uint32_t table,
+         std::uint32_t partition, std::int64_t clock, std::uint32_t option, std::uint64_t place,
+         nb::bytes meta, ConstBytes body) {
+  ps::FrameHeader header{};
+  header.kind = static_cast<ps::Kind>(kind);
+  header.view = view;
+  header.origin = origin;
+  header.incarnation = incarnation;
+  header.sequence = sequence;
+  header.table = table;
+  header.partition = partition;
+  header.clock = clock;
+  header.option = option;
+  header.place = place;
+  return self.ask(rank, header, {meta.c_str(), meta.size()}, {body.data(), body.nbytes()});
+}
+
+nb::list take_acks(PostBox& self) {
+  nb::list told;
+  for (const auto& ack : self.take_acks()) told.append(nb::make_tuple(ack.sequence, ack.clock));
+  return told;
+}
+
+nb::list collect(PostBox& self) {
+  nb::list told;
+  for (const auto& [rank, frame] : self.collect())
+    told.append(nb::make_tuple(rank, nb::bytes(frame.data(), frame.size())));
+  return told;
+}
+
+}  // namespace
+
+void bind_postbox(nb::module_& m) {
+  m.def("clear_pipe", &clear_pipe, "memory"_a, "place"_a, "nbytes"_a);
+  m.def("make_postbox", &make_postbox, "rank"_a, "memory"_a, "nbytes"_a, "mates"_a,
+        "goes_on_alone"_a, "looks"_a, "inline_max"_a, "meta_max"_a);
+  nb::class_<PostBox, Program>(m, "PostBox")
+      .def("reaches", &PostBox::reaches, "rank"_a)
+      .def("send",
+           [](PostBox& self, std::uint32_t rank, nb::bytes frame) {
+             self.send(rank, frame.data(), frame.size());
+           },
+           "rank"_a, "frame"_a)
+      .def("ask", &ask)
+      .def("take_acks", &take_acks)
+      .def_prop_ro("n_unsent", &PostBox::n_unsent)
+      .def_prop_ro("has_mail", &PostBox::has_mail)
+      .def("enter", &PostBox::enter, nb::call_guard<nb::gil_scoped_release>())
+      .def("leave", &PostBox::leave)
+      .def("collect", &collect)
+      .def("hold", &PostBox::hold, "rank"_a)
+      .def("open", &PostBox::open, "table"_a, "partition"_a, "epoch"_a, "counter"_a)
+      .def("close", &PostBox::close, "table"_a, "partition"_a)
+      .def_prop_ro("n_requests", [](const PostBox& self) { return self.n_requests.load(); })
+      .def_prop_ro("n_body", [](const PostBox& self) { return self.n_body.load(); });
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,53 @@
+// Frames of the parameter server as C++ reads and writes them; ringcomm/ps/frames.py and messages.py
+// say what they mean.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "update.hpp"
+
+namespace ringcomm::ps {
+
+enum class Kind : std::uint8_t { reply = 1, push = 3 };  // those that are understood here
+enum class Where : std::uint8_t { none = 0, inline_ = 1, shared = 2, message = 3 };
+
+// Numbers are little-endian, as on every machine that this runs on.
+struct FrameHeader {
+  Kind kind;
+  Where where;
+  std::uint16_t status;
+  std::uint32_t view, origin, incarnation;
+  std::uint64_t sequence;
+  std::uint32_t table, partition;
+  std::int64_t clock;
+  std::uint32_t n_meta, option;
+  std::uint64_t place, n_body;
+};
+static_assert(sizeof(FrameHeader) == 64);
+
+// A frame that fills a whole message.
+struct Frame {
+  FrameHeader header;
+  const std::byte* meta;
+  const std::byte* body;  // if it is inline
+};
+
+// Reads the first frame of a message; nothing if the message holds more, or less.
+std::optional<Frame> read_frame(const std::byte* data, std::size_t nbytes);
+
+// What explains a push of a gradient.
+struct PushMeta {
+  std::uint64_t start, n;
+  std::uint16_t flags;
+  DType dtype;
+  std::size_t n_hyper;
+  std::array<double, kMaxHyper> hyper;
+};
+
+// Nothing if it is cut off, or says what is not known here.
+std::optional<PushMeta> read_push_meta(const std::byte* meta, std::size_t nbytes);
+
+}  // namespace ringcomm::ps

@@ -1,0 +1,81 @@
+// All partitions of one hash table that one server owns: keys of any of them in one call.
+//
+// A partition takes no memory until a key of it is pushed. The partitions share one guard: what
+// Rows says of calls beside each other holds for a shard as a whole.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "rows.hpp"
+
+namespace ringcomm::ps {
+
+class Shard {
+ public:
+  // `owners[i]`: who owns partition i; those of `me` are here.
+  Shard(std::shared_ptr<const RowSpec> spec, const std::vector<std::uint32_t>& owners,
+        std::uint32_t me);
+  Shard(const Shard&) = delete;
+  Shard& operator=(const Shard&) = delete;
+
+  const RowSpec& spec() const { return *spec_; }
+  std::size_t size() const;
+  std::size_t nbytes() const;
+
+  // The rows of a partition, which is made if it is not there; takes it over from now on.
+  std::shared_ptr<Rows> own(std::uint32_t partition);
+  // Another owns it from now on; returns what was here, or null.
+  std::shared_ptr<Rows> disown(std::uint32_t partition);
+  // Null: nothing was pushed to it, or another owns it.
+  std::shared_ptr<Rows> find(std::uint32_t partition) const;
+
+  // As those of Rows. A key of a partition that is not owned: invalid_argument, nothing is changed.
+  // `places`: which row of `out` each key's is; null: one behind the other.
+  std::size_t gather(const std::uint64_t* keys, std::size_t n, void* out,
+                     const std::uint32_t* places, Missing missing) const;
+  Pushed push(const Push& push);
+  std::size_t erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp);
+  void metadata(const std::uint64_t* keys, std::size_t n, const RowArrays& out) const;
+
+  // Keeps what is there now for gather_held(), until release(). Metadata are not kept.
+  void hold(std::uint64_t number);
+  void release(std::uint64_t number);
+  // As gather(), of the rows as they were when hold(number) was called.
+  std::size_t gather_held(std::uint64_t number, const std::uint64_t* keys, std::size_t n, void* out,
+                          const std::uint32_t* places, Missing missing) const;
+
+  // How many keys of each partition were pushed and gathered so far, of those that are here.
+  std::vector<std::uint64_t> n_keys() const;
+  // Counts those that were, where the partition was before.
+  void add_keys(std::uint32_t partition, std::uint64_t n);
+
+  // Goes on where the last call stopped, about `max_work` rows and partitions far, once around at
+  // most. Returns how many rows were evicted.
+  std::size_t evict(double now, std::uint64_t stamp, std::size_t max_work);
+
+ private:
+  // Approximate if several threads gather: what is measured decides where partitions lie, no more.
+  struct Count {
+    std::atomic<std::uint64_t> value{0};
+    void add(std::uint64_t n) {
+      value.store(value.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+    }
+  };
+
+  std::vector<std::uint32_t> partitions(const std::uint64_t* keys, std::size_t n) const;
+  Rows* home(std::uint64_t key) const { return parts_[partition(key)].get(); }
+  std::uint32_t partition(std::uint64_t key) const;
+  const Snapshot& snapshot(std::uint64_t number) const;
+
+  std::shared_ptr<const RowSpec> spec_;
+  std::shared_ptr<Rows::Common> common_;
+  std::vector<std::shared_ptr<Rows>> parts_;
+  std::vector<bool> is_owned_;
+  mutable std::vector<Count> n_keys_;
+  std::size_t cursor_ = 0;  // of evict()
+};
+
+}  // namespace ringcomm::ps

@@ -1,0 +1,61 @@
+"""Whether the ranks that share data cut it up alike; compared once per sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringcomm.engine import ops
+from ringcomm.engine.world import engine, is_initialized
+from ringcomm.errors import MismatchError
+
+_NAME = "arguments of ShardedSampler"
+_SHOWN = 60  # characters of a value
+
+
+def require_alike(mine: Mapping[str, Any], rank: int, size: int) -> None:
+    """Compare this rank's arguments with the others'. Collective if these ranks are all of the job.
+
+    Others, which a sampler may be told to deal to, are not known to the engine as a group.
+
+    Args:
+        mine: argument -> value.
+        rank: of this process among those that share the data.
+        size: how many do.
+
+    Raises:
+        MismatchError: they differ; on every rank.
+    """
+    if not is_initialized():
+        return
+    current = engine()
+    if size == 1 or (rank, size) != (current.rank, current.size):
+        return
+    problem = difference(ops.allgather_object(dict(mine), name=_NAME))
+    if problem:
+        raise MismatchError(problem)
+
+
+def difference(told: Sequence[Mapping[str, Any] | None]) -> str:
+    """Return in what the ranks' arguments differ, "" if they do not; pure.
+
+    Args:
+        told: of each rank; None of one that is in join().
+    """
+    known = [(rank, each) for rank, each in enumerate(told) if each is not None]
+    first, theirs = known[0]
+    for what, value in theirs.items():
+        for other, others in known:
+            if others[what] != value:
+                return (
+                    f"ShardedSampler: rank {first} has {_shown(what, value)}, rank {other} "
+                    f"{_shown(what, others[what])}: samples would be seen twice, or by nobody. "
+                    "Pass the same on every rank; to deal to other ranks than all of the job's, "
+                    "pass rank= and size="
+                )
+    return ""
+
+
+def _shown(what: str, value: Any) -> str:
+    text = f"{what}={value}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,174 @@
+"""How this process was launched, by its environment; and what MPI is told there before it starts.
+
+Beside config.py the one place that reads the environment, and the only one that writes to it for
+good.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping, MutableMapping
+from typing import Final
+
+from ringcomm.errors import ConfigError
+
+# Set by init() for the processes that this rank starts, so that they know they are no ranks.
+RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
+
+
+def is_on(text: str) -> bool:
+    """Return True for what stands for "yes" in a variable."""
+    return text.lower() in ("1", "true", "yes", "on")
+
+
+# --- what the launcher said -----------------------------------------------------------------------
+_WORLD_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_size(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Return the variable by which a launcher promised more than one rank, and their number.
+
+    SLURM_NTASKS is no sign: it is set for a plain python inside sbatch, too.
+    """
+    environ = os.environ if environ is None else environ
+    for variable in _WORLD_SIZES:
+        text = environ.get(variable, "")
+        if text.isdigit() and int(text) > 1:
+            return variable, int(text)
+    return None
+
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID")
+
+
+def is_launched_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
+    """Return True if an MPI launcher started this process, of any number of ranks."""
+    environ = os.environ if environ is None else environ
+    return any(name in environ for name in _RANK_VARIABLES) or launched_size(environ) is not None
+
+
+_FOREIGN = {
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "GROUP_RANK": "torchrun",
+    "RAY_JOB_ID": "Ray",
+    "RAY_ADDRESS": "Ray",
+}
+
+
+def foreign_launcher(environ: Mapping[str, str] | None = None) -> str:
+    """Return the name of a launcher that is not MPI's, "" if there is no sign of one."""
+    environ = os.environ if environ is None else environ
+    return next((name for variable, name in _FOREIGN.items() if variable in environ), "")
+
+
+def torch_ranks(environ: Mapping[str, str] | None = None) -> dict[str, int]:
+    """Return what torch.distributed's variables say, by "rank" and "world_size".
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    environ = os.environ if environ is None else environ
+    found = {}
+    for variable in ("RANK", "WORLD_SIZE"):
+        text = environ.get(variable, "")
+        if text and not text.isdigit():
+            raise ConfigError(f"{variable} is {text!r}; it must be a number >= 0, or not be set.")
+        if text:
+            found[variable.lower()] = int(text)
+    return found
+
+
+def missing_of_torch(
+    given: Container[str] = (), environ: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return which of the variables that torch's env:// needs are not set, and not in `given`."""
+    environ = os.environ if environ is None else environ
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return [name for name in needed if not environ.get(name) and name.lower() not in given]
+
+
+def launched_rank(environ: Mapping[str, str] | None = None) -> int:
+    """Return the rank that a launcher gave this process, 0 if none did; before init()."""
+    environ = os.environ if environ is None else environ
+    found = (environ.get(variable, "") for variable in _WORLD_RANKS)
+    return next((int(text) for text in found if text.isdigit()), 0)
+
+
+def is_fault_tolerant(environ: Mapping[str, str] | None = None) -> bool:
+    """Return True under `mpirun --with-ft ulfm`."""
+    environ = os.environ if environ is None else environ
+    return is_on(environ.get("OMPI_MCA_mpi_ft_enable", ""))
+
+
+def _launch(environ: Mapping[str, str]) -> str:
+    """Tell one launch of a rank from another: a job that a rank starts is not its child."""
+    names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
+    return "/".join(environ.get(name, "-") for name in names)
+
+
+def mark_children_of_this_rank(environ: MutableMapping[str, str] | None = None) -> None:
+    """Let processes started from now on know that they are children of a rank."""
+    environ = os.environ if environ is None else environ
+    environ[RANK_PROCESS] = f"{os.getpid()} {_launch(environ)}"
+
+
+def parent_rank_pid(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the pid of the rank whose child (fork or exec) this process is, else None."""
+    environ = os.environ if environ is None else environ
+    pid, _, launch = environ.get(RANK_PROCESS, "").partition(" ")
+    if not pid.isdigit() or int(pid) == os.getpid() or launch != _launch(environ):
+        return None
+    return None if _launcher_since(int(pid)) else int(pid)
+
+
+# MPICH numbers the ranks of every job alike, so its variables do not tell a job from one inside it.
+_LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
+
+
+def _launcher_since(ancestor: int) -> bool:
+    """Return True if a launcher stands between this process and that ancestor."""
+    pid = os.getppid()
+    while pid not in (0, 1, ancestor):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                name, _, rest = file.read().partition("(")[2].rpartition(")")
+        except OSError:
+            return False
+        if name.startswith(_LAUNCHERS) or name in [launcher[:15] for launcher in _LAUNCHERS]:
+            return True
+        pid = int(rest.split()[1])
+    return False
+
+
+# --- what MPI must be told before it starts ------------------------------------------------------
+# Measured on Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed
+# (open-mpi/ompi#11794); one TCP connection per pair is half duplex (11 against 22 MB/s on a
+# 24 MB/s link); spinning ranks starve each other when they outnumber the cores.
+_ALWAYS = {
+    "OMPI_MCA_coll": "^han",
+    "OMPI_MCA_btl_tcp_links": "2",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+# Start-up 0.2-0.5 s instead of 1.3-2.4 s. Between hosts they would throw InfiniBand's UCX away.
+_ON_ONE_HOST = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_btl": "self,sm,tcp",
+}
+# Without a launcher nobody removes the segment that btl/sm makes in /dev/shm (Open MPI 5.0.11).
+_ALONE = _ON_ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
+
+
+def set_mpi_defaults(environ: MutableMapping[str, str] | None = None) -> list[str]:
+    """Set MPI's start-up settings where the user has not; return those set, as NAME=VALUE."""
+    environ = os.environ if environ is None else environ
+    wanted = dict(_ALWAYS)
+    n_local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if n_local is not None and n_local == environ.get("OMPI_COMM_WORLD_SIZE"):
+        wanted |= _ON_ONE_HOST
+    elif not any(name in environ for name in ("PMIX_RANK", "PMI_RANK")):
+        wanted |= _ALONE
+    added = {name: value for name, value in wanted.items() if name not in environ}
+    environ.update(added)
+    return [f"{name}={value}" for name, value in added.items()]

@@ -1,0 +1,115 @@
+"""What pushes and pulls are compressed with: as a user says it, and as a table's spec has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm.codec import BF16, FP16, Codec, Identity, Int8, TopK
+from ringcomm.codec.base import FramedCodec
+
+Array = NDArray[Any]
+_BY_WORD: Final[Mapping[str, FramedCodec]] = {"fp16": FP16(), "bf16": BF16(), "int8": Int8()}
+_KINDS: Final[Mapping[str, type[Any]]] = {
+    kind.__name__: kind for kind in (Identity, FP16, BF16, Int8, TopK)
+}
+
+
+def codec_of(label: str, compression: str | Codec | None) -> FramedCodec | None:
+    """Return the codec that a user means by "fp16", "bf16", "int8", or a codec; None: none.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if compression is None:
+        return None
+    if isinstance(compression, str):
+        if compression in _BY_WORD:
+            return _BY_WORD[compression]
+    elif type(compression) in _KINDS.values():
+        assert isinstance(compression, FramedCodec)
+        return compression
+    words = ", ".join(map(repr, _BY_WORD))
+    raise ValueError(
+        f"{label}: compression is {compression!r}; it must be None, {words}, or one of ringcomm's "
+        "codecs, as codec.TopK(0.01)"
+    )
+
+
+def spec_of(
+    label: str,
+    push: str | Codec | None,
+    pull: str | Codec | None,
+    *,
+    error_feedback: bool | None = None,
+    is_dense: bool = True,
+) -> dict[str, Any]:
+    """Return what a table's spec says of compression; empty if there is none.
+
+    Args:
+        label: "table[w]".
+        push: what pushes are compressed with.
+        pull: likewise.
+        error_feedback: what pushes drop is kept and goes with the next; None: of TopK alone.
+        is_dense: of a dense table; rows of others go without error feedback.
+
+    Raises:
+        ValueError: it cannot be done.
+    """
+    pushes, pulls = codec_of(label, push), codec_of(label, pull)
+    if isinstance(pulls, TopK):
+        raise ValueError(
+            f"{label}: pull_compression is {pulls}, with which most values would read as 0. Use "
+            "'fp16', 'bf16' or 'int8'"
+        )
+    if isinstance(pushes, TopK) and (not is_dense or error_feedback is False):
+        raise ValueError(
+            f"{label}: compression is {pushes}, and what it drops is lost without error feedback, "
+            + ("which dense tables have. " if not is_dense else "which is switched off. ")
+            + "Use 'fp16', 'bf16' or 'int8'"
+        )
+    if error_feedback and pushes is None:
+        raise ValueError(f"{label}: error_feedback without compression= has nothing to do")
+    if pushes is None and pulls is None:
+        return {}
+    has_feedback = isinstance(pushes, TopK) if error_feedback is None else error_feedback
+    return {"push": _to_json(pushes), "error_feedback": has_feedback, "pull": _to_json(pulls)}
+
+
+def push_codec(compression: Mapping[str, Any]) -> FramedCodec | None:
+    """Return what pushes are compressed with, by a table's spec."""
+    return _from_json(compression.get("push"))
+
+
+def pull_codec(compression: Mapping[str, Any]) -> FramedCodec | None:
+    """Return what pulls are compressed with, by a table's spec."""
+    return _from_json(compression.get("pull"))
+
+
+def for_rows(codec: FramedCodec | None, dim: int) -> FramedCodec | None:
+    """Return a codec that gives each row of `dim` columns a scale of its own."""
+    return dataclasses.replace(codec, block=dim) if isinstance(codec, Int8) else codec
+
+
+def _to_json(codec: FramedCodec | None) -> dict[str, Any] | None:
+    if codec is None:
+        return None
+    fields: dict[str, Any] = dataclasses.asdict(codec)  # type: ignore[call-overload]  # all are
+    return {"codec": type(codec).__name__, **fields}
+
+
+def _from_json(told: Mapping[str, Any] | None) -> FramedCodec | None:
+    if told is None:
+        return None
+    settings = {name: value for name, value in told.items() if name != "codec"}
+    made: FramedCodec = _KINDS[told["codec"]](**settings)
+    return made
+
+
+def is_finite(x: Array) -> bool:
+    """Return True if x has no NaN or inf; in two fast passes."""
+    return not x.size or bool(np.isfinite(x.min()) and np.isfinite(x.max()))

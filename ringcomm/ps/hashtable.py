@@ -1,0 +1,383 @@
+"""Hash tables: rows by 64-bit key, made when they are first pushed to; a client's side."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from ringcomm.codec import Codec
+from ringcomm.ps.client import Ask
+from ringcomm.ps.compression import spec_of
+from ringcomm.ps.deltas import RowDelta, Stamp, pull_row_delta
+from ringcomm.ps.frames import Kind, Status
+from ringcomm.ps.future import Future, Pushed
+from ringcomm.ps.hashed import REJECTED
+from ringcomm.ps.initializers import Initializer, zeros
+from ringcomm.ps.job import Session, session
+from ringcomm.ps.keys import Portion, keys_of, last_of_each, portions, rows_of
+from ringcomm.ps.messages import (
+    ASSIGN,
+    MISSING,
+    SPARSE,
+    PushMeta,
+)  # fmt: skip
+from ringcomm.ps.optim import SGD, Updater
+from ringcomm.ps.placement import HASH_PARTITIONS
+from ringcomm.ps.policies import Admit, Evict
+from ringcomm.ps.rounds import Mode, mode_of
+from ringcomm.ps.row_calls import Owners, Piece, calls_of
+from ringcomm.ps.row_packing import RowPacker, WireRows, not_finite
+from ringcomm.ps.row_pieces import Pulling, Staging, keys_and_rows, regrouped
+from ringcomm.ps.row_upkeep import Metadata, Upkeep
+from ringcomm.ps.spec import Spec
+from ringcomm.ps.table import open_table, require_same_kind
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.link import Delivery
+
+Array = NDArray[Any]
+
+
+def hashtable(
+    name: str,
+    dim: int,
+    *,
+    dtype: DTypeLike = "float32",
+    updater: Updater | None = None,
+    mode: str | Mode = "async",
+    init: Initializer | None = None,
+    admit: Admit | None = None,
+    evict: Evict | None = None,
+    nan: Literal["raise", "allow"] = "raise",
+    compression: str | Codec | None = None,
+    pull_compression: str | Codec | None = None,
+) -> HashTable:
+    """Open a hash table; the first rank to open it makes it, the others must say the same of it.
+
+    Args:
+        name: of the table.
+        dim: columns of a row.
+        dtype: float32 or float64.
+        updater: what a push does to a row; SGD(0.01) if not given.
+        mode: as for ps.table(). A round is one of the table: every worker pushes once per round,
+            if need be with no keys.
+        init: what a new row holds; zeros if not given.
+        admit: which keys are given a row; all if not given.
+        evict: which rows are dropped; none if not given.
+        nan: "raise": a push with NaN or inf in it is a ValueError; "allow": it goes through.
+        compression: what gradients are sent in: "fp16", "bf16", or "int8" with a scale per row,
+            rounded at random; or such a codec. Rows that are assigned go as they are.
+        pull_compression: what rows are sent in when they are pulled. The servers' stay exact.
+
+    Raises:
+        MismatchError: another rank opened it with something else.
+        ValueError: no such dim, dtype, mode, nan or compression.
+        CommTimeoutError: no server answers.
+    """
+    current = session()
+    kind = np.dtype(dtype)
+    if kind not in (np.float32, np.float64):
+        raise ValueError(f"hashtable[{name}]: dtype is {kind}; it must be float32 or float64")
+    if isinstance(dim, bool) or int(dim) != dim or dim < 1:
+        raise ValueError(f"hashtable[{name}]: dim is {dim!r}; a row has one column at least")
+    if nan not in ("raise", "allow"):
+        raise ValueError(f'hashtable[{name}]: nan is {nan!r}; it must be "raise" or "allow"')
+    updater = updater or SGD(0.01)
+    spec = Spec(
+        name=name,
+        kind="hash",
+        dtype=kind.name,
+        shape=(int(dim),),
+        updater=updater.to_json(),
+        mode=mode_of(mode),
+        block=0,
+        initial=(init or zeros()).to_json(),
+        partitions=HASH_PARTITIONS,
+        policies={
+            "admit": None if admit is None else admit.to_json(),
+            "evict": None if evict is None else asdict(evict),
+        },
+        compression=spec_of(f"hashtable[{name}]", compression, pull_compression, is_dense=False),
+    )
+    return HashTable(current, spec, updater, open_table(current, spec), nan == "raise")
+
+
+class HashTable:
+    """A hash table, opened.
+
+    Keys are integers in [0, 2^64), of any integer dtype, in an array of any shape, in any order, as
+    often as they come. What belongs to them has the shape of the keys with `dim` behind it. Calls
+    return futures at once; see ringcomm.ps.future. Those of this process are carried out in the
+    order in which they are made.
+
+    Attributes:
+        name: of the table.
+        dim: columns of a row.
+        dtype: of its values.
+        number: of the table in messages.
+    """
+
+    def __init__(
+        self, current: Session, spec: Spec, updater: Updater, told: dict[str, Any], is_strict: bool
+    ) -> None:
+        self.name = spec.name
+        self.dim = spec.count
+        self.dtype = np.dtype(spec.dtype)
+        self._updater = updater
+        self._session = current
+        self._client = current.client
+        self._spec = spec
+        self.number: int = told["number"]
+        self._calls = calls_of(current.client, told)
+        self._staging = Staging(current)
+        self._upkeep = Upkeep(current, self._calls, spec.name, told["number"])
+        self._is_strict = is_strict
+        self._packer = RowPacker(spec, current.group.index)
+        self._versions: defaultdict[int, int] = defaultdict(int)
+        self._n_pushed = 0
+        self._lock = threading.Lock()
+
+    @property
+    def updater(self) -> Updater:
+        """What a push does, with the hyper-parameters that travel with it; set it to change them.
+
+        Raises:
+            ValueError: set to another class, or to one that needs state the table has not.
+        """
+        return self._updater
+
+    @updater.setter
+    def updater(self, updater: Updater) -> None:
+        require_same_kind(f"hashtable[{self.name}]", self._spec, self._updater, updater)
+        self._updater = updater
+
+    # --- push -----------------------------------------------------------------------------------
+    def push(
+        self, keys: ArrayLike, rows: Array, *, weight: float = 1.0, assign: bool = False
+    ) -> Future[Pushed]:
+        """Send gradients to the servers, which update the rows of the keys with them.
+
+        A key that stands in it more than once is updated once, with the sum of its gradients. Keys
+        without a row are given one if the table's policy admits them; what belongs to others is
+        dropped.
+
+        Args:
+            keys: see the class.
+            rows: shape of the keys, then dim; float16, bfloat16, or the table's dtype. It may be
+                changed once this returns.
+            weight: of this contribution to the mean of a round.
+            assign: rows replace what is there, at once, and are no part of a round. Of a key that
+                stands in it more than once the last counts.
+
+        Returns:
+            A future of Pushed. Its `rejected` counts the keys that were not admitted; in a table
+            with rounds, those of the whole round.
+
+        Raises:
+            ValueError, TypeError: keys or rows do not fit, or have NaN; nothing was sent.
+            CommTimeoutError: the servers are so far behind that no more may be sent.
+        """
+        label = f"push[{self.name}]"
+        flat, shape = keys_of(label, keys)
+        values = rows_of(label, rows, (*shape, self.dim), self.dtype)
+        if not np.isfinite(weight) or weight <= 0:
+            raise ValueError(f"{label}: weight is {weight}; it must be more than 0")
+        if assign:
+            flat, values = last_of_each(flat, values)
+        has_rounds = self._spec.mode.has_rounds and not assign
+        everyone = range(self._client.n_servers) if has_rounds else ()
+        hyper, flags = self._updater.hyper, SPARSE | (ASSIGN if assign else 0)
+        outcome = _Outcome()
+        number = -1
+        first = [self._packer.packed(values, is_exact=assign, is_strict=self._is_strict)]
+
+        def split(owners: Owners, back: list[Piece]) -> list[Piece]:
+            if back:
+                own_keys, wire = keys_and_rows(back, self._spec)
+            else:
+                own_keys, wire = flat, first.pop()
+            staged = [self._staged(each, wire) for each in portions(own_keys, owners, everyone)]
+            return [asked(own, body, wire.dtype) for own, body in staged]
+
+        def asked(own: Portion, body: Bytes, dtype: str) -> Piece:
+            nonlocal number
+            if number < 0:  # nothing can go wrong any more
+                with self._lock:
+                    number, self._n_pushed = self._n_pushed, self._n_pushed + (not assign)
+            server = own.server
+            clock = number if has_rounds else self._versions[server]
+            meta = PushMeta(weight, 0, len(own.keys), dtype, flags, hyper)
+
+            def note(reply: Delivery) -> None:
+                self._versions[server] = max(self._versions[server], reply.header.clock)
+                outcome.note(reply)
+
+            return Piece(own, Ask(
+                Kind.PUSH, server=server, table=self.number, clock=clock, meta=meta.packed(),
+                body=body, on_reply=note,
+            ))  # fmt: skip
+
+        def unsent() -> None:
+            with self._lock:
+                if not assign and self._n_pushed == number + 1:
+                    self._n_pushed = number
+
+        return self._calls.begin(label, split, outcome.pushed, unsent)
+
+    def _staged(self, portion: Portion, rows: WireRows) -> tuple[Portion, Bytes]:
+        """Return a portion, and its keys and rows where the server can read them."""
+        own, body, behind = self._staging.keyed(portion, rows.nbytes(len(portion.keys)))
+        if not rows.write(portion.order, behind) and self._is_strict:
+            raise not_finite(self.name, rows.n)
+        return own, body
+
+    # --- pull -----------------------------------------------------------------------------------
+    def pull(
+        self,
+        keys: ArrayLike,
+        *,
+        missing: Literal["init", "zero", "raise"] = "init",
+        out: Array | None = None,
+        exact: bool = False,
+    ) -> Future[Array]:
+        """Fetch the rows of keys.
+
+        Own pushes are in them, as for ps.Table.pull(); within ps.snapshot() they are as they were
+        then. A pull makes no rows.
+
+        Args:
+            keys: see the class.
+            missing: what is told of a key without a row: "init", what its row would begin with;
+                "zero"; or "raise", a KeyError.
+            out: filled and returned; shape of the keys, then dim, contiguous. Not to be read before
+                the future is done. Memory of its own if not given.
+            exact: as the servers have them, in spite of pull_compression=.
+        """
+        flat, shape = keys_of(f"pull[{self.name}]", keys)
+        if missing not in MISSING:
+            raise ValueError(
+                f"pull[{self.name}]: missing is {missing!r}; it must be one of {', '.join(MISSING)}"
+            )
+        shape = (*shape, self.dim)
+        if out is not None and (
+            out.dtype != self.dtype or out.shape != shape or not out.flags.c_contiguous
+        ):
+            raise ValueError(
+                f"pull[{self.name}]: out must be contiguous, of {self.dtype} and shape {shape}, "
+                f"not {out.dtype} {out.shape}"
+            )
+        flat_out = None if out is None else out.reshape(-1).view(np.uint8)
+        pulling = Pulling(self._session, self._spec, len(flat), flat_out, is_exact=exact)
+        wanted, number = self._wanted(), MISSING.index(missing)
+
+        def split(owners: Owners, back: list[Piece]) -> list[Piece]:
+            asked = regrouped(flat, back, owners)
+            if not back:
+                pulling.begin(asked)
+            pieces = [pulling.piece(each, self.number, number, wanted) for each in asked]
+            for piece in pieces:
+                piece.ask.on_reply = lambda reply, piece=piece: note(piece, reply)
+            return pieces
+
+        def note(piece: Piece, reply: Delivery) -> None:
+            server = piece.portion.server
+            self._versions[server] = max(self._versions[server], reply.header.clock)
+            pulling.take(piece, reply)
+
+        def finish() -> Array:
+            rows = pulling.memory.view(self.dtype).reshape(shape)
+            if out is None:
+                return rows
+            if pulling.memory is not flat_out:
+                out[...] = rows
+            return out
+
+        return self._calls.begin(f"pull[{self.name}]", split, finish)
+
+    def _wanted(self) -> int:
+        mode = self._spec.mode
+        if mode.name == "ssp":
+            return max(0, self._session.clock - mode.bound)
+        return self._n_pushed if mode.has_rounds else 0
+
+    def push_pull(
+        self, keys: ArrayLike, rows: Array, *, out: Array | None = None, weight: float = 1.0
+    ) -> Future[Array]:
+        """Push gradients and fetch the rows after it; see push() and pull()."""
+        self.push(keys, rows, weight=weight)
+        return self.pull(keys, out=out)
+
+    def changed(self, *, since: Stamp | int = 0) -> Future[RowDelta]:
+        """Fetch the rows that have changed, and tell which are gone, since an earlier look.
+
+        Own pushes are in it, as for pull(). A row that changes meanwhile comes now, or the next
+        time; so do those of a partition that is moving to another server.
+
+        Args:
+            since: 0, for all rows, or the `stamp` of an earlier result. One of another job is
+                worth 0.
+        """
+        if self._session.snapshot:
+            raise ValueError(f"changed[{self.name}]: not within ps.snapshot()")
+        return pull_row_delta(
+            self._client,
+            self.name,
+            since,
+            number=self.number,
+            clock=self._wanted(),
+            n_partitions=self._spec.partitions,
+        )
+
+    # --- rows -----------------------------------------------------------------------------------
+    def erase(self, keys: ArrayLike) -> Future[int]:
+        """Take rows out, at once; return how many there were. They begin anew when they return."""
+        return self._upkeep.erase(keys)
+
+    def evict(self) -> Future[int]:
+        """Take out at once all rows that the policy says; return how many.
+
+        Servers do it by themselves, a little with every push; a row that nobody pushes to may be
+        read for a while after its time.
+        """
+        return self._upkeep.evict()
+
+    def n_rows(self) -> Future[int]:
+        """Return how many keys have a row."""
+        return self._upkeep.n_rows()
+
+    def __len__(self) -> int:
+        return self.n_rows().wait()
+
+    def __bool__(self) -> bool:
+        return True  # not a question to the servers
+
+    def metadata(self, keys: ArrayLike) -> Future[Metadata]:
+        """Return what servers know of the rows of keys."""
+        return self._upkeep.metadata(keys)
+
+    def __repr__(self) -> str:
+        return f"<HashTable {self.name}: {self.dtype} rows of {self.dim}, {self._spec.mode}>"
+
+
+class _Outcome:
+    """What became of the parts of a push."""
+
+    def __init__(self) -> None:
+        self._rejected = 0
+        self._versions: list[int] = []
+        self._is_late = False
+
+    def note(self, reply: Delivery) -> None:
+        self._is_late |= reply.header.status == Status.LATE
+        self._rejected += REJECTED.unpack(reply.meta)[0]
+        self._versions.append(reply.header.clock)
+
+    def pushed(self) -> Pushed:
+        why = "late" if self._is_late else ""
+        return Pushed(not why, why, min(self._versions, default=0), self._rejected)

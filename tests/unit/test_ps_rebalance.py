@@ -1,0 +1,380 @@
+"""Partitions that move while everybody works: nothing is lost, doubled, or out of order."""
+
+import itertools
+import random
+import threading
+
+import numpy as np
+import pytest
+from ps_jobs import run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps.job import session
+from ringcomm.ps.lanes import Lane
+from ringcomm.ps.placement import Move
+from ringcomm.ps.rebalancing import move_all
+
+COUNT, BLOCK = 6000, 4000  # bytes of a block: 6 partitions of 1000 float32
+
+
+def owners(t):
+    """Return who owns each partition, as ps.stats() tells."""
+    return {
+        int(part): each["server"] for each in ps.stats() for part in each["tables"].get(t.name, {})
+    }
+
+
+def move(t, part, dest):
+    return move_all(session(), [Move((t.number, part), -1, dest)]).wait()
+
+
+def to_and_fro(t, n_servers, is_over, seed=0):
+    """Move partitions at random until is_over(); return how many have moved."""
+    rng, n_moved = random.Random(seed), 0
+    while not is_over():
+        n_moved += move(t, rng.randrange(6), rng.randrange(n_servers)).moved
+    return n_moved
+
+
+# --- many at once -------------------------------------------------------------------------------
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("n_servers", [2, 3])
+def test_no_push_is_lost_or_doubled_while_partitions_move(n_servers):
+    n_pushes, n_pushers = 100, 3
+    are_done = threading.Semaphore(0)
+
+    def body(rank):
+        t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
+        if rank == 0:
+            n_moved = to_and_fro(t, n_servers, lambda: are_done._value == n_pushers)
+            assert n_moved > 5
+        else:
+            for k in range(n_pushes):
+                future = t.push(np.ones(COUNT, np.float32))
+                if k % 10 == 9:
+                    assert future.wait().applied
+                    assert (t.pull().wait() >= k + 1).all()  # read-your-writes
+            future.wait()
+            are_done.release()
+        rc.barrier()
+        return t.pull().wait()
+
+    for values in run_workers(1 + n_pushers, body, n_servers):
+        assert (values == n_pushes * n_pushers).all()
+
+
+@pytest.mark.usefixtures("wire")
+def test_rounds_go_on_with_the_same_bits_while_partitions_move():
+    n_rounds, n_workers = 40, 3
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((n_workers, COUNT)).astype(np.float32)
+
+    def train(t, rank):
+        for step in range(n_rounds):
+            t.push(gradients[rank] * np.float32(1 + step % 5), weight=rank + 1)
+            values = t.pull().wait()
+        return values.tobytes()
+
+    def body(rank, does_move):
+        adam = ps.optim.Adam(0.01)
+        t = ps.table("w", COUNT, updater=adam, mode="sync", block_nbytes=BLOCK, init=1.0)
+        if rank == 0 and does_move:
+            mover = to_and_fro_beside(t, session(), 2)
+            values = train(t, rank)
+            return values, mover()
+        return train(t, rank), 99
+
+    still = run_workers(n_workers, lambda rank: body(rank, does_move=False), 1)
+    moved = run_workers(n_workers, lambda rank: body(rank, does_move=True), 2)
+    assert {values for values, _ in still + moved} == {still[0][0]}
+    assert min(n for _, n in moved) > 5
+
+
+def to_and_fro_beside(t, current, n_servers):
+    """Ask for one move after the other without waiting; return what ends that, and counts them."""
+    rng, is_over, n_moved = random.Random(1), threading.Event(), itertools.count()
+
+    def again(future):
+        if future.result().moved:
+            next(n_moved)
+        if not is_over.is_set():
+            moves = [Move((t.number, rng.randrange(6)), -1, rng.randrange(n_servers))]
+            last[0] = move_all(current, moves).then(again)
+
+    last = [move_all(current, [Move((t.number, 0), -1, 1)])]
+    last[0].then(again)
+
+    def end():
+        is_over.set()
+        last[0].wait()
+        return next(n_moved)
+
+    return end
+
+
+@pytest.mark.parametrize("s", [0, 2])
+def test_a_bounded_read_has_every_push_that_it_must_while_partitions_move(s):
+    n_steps, n_workers = 40, 3
+    finished = threading.Semaphore(0)
+
+    def body(rank):
+        t = ps.table("w", COUNT, updater=ps.optim.Add(), mode=ps.SSP(s), block_nbytes=BLOCK)
+        if rank == 0:
+            session().clock = 10**9  # it trains nothing, and is waited for by nobody
+            session().tick()
+            assert to_and_fro(t, 2, lambda: finished._value == n_workers - 1) > 3
+        else:
+            for clock in range(n_steps):
+                values = t.pull().wait()
+                must = (n_workers - 1) * max(0, clock - s) + min(clock, s)
+                assert values.min() >= must, (clock, values.min(), must)
+                pushed = t.push(np.ones(COUNT, np.float32))
+                session().tick()
+            pushed.wait()
+            finished.release()
+        rc.barrier()
+        return t.pull().wait()[0]
+
+    expected = (n_workers - 1) * n_steps
+    assert run_workers(n_workers, body, 2) == [expected] * n_workers
+
+
+# --- one at a time ------------------------------------------------------------------------------
+def test_a_contribution_that_waits_for_its_round_goes_along():
+    pushed, moved = threading.Event(), threading.Event()
+
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.SGD(1.0), mode="sync")
+        if rank == 0:
+            future = t.push(np.full(10, -1.0, np.float32))
+            pull = t.pull()
+            pushed.set()
+            assert moved.wait(10)
+            assert future.wait().applied
+            return pull.wait()[0]
+        assert pushed.wait(10)
+        before = owners(t)[0]
+        ps.stats()
+        assert move(t, 0, 1 - before).moved == 1
+        assert owners(t)[0] == 1 - before
+        moved.set()
+        assert t.push(np.full(10, -3.0, np.float32)).wait().applied
+        return t.pull().wait()[0]
+
+    assert run_workers(2, body, 2) == [2.0, 2.0]
+
+
+def test_a_mean_that_waits_for_its_release_goes_along():
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.SGD(1.0), mode="sync")
+        told = t.push(np.full(10, -1.0 - rank, np.float32), hold=True).wait()
+        assert told.squares == 10 * 1.5**2
+        early = t.push(np.full(10, -4.0, np.float32)) if rank else None
+        if rank:
+            assert move(t, 0, 1 - owners(t)[0]).moved == 1
+        rc.barrier()
+        t.release(2.0)
+        (early or t.push(np.full(10, -8.0, np.float32))).wait()
+        return t.pull().wait()[0]
+
+    assert run_workers(2, body, 2) == [3.0 + 6.0] * 2
+
+
+def test_a_push_that_comes_again_behind_a_move_is_not_applied_again():
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        client = session().client
+        sends, send = [], client._send
+
+        def noting(ask, sequence, epoch):
+            sends.append((ask, sequence))
+            send(ask, sequence, epoch)
+
+        client._send = noting
+        t.push(np.ones(10, np.float32)).wait()
+        [(ask, sequence)] = sends
+        assert move(t, 0, 1 - owners(t)[0]).moved == 1
+        ask.server = 1 - ask.server
+        t.pull().wait()
+        send(ask, sequence, client._lanes[ask.partition].epoch)
+        return t.pull().wait()[0]
+
+    assert run_workers(1, body, 2) == [1.0]
+
+
+def test_what_was_sent_in_an_older_view_is_sent_back_though_the_partition_is_there_again():
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        client, partition = session().client, (t.number, 0)
+        owner = owners(t)[0]
+        for dest in (1 - owner, owner):
+            assert move(t, 0, dest).moved == 1
+        t.pull().wait()
+        n_moved = client.n_moved
+        assert client._lanes[partition].epoch == 2
+        client._lanes[partition].epoch = 1  # as one that was on its way all the time
+        assert t.push(np.ones(10, np.float32)).wait().applied
+        assert client.n_moved == n_moved + 1
+        return t.pull().wait()[0]
+
+    assert run_workers(1, body, 2) == [1.0]
+
+
+def test_a_worker_that_leaves_during_moves_loses_nothing():
+    def body(rank):
+        t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
+        rc.barrier()
+        if rank == 1:
+            for _ in range(30):
+                t.push(np.ones(COUNT, np.float32))  # not waited for
+            session().leave()
+            return 30.0
+        for part, dest in itertools.product(range(6), (0, 1, 0)):
+            move(t, part, dest)
+        wait = threading.Event()
+        while t.pull().wait().min() < 30:
+            wait.wait(0.001)
+        return t.pull().wait().max()
+
+    assert run_workers(2, body, 2) == [30.0, 30.0]
+
+
+def test_who_leaves_has_first_sent_again_what_came_back():
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        assert move(t, 0, 1 - owners(t)[0]).moved == 1
+        t.pull().wait()
+        session().client._lanes[t.number, 0].epoch = 0  # as if the news were still on its way
+        future = t.push(np.ones(10, np.float32))
+        session().leave()
+        return future.done() and future.result().applied
+
+    assert run_workers(1, body, 2) == [True]
+
+
+def test_nothing_moves_within_a_snapshot():
+    holds, asked = threading.Event(), threading.Event()
+
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        owner = owners(t)[0]
+        if rank == 0:
+            with ps.snapshot():
+                holds.set()
+                assert asked.wait(10)
+                assert owners(t)[0] == owner
+                with pytest.raises(rc.RingcommError, match=r"not within ps.snapshot"):
+                    ps.rebalance()
+        else:
+            assert holds.wait(10)
+            future = move_all(session(), [Move((t.number, 0), -1, 1 - owner)])
+            asked.set()
+            assert future.wait().moved == 1
+        rc.barrier()
+        return owners(t)[0] == owner
+
+    assert run_workers(2, body, 2) == [False, False]
+
+
+def test_a_table_that_is_opened_late_is_found_where_it_is():
+    def body(rank):
+        if rank == 0:
+            t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
+            for part in range(6):
+                move(t, part, 1)
+        rc.barrier()
+        t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
+        t.push(np.ones(COUNT, np.float32)).wait()
+        rc.barrier()
+        return t.pull().wait().sum(), session().client.n_moved * rank
+
+    assert run_workers(2, body, 2) == [(2.0 * COUNT, 0), (2.0 * COUNT, 0)]
+
+
+# --- what to move -------------------------------------------------------------------------------
+def test_traffic_decides_where_partitions_go():
+    def body(rank):
+        t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
+        placed = owners(t)
+        hot = [part for part, server in placed.items() if server == 0]
+        for _ in range(20):
+            for part in hot:
+                t.push(np.ones(1000, np.float32), where=slice(part * 1000, part * 1000 + 1000))
+        t.pull().wait()
+        done = ps.rebalance().wait()
+        now = owners(t)
+        assert done.moved == 1
+        assert done.load[0] > 0.8
+        assert max(done.load_after) < 0.7
+        assert sum(now[part] == 1 for part in hot) == 1
+        again = ps.rebalance().wait()  # nothing has been asked since
+        assert again.moved == 0
+        return t.pull().wait().sum()
+
+    assert run_workers(1, body, 2) == [20.0 * 3000]
+
+
+def test_servers_tell_what_they_do():
+    def body(rank):
+        t = ps.table("w", COUNT, updater=ps.optim.SGD(0.1), block_nbytes=BLOCK)
+        first = ps.stats()
+        for _ in range(10):
+            t.push(np.ones(COUNT, np.float32)).wait()
+        t.pull().wait()
+        return first, ps.stats()
+
+    [(first, now)] = run_workers(1, body, 2)
+    for before, after in zip(first, now, strict=True):
+        assert after["elements"] == 3000
+        assert after["pushes"] == 30
+        assert after["pulls"] == 3
+        assert after["nbytes_in"] - before["nbytes_in"] == 10 * 3000 * 4
+        assert after["nbytes_out"] >= 3000 * 4
+        assert 0 < after["apply_s"] < after["seconds"]
+        seconds = after["seconds"] - before["seconds"]
+        requests = after["requests"] - before["requests"]
+        assert after["requests_per_s"] == pytest.approx(requests / seconds)
+        assert requests == 30 + 3 + 1
+        assert after["waiting"] == 0
+        assert sum(after["staleness"].values()) == 30
+
+
+# --- lanes --------------------------------------------------------------------------------------
+def test_what_came_back_leaves_in_the_order_in_which_it_was_made():
+    lane = Lane()
+    assert [lane.ask(k) for k in (1, 2, 3)] == [True] * 3
+    assert lane.came_back(2, epoch=5) == []
+    assert not lane.ask(4)
+    assert lane.came_back(3, epoch=5) == []
+    assert lane.answered(1) == [2, 3, 4]
+    assert lane.is_settled
+    assert lane.ask(5)
+
+
+def test_what_went_along_is_not_waited_for():
+    lane = Lane()
+    lane.ask(1)
+    lane.ask(2)
+    assert lane.moved(3, along=[1]) == []
+    assert not lane.is_settled
+    assert lane.came_back(2, epoch=3) == [2]
+    assert lane.answered(1) == []
+    assert lane.is_settled
+
+
+def test_news_of_two_moves_may_come_in_the_wrong_order():
+    lane = Lane()
+    lane.ask(1)
+    lane.ask(2)
+    assert lane.moved(7, along=[1]) == []
+    assert lane.moved(6, along=[1]) == []
+    assert lane.came_back(2, epoch=6) == [2]
+    assert lane.epoch == 7
+
+
+def test_a_server_that_sends_back_what_is_its_own_is_at_fault():
+    lane = Lane(epoch=4)
+    lane.ask(1)
+    with pytest.raises(ValueError, match="of epoch 4 came back with epoch 4"):
+        lane.came_back(1, epoch=4)

@@ -1,0 +1,128 @@
+"""Several threads of one rank wait for servers: each has its own deadline, whoever drives."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from ps_jobs import run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.engine.world import engine, entered
+
+ONES = np.ones(4, np.float32)
+
+
+class Waiter(threading.Thread):
+    """A thread that waits for a future, and notes what became of it, and when."""
+
+    def __init__(self, future, timeout_s):
+        super().__init__(daemon=True)
+        self.future, self.timeout_s = future, timeout_s
+        self.has_begun = threading.Event()
+        self.outcome = None
+        self.start()
+
+    def run(self):
+        self.has_begun.set()
+        began_at = time.monotonic()
+        try:
+            self.outcome = self.future.wait(self.timeout_s)
+        except rc.CommTimeoutError as error:
+            self.outcome = error
+        self.seconds = time.monotonic() - began_at
+
+    def finish(self):
+        self.join(10)
+        assert not self.is_alive(), "a wait has no end"
+        return self.outcome
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_wait_ends_in_time_whoever_drives(is_first):
+    has_ended = threading.Event()
+
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode="sync")
+        if rank == 1:  # it pushes nothing before the other has waited in vain
+            assert has_ended.wait(10)
+            return t.push(ONES).wait().applied
+        future = t.push(ONES)
+        waiters = [Waiter(future, 0.2 if is_first else 10)]
+        waiters.append(Waiter(t.pull(), 10 if is_first else 0.2))
+        hurried = waiters[not is_first]
+        assert isinstance(hurried.finish(), rc.CommTimeoutError)
+        assert 0.2 <= hurried.seconds < 2
+        has_ended.set()
+        return waiters[is_first].finish() is not None and future.wait().applied
+
+    assert run_workers(2, body) == [True, True]
+
+
+@pytest.mark.usefixtures("wire")
+def test_who_drives_finishes_what_others_wait_for():
+    are_done = threading.Event()
+
+    def body(rank):
+        never = ps.table("never", 4, mode="sync")
+        t = ps.table("w", 4, updater=ps.optim.Add())
+        if rank == 1:
+            assert are_done.wait(10)
+            return never.push(ONES).wait().applied
+        driver = Waiter(never.push(ONES), 20)
+        assert driver.has_begun.wait(10)
+        for k in range(50):  # each would take 20 s if it waited for its turn
+            t.push(ONES)
+            assert t.pull().wait(5)[0] == k + 1
+        assert driver.outcome is None
+        are_done.set()
+        return driver.finish().applied
+
+    assert run_workers(2, body) == [True, True]
+
+
+def test_collectives_and_requests_wait_in_two_threads():
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.Add())
+        failures = []
+
+        def reduce():
+            try:
+                for k in range(30):
+                    assert rc.allreduce(np.array([k + rank])).item() == 2 * k + 1
+            except BaseException as error:
+                failures.append(error)
+
+        own = engine()
+
+        def entering():
+            with entered(own):
+                reduce()
+
+        thread = threading.Thread(target=entering, daemon=True)
+        thread.start()
+        for _ in range(30):
+            t.push(ONES).wait()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert not failures
+        rc.barrier()
+        return t.pull().wait()[0]
+
+    assert run_workers(2, body) == [60.0, 60.0]
+
+
+def test_a_wait_of_no_time_takes_what_has_come():
+    def body(rank):
+        t = ps.table("w", 4, updater=ps.optim.Add())
+        future, end = t.push(ONES), time.monotonic() + 10
+        while time.monotonic() < end:
+            try:
+                return future.wait(0).applied
+            except rc.CommTimeoutError:
+                continue
+        return False
+
+    assert run_workers(1, body) == [True]
