@@ -1,8 +1,11 @@
 """Jobs of workers and servers as threads."""
 
 import gc
+import itertools
 import os
+import random
 import sys
+import threading
 
 from harness import outcomes
 
@@ -49,3 +52,27 @@ def release_memory():
     """Let go of what ended ranks shared, before descriptors run out: select() knows 1,024."""
     if len(os.listdir("/proc/self/fd")) > 400:
         gc.collect()
+
+
+def moving_beside(next_move):
+    """Ask for one move after the other without waiting; return what ends that, and counts them.
+
+    next_move(rng) returns the future of what move_all() told.
+    """
+    rng, is_over, n_moved = random.Random(1), threading.Event(), itertools.count()
+
+    def again(future):
+        if future.result().moved:
+            next(n_moved)
+        if not is_over.is_set():
+            last[0] = next_move(rng).then(again)
+
+    last = [next_move(rng)]
+    last[0].then(again)
+
+    def end():
+        is_over.set()
+        last[0].wait()
+        return next(n_moved)
+
+    return end

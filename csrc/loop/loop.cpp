@@ -49,7 +49,10 @@ bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_n
 Loop::Loop(Bell* bell, Patience patience, std::shared_ptr<void> keep_alive)
     : bell_(bell != nullptr ? bell : &own_bell_), patience_(patience), keep_alive_(std::move(keep_alive)) {}
 
-Loop::~Loop() { stop(); }
+Loop::~Loop() {
+  stop();
+  if (getpid() == pid_) delete has_work_;
+}
 
 void Loop::start_thread() {
   if (!thread_.joinable() && !is_stopping_) thread_ = std::thread([this] { run(); });
@@ -70,7 +73,7 @@ void Loop::watch(int descriptor) {
 }
 
 void Loop::yield_turn() {
-  if (n_alone_ != 0) has_work_.notify_one();
+  if (n_alone_ != 0) has_work_->notify_one();
 }
 
 void Loop::stop() {
@@ -88,7 +91,7 @@ void Loop::stop() {
     const std::lock_guard lock(inbox_mutex_);
     is_stopping_ = true;
   }
-  has_work_.notify_all();
+  has_work_->notify_all();
   bell_->ring();
   if (thread_.joinable()) thread_.join();
 }
@@ -102,7 +105,7 @@ void Loop::add(std::shared_ptr<Program> program) {
     moved_at_.store(monotonic_ns());
     ++n_programs_;
   }
-  if (is_idle_.load()) has_work_.notify_one();
+  if (is_idle_.load()) has_work_->notify_one();
   bell_->ring();  // a peer may have rung before the program was here
 }
 
@@ -223,13 +226,13 @@ void Loop::run() {
       std::unique_lock lock(inbox_mutex_);
       // Whoever adds something mostly waits for it at once, and is not to pay for waking this.
       for (int i = 0; i < kLingers && !is_stopping_ && n_alone_ == 0; ++i)
-        has_work_.wait_for(lock, std::chrono::nanoseconds(kLinger));
+        has_work_->wait_for(lock, std::chrono::nanoseconds(kLinger));
       is_idle_ = true;
-      has_work_.wait(lock, [&] { return is_stopping_ || n_alone_ != 0; });
+      has_work_->wait(lock, [&] { return is_stopping_ || n_alone_ != 0; });
       is_idle_ = false;
       if (is_stopping_) return;
       if (n_waiting_ != 0) {
-        has_work_.wait_for(lock, std::chrono::nanoseconds(kLongest));
+        has_work_->wait_for(lock, std::chrono::nanoseconds(kLongest));
         continue;
       }
     }

@@ -74,7 +74,8 @@ class Loop {
   std::vector<std::shared_ptr<Program>> programs_;
   std::mutex inbox_mutex_;
   std::vector<std::shared_ptr<Program>> inbox_;
-  std::condition_variable has_work_;
+  // In a fork it is never deleted: that would wait for a thread of the parent's to let go of it.
+  std::condition_variable* const has_work_ = new std::condition_variable;
   std::atomic<int> n_programs_{0};
   std::atomic<int> n_alone_{0};    // of those: that go on while nobody waits
   std::atomic<int> looks_{-1};     // of the others, see Program

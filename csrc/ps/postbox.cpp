@@ -179,7 +179,9 @@ bool PostBox::note_ack(const std::byte* data, std::size_t nbytes) {
   if (nbytes != sizeof(FrameHeader)) return false;
   FrameHeader header;
   std::memcpy(&header, data, sizeof header);
-  if (header.kind != Kind::reply || header.where != Where::none || header.status != 0 || header.option != 0) return false;
+  if (header.kind != Kind::reply || header.where != Where::none || header.status != 0 ||
+      header.option != 0)
+    return false;
   acks_.push_back({header.sequence, header.clock});
   return true;
 }

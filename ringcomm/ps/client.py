@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 CREDIT_NBYTES: Final = 64 << 20  # of bodies on their way from one rank to one server
 CREDIT_REQUESTS: Final = 4096  # likewise
+LISTEN_S: Final = 0.05  # between looks of a rank that only reads
 _NOTHING: Final = np.empty(0, np.uint8)
 _ERRORS: Final[dict[str, type[Exception]]] = {
     each.__name__: each
@@ -135,6 +137,7 @@ class Client:
         self.row_calls: dict[int, RowCalls] = {}
         self._notices: list[tuple[Partition, int, int, int]] = []
         self._lock = threading.Lock()  # of sequence numbers, lanes, and the order of sending
+        self._listened_at = 0.0
 
     @property
     def n_servers(self) -> int:
@@ -160,6 +163,13 @@ class Client:
         """
         lane = self._lanes[partition]
         return lane.epoch if lane.is_empty and not self._engine.watch.peers.dead else -1
+
+    def listen(self) -> None:
+        """Hear, now and then, what others have to say; for who reads and asks nothing."""
+        now = time.monotonic()
+        if now - self._listened_at > LISTEN_S:
+            self._listened_at = now
+            self._engine.nudge()
 
     def timestamp(self) -> int:
         """Return the number of a new request."""

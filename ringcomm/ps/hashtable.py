@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +25,7 @@ from ringcomm.ps.messages import (
     SPARSE,
     PushMeta,
 )  # fmt: skip
+from ringcomm.ps.opened import Opened, open_at_leader
 from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.placement import HASH_PARTITIONS
 from ringcomm.ps.policies import Admit, Evict
@@ -35,7 +35,6 @@ from ringcomm.ps.row_packing import RowPacker, WireRows, not_finite
 from ringcomm.ps.row_pieces import Pulling, Staging, keys_and_rows, regrouped
 from ringcomm.ps.row_upkeep import Metadata, Upkeep
 from ringcomm.ps.spec import Spec
-from ringcomm.ps.table import open_table, require_same_kind
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -105,10 +104,10 @@ def hashtable(
         },
         compression=spec_of(f"hashtable[{name}]", compression, pull_compression, is_dense=False),
     )
-    return HashTable(current, spec, updater, open_table(current, spec), nan == "raise")
+    return HashTable(current, spec, updater, open_at_leader(current, spec), nan == "raise")
 
 
-class HashTable:
+class HashTable(Opened):
     """A hash table, opened.
 
     Keys are integers in [0, 2^64), of any integer dtype, in an array of any shape, in any order, as
@@ -126,14 +125,8 @@ class HashTable:
     def __init__(
         self, current: Session, spec: Spec, updater: Updater, told: dict[str, Any], is_strict: bool
     ) -> None:
-        self.name = spec.name
+        super().__init__(current, spec, updater, told)
         self.dim = spec.count
-        self.dtype = np.dtype(spec.dtype)
-        self._updater = updater
-        self._session = current
-        self._client = current.client
-        self._spec = spec
-        self.number: int = told["number"]
         self._calls = calls_of(current.client, told)
         self._staging = Staging(current)
         self._upkeep = Upkeep(current, self._calls, spec.name, told["number"])
@@ -141,21 +134,6 @@ class HashTable:
         self._packer = RowPacker(spec, current.group.index)
         self._versions: defaultdict[int, int] = defaultdict(int)
         self._n_pushed = 0
-        self._lock = threading.Lock()
-
-    @property
-    def updater(self) -> Updater:
-        """What a push does, with the hyper-parameters that travel with it; set it to change them.
-
-        Raises:
-            ValueError: set to another class, or to one that needs state the table has not.
-        """
-        return self._updater
-
-    @updater.setter
-    def updater(self, updater: Updater) -> None:
-        require_same_kind(f"hashtable[{self.name}]", self._spec, self._updater, updater)
-        self._updater = updater
 
     # --- push -----------------------------------------------------------------------------------
     def push(
@@ -191,7 +169,7 @@ class HashTable:
         if assign:
             flat, values = last_of_each(flat, values)
         has_rounds = self._spec.mode.has_rounds and not assign
-        everyone = range(self._client.n_servers) if has_rounds else ()
+        everyone = range(self.client.n_servers) if has_rounds else ()
         hyper, flags = self._updater.hyper, SPARSE | (ASSIGN if assign else 0)
         outcome = _Outcome()
         number = -1
@@ -326,7 +304,7 @@ class HashTable:
         if self._session.snapshot:
             raise ValueError(f"changed[{self.name}]: not within ps.snapshot()")
         return pull_row_delta(
-            self._client,
+            self.client,
             self.name,
             since,
             number=self.number,

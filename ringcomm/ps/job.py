@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -192,13 +192,19 @@ def init(
         if is_evaluator and role is None and marked is not None:
             marked.run(session, marked.function, marked.every)
             session.leave()
-            sys.exit(0)
+            _end()
     elif layout.is_colocated:
         engine.before_leaving(session.leave)
         engine.work_in_background()
     else:
         _serve(session)
-        sys.exit(0)
+        _end()
+
+
+def _end() -> NoReturn:
+    """End a rank that has nothing to do any more; those that call rc.shutdown() wait for it."""
+    world.shutdown()
+    sys.exit(0)
 
 
 class _Evaluation(NamedTuple):

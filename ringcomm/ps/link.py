@@ -223,7 +223,8 @@ class Link:
     @property
     def waits_to_leave(self) -> bool:
         """True if a poll() would put something on the wire."""
-        return bool(self._bodies or any(self._outgoing))
+        is_full = self._box is not None and self._box.n_unsent
+        return bool(self._bodies or any(self._outgoing) or is_full)
 
     @property
     def is_busy(self) -> bool:

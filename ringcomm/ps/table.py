@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -38,15 +36,14 @@ from ringcomm.ps.messages import (
     WANT_COPY,
     WANT_EXACT,
     PushMeta,
-    packed_json,
     stamp_of,
 )
+from ringcomm.ps.opened import Opened, open_at_leader
 from ringcomm.ps.optim import SGD, Assign, Updater
 from ringcomm.ps.packing import Note, Packer, rate_of
 from ringcomm.ps.placement import cuts
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.ps.segments import MOST, packed_mask
-from ringcomm.ps.serving import LEADER
 from ringcomm.ps.spec import Spec
 
 if TYPE_CHECKING:
@@ -126,7 +123,7 @@ def table(
         ),
         segments=tuple(map(int, segments)),
     )
-    opened = Table(current, spec, updater or SGD(0.01), open_table(current, spec))
+    opened = Table(current, spec, updater or SGD(0.01), open_at_leader(current, spec))
     if values is not None and is_chief():
         opened.push_initial(values).wait()
     return opened
@@ -143,37 +140,7 @@ def _require_segments(name: str, segments: Sequence[int], count: int) -> None:
         )
 
 
-def open_table(current: Session, spec: Spec) -> dict[str, Any]:
-    """Return what the leader says of a table: its number and who owns what."""
-    told: dict[str, Any] = {}
-
-    def note(reply: Delivery) -> None:
-        told.update(json.loads(reply.body.tobytes()))
-
-    client = current.client
-    future: Future[dict[str, Any]] = Future(
-        client, f"table[{spec.name}]", 1, lambda: told, client.timestamp()
-    )
-    meta = packed_json(spec.to_json())
-    client.ask([Ask(Kind.CREATE, server=LEADER, meta=meta, on_reply=note)], future)
-    future.wait()
-    if spec.kind == "dense":
-        epochs = {int(part): epoch for part, epoch in told["epochs"].items()}
-        client.know(told["number"], told["owners"], epochs)
-    return told
-
-
-def require_same_kind(label: str, spec: Spec, before: Updater, updater: Updater) -> None:
-    """Refuse an updater that needs other state than the table was made with. Raises ValueError."""
-    made_with = spec.updater["updater"]
-    if type(updater).__name__ != made_with or updater.slot_names != before.slot_names:
-        raise ValueError(
-            f"{label}: it was made for {before!r}, got {updater!r}. Only the numbers may change: "
-            "updater = updater.with_(lr=...)"
-        )
-
-
-class Table:
+class Table(Opened):
     """A dense table, opened.
 
     Pushes and pulls return futures at once; see ringcomm.ps.future. Those of this process to one
@@ -190,35 +157,14 @@ class Table:
     def __init__(
         self, current: Session, spec: Spec, updater: Updater, told: dict[str, Any]
     ) -> None:
-        self.name = spec.name
+        super().__init__(current, spec, updater, told)
         self.shape = spec.shape
-        self.dtype = np.dtype(spec.dtype)
-        self._updater = updater
-        self._session = current
-        self.client = current.client
-        self._spec = spec
-        self.number: int = told["number"]
         self._bounds = cuts(spec.count, spec.block)
         self._versions = [0] * spec.partitions
         self._rounds = [0] * spec.partitions  # that the next push is for
         self._blocks: dict[int, tuple[int, Bytes]] = {}  # those that this node maps: epoch, memory
         self._packer = Packer.of(spec, current.group.index)
-        self._lock = threading.Lock()
         self._has_values = spec.initial != "chief"
-
-    @property
-    def updater(self) -> Updater:
-        """What a push does, with the hyper-parameters that travel with it; set it to change them.
-
-        Raises:
-            ValueError: set to another class, or to one that needs state the table has not.
-        """
-        return self._updater
-
-    @updater.setter
-    def updater(self, updater: Updater) -> None:
-        require_same_kind(f"table[{self.name}]", self._spec, self._updater, updater)
-        self._updater = updater
 
     @property
     def n_partitions(self) -> int:
@@ -349,9 +295,7 @@ class Table:
         pack = None
         if is_update and self._packer is not None and len(flat):
             pack = self._packer.packing(rate_of(self.updater, scale), self._room)
-        replies: dict[
-            int, Delivery | int
-        ] = {}  # by partition; a clock, where there is no more to say
+        replies: dict[int, Delivery | int] = {}  # by partition; a clock if it says no more
         asks = []
 
         for part, first, last in self._parts(start, start + len(flat), every_part=every_part):
@@ -440,8 +384,8 @@ class Table:
                 since. The result is a Delta: its blocks, and the next stamp. What has not changed
                 is left alone in `out`. A block comes, too, if it was restored, or has moved to
                 another server; a stamp of another job is worth 0.
-            exact: as the servers have them, in spite of pull_compression=; those
-                that have changed since then are, anyway.
+            exact: as the servers have them, in spite of pull_compression=. With `since` they
+                always come so.
         """
         if since is not None and (where is not None or self._session.snapshot):
             raise ValueError(
@@ -491,6 +435,7 @@ class Table:
         if clock < 0 or client.has_nothing_under_way(partition) != epoch:
             return False
         self.note_version(part, clock, clock)
+        client.listen()
         return True
 
     def _note_block(self, part: int, reply: Delivery) -> None:

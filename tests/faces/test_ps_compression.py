@@ -5,29 +5,20 @@ import pytest
 torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
 from ps_jobs import run_workers  # noqa: E402
+from ps_training import wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from training import assert_close, copies, data, fit, network, sgd, share, weights  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
 from ringcomm import codec  # noqa: E402
-from ringcomm.torch import ps  # noqa: E402
-from ringcomm.torch.ps import buckets  # noqa: E402
 
 FORMS = ["fp16", "bf16", "int8", codec.TopK(0.1), codec.Int8(block=32), hvd.Compression.fp16]
 
 WAYS = [("sync", "server"), ("sync", "worker"), ("async", "server")]
 
 
-@pytest.fixture(autouse=True)
-def odd_cuts(monkeypatch):
-    monkeypatch.setattr(buckets, "BLOCK_NBYTES", 700)
-    monkeypatch.setattr(buckets, "ALONE_NBYTES", 600)
-
-
-def wrap(model, make=sgd, **options):
-    named = model.named_parameters()
-    return ps.DistributedOptimizer(make(model.parameters()), named_parameters=named, **options)
+pytestmark = pytest.mark.usefixtures("odd_cuts")
 
 
 def results_of(batches, n_servers=2, make=sgd, model=None, **options):

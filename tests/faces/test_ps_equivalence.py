@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import OneCycleLR  # noqa: E402
 from training import assert_close, copies, data, network, weights  # noqa: E402
 
 from ringcomm.torch import ps  # noqa: E402
-from ringcomm.torch.ps import buckets  # noqa: E402
 
 OPTIMIZERS = {
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01), 1e-11),
@@ -37,12 +36,7 @@ SOME = [
 MAX_NORM = 0.4
 
 
-@pytest.fixture(autouse=True)
-def odd_cuts(monkeypatch):
-    """Cut tables where no tensor ends, and let some tensors be alone."""
-    monkeypatch.setattr(buckets, "BLOCK_NBYTES", 700)
-    monkeypatch.setattr(buckets, "ALONE_NBYTES", 600)
-    monkeypatch.setattr(buckets, "FUSED_NBYTES", 1200)
+pytestmark = pytest.mark.usefixtures("odd_cuts")
 
 
 def uneven(batch, step, rank, size):

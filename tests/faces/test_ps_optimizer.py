@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch", reason="the core is tested without torch, t
 
 from harness import at_length  # noqa: E402
 from ps_jobs import run_workers  # noqa: E402
+from ps_training import wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from training import assert_close, copies, data, fit, network, share, weights  # noqa: E402
 
 import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch import ps  # noqa: E402
 from ringcomm.torch.ps import buckets  # noqa: E402
 
 OPTIMIZERS = {
@@ -27,18 +27,7 @@ OPTIMIZERS = {
 LONG = ("SGD", "Adam")
 
 
-@pytest.fixture(autouse=True)
-def odd_cuts(monkeypatch):
-    """Cut tables where no tensor ends: blocks of 87 float64, and some tensors alone."""
-    monkeypatch.setattr(buckets, "BLOCK_NBYTES", 700)
-    monkeypatch.setattr(buckets, "ALONE_NBYTES", 600)
-    monkeypatch.setattr(buckets, "FUSED_NBYTES", 1200)
-
-
-def wrap(model, make, **options):
-    return ps.DistributedOptimizer(
-        make(model.parameters()), named_parameters=model.named_parameters(), **options
-    )
+pytestmark = pytest.mark.usefixtures("odd_cuts")
 
 
 def fit_on_schedule(model, optimizer, batches):

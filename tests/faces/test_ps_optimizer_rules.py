@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
 from ps_jobs import run_workers  # noqa: E402
+from ps_training import wrap  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import mse_loss  # noqa: E402
 from training import assert_close, copies, data, fit, network, sgd, share, weights  # noqa: E402
@@ -16,18 +17,9 @@ import ringcomm as rc  # noqa: E402
 from ringcomm.ps import job  # noqa: E402
 from ringcomm.ps.job import session  # noqa: E402
 from ringcomm.torch import ps  # noqa: E402
-from ringcomm.torch.ps import buckets, hybrid  # noqa: E402
+from ringcomm.torch.ps import hybrid  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def odd_cuts(monkeypatch):
-    monkeypatch.setattr(buckets, "BLOCK_NBYTES", 700)
-    monkeypatch.setattr(buckets, "ALONE_NBYTES", 600)
-
-
-def wrap(model, make=sgd, **options):
-    named = model.named_parameters()
-    return ps.DistributedOptimizer(make(model.parameters()), named_parameters=named, **options)
+pytestmark = pytest.mark.usefixtures("odd_cuts")
 
 
 def on_workers(n, body, n_servers=1, model=None, **options):

@@ -155,3 +155,28 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 def test_the_blocks_of_the_page_run(block, tmp_path):
     job = run_script(3, block, cwd=tmp_path)
     assert job.code == 0, job.output
+
+
+LEAVES = """
+import time
+import ringcomm as rc
+from ringcomm import ps
+
+@ps.evaluator(every=1)
+def evaluate(step):
+    ps.table("w", 10).pull().wait()
+
+ps.init(evaluators=1)
+ps.table("w", 10).pull().wait()
+start = time.monotonic()
+rc.shutdown()
+print(f"left after {time.monotonic() - start:.1f} s", flush=True)
+"""
+
+
+def test_nobody_waits_for_servers_that_have_nothing_more_to_do(tmp_path):
+    job = run_script(4, LEAVES, cwd=tmp_path)
+    assert job.code == 0, job.output
+    told = [float(each) for each in re.findall(r"left after ([\d.]+) s", job.output)]
+    assert len(told) == 2
+    assert max(told) < 3

@@ -1,14 +1,17 @@
 """What the ranks of one node do in shared memory, over ranks as threads."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import at_length, outcomes, run_ranks
+from harness import at_length, outcomes, run_ranks, wait_until
 
 import ringcomm as rc
+from ringcomm import _core
 from ringcomm.config import Settings
 from ringcomm.engine.world import engine
 from ringcomm.transport.base import N_UNNAMED
@@ -385,6 +388,25 @@ def test_what_a_fork_writes_into_registered_memory_is_its_own():
         assert (rc.allreduce(x) == 14).all()
 
     run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
+
+
+def test_a_fork_lets_go_of_what_a_thread_of_its_parent_drives():
+    tasks = Path("/proc/self/task")
+    others = set(os.listdir(tasks))
+    loop = _core.Loop(None, is_crowded=True)
+    loop.start_thread()
+    (thread,) = set(os.listdir(tasks)) - others
+    wait_until(lambda: " S " in (tasks / thread / "stat").read_text(), "its thread does not sleep")
+    child = os.fork()
+    if child == 0:
+        del loop
+        os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG) == (child, 0), "the fork hangs", 5)
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
 
 
 def test_a_fork_neither_takes_nor_frees_registered_memory():

@@ -4,14 +4,17 @@ import itertools
 import random
 import threading
 
+import harness
 import numpy as np
 import pytest
-from ps_jobs import run_workers
+from harness import wait_until
+from ps_jobs import moving_beside, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps.job import session
 from ringcomm.ps.lanes import Lane
+from ringcomm.ps.moving import Mover
 from ringcomm.ps.placement import Move
 from ringcomm.ps.rebalancing import move_all
 
@@ -64,6 +67,11 @@ def test_no_push_is_lost_or_doubled_while_partitions_move(n_servers):
         assert (values == n_pushes * n_pushers).all()
 
 
+def next_move_of(t, current):
+    """Return what moves a partition at random; for any thread."""
+    return lambda rng: move_all(current, [Move((t.number, rng.randrange(6)), -1, rng.randrange(2))])
+
+
 @pytest.mark.usefixtures("wire")
 def test_rounds_go_on_with_the_same_bits_while_partitions_move():
     n_rounds, n_workers = 40, 3
@@ -80,37 +88,15 @@ def test_rounds_go_on_with_the_same_bits_while_partitions_move():
         adam = ps.optim.Adam(0.01)
         t = ps.table("w", COUNT, updater=adam, mode="sync", block_nbytes=BLOCK, init=1.0)
         if rank == 0 and does_move:
-            mover = to_and_fro_beside(t, session(), 2)
+            end = moving_beside(next_move_of(t, session()))
             values = train(t, rank)
-            return values, mover()
+            return values, end()
         return train(t, rank), 99
 
     still = run_workers(n_workers, lambda rank: body(rank, does_move=False), 1)
     moved = run_workers(n_workers, lambda rank: body(rank, does_move=True), 2)
     assert {values for values, _ in still + moved} == {still[0][0]}
     assert min(n for _, n in moved) > 5
-
-
-def to_and_fro_beside(t, current, n_servers):
-    """Ask for one move after the other without waiting; return what ends that, and counts them."""
-    rng, is_over, n_moved = random.Random(1), threading.Event(), itertools.count()
-
-    def again(future):
-        if future.result().moved:
-            next(n_moved)
-        if not is_over.is_set():
-            moves = [Move((t.number, rng.randrange(6)), -1, rng.randrange(n_servers))]
-            last[0] = move_all(current, moves).then(again)
-
-    last = [move_all(current, [Move((t.number, 0), -1, 1)])]
-    last[0].then(again)
-
-    def end():
-        is_over.set()
-        last[0].wait()
-        return next(n_moved)
-
-    return end
 
 
 @pytest.mark.parametrize("s", [0, 2])
@@ -219,6 +205,32 @@ def test_what_was_sent_in_an_older_view_is_sent_back_though_the_partition_is_the
         return t.pull().wait()[0]
 
     assert run_workers(1, body, 2) == [1.0]
+
+
+def test_who_only_reads_where_values_stand_hears_of_what_moves(monkeypatch):
+    monkeypatch.setattr(harness, "wire", "node")
+    movers, is_over, begin = [], threading.Event(), Mover.__init__
+
+    def begin_noted(mover, server):
+        movers.append(mover)
+        begin(mover, server)
+
+    def body(rank):
+        t = ps.table("w", COUNT, block_nbytes=BLOCK)
+        t.pull().wait()
+        rc.barrier()
+        if rank == 1:
+            while not is_over.is_set():
+                t.pull(where=slice(1000, 2000)).wait()
+            return
+        try:
+            assert move(t, 0, 1 - owners(t)[0]).moved == 1
+            wait_until(lambda: owners(t) and not any(each._retired for each in movers), "kept")
+        finally:
+            is_over.set()
+
+    monkeypatch.setattr(Mover, "__init__", begin_noted)
+    run_workers(2, body, 2)
 
 
 def test_a_worker_that_leaves_during_moves_loses_nothing():

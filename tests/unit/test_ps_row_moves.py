@@ -1,14 +1,13 @@
 """Rows that move while everybody works: nothing is lost, doubled, or out of order."""
 
 import contextlib
-import itertools
 import random
 import threading
 
 import numpy as np
 import pytest
 from harness import at_length
-from ps_jobs import run_workers
+from ps_jobs import moving_beside, run_workers
 
 import ringcomm as rc
 from ringcomm import _core, ps
@@ -117,6 +116,17 @@ UPDATERS = [
 
 
 @pytest.mark.usefixtures("wire")
+def next_move_of(kv, current):
+    """Return what moves some partitions at random; for any thread."""
+
+    def next_move(rng):
+        dest = rng.randrange(2)
+        parts = rng.sample(range(HASH_PARTITIONS), 60)
+        return move_all(current, [Move((kv.number, part), -1, dest) for part in parts])
+
+    return next_move
+
+
 @pytest.mark.parametrize("updater", at_length(UPDATERS, UPDATERS[1:3]))
 def test_rounds_go_on_with_the_same_bits_while_rows_move(updater):
     n_rounds, n_workers = 30, 3
@@ -136,7 +146,7 @@ def test_rounds_go_on_with_the_same_bits_while_rows_move(updater):
         init = ps.initializers.normal(std=0.1, seed=5)
         admit = ps.Admit(min_count=3)
         kv = ps.hashtable("emb", DIM, updater=updater, mode="sync", init=init, admit=admit)
-        end = beside(kv, session(), 2) if rank == 0 and does_move else None
+        end = moving_beside(next_move_of(kv, session())) if rank == 0 and does_move else None
         values = train(kv, rank)
         n_moved = end() if end else 99
         rc.barrier()
@@ -146,32 +156,6 @@ def test_rounds_go_on_with_the_same_bits_while_rows_move(updater):
     moved = run_workers(n_workers, lambda rank: body(rank, does_move=True), 2)
     assert {each[:2] for each in still + moved} == {still[0][:2]}
     assert min(n for *_, n in moved) > 3
-
-
-def beside(kv, current, n_servers):
-    """Ask for one move after the other without waiting; return what ends that, and counts them."""
-    rng, is_over, n_moved = random.Random(1), threading.Event(), itertools.count()
-
-    def again(future):
-        if future.result().moved:
-            next(n_moved)
-        if not is_over.is_set():
-            last[0] = next_move().then(again)
-
-    def next_move():
-        parts = rng.sample(range(HASH_PARTITIONS), 60)
-        dest = rng.randrange(n_servers)
-        return move_all(current, [Move((kv.number, part), -1, dest) for part in parts])
-
-    last = [next_move()]
-    last[0].then(again)
-
-    def end():
-        is_over.set()
-        last[0].wait()
-        return next(n_moved)
-
-    return end
 
 
 @pytest.mark.parametrize("s", at_length([0, 2], [2]))

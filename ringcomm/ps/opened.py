@@ -1,0 +1,93 @@
+"""What tables of both kinds have in common once they are opened."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringcomm.ps.client import Ask
+from ringcomm.ps.frames import Kind
+from ringcomm.ps.future import Future
+from ringcomm.ps.messages import packed_json
+from ringcomm.ps.serving import LEADER
+
+if TYPE_CHECKING:
+    from ringcomm.ps.job import Session
+    from ringcomm.ps.link import Delivery
+    from ringcomm.ps.optim import Updater
+    from ringcomm.ps.spec import Spec
+
+
+class Opened:
+    """A table that this rank has opened.
+
+    Attributes:
+        name: of the table.
+        dtype: of its values.
+        number: of the table in messages.
+        client: of this rank.
+    """
+
+    def __init__(
+        self, current: Session, spec: Spec, updater: Updater, told: dict[str, Any]
+    ) -> None:
+        self.name = spec.name
+        self.dtype = np.dtype(spec.dtype)
+        self.number: int = told["number"]
+        self.client = current.client
+        self._session = current
+        self._spec = spec
+        self._updater = updater
+        self._lock = threading.Lock()  # of what counts this process's pushes
+
+    @property
+    def updater(self) -> Updater:
+        """What a push does, with the hyper-parameters that travel with it; set it to change them.
+
+        Raises:
+            ValueError: set to another class, or to one that needs state the table has not.
+        """
+        return self._updater
+
+    @updater.setter
+    def updater(self, updater: Updater) -> None:
+        made_with, before = self._spec.updater["updater"], self._updater
+        if type(updater).__name__ != made_with or updater.slot_names != before.slot_names:
+            raise ValueError(
+                f"{label_of(self._spec)}: it was made for {before!r}, got {updater!r}. Only the "
+                "numbers may change: updater = updater.with_(lr=...)"
+            )
+        self._updater = updater
+
+
+def label_of(spec: Spec) -> str:
+    """Return how errors name a table: table[w], hashtable[emb]."""
+    return f"{'table' if spec.kind == 'dense' else 'hashtable'}[{spec.name}]"
+
+
+def open_at_leader(current: Session, spec: Spec) -> dict[str, Any]:
+    """Return what the leader says of a table: its number and who owns what.
+
+    Raises:
+        MismatchError: another rank opened it with something else.
+        CommTimeoutError: it does not answer.
+    """
+    told: dict[str, Any] = {}
+
+    def note(reply: Delivery) -> None:
+        told.update(json.loads(reply.body.tobytes()))
+
+    client = current.client
+    future: Future[dict[str, Any]] = Future(
+        client, f"table[{spec.name}]", 1, lambda: told, client.timestamp()
+    )
+    meta = packed_json(spec.to_json())
+    client.ask([Ask(Kind.CREATE, server=LEADER, meta=meta, on_reply=note)], future)
+    future.wait()
+    if spec.kind == "dense":
+        epochs = {int(part): epoch for part, epoch in told["epochs"].items()}
+        client.know(told["number"], told["owners"], epochs)
+    return told
