@@ -37,10 +37,10 @@ def nothing_is_left():
     if "PMIX_RANK" in os.environ or "PMI_RANK" in os.environ:  # inside a job of test_spmd.py
         yield
         return
-    before = set(os.listdir(SHM))
+    before, others = set(os.listdir(SHM)), set(pids())
     yield
     deadline = time.monotonic() + 5
-    while left := orphaned_files(before) | orphaned_guardians():
+    while left := orphaned_files(before) | orphaned_guardians(others):
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
 
@@ -55,10 +55,10 @@ def is_mapped(path):
     return any(str(path) in read(pid, "maps") for pid in pids())
 
 
-def orphaned_guardians():
-    """Return guardians all of whose ranks are gone."""
+def orphaned_guardians(others):
+    """Return new guardians all of whose ranks are gone."""
     found = set()
-    for pid in pids():
+    for pid in set(pids()) - others:
         program, *arguments = read(pid, "cmdline").split("\0")
         wards = [a.split(":")[0] for a in arguments if a.count(":") == 2]
         if program.endswith("ringcomm-guardian") and not any(map(is_alive, wards)):

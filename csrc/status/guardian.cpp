@@ -40,6 +40,7 @@ constexpr std::int64_t kTermToKill = 500 * kMs;
 constexpr std::int64_t kReapWait = 20 * kMs;
 constexpr std::int64_t kLetBury = 30 * kMs;
 constexpr std::int64_t kLetSpeak = 100 * kMs;
+constexpr std::int64_t kLetEnd = 300 * kMs;
 
 // linux/pidfd.h of Linux 6.15, which older headers lack: how a process that is not our child ended.
 struct PidfdInfo {
@@ -194,8 +195,8 @@ class Guardian {
       return;
     }
     RankFacts& failed = now[static_cast<std::size_t>(first)];
-    const bool may_be_all = failed.end.kind == Ending::terminated;
-    if ((may_be_all || !failed.is_gone) && !others_have_spoken(now)) return;
+    if (failed.end.kind == Ending::terminated && !others_have_ended(now)) return;
+    if (!failed.is_gone && !others_have_spoken(now)) return;
     if (may_follow(now, first) && now_ns() < news_ns_ + kLetBury) return;
     if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
@@ -225,6 +226,14 @@ class Guardian {
     return now_ns() > news_ns_ + kLetSpeak ||
            std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
              return f.is_gone || f.end.kind != Ending::none || f.op.state != OpState::running;
+           });
+  }
+
+  // Who terminates one rank mostly terminates them all, and each takes a moment to hear of it.
+  bool others_have_ended(const std::vector<RankFacts>& now) const {
+    return now_ns() > news_ns_ + std::min(kLetEnd, grace_ns_ / 2) ||
+           std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
+             return f.is_gone || f.end.kind != Ending::none || f.state == State::left;
            });
   }
 

@@ -339,7 +339,7 @@ class Table(Opened):
     def staged(self, piece: Bytes, part: int) -> Bytes:
         """Return a copy where the owner of the partition can read it."""
         if piece.nbytes <= INLINE_MAX:
-            return piece  # copied into the letter at once
+            return piece.copy()  # what is sent now may have to be sent again
         memory = self._room(piece.nbytes, part)
         memory[:] = piece
         return memory

@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from harness import run_job
+from harness import at_length, run_job
 
 # Runs the script, on rank 0 in namespaces of its own, as in a container that has the host's name.
 ENTER = """
@@ -43,7 +43,7 @@ rc.shutdown()
 """
 
 
-@pytest.mark.parametrize("namespace", SECLUSIONS)
+@pytest.mark.parametrize("namespace", at_length(list(SECLUSIONS), ["pid"]))
 def test_a_rank_that_cannot_see_the_others_is_a_node_of_its_own(namespace, cluster, tmp_path):
     seclusion = SECLUSIONS[namespace]
     if subprocess.run(["unshare", *seclusion, "true"], check=False).returncode != 0:

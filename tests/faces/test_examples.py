@@ -37,6 +37,7 @@ def test_a_plain_script_trains_on_the_parameter_server(mode, tmp_path):
     assert f"2 workers, mode {mode}: accuracy 9" in job.output
 
 
+@pytest.mark.at_length
 def test_a_folder_without_the_files_says_which_it_misses(tmp_path):
     job = run_job(1, EXAMPLE, "--data-dir", tmp_path, cwd=tmp_path, timeout_s=120)
     assert job.code == 1

@@ -30,7 +30,8 @@ def test_embeddings_recommend_better_than_popularity(n, tmp_path):
     assert "recall@10" in run(n, "ps_recommender.py", "--epochs", epochs, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("n", at_length([2, 3, 4], [3]))
+@pytest.mark.at_length
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_a_language_model_beats_bigrams(n, tmp_path):
     pytest.importorskip("torch", reason="the core is tested without torch, too")
     steps = at_length(150, 30)

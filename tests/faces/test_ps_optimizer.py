@@ -24,7 +24,6 @@ OPTIMIZERS = {
     # torch keeps NAdam's mu_product in float32, whatever the parameters are: 1e-10 by itself.
     "NAdam": (lambda p: torch.optim.NAdam(p, lr=1e-3), 1e-9),
 }
-LONG = ("SGD", "Adam")
 
 
 pytestmark = pytest.mark.usefixtures("odd_cuts")
@@ -66,7 +65,7 @@ LAYOUTS = [(w, s) for w in (1, 2, 3, 4) for s in (1, 2, 3)]
 @pytest.mark.parametrize("name", at_length(list(OPTIMIZERS), list(OPTIMIZERS)[:2]))
 def test_workers_with_a_schedule_equal_one_process(name, n_workers, n_servers):
     make, tolerance = OPTIMIZERS[name]
-    n_steps = at_length(200, 200 if name in LONG else 30)  # a step of the gate takes 25 ms
+    n_steps = at_length(200, 60)
     batches = data(n_steps, n_workers)
     got = results_of(n_workers, n_servers, make, batches, fit_on_schedule)
     assert_close(got, alone(make, batches, fit_on_schedule), tolerance)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from harness import run_job, run_script
 
 from ringcomm.launch.bench.bandwidth import COLLECTIVES
@@ -50,6 +51,7 @@ def test_every_collective_is_right_and_timed_in_every_form_that_there_is(tmp_pat
     }
 
 
+@pytest.mark.at_length
 def test_16_bit_floats_and_averages_are_exact_in_every_mode(tmp_path):
     for mode in ("sync", "async", "named"):  # one job each would cost seconds
         job = bench(

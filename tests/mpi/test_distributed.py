@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     IS_MPICH and not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1"
 )
 ALL = [(suite, n) for suite in ("distributed_suite.py", "training_suite.py") for n in (2, 3, 4)]
-SUITES = at_length(ALL, [("distributed_suite.py", 3), ("training_suite.py", 2)])
+SUITES = at_length(ALL, [("distributed_suite.py", 3)])
 
 
 @pytest.mark.parametrize(("suite", "size"), SUITES)
@@ -80,8 +80,7 @@ FORMS = [
     "arguments",
     [
         '"ringcomm", init_method="mpi-nosock://"',
-        '"gloo", init_method="mpi://"',
-        *at_length(FORMS, []),
+        *at_length(['"gloo", init_method="mpi://"', *FORMS], []),
     ],
 )
 def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):

@@ -265,6 +265,21 @@ def test_who_leaves_has_first_sent_again_what_came_back():
     assert run_workers(1, body, 2) == [True]
 
 
+def test_a_push_that_came_back_is_sent_again_as_it_was_made():
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        assert move(t, 0, 1 - owners(t)[0]).moved == 1
+        t.pull().wait()
+        session().client._lanes[t.number, 0].epoch = 0  # as if the news were still on its way
+        x = np.ones(10, np.float32)
+        future = t.push(x)
+        x.fill(7)
+        future.wait()
+        return t.pull().wait().tolist()
+
+    assert run_workers(1, body, 2) == [[1.0] * 10]
+
+
 def test_nothing_moves_within_a_snapshot():
     holds, asked = threading.Event(), threading.Event()
 
