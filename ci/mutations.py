@@ -773,7 +773,7 @@ self.steps = int(state.meta["steps"])
         "ps-credit-for-all",
         "ps",
         "ps/client.py",
-        "is_small = held == 0 or held + nbytes <= CREDIT_NBYTES",
+        "is_small = held == 0 or held + ask.body.nbytes <= CREDIT_NBYTES",
         "is_small = held >= 0",
         "a slow server's memory fills up",
         (

@@ -31,24 +31,39 @@ std::shared_ptr<PostBox> make_postbox(
     std::uint32_t rank, std::shared_ptr<NodeMemory> memory, std::size_t nbytes,
     const std::vector<std::tuple<std::uint32_t, std::shared_ptr<NodeMemory>, std::size_t, std::size_t>>&
         mates,
-    bool goes_on_alone, int looks, std::size_t inline_max, std::size_t meta_max) {
+    bool goes_on_alone, int looks, bool is_crowded, std::size_t inline_max, std::size_t meta_max) {
   std::vector<ps::Mate> lines;
   for (const auto& [mate, theirs, from_it, to_it] : mates)
     lines.push_back({mate, Pipe(pipe_memory(*theirs, to_it, nbytes), nbytes),
                      Pipe(pipe_memory(*memory, from_it, nbytes), nbytes), theirs});
   return std::make_shared<PostBox>(rank, std::move(memory), std::move(lines), goes_on_alone,
-                                   looks, inline_max, meta_max);
+                                   looks, is_crowded ? kCrowded : kRoomy, inline_max, meta_max);
 }
 
 void clear_pipe(const std::shared_ptr<NodeMemory>& memory, std::size_t place, std::size_t nbytes) {
   Pipe(pipe_memory(*memory, place, nbytes), nbytes).clear();
 }
 
+// The bytes of a contiguous array, of whatever dtype.
+class Whole {
+ public:
+  explicit Whole(nb::handle array) {
+    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  Whole(const Whole&) = delete;
+  Whole& operator=(const Whole&) = delete;
+  ~Whole() { PyBuffer_Release(&view_); }
+  Chunk chunk() const { return {view_.buf, static_cast<std::size_t>(view_.len)}; }
+
+ private:
+  Py_buffer view_;
+};
+
 // The frame of a request, but for its meta and body; see ringcomm/ps/frames.py.
 bool ask(PostBox& self, std::uint32_t rank, int kind, std::uint32_t view, std::uint32_t origin,
          std::uint32_t incarnation, std::uint64_t sequence, std::uint32_t table,
          std::uint32_t partition, std::int64_t clock, std::uint32_t option, std::uint64_t place,
-         nb::bytes meta, ConstBytes body) {
+         nb::bytes meta, nb::handle body) {
   ps::FrameHeader header{};
   header.kind = static_cast<ps::Kind>(kind);
   header.view = view;
@@ -60,7 +75,7 @@ bool ask(PostBox& self, std::uint32_t rank, int kind, std::uint32_t view, std::u
   header.clock = clock;
   header.option = option;
   header.place = place;
-  return self.ask(rank, header, {meta.c_str(), meta.size()}, {body.data(), body.nbytes()});
+  return self.ask(rank, header, {meta.c_str(), meta.size()}, Whole(body).chunk());
 }
 
 nb::list take_acks(PostBox& self) {
@@ -81,7 +96,7 @@ nb::list collect(PostBox& self) {
 void bind_postbox(nb::module_& m) {
   m.def("clear_pipe", &clear_pipe, "memory"_a, "place"_a, "nbytes"_a);
   m.def("make_postbox", &make_postbox, "rank"_a, "memory"_a, "nbytes"_a, "mates"_a,
-        "goes_on_alone"_a, "looks"_a, "inline_max"_a, "meta_max"_a);
+        "goes_on_alone"_a, "looks"_a, "is_crowded"_a, "inline_max"_a, "meta_max"_a);
   nb::class_<PostBox, Program>(m, "PostBox")
       .def("reaches", &PostBox::reaches, "rank"_a)
       .def("send",
@@ -91,6 +106,8 @@ void bind_postbox(nb::module_& m) {
            "rank"_a, "frame"_a)
       .def("ask", &ask)
       .def("take_acks", &take_acks)
+      .def("await_ack", &PostBox::await_ack, "sequence"_a, "limit_ns"_a,
+           nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("n_unsent", &PostBox::n_unsent)
       .def_prop_ro("has_mail", &PostBox::has_mail)
       .def("enter", &PostBox::enter, nb::call_guard<nb::gil_scoped_release>())

@@ -262,6 +262,7 @@ def make_postbox(
     mates: Sequence[tuple[int, NodeMemory, int, int]],
     goes_on_alone: bool,
     looks: int,
+    is_crowded: bool,
     inline_max: int,
     meta_max: int,
 ) -> PostBox: ...
@@ -283,10 +284,11 @@ class PostBox(Program):
         option: int,
         place: int,
         meta: bytes,
-        body: Bytes,
+        body: Values,
         /,
     ) -> bool: ...
     def take_acks(self) -> list[tuple[int, int]]: ...
+    def await_ack(self, sequence: int, limit_ns: int) -> int: ...
     @property
     def n_unsent(self) -> int: ...
     @property

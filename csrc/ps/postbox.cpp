@@ -16,11 +16,13 @@ std::uint64_t key_of(std::uint32_t table, std::uint32_t partition) {
 }  // namespace
 
 PostBox::PostBox(std::uint32_t rank, std::shared_ptr<NodeMemory> memory, std::vector<Mate> mates,
-                 bool goes_on_alone, int looks, std::size_t inline_max, std::size_t meta_max)
+                 bool goes_on_alone, int looks, Patience patience, std::size_t inline_max,
+                 std::size_t meta_max)
     : rank_(rank),
       memory_(std::move(memory)),
       goes_on_alone_(goes_on_alone),
       looks_(looks),
+      patience_(patience),
       inline_max_(inline_max),
       meta_max_(meta_max) {
   for (Mate& mate : mates) {
@@ -120,13 +122,42 @@ void PostBox::close(std::uint32_t table, std::uint32_t partition) {
   open_.erase(key_of(table, partition));
 }
 
+std::int64_t PostBox::await_ack(std::uint64_t sequence, std::int64_t limit_ns) {
+  Backoff backoff(patience_);
+  const std::int64_t end = monotonic_ns() + limit_ns;
+  std::int64_t clock = -1;
+  while (true) {
+    const Look look = look_for(sequence, clock);
+    if (was_missed_.exchange(false)) memory_->bell().ring();
+    if (look == Look::found) return clock;
+    if (look == Look::other || !backoff.linger() || monotonic_ns() > end) return -1;
+  }
+}
+
+PostBox::Look PostBox::look_for(std::uint64_t sequence, std::int64_t& clock) {
+  const std::unique_lock lock(desk_, std::try_to_lock);
+  if (!lock.owns_lock()) return Look::nothing;  // another thread looks
+  if (is_abandoned_) return Look::other;
+  pass_or_fault();
+  if (n_inbox_ != 0 || acks_.size() > 1) return Look::other;
+  if (acks_.empty()) return Look::nothing;
+  if (acks_[0].sequence != sequence) return Look::other;
+  clock = acks_[0].clock;
+  acks_.clear();
+  n_acks_ = 0;
+  return Look::found;
+}
+
 Program::Step PostBox::advance() {
   std::unique_lock lock(desk_, std::try_to_lock);
   if (!lock.owns_lock()) {
     was_missed_ = true;
     return Step::waiting;
   }
-  if (is_abandoned_) return Step::waiting;
+  return is_abandoned_ ? Step::waiting : pass_or_fault();
+}
+
+Program::Step PostBox::pass_or_fault() {
   try {
     return pass();
   } catch (const std::exception& error) {  // collect() tells it

@@ -31,8 +31,10 @@ class PostBox : public Program {
  public:
   // goes_on_alone: others are waiting for what this rank does while its thread computes.
   // inline_max, meta_max: bytes of a body within a frame, and of what explains it. looks: see Program.
+  // patience: of await_ack().
   PostBox(std::uint32_t rank, std::shared_ptr<NodeMemory> memory, std::vector<Mate> mates,
-          bool goes_on_alone, int looks, std::size_t inline_max, std::size_t meta_max);
+          bool goes_on_alone, int looks, Patience patience, std::size_t inline_max,
+          std::size_t meta_max);
 
   bool reaches(std::uint32_t rank) const;
 
@@ -58,6 +60,9 @@ class PostBox : public Program {
   };
   // Inside, after collect(): those that came.
   std::vector<Ack> take_acks() { return std::exchange(acks_, {}); }
+  // Outside: looks until the ack of a request comes, and returns its clock. -1 if anything else comes,
+  // or it does not within limit_ns: who drives is to look.
+  std::int64_t await_ack(std::uint64_t sequence, std::int64_t limit_ns);
   // Inside: what this sender sends next is for Python, until the next collect().
   void hold(std::uint32_t rank);
   // True if collect() would return something.
@@ -91,7 +96,10 @@ class PostBox : public Program {
   Line* line_of(std::uint32_t rank) const;
   bool put(Line& line, const Chunk* chunks, std::size_t n);
   bool flush(Line& line);
+  enum class Look { nothing, found, other };
+  Look look_for(std::uint64_t sequence, std::int64_t& clock);
   Step pass();
+  Step pass_or_fault();
   bool carry_out(Line& line, const std::byte* data, std::size_t nbytes);
   bool note_ack(const std::byte* data, std::size_t nbytes);
   const std::byte* body_of(const Line& line, const Frame& frame) const;
@@ -100,6 +108,7 @@ class PostBox : public Program {
   const std::shared_ptr<NodeMemory> memory_;
   const bool goes_on_alone_;
   const int looks_;
+  const Patience patience_;
   const std::size_t inline_max_, meta_max_;
   std::vector<std::unique_ptr<Line>> lines_;
   std::unordered_map<std::uint32_t, Line*> by_rank_;

@@ -32,11 +32,14 @@ if TYPE_CHECKING:
     from ringcomm.ps.future import Future
     from ringcomm.ps.link import Link
     from ringcomm.ps.placement import Partition
+    from ringcomm.ps.pushing import PlainPush
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.row_calls import RowCalls
 
 CREDIT_NBYTES: Final = 64 << 20  # of bodies on their way from one rank to one server
 CREDIT_REQUESTS: Final = 4096  # likewise
+ACK_NBYTES: Final = 256 << 10  # a push of more takes longer than this rank should stay awake
+ACK_NS: Final = 100_000
 LISTEN_S: Final = 0.05  # between looks of a rank that only reads
 _NOTHING: Final = np.empty(0, np.uint8)
 _ERRORS: Final[dict[str, type[Exception]]] = {
@@ -103,6 +106,11 @@ class Ask:
     on_end: Callable[[Delivery], None] | None = None
     future: Any = None
 
+    def take(self, reply: Delivery) -> Ask | None:
+        """Call on_reply, if there is one, and forget it: it mostly knows this."""
+        on_reply, self.on_reply = self.on_reply, None
+        return None if on_reply is None else on_reply(reply)
+
 
 class Client:
     """This rank's side of all its requests.
@@ -128,7 +136,7 @@ class Client:
         self._me = engine.job_rank
         self._life = engine.transport.incarnation
         self._sequence = itertools.count(1)
-        self._asked: dict[int, Ask] = {}
+        self._asked: dict[int, Ask | PlainPush] = {}
         self.n_bytes: Counter[int] = Counter()
         self._n_asked: Counter[int] = Counter()
         self.view: View | None = None
@@ -165,7 +173,7 @@ class Client:
         return lane.epoch if lane.is_empty and not self._engine.watch.peers.dead else -1
 
     def listen(self) -> None:
-        """Hear, now and then, what others have to say; for who reads and asks nothing."""
+        """Hear, now and then, what others have to say; for who waits for nothing that drives."""
         now = time.monotonic()
         if now - self._listened_at > LISTEN_S:
             self._listened_at = now
@@ -182,7 +190,8 @@ class Client:
             if ask.partition is not None:
                 ask.server = self._owner(ask.partition)
             future.awaited.add(ask.server)
-            self._await_credit(ask, future.label)
+            if not self._has_credit(ask):
+                self._await_credit(ask, future.label)
             with self._lock:
                 if ask.clock_of is not None:
                     ask.clock = ask.clock_of()
@@ -190,11 +199,22 @@ class Client:
         if self._link.waits_to_leave:
             self._engine.nudge()
 
+    def push(self, push: PlainPush) -> None:
+        """Send a push that is request and future in one; waits for credit if it must."""
+        push.server = self._owner(push.partition)
+        if not self._has_credit(push):
+            self._await_credit(push, push.label)
+        with self._lock:
+            self._submit(push)
+        if self._link.waits_to_leave:
+            self._engine.nudge()
+
     def reserve(self, asks: list[Ask], future: Future[Any]) -> None:
         """Wait until there is credit for requests that submit() is to send."""
         for ask in asks:
             future.awaited.add(ask.server)
-            self._await_credit(ask, future.label)
+            if not self._has_credit(ask):
+                self._await_credit(ask, future.label)
 
     def submit(self, asks: list[Ask]) -> None:
         """Send requests, whose futures are set, one right behind the other."""
@@ -241,19 +261,20 @@ class Client:
         assert self.view is not None
         return self.view.owner(partition)
 
-    def _submit(self, ask: Ask) -> None:
+    def _submit(self, ask: Ask | PlainPush) -> None:
         """Send a new request, or keep it while its partition moves; with the lock."""
         sequence = next(self._sequence)
         if ask.partition is not None:
             ask.server = self._owner(ask.partition)
         self._asked[sequence] = ask
-        self.n_bytes[ask.server] += ask.body.nbytes
-        self._n_asked[ask.server] += 1
+        self._note_sent(ask, 1)
+        if ask.on_ack is not None:
+            ask.future.acked_by = sequence
         lane = None if ask.partition is None else self._lanes[ask.partition]
         if lane is None or lane.ask(sequence):
             self._send(ask, sequence, ask.epoch if lane is None else lane.epoch)
 
-    def _send(self, ask: Ask, sequence: int, epoch: int) -> None:
+    def _send(self, ask: Ask | PlainPush, sequence: int, epoch: int) -> None:
         table, part = ask.partition or (ask.table, 0)
         header = (
             ask.kind, epoch, self._me, self._life, sequence, table, part, ask.clock, ask.option,
@@ -290,7 +311,7 @@ class Client:
         for rank in self._layout.servers:
             self._link.send(rank, header)
 
-    def _on_wrong_view(self, ask: Ask, delivery: Delivery) -> None:
+    def _on_wrong_view(self, ask: Ask | PlainPush, delivery: Delivery) -> None:
         told = json.loads(delivery.meta)
         assert ask.partition is not None
         with self._lock:
@@ -318,7 +339,7 @@ class Client:
             ask.body = self._reachable(ask.body, server)
             self._send(ask, sequence, self._lanes[partition].epoch)
 
-    def _note_sent(self, ask: Ask, sign: int) -> None:
+    def _note_sent(self, ask: Ask | PlainPush, sign: int) -> None:
         self.n_bytes[ask.server] += sign * ask.body.nbytes
         self._n_asked[ask.server] += sign
 
@@ -348,16 +369,13 @@ class Client:
                 self._link.send(self._layout.servers[server], header)
         self._notices = waiting
 
-    def _await_credit(self, ask: Ask, label: str) -> None:
-        server, nbytes = ask.server, ask.body.nbytes
+    def _has_credit(self, ask: Ask | PlainPush) -> bool:
+        held = self.n_bytes[ask.server]
+        is_small = held == 0 or held + ask.body.nbytes <= CREDIT_NBYTES
+        return is_small and self._n_asked[ask.server] < CREDIT_REQUESTS
 
-        def has_credit() -> bool:
-            held = self.n_bytes[server]
-            is_small = held == 0 or held + nbytes <= CREDIT_NBYTES
-            return is_small and self._n_asked[server] < CREDIT_REQUESTS
-
-        if not has_credit():
-            self._wait_until(has_credit, label, {server}, self._deadline_s)
+    def _await_credit(self, ask: Ask | PlainPush, label: str) -> None:
+        self._wait_until(lambda: self._has_credit(ask), label, {ask.server}, self._deadline_s)
 
     # --- replies --------------------------------------------------------------------------------
     def place_for(self, header: Header) -> Bytes | None:
@@ -406,8 +424,7 @@ class Client:
         if header.status == Status.WRONG_VIEW:
             return
         if header.status in (Status.OK, Status.LATE):
-            on_reply, ask.on_reply = ask.on_reply, None
-            again = None if on_reply is None else on_reply(delivery)
+            again = ask.take(delivery)
             if again is None:
                 ask.future.replied(ask.server)
             else:
@@ -417,12 +434,13 @@ class Client:
         else:
             ask.future.fail(_error_of(delivery.meta))
 
-    def _note_answered(self, ask: Ask, sequence: int) -> None:
+    def _note_answered(self, ask: Ask | PlainPush, sequence: int) -> None:
         del self._asked[sequence]
         self._note_sent(ask, -1)
         if ask.partition is not None:
             due = self._lanes[ask.partition].answered(sequence)
-            self._send_again(ask.partition, due)
+            if due:
+                self._send_again(ask.partition, due)
             if self._notices:
                 self._answer_notices()
 
@@ -435,7 +453,21 @@ class Client:
             PeerFailedError: a rank died.
         """
         limit = self._deadline_s if timeout_s is None else timeout_s
+        if future.acked_by and limit > ACK_NS / 1e9 and self._is_acked(future):
+            return
         self._wait_until(future.done, future.label, future.awaited, limit)
+
+    def _is_acked(self, future: Future[Any]) -> bool:
+        """Look, for a moment, for nothing but the ack that ends a small push: most come so soon."""
+        sequence = future.acked_by
+        ask = self._asked.get(sequence)
+        if ask is None or ask.body.nbytes > ACK_NBYTES:
+            return future.done()
+        clock = self._link.await_ack(self._layout.servers[ask.server], sequence, ACK_NS)
+        if clock >= 0:
+            self.on_ack(sequence, clock)
+            self.listen()
+        return future.done()
 
     def wait_until_settled(self, label: str) -> None:
         """Drive until no request is on its way back; see wait_for()."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from ringcomm.ps.client import Client
 
 R = TypeVar("R")
+_LOCK: Final = threading.Lock()  # of callbacks, held for a moment
 
 
 class Pushed(NamedTuple):
@@ -44,7 +45,14 @@ class Future(Generic[R]):
 
     Attributes:
         timestamp: number of the request; those of one process ascend.
+        awaited: servers that have not answered.
+        acked_by: number of its last request, if an ack may be the answer; else 0.
     """
+
+    acked_by = 0
+    _result: Any = None
+    _error: BaseException | None = None
+    _is_done = False
 
     def __init__(
         self, client: Client, label: str, n: int, finish: Callable[[], R], timestamp: int
@@ -54,12 +62,8 @@ class Future(Generic[R]):
         self.timestamp = timestamp
         self._left = n
         self._finish = finish
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Future[R]], object]] = []
-        self._lock = threading.Lock()
-        self._is_done = False
-        self.awaited: set[int] = set()  # servers that have not answered
+        self._callbacks: tuple[Callable[[Future[R]], object], ...] = ()
+        self.awaited: set[int] = set()
         if n == 0:
             self._complete()
 
@@ -94,9 +98,9 @@ class Future(Generic[R]):
         At once and in this thread if it is done already; else in the thread that notices: the
         callback must be short and must not wait for anything.
         """
-        with self._lock:
+        with _LOCK:
             if not self._is_done:
-                self._callbacks.append(callback)
+                self._callbacks += (callback,)
                 return self
         callback(self)
         return self
@@ -120,15 +124,18 @@ class Future(Generic[R]):
 
     def _complete(self) -> None:
         try:
-            self._result = self._finish()
+            self._result = self._made()
         except Exception as error:  # noqa: BLE001 - raised where the result is asked for
             self._error = error
         self._end()
 
+    def _made(self) -> R:
+        return self._finish()
+
     def _end(self) -> None:
-        with self._lock:
+        with _LOCK:
             self._is_done = True
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self._callbacks = self._callbacks, ()
         for callback in callbacks:
             callback(self)
 

@@ -156,6 +156,15 @@ class Link:
         """
         return [] if self._box is None else self._box.take_acks()
 
+    def await_ack(self, dest: int, sequence: int, limit_ns: int) -> int:
+        """Look for the ack of a request until it comes, without driving; return its clock.
+
+        Returns -1 if something else comes, or it does not within limit_ns: poll() then.
+        """
+        if self._box is None or not self._box.reaches(dest):
+            return -1
+        return self._box.await_ack(sequence, limit_ns)
+
     def _put(self, dest: int, frame: bytes) -> None:
         if self._box is not None and self._box.reaches(dest):
             self._box.send(dest, frame)

@@ -66,7 +66,15 @@ class Pipes:
         if not mates:
             return None
         box = _core.make_postbox(
-            me, node.memory, PIPE_NBYTES, mates, goes_on_alone, looks, INLINE_MAX, META_MAX
+            me,
+            node.memory,
+            PIPE_NBYTES,
+            mates,
+            goes_on_alone,
+            looks,
+            node.is_crowded,
+            INLINE_MAX,
+            META_MAX,
         )
         transport.loop.add(box)
         return Post(box, self)

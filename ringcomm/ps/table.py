@@ -16,7 +16,7 @@ from ringcomm.ps.calls import call
 from ringcomm.ps.client import Ask
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.deltas import Delta, Stamp, pull_delta
-from ringcomm.ps.frames import Kind, Status
+from ringcomm.ps.frames import Kind
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import Session, is_chief, session
 from ringcomm.ps.link import INLINE_MAX
@@ -32,7 +32,6 @@ from ringcomm.ps.messages import (
     READ_BLOCK,
     RELEASE,
     SKIP,
-    SQUARES,
     WANT_COPY,
     WANT_EXACT,
     PushMeta,
@@ -42,6 +41,7 @@ from ringcomm.ps.opened import Opened, open_at_leader
 from ringcomm.ps.optim import SGD, Assign, Updater
 from ringcomm.ps.packing import Note, Packer, rate_of
 from ringcomm.ps.placement import cuts
+from ringcomm.ps.pushing import PlainPush, Pushing
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.ps.segments import MOST, packed_mask
 from ringcomm.ps.spec import Spec
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.link import Delivery
 
 BLOCK_NBYTES: Final = 4 << 20
+_METAS_MAX: Final = 1024
 Array = NDArray[Any]
 
 
@@ -165,6 +166,10 @@ class Table(Opened):
         self._blocks: dict[int, tuple[int, Bytes]] = {}  # those that this node maps: epoch, memory
         self._packer = Packer.of(spec, current.group.index)
         self._has_values = spec.initial != "chief"
+        self.push_label = f"push[{spec.name}]"
+        self._known_metas: tuple[Updater, dict[Any, bytes]] = (updater, {})
+        self._room_kept: Bytes | None = None
+        self._is_plain = spec.partitions == 1 and self._packer is None and not spec.mode.has_rounds
 
     @property
     def n_partitions(self) -> int:
@@ -212,6 +217,10 @@ class Table(Opened):
                 may have); nothing was sent.
             CommTimeoutError: the servers are so far behind that no more may be sent.
         """
+        is_all = x is not None and where is None and weight == 1
+        if is_all and self._is_plain and not (assign or hold or len(absent)):
+            assert x is not None
+            return self._push_plain(self._flat("push", x, self._spec.count))
         start, stop = self._range(where)
         has_rounds = self._spec.mode.has_rounds
         if x is None:
@@ -291,18 +300,20 @@ class Table(Opened):
         scale: float = 1.0, mask: bytes = b"",
     ) -> Future[Pushed]:  # fmt: skip
         is_update = not flags & (INITIAL | ASSIGN | RELEASE)
-        explain = partial(_push_meta, self.updater, (weight, flags, mask))
         pack = None
         if is_update and self._packer is not None and len(flat):
             pack = self._packer.packing(rate_of(self.updater, scale), self._room)
-        replies: dict[int, Delivery | int] = {}  # by partition; a clock if it says no more
+        parts = list(self._parts(start, start + len(flat), every_part=every_part))
+        client = self.client
+        future = Pushing(
+            client, self.push_label, len(parts), client.timestamp(), is_held=bool(flags & HOLD)
+        )
         asks = []
-
-        for part, first, last in self._parts(start, start + len(flat), every_part=every_part):
+        for part, first, last in parts:
             own = self._bounds[part]
             piece = flat[first - start : last - start]
-            on_ack: Callable[[int], object] | None = partial(replies.__setitem__, part)
-            note: Note = partial(replies.__setitem__, part)
+            note: Note = future.note_of(part)
+            on_ack: Callable[[int], object] | None = future.note_of(part)
             if pack is not None and len(piece):
                 (body, note), name, on_ack = pack(part, piece, note), ENCODED, None
             else:
@@ -312,20 +323,53 @@ class Table(Opened):
                     Kind.PUSH,
                     (self.number, part),
                     clock_of=partial(self._clock_of_push, part, flags, is_update=is_update),
-                    meta=explain(name, first - own, last - first),
+                    meta=self._explained((weight, flags, mask, name, first - own, last - first)),
                     body=body,
                     on_reply=note,
                     on_ack=on_ack,
                 )
             )
-
-        def finish() -> Pushed:
-            return _outcome([replies[part] for part in sorted(replies)], is_held=bool(flags & HOLD))
-
-        client = self.client
-        future = Future(client, f"push[{self.name}]", len(asks), finish, client.timestamp())
         client.ask(asks, future)
         return future
+
+    def _push_plain(self, flat: Array) -> Future[Pushed]:
+        """Push a gradient of all, to a table of one block without rounds: most are such."""
+        meta = self._explained((1.0, 0, b"", _name_of(flat.dtype), 0, len(flat)))
+        if flat.nbytes <= INLINE_MAX:
+            body = np.frombuffer(flat.tobytes(), np.uint8)
+        else:
+            body = self._kept_room(flat.nbytes)
+            body.view(flat.dtype)[:] = flat
+        push = PlainPush(self, self._versions[0], meta, body)
+        self.client.push(push)
+        return push
+
+    def keep_room(self, room: Bytes) -> None:
+        """Keep the memory of a push that has been answered for the next: new pages cost time."""
+        if room.nbytes > INLINE_MAX:
+            self._room_kept = room
+
+    def _kept_room(self, nbytes: int) -> Bytes:
+        with self._lock:
+            room, self._room_kept = self._room_kept, None
+        return room if room is not None and room.nbytes == nbytes else self._room(nbytes, 0)
+
+    def _explained(self, push: tuple[float, int, bytes, str, int, int]) -> bytes:
+        """Return what explains a push to a block; most are like one before.
+
+        Args:
+            push: weight, flags, mask, dtype, and its first element and how many there are.
+        """
+        updater = self.updater
+        known = self._known_metas
+        if known[0] is not updater or len(known[1]) > _METAS_MAX:
+            known = self._known_metas = (updater, {})
+        meta = known[1].get(push)
+        if meta is None:
+            weight, flags, mask, dtype, start, n = push
+            meta = PushMeta(weight, start, n, dtype, flags, updater.hyper, mask).packed()
+            known[1][push] = meta
+        return meta
 
     def _clock_of_push(self, part: int, flags: int, *, is_update: bool) -> int:
         """Return the round that a push is for; without rounds, the version it was computed of."""
@@ -573,6 +617,10 @@ class Table(Opened):
                 yield part, own, own
 
     def _flat(self, what: str, x: ArrayLike, count: int) -> Array:
+        if isinstance(x, np.ndarray) and x.dtype == self.dtype and x.flags.c_contiguous:
+            flat: Array = x.reshape(-1)
+            if len(flat) == count:
+                return flat
         x = np.asarray(x, self.dtype if isinstance(x, tuple) else None)
         if x.size != count:
             raise ValueError(
@@ -589,30 +637,7 @@ class Table(Opened):
         return f"<Table {self.name}: {self.dtype} {self.shape}, {self._spec.mode}>"
 
 
-@lru_cache(maxsize=4096)
-def _push_meta(
-    updater: Updater, how: tuple[float, int, bytes], dtype: str, start: int, n: int
-) -> bytes:
-    """Return what explains a push; most are like one before. how: weight, flags, mask."""
-    weight, flags, mask = how
-    return PushMeta(weight, start, n, dtype, flags, updater.hyper, mask).packed()
-
-
 @lru_cache
 def _name_of(dtype: np.dtype[Any]) -> str:
     """Return its name, which numpy takes 3 us to find."""
     return dtype.name
-
-
-def _outcome(told: Sequence[Delivery | int], *, is_held: bool) -> Pushed:
-    """Return what became of a push, by the replies of its partitions in order, or their clocks."""
-    replies = [each for each in told if not isinstance(each, int)]
-    clocks = [each if isinstance(each, int) else each.header.clock for each in told]
-    version = min(clocks, default=0)
-    if not replies:
-        return Pushed(True, "", version)
-    whys = [reply.meta.decode() for reply in replies if reply.header.status == Status.LATE]
-    why = "" if not whys else "late" if "late" in whys else whys[0]
-    means = [SQUARES.unpack(reply.meta) for reply in replies] if is_held and not whys else []
-    squares, is_finite = sum(each[0] for each in means), all(each[1] for each in means)
-    return Pushed(not whys, why, version, squares=squares, is_finite=is_finite)

@@ -168,6 +168,11 @@ class NodeRegion(Protocol):
     What happens in it is carried out by C++ (csrc/shm); every wait for it is a Request.
     """
 
+    @property
+    def is_crowded(self) -> bool:
+        """True if the node has more ranks than this process may use cores."""
+        ...
+
     def team_or_none(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
         """Return where these ranks of the group `context` meet; None if not all can."""
         ...

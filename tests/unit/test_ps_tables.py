@@ -113,6 +113,41 @@ def test_a_worker_that_raises_ends_the_servers():
     assert isinstance(results[1], rc.PeerFailedError)
 
 
+@pytest.mark.parametrize("what", ["push", "pull"])
+def test_who_asks_again_and_again_hears_of_a_death(what):
+    def main(rank):
+        ps.init(1, deadline_s=10)
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        calls = {"push": lambda: t.push(np.ones(10, np.float32)), "pull": t.pull}
+        while rank == 0:
+            calls[what]().wait()
+        if rank == 1:
+            raise ValueError("boom")
+
+    results = outcomes(3, main)
+    assert isinstance(results[0], rc.PeerFailedError)
+    assert results[0].rank == 1
+
+
+def test_a_push_is_a_future():
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        heard = []
+        first, second = (t.push(np.ones(10, np.float32)).then(heard.append) for _ in range(2))
+        assert second.timestamp > first.timestamp
+        assert first.label == "push[w]"
+        assert first.wait().applied
+        assert second.wait() == second.result()
+        assert (second.wait().applied, second.wait().why) == (True, "")
+        assert first.done()
+        assert heard == [first, second]
+        assert not second.awaited
+        assert t.push(np.ones(10, np.float32)).then(heard.append).wait(0.5).version >= 2
+        return t.pull().wait().tolist()
+
+    assert run_workers(1, body) == [[3.0] * 10]
+
+
 # --- modes --------------------------------------------------------------------------------------
 def test_rounds_have_the_same_bits_on_any_number_of_servers():
     rng = np.random.default_rng(0)
