@@ -660,8 +660,8 @@ PARAMETER_SERVER = [
         "ps-mean-without-weights",
         "ps",
         "ps/dense.py",
-        "out /= wide.type(len(parts) if is_plain else total)",
-        "out /= wide.type(len(parts))",
+        "[weight for weight, _ in present], sum(part.weight for part in parts))",
+        "[weight for weight, _ in present], len(parts))",
         "batches of unequal sizes train another model",
         (
             "unit/test_ps_tables.py",

@@ -15,10 +15,9 @@
 namespace ringcomm {
 namespace {
 
-// Fills in what an update does beside the values: state and gradient.
+// Fills in what an update does beside the values and the gradient.
 ps::DenseUpdate dense_update(int code, const Hyper& hyper, std::int64_t step, DType dtype,
-                             const std::vector<Values>& slots, const ConstValues& grad,
-                             std::size_t count) {
+                             const std::vector<Values>& slots, std::size_t count) {
   if (step < 1) throw std::invalid_argument("step: updates are counted from 1");
   ps::DenseUpdate update{};
   update.rule = rule_of(code, hyper);
@@ -39,9 +38,16 @@ ps::DenseUpdate dense_update(int code, const Hyper& hyper, std::int64_t step, DT
                                 text(update.rows) + " rows");
   update.step = step;
   update.dtype = dtype;
+  update.count = count;
+  return update;
+}
+
+ps::DenseUpdate dense_update(int code, const Hyper& hyper, std::int64_t step, DType dtype,
+                             const std::vector<Values>& slots, const ConstValues& grad,
+                             std::size_t count) {
+  ps::DenseUpdate update = dense_update(code, hyper, step, dtype, slots, count);
   update.grad_dtype = grad_dtype(grad, dtype, count);
   update.grad = grad.data();
-  update.count = count;
   return update;
 }
 
@@ -89,6 +95,21 @@ class DenseBlock {
   std::uint64_t apply(int code, Hyper hyper, std::int64_t step, const std::vector<Values>& slots,
                       ConstValues grad, std::int64_t clock) {
     const ps::DenseUpdate update = dense_update(code, hyper, step, dtype_, slots, grad, count_);
+    nb::gil_scoped_release unlocked;
+    return block().apply(update, clock);
+  }
+  // weights: of each gradient; empty: all 1.
+  std::uint64_t apply_mean(int code, Hyper hyper, std::int64_t step, const std::vector<Values>& slots,
+                           const std::vector<ConstValues>& grads, const std::vector<double>& weights,
+                           double divisor, std::int64_t clock) {
+    if (!weights.empty() && weights.size() != grads.size())
+      throw std::invalid_argument("weights: one per gradient, or none");
+    ps::DenseUpdate update = dense_update(code, hyper, step, dtype_, slots, count_);
+    ps::GradMean mean{{}, !weights.empty(), divisor};
+    for (std::size_t k = 0; k < grads.size(); ++k)
+      mean.parts.push_back({grad_dtype(grads[k], dtype_, count_), grads[k].data(),
+                            weights.empty() ? 1 : weights[k]});
+    update.mean = &mean;
     nb::gil_scoped_release unlocked;
     return block().apply(update, clock);
   }
@@ -216,6 +237,8 @@ void bind_ps(nb::module_& m) {
            "dtype"_a, "version"_a = 0)
       .def("apply", &DenseBlock::apply, "code"_a, "hyper"_a.noconvert(), "step"_a,
            "slots"_a.noconvert(), "grad"_a.noconvert(), "clock"_a = ps::Block::kSame)
+      .def("apply_mean", &DenseBlock::apply_mean, "code"_a, "hyper"_a.noconvert(), "step"_a,
+           "slots"_a.noconvert(), "grads"_a.noconvert(), "weights"_a, "divisor"_a, "clock"_a)
       .def("write", &DenseBlock::write, "values"_a.noconvert(), "clock"_a = ps::Block::kSame)
       .def("attach", &DenseBlock::attach, "code"_a, "hyper"_a.noconvert(), "slots"_a.noconvert())
       .def_prop_ro("counter", &DenseBlock::counter)

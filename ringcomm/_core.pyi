@@ -235,6 +235,17 @@ class DenseBlock:
         grad: Values,
         clock: int = -1,
     ) -> int: ...
+    def apply_mean(
+        self,
+        code: int,
+        hyper: Hyper,
+        step: int,
+        slots: Sequence[Values],
+        grads: Sequence[Values],
+        weights: Sequence[float],
+        divisor: float,
+        clock: int,
+    ) -> int: ...
     def write(self, values: Values, clock: int = -1) -> int: ...
     def attach(self, code: int, hyper: Hyper, slots: Sequence[Values]) -> None: ...
     def last(self, rank: int) -> tuple[int, int] | None: ...

@@ -42,6 +42,7 @@ Block::Block(std::byte* memory, std::size_t nbytes, std::uint64_t version) : mem
 }
 
 std::uint64_t Block::apply(DenseUpdate update, std::int64_t clock) {
+  require_doable(update);
   update.in = values();
   update.out = begin();
   ringcomm::ps::apply(update);

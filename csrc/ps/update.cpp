@@ -205,13 +205,43 @@ void apply_rows(const DenseUpdate& u, const Method<T>& method, const Coefs& coef
   }
 }
 
+constexpr std::size_t kChunk = 2048;  // a converted gradient, or a mean, stays in the L1 cache
+
+template <class T>
+const T* values_at(DType dtype, const void* grad, std::size_t start, std::size_t n, T* room) {
+  const std::size_t itemsize = is_16bit(dtype) ? sizeof(std::uint16_t) : sizeof(T);
+  return as_values<T>(dtype, at<std::byte>(grad, start * itemsize), room, n);
+}
+
+template <class T>
+const T* mean_at(const GradMean& mean, std::size_t start, std::size_t n, T* out) {
+  T room[kChunk];
+  bool is_first = true;
+  for (const GradPart& part : mean.parts) {
+    const T* const grad = values_at<T>(part.dtype, part.grad, start, n, room);
+    const T weight = static_cast<T>(part.weight);
+    if (is_first && !mean.is_weighed)
+      std::copy(grad, grad + n, out);
+    else if (is_first)
+      for (std::size_t i = 0; i < n; ++i) out[i] = grad[i] * weight;
+    else if (!mean.is_weighed)
+      for (std::size_t i = 0; i < n; ++i) out[i] += grad[i];
+    else
+      for (std::size_t i = 0; i < n; ++i) out[i] += grad[i] * weight;
+    is_first = false;
+  }
+  const T divisor = static_cast<T>(mean.divisor);
+  for (std::size_t i = 0; i < n; ++i) out[i] /= divisor;
+  return out;
+}
+
 template <class T>
 void apply_chunks(const DenseUpdate& u, const Method<T>& method, const Coefs& coefs) {
-  constexpr std::size_t kChunk = 2048;  // the converted gradient stays in the L1 cache
   T room[kChunk];
   for (std::size_t start = 0; start < u.count; start += kChunk) {
     const std::size_t n = std::min(kChunk, u.count - start);
-    const T* grad = as_values<T>(u.grad_dtype, at<std::uint16_t>(u.grad, start), room, n);
+    const T* const grad = u.mean != nullptr ? mean_at<T>(*u.mean, start, n, room)
+                                            : values_at<T>(u.grad_dtype, u.grad, start, n, room);
     const Piece<T> piece = piece_at<T>(u, coefs, start, 0, grad);
     method.run(&piece, 1, n);
   }
@@ -223,7 +253,8 @@ void apply_as(const DenseUpdate& u) {
   Coefs coefs;
   method.prepare(u.rule.hyper.data(), u.step, coefs);
   // What is kept once per row sees all of the row at once.
-  if (!is_16bit(u.grad_dtype) || plan_of(u.rule).per_row != 0)
+  const bool has_rows = plan_of(u.rule).per_row != 0;
+  if (u.mean == nullptr && (!is_16bit(u.grad_dtype) || has_rows))
     apply_rows<T>(u, method, coefs);
   else
     apply_chunks<T>(u, method, coefs);
@@ -240,7 +271,13 @@ const T* as_values(DType dtype, const void* grad, T* room, std::size_t n) {
 template const float* as_values<float>(DType, const void*, float*, std::size_t);
 template const double* as_values<double>(DType, const void*, double*, std::size_t);
 
+void require_doable(const DenseUpdate& u) {
+  if (u.mean != nullptr && (u.mean->parts.empty() || plan_of(u.rule).per_row != 0))
+    throw std::invalid_argument("the mean of no gradients, or for a rule with a number per row");
+}
+
 void apply(const DenseUpdate& u) {
+  require_doable(u);
   if (u.rows == 0) return;
   u.dtype == DType::float64 ? apply_as<double>(u) : apply_as<float>(u);
 }

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "../kernels/dtype.hpp"
 
@@ -70,6 +71,19 @@ Method<T> method_of(const Rule& rule);
 template <class T>
 const T* as_values(DType dtype, const void* grad, T* room, std::size_t n);
 
+// The mean of gradients: the sum of those that are there, in this order, each times its weight where
+// there are weights, by `divisor`.
+struct GradPart {
+  DType dtype;  // T, float16 or bfloat16
+  const void* grad;
+  double weight;
+};
+struct GradMean {
+  std::vector<GradPart> parts;
+  bool is_weighed;
+  double divisor;
+};
+
 // A dense update. `step` counts the updates of the block from 1.
 struct DenseUpdate {
   Rule rule;
@@ -82,7 +96,9 @@ struct DenseUpdate {
   DType grad_dtype;
   const void* grad;
   std::size_t count;
+  const GradMean* mean;  // null: `grad`. Only for rules without a slot per row
 };
 void apply(const DenseUpdate& update);
+void require_doable(const DenseUpdate& update);  // throws what apply() would
 
 }  // namespace ringcomm::ps

@@ -20,7 +20,9 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kAlignment = 64;
-constexpr std::size_t kKept = 64u << 20;  // free memory beyond this goes back to the system
+// Free memory beyond what was in use at most goes back to the system, within these bounds: a training
+// step that needs as much as the one before finds its pages there.
+constexpr std::size_t kLeastKept = 64u << 20, kMostKept = 256u << 20;
 
 std::size_t rounded_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -145,7 +147,7 @@ void Allocator::give_back(std::size_t offset, std::size_t nbytes) {
   usage_.in_use -= nbytes;
   usage_.kept += nbytes;
   put(offset, {nbytes, true});
-  if (usage_.kept > kKept) trim();
+  if (usage_.kept > std::clamp(usage_.highest, kLeastKept, kMostKept)) trim();
 }
 
 void Allocator::put(std::size_t offset, Free block) {

@@ -295,7 +295,7 @@ class DensePartition:
             answer(True, self.version)
         elif self.rounds is None:
             self._note_staleness(clock)
-            self._update(meta.hyper, meta, _opened(grad))
+            self._update(meta.hyper, meta, _bits(_opened(grad)))
             answer(True, self.version)
         else:
             is_absent = meta.flags & ABSENT or self._is_masked(meta.mask)
@@ -319,10 +319,11 @@ class DensePartition:
         assert self.rounds is not None
         while self.held is None and (came := self.rounds.take()) is not None:
             parts = [part for _, part in came]
-            mean = mean_of(parts)
+            mean = shares_of(parts)
             present = None if mean is None else self._present_in(parts)
             if any(part.is_held for part in parts):
-                self.held = Held(None if mean is None else np.array(mean, self.dtype), present)
+                held = None if mean is None else mean.mean(self.dtype)
+                self.held = Held(held, present)
                 squares = packed_squares(self.held.mean)
                 for part in parts:
                     part.answer(True, self.version, squares)
@@ -357,7 +358,7 @@ class DensePartition:
         return self.segments is not None and not self.segments.present(mask).any()
 
     def _end_round(
-        self, hyper: NDArray[np.float64], mean: Array | None, present: Mask | None
+        self, hyper: NDArray[np.float64], mean: Array | Shares | None, present: Mask | None
     ) -> None:
         version = self.version + 1
         if mean is not None:
@@ -428,15 +429,23 @@ class DensePartition:
         self.traffic.apply_s += time.perf_counter() - began_at
 
     def _apply(
-        self, hyper: NDArray[np.float64], grad: Array, present: Mask | None, version: int
+        self, hyper: NDArray[np.float64], grad: Array | Shares, present: Mask | None, version: int
     ) -> None:
         """Make an update, and it the values of a version."""
         began_at = time.perf_counter()
+        code, step = self.updater.code, self.steps + 1
+        has_full_slots_alone = len(self.slots) == self.updater.n_full_slots
         if self.segments is not None and present is not None:
+            grad = grad.mean(self.dtype) if isinstance(grad, Shares) else grad
             self._apply_to(self.segments, hyper, grad, present)
             self.version = version
+        elif isinstance(grad, Shares) and has_full_slots_alone:  # a mean that is never in memory
+            grads = [_bits(each) for each in grad.grads]
+            weights, divisor = grad.weights, grad.divisor
+            self._block.apply_mean(code, hyper, step, self.slots, grads, weights, divisor, version)
+            self.steps = step
         else:
-            code, step = self.updater.code, self.steps + 1
+            grad = grad.mean(self.dtype) if isinstance(grad, Shares) else grad
             self._block.apply(code, hyper, step, self.slots, grad, version)
             self.steps = step
         self.traffic.apply_s += time.perf_counter() - began_at
@@ -511,30 +520,52 @@ class DensePartition:
         self.is_ready = True
 
 
-@_QUIET
-def mean_of(parts: list[Contribution]) -> Array | None:
-    """Return the mean of contributions by their weights, summed in the order given.
+class Shares(NamedTuple):
+    """What the mean of a round is made of.
+
+    Attributes:
+        grads: in the order in which they are summed.
+        weights: of each; empty: all 1.
+        divisor: of the sum.
+    """
+
+    grads: list[Array]
+    weights: list[float]
+    divisor: float
+
+    @_QUIET
+    def mean(self, dtype: np.dtype[Any]) -> Array:
+        """Return the mean in a dtype, summed in it too."""
+        weights = map(dtype.type, self.weights)
+        shares = [g.astype(dtype, copy=False) for g in self.grads]
+        shares = [g * w for g, w in zip(shares, weights, strict=True)] if self.weights else shares
+        out: Array = shares[0] + shares[1] if shares[1:] else shares[0].copy()
+        for share in shares[2:]:
+            out += share
+        out /= dtype.type(self.divisor)
+        return out
+
+
+def shares_of(parts: list[Contribution]) -> Shares | None:
+    """Return what the mean of contributions by their weights is made of, in the order given.
 
     Who has no gradient counts as zeros. None if nobody has one, or the sum of weights is 0.
     """
-    total = sum(part.weight for part in parts)
     # The mean over an empty batch is NaN, which a weight of 0 would not cancel.
     present = [
         (part.weight, _opened(part.grad)) for part in parts if part.grad is not None and part.weight
     ]
     if not present:
         return None
-    kind = present[0][1].dtype
-    wide = kind if kind in (np.float32, np.float64) else np.dtype(np.float32)
-    if len(parts) == 1:
-        return present[0][1]
-    is_plain = all(part.weight == parts[0].weight for part in parts)
-    shares = [grad if is_plain else grad * wide.type(weight) for weight, grad in present]
-    out = np.add(shares[0], shares[1], dtype=wide) if shares[1:] else np.array(shares[0], wide)
-    for share in shares[2:]:
-        out += share
-    out /= wide.type(len(parts) if is_plain else total)
-    return out
+    grads = [grad for _, grad in present]
+    if all(part.weight == parts[0].weight for part in parts):
+        return Shares(grads, [], len(parts))
+    return Shares(grads, [weight for weight, _ in present], sum(part.weight for part in parts))
+
+
+def _bits(grad: Array) -> Array:
+    """Return a gradient as C++ takes it, which knows bfloat16 by its bits."""
+    return grad.view(np.uint16) if grad.dtype.name == "bfloat16" else grad
 
 
 def _opened(grad: Array) -> Array:

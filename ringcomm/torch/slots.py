@@ -12,7 +12,7 @@ from ringcomm.arrays.torch import TORCH
 from ringcomm.torch.buckets import Bucket, Member
 from ringcomm.torch.presence import DENSE, LATE, SPARSE
 
-_WORTH_KEEPING = 128 << 10  # bytes; what malloc asks the system for by itself
+WORTH_KEEPING = 128 << 10  # bytes; what malloc asks the system for by itself
 
 
 class State(Enum):
@@ -133,7 +133,7 @@ class Slot:
             return
         _copy(self._view, _strided(gradient))
         self.parameter.grad = self._view
-        self._packed = gradient if self._view.nbytes >= _WORTH_KEEPING else None
+        self._packed = gradient if self._view.nbytes >= WORTH_KEEPING else None
 
     def spare(self, target: torch.Tensor) -> None:
         """Write what this rank has beside its bucket, or zeros, to `target`."""

@@ -2,6 +2,7 @@
 
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 from harness import outcomes
@@ -146,6 +147,56 @@ def test_a_push_is_a_future():
         return t.pull().wait().tolist()
 
     assert run_workers(1, body) == [[3.0] * 10]
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"segments": [0, 4]}], ids=str)
+def test_gradients_may_have_16_bits_whatever_the_mode(n_workers, mode, dtype, kind, options):
+    def body(rank):
+        t = ps.table("w", 10, dtype, updater=ps.optim.Add(), mode=mode, **options)
+        t.push(np.full(10, rank + 1, kind)).wait()
+        t.push(np.full(3, 4, kind), where=slice(2, 5)).wait()
+        rc.barrier()
+        return t.pull().wait().tolist()
+
+    mean = {"async": n_workers, "sync": 1}[mode] / n_workers
+    whole, part = sum(range(1, n_workers + 1)) * mean, 4 * n_workers * mean
+    expected = [whole] * 2 + [whole + part] * 3 + [whole] * 5
+    assert run_workers(n_workers, body) == [expected] * n_workers
+
+
+@pytest.mark.parametrize("updater", [ps.optim.SGD(0.1, momentum=0.9), ps.optim.Adam(0.1)], ids=str)
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2.5, 0), (0, 0.1, 3)], ids=str)
+def test_the_mean_of_a_round_is_summed_in_the_order_of_the_workers(weights, updater):
+    n = 5001  # some chunks of what C++ sums at once
+    rng = np.random.default_rng(1)
+    grads = [rng.standard_normal((3, n)).astype(np.float32) for _ in range(3)]
+    if 0 in weights:
+        grads[1][weights.index(0)] = np.nan  # it does not count
+    alone = 1.0 if weights == (1, 1, 1) else np.float32(sum(weights))
+
+    def body(rank):
+        t = ps.table("w", n, updater=updater, mode="sync")
+        for each in grads:
+            t.push(each[rank], weight=weights[rank])
+        return t.pull().wait()
+
+    def reference(rank):
+        t = ps.table("w", n, updater=updater, mode="sync")
+        for each in grads:
+            terms = [g * np.float32(w) for g, w in zip(each, weights, strict=True) if w]
+            total = terms[0].copy()
+            for term in terms[1:]:
+                total += term
+            t.push(total / np.float32(3 if weights == (1, 1, 1) else alone))
+        return t.pull().wait()
+
+    (expected,) = run_workers(1, reference)
+    for got in run_workers(3, body):
+        assert np.array_equal(got, expected)
 
 
 # --- modes --------------------------------------------------------------------------------------

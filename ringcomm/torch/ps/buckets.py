@@ -18,6 +18,7 @@ from ringcomm.ps.rounds import Mode
 from ringcomm.ps.segments import MOST
 from ringcomm.ps.table import table
 from ringcomm.torch.buckets import is_dense, plan_buckets, view_like
+from ringcomm.torch.slots import WORTH_KEEPING
 
 BLOCK_NBYTES: Final = 4 << 20  # what servers cut tables into
 FUSED_NBYTES: Final = 4 << 20  # the most that parameters share
@@ -38,6 +39,7 @@ class Slot:
         is_heard: hooks tell of its gradients.
         pushed: the gradient that was sent in this step, and its version; None: none was.
         known: version and address of the values that the servers have, too.
+        kept: what was the gradient; see Bucket.note_pushed().
     """
 
     index: int
@@ -47,6 +49,7 @@ class Slot:
     is_heard: bool = False
     pushed: tuple[torch.Tensor | None, int] | None = None
     known: tuple[int, int] = (0, 0)
+    kept: torch.Tensor | None = None
 
     @property
     def now(self) -> tuple[int, int]:
@@ -225,11 +228,16 @@ class Bucket:
         return self._gradients
 
     def note_pushed(self, push: Future[Pushed] | None) -> None:
-        """The gradients are on their way, as they are now."""
+        """The gradients are on their way, as they are now.
+
+        Large ones are kept until the next, also if zero_grad() lets go of them: see
+        ringcomm.torch.slots.Slot.pack.
+        """
         self.push, self.is_pushed = push, True
         for slot in self.slots:
             grad = slot.parameter.grad
             slot.pushed = (grad, 0 if grad is None else grad._version)
+            slot.kept = grad if slot.parameter.nbytes >= WORTH_KEEPING else None
 
 
 def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
