@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from ringcomm.errors import RingcommError
 
 
 class Listener(Protocol):
@@ -29,6 +31,14 @@ class Listener(Protocol):
         ...
 
 
+_LOST: Final = (
+    "torch {} has added to the gradient of parameter {} of the optimizer and not told so before, "
+    "so it would be wrong. It forgets the hooks of a parameter that a torch.autograd.Function saves"
+    " by ctx.save_for_backward() within torch.utils.checkpoint(use_reentrant=False): keep it as an"
+    " attribute of ctx instead, or use a newer torch"
+)
+
+
 class Hooks:
     """Tells a listener of gradients, for as long as the listener lives; never in a forked child.
 
@@ -40,6 +50,7 @@ class Hooks:
     def __init__(self, listener: Listener, parameters: dict[int, torch.nn.Parameter]) -> None:
         self._nodes: dict[int, Node] = {}  # a node's hooks go with it, and nobody else keeps it
         self._handles: list[RemovableHandle] = []
+        self._announced: set[int] = set()  # gradients that are about to be added
         ref = weakref.ref(listener)
         for index, parameter in parameters.items():
             self._attach(ref, index, parameter)
@@ -58,17 +69,22 @@ class Hooks:
     def _attach(
         self, ref: weakref.ref[Listener], index: int, parameter: torch.nn.Parameter
     ) -> None:
-        pid = os.getpid()
+        pid, announced = os.getpid(), self._announced
 
         def before(gradients: Sequence[torch.Tensor | None]) -> None:
             listener = ref()
             if listener is not None and gradients[0] is not None and os.getpid() == pid:
+                announced.add(index)
                 listener.before_gradient(index)
 
         def after(_: torch.Tensor) -> None:
             listener = ref()
-            if listener is not None and os.getpid() == pid:
-                listener.after_gradient(index)
+            if listener is None or os.getpid() != pid:
+                return
+            if index not in announced:
+                raise RingcommError(_LOST.format(torch.__version__, index))
+            announced.discard(index)
+            listener.after_gradient(index)
 
         # Of the node, not of the tensor: autograd.grad() runs a tensor's hooks as well.
         node = get_gradient_edge(parameter).node

@@ -170,7 +170,9 @@ class _Normalize(torch.autograd.Function):
             None if bias is None else bias.to(like_x),
             eps=eps,
         )
-        ctx.save_for_backward(x, weight, mean.to(x.device, like_x), inverse.to(x.device, like_x))
+        ctx.save_for_backward(x, mean.to(x.device, like_x), inverse.to(x.device, like_x))
+        # Within a checkpoint torch 2.6 forgets the hooks of a parameter that is saved like these.
+        ctx.weight, ctx.weight_version = weight, None if weight is None else weight._version
         ctx.group, ctx.count, ctx.eps = group, count, eps
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance, count
@@ -179,7 +181,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
             return _gradients(ctx, dy)
-        x, weight, mean, inverse = ctx.saved_tensors
+        (x, mean, inverse), weight = ctx.saved_tensors, _weight_of(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         axes = _all_but_channels(x)
         dy = dy.to(mean.dtype)
@@ -196,12 +198,22 @@ class _Normalize(torch.autograd.Function):
         return dx, d_weight, sum_dy.to(weight.dtype) if needs_bias else None, None, None
 
 
+def _weight_of(ctx: Any) -> Any:
+    weight = ctx.weight
+    if weight is not None and weight._version != ctx.weight_version:
+        raise RuntimeError(
+            "SyncBatchNorm: its weight was changed in place between forward and backward (version "
+            f"{weight._version}, was {ctx.weight_version}): call step() after backward()"
+        )
+    return weight
+
+
 def _gradients(ctx: Any, dy: Tensor) -> Any:
     """Return what backward() returns, by operations that can be differentiated again.
 
     Mean and deviation are functions of all ranks' inputs, so they are computed anew.
     """
-    x, weight, known_mean, _ = ctx.saved_tensors
+    (x, known_mean, _), weight = ctx.saved_tensors, _weight_of(ctx)
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     axes, count, group = _all_but_channels(x), ctx.count, ctx.group
     dy, centred = dy.to(known_mean.dtype), x - _per_channel(known_mean, x)

@@ -27,6 +27,7 @@ from training import (  # noqa: E402
 )
 
 import ringcomm as rc  # noqa: E402
+from ringcomm.torch.autograd import Hooks  # noqa: E402
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
@@ -346,3 +347,21 @@ def test_a_module_checkpointed_twice_on_one_rank_only():
     alone.mode = "reentrant"
     (mse_loss(alone(x.chunk(2)[1]), y.chunk(2)[1]) / 2).backward()
     assert_close(run_ranks(2, body, settings=SMALL), [p.grad for p in alone.parameters()], 1e-12)
+
+
+class Listener:
+    def before_gradient(self, index):
+        self.before = index
+
+    def after_gradient(self, index):
+        self.after = index
+
+
+def test_a_hook_that_torch_forgets_is_an_error_and_no_wrong_gradient():
+    parameter, listener = torch.nn.Parameter(torch.ones(3)), Listener()
+    hooks = Hooks(listener, {5: parameter})
+    parameter.sum().backward()
+    assert (listener.before, listener.after) == (5, 5)
+    hooks._handles[0].remove()  # as torch 2.6 does within checkpoints
+    with pytest.raises(rc.RingcommError, match=r"gradient of parameter 5 .* told so before"):
+        parameter.sum().backward()

@@ -369,6 +369,18 @@ def test_a_lazy_batch_norm_is_converted_after_its_first_batch_only():
     assert hvd.SyncBatchNorm.convert_sync_batchnorm(lazy).num_features == 3
 
 
+def test_a_weight_that_changed_before_backward_is_an_error():
+    def body(rank):
+        layer = hvd.SyncBatchNorm(3)
+        y = layer(torch.randn(4, 3))
+        with torch.no_grad():
+            layer.weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"changed in place .* \(version \d, was \d\)"):
+            y.sum().backward()
+
+    run_ranks(2, body)
+
+
 def test_checkpointed_and_frozen_inputs():
     """A layer whose input needs no gradient sends nothing back; one in a checkpoint runs twice."""
     from torch.utils.checkpoint import checkpoint
