@@ -660,8 +660,8 @@ PARAMETER_SERVER = [
         "ps-mean-without-weights",
         "ps",
         "ps/dense.py",
-        "[weight for weight, _ in present], sum(part.weight for part in parts))",
-        "[weight for weight, _ in present], len(parts))",
+        "weights, sum(math.ldexp(part.weight, scale) for part in parts))",
+        "weights, len(parts))",
         "batches of unequal sizes train another model",
         (
             "unit/test_ps_tables.py",

@@ -106,7 +106,7 @@ void bind_postbox(nb::module_& m) {
            "rank"_a, "frame"_a)
       .def("ask", &ask)
       .def("take_acks", &take_acks)
-      .def("await_ack", &PostBox::await_ack, "sequence"_a, "limit_ns"_a,
+      .def("await_ack", &PostBox::await_ack, "sequence"_a, "limit_ns"_a, "taken"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("n_unsent", &PostBox::n_unsent)
       .def_prop_ro("has_mail", &PostBox::has_mail)

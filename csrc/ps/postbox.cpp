@@ -109,6 +109,11 @@ std::vector<std::pair<std::uint32_t, std::string>> PostBox::collect() {
   return std::exchange(inbox_, {});
 }
 
+std::vector<PostBox::Ack> PostBox::take_acks() {
+  if (reported_) acks_.insert(acks_.begin(), *std::exchange(reported_, std::nullopt));
+  return std::exchange(acks_, {});
+}
+
 void PostBox::hold(std::uint32_t rank) {
   if (Line* const line = line_of(rank)) line->is_held = true;
 }
@@ -122,27 +127,34 @@ void PostBox::close(std::uint32_t table, std::uint32_t partition) {
   open_.erase(key_of(table, partition));
 }
 
-std::int64_t PostBox::await_ack(std::uint64_t sequence, std::int64_t limit_ns) {
+std::int64_t PostBox::await_ack(std::uint64_t sequence, std::int64_t limit_ns,
+                                std::uint64_t taken) {
   Backoff backoff(patience_);
   const std::int64_t end = monotonic_ns() + limit_ns;
   std::int64_t clock = -1;
   while (true) {
-    const Look look = look_for(sequence, clock);
+    const Look look = look_for(sequence, taken, clock);
     if (was_missed_.exchange(false)) memory_->bell().ring();
     if (look == Look::found) return clock;
     if (look == Look::other || !backoff.linger() || monotonic_ns() > end) return -1;
   }
 }
 
-PostBox::Look PostBox::look_for(std::uint64_t sequence, std::int64_t& clock) {
+PostBox::Look PostBox::look_for(std::uint64_t sequence, std::uint64_t taken, std::int64_t& clock) {
   const std::unique_lock lock(desk_, std::try_to_lock);
   if (!lock.owns_lock()) return Look::nothing;  // another thread looks
   if (is_abandoned_) return Look::other;
+  if (reported_ && reported_->sequence == taken) reported_.reset();
   pass_or_fault();
+  if (reported_) {
+    acks_.insert(acks_.begin(), *std::exchange(reported_, std::nullopt));
+    n_acks_ = acks_.size();
+  }
   if (n_inbox_ != 0 || acks_.size() > 1) return Look::other;
   if (acks_.empty()) return Look::nothing;
   if (acks_[0].sequence != sequence) return Look::other;
   clock = acks_[0].clock;
+  reported_ = acks_[0];
   acks_.clear();
   n_acks_ = 0;
   return Look::found;

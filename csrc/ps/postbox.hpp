@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -59,10 +60,11 @@ class PostBox : public Program {
     std::int64_t clock;
   };
   // Inside, after collect(): those that came.
-  std::vector<Ack> take_acks() { return std::exchange(acks_, {}); }
+  std::vector<Ack> take_acks();
   // Outside: looks until the ack of a request comes, and returns its clock. -1 if anything else comes,
-  // or it does not within limit_ns: who drives is to look.
-  std::int64_t await_ack(std::uint64_t sequence, std::int64_t limit_ns);
+  // or it does not within limit_ns: who drives is to look. The ack stays for take_acks(), so that an
+  // interrupt loses none, until a call says that it has been `taken`.
+  std::int64_t await_ack(std::uint64_t sequence, std::int64_t limit_ns, std::uint64_t taken);
   // Inside: what this sender sends next is for Python, until the next collect().
   void hold(std::uint32_t rank);
   // True if collect() would return something.
@@ -97,7 +99,7 @@ class PostBox : public Program {
   bool put(Line& line, const Chunk* chunks, std::size_t n);
   bool flush(Line& line);
   enum class Look { nothing, found, other };
-  Look look_for(std::uint64_t sequence, std::int64_t& clock);
+  Look look_for(std::uint64_t sequence, std::uint64_t taken, std::int64_t& clock);
   Step pass();
   Step pass_or_fault();
   bool carry_out(Line& line, const std::byte* data, std::size_t nbytes);
@@ -121,6 +123,7 @@ class PostBox : public Program {
   std::unordered_map<std::uint64_t, Open> open_;
   std::vector<std::pair<std::uint32_t, std::string>> inbox_;
   std::vector<Ack> acks_;
+  std::optional<Ack> reported_;  // by await_ack(), and not known to be taken
   std::atomic<std::size_t> n_inbox_{0}, n_acks_{0};
 };
 

@@ -73,8 +73,9 @@ class Client {
       const bool is_push = random() % 2 == 0;
       n_pushes += is_push;
       const std::uint64_t sequence = is_push ? send_push() : send_question();
-      if (is_push && random() % 2 == 0 && box_->await_ack(sequence, 50'000) >= 0) {
-        answered(sequence);
+      if (is_push && random() % 2 == 0 && box_->await_ack(sequence, 50'000, taken_) >= 0) {
+        acked(sequence);
+        if (random() % 4 != 0) taken_ = sequence;  // else as if an interrupt had come
         continue;
       }
       const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
@@ -116,6 +117,10 @@ class Client {
     const std::lock_guard lock(waiting_);
     if (open_.erase(sequence) != 1) fail("an answer came twice, or to no question", rank_);
   }
+  void acked(std::uint64_t sequence) {  // one that was reported may come once more
+    const std::lock_guard lock(waiting_);
+    open_.erase(sequence);
+  }
   bool is_answered(std::uint64_t sequence) {
     const std::lock_guard lock(waiting_);
     return open_.count(sequence) == 0;
@@ -132,7 +137,7 @@ class Client {
     loop_.park(0.001);
     box_->enter();
     const auto frames = box_->collect();
-    for (const PostBox::Ack& ack : box_->take_acks()) answered(ack.sequence);
+    for (const PostBox::Ack& ack : box_->take_acks()) acked(ack.sequence);
     for (const auto& [rank, data] : frames) {
       const auto frame = read_frame(reinterpret_cast<const std::byte*>(data.data()), data.size());
       if (rank != 0 || !frame) fail("a frame is broken", rank_);
@@ -150,6 +155,7 @@ class Client {
   std::mutex sending_, waiting_, driving_;
   std::uint64_t sequence_ = 0;
   std::set<std::uint64_t> open_;  // sent, and not answered
+  std::atomic<std::uint64_t> taken_{0};
 };
 
 void run(std::uint32_t n_clients, unsigned rounds) {

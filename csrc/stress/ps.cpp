@@ -54,7 +54,7 @@ class Partition {
     for (auto& key : keys) key = ~(random_() % kKeys * 0x100000001ull);
     const std::vector<double> grads(keys.size() * kDim, 0.5);  // bytes of any dtype
     const DType grad = random_() % 3 == 0 ? DType::bfloat16 : dtype_;
-    rows_.push({keys.data(), keys.size(), grad, grads.data(), rows_.spec().rule,
+    rows_.push({keys.data(), keys.size(), {{0, grad, grads.data(), 1}}, rows_.spec().rule,
                 static_cast<double>(round), round + 1});
     read_beside_each_other(keys);
     if (round % 3 == 0) rows_.erase(keys.data(), keys.size() / 4, round + 1);

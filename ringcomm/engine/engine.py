@@ -288,7 +288,7 @@ class Engine:
             self._progress.work_in_background()
         self._require_own_process()
         with self._lock:
-            self._require_usable()
+            self.require_usable()
             self._require_room()
             self._n_serial += 1
             if ticket is None:
@@ -444,7 +444,7 @@ class Engine:
 
     def nudge(self) -> None:
         """Let services be polled, at once if nobody drives; any thread."""
-        self._require_usable()
+        self.require_usable()
         self._progress.nudge()
 
     def run_until(
@@ -461,7 +461,7 @@ class Engine:
         Raises:
             RingcommError: the engine cannot be used any more.
         """
-        self._require_usable()
+        self.require_usable()
         self._progress.run_until(is_enough, is_done=is_done, timeout_s=timeout_s)
         if self._broken is not None:
             raise self._copy_of_broken()
@@ -488,14 +488,13 @@ class Engine:
         """
         if self._is_closed or self._n_forks != n_forks():
             return False
-        while self._goodbyes:
-            self._goodbyes.pop()()
+        unsaid = self._say_goodbye()
         with self._lock:
             self._is_closed = True
         was_broken = self._broken is not None
         for task in self._pending.tasks():
             self._progress.wait(task)
-        self.broke_while_leaving = None if was_broken else self._broken
+        self.broke_while_leaving = unsaid if was_broken else self._broken or unsaid
         self._progress.stop(self._copy_of_broken)
         self._set_state(State.LEAVING)
         self.record(None)
@@ -506,6 +505,15 @@ class Engine:
         if not (keeps_wire and self.has_waited_in_vain):
             self.close(is_clean=is_clean)
         return is_clean
+
+    def _say_goodbye(self) -> RingcommError | None:
+        """Let those leave who have others to tell; return what kept them from it."""
+        try:
+            while self._goodbyes:
+                self._goodbyes.pop()()
+        except RingcommError as error:
+            return error
+        return None
 
     @property
     def has_waited_in_vain(self) -> bool:
@@ -586,7 +594,7 @@ class Engine:
         is_once: bool = False,
     ) -> Task | Over:
         self._require_own_process()
-        self._require_usable()
+        self.require_usable()
         if group is None:
             group = self.world
         elif not isinstance(group, Group):
@@ -597,7 +605,7 @@ class Engine:
         if is_once:
             ready = replace(ready, call=replace(ready.call, name=name, is_once=True))
         with self._lock:
-            self._require_usable()
+            self.require_usable()
             self._require_room()
             ticket = ledger.enter(ready.call.name, is_once=is_once)
             entry = _Entry(group, ledger, ticket, is_awaited, timeout_s)
@@ -716,7 +724,8 @@ class Engine:
                 "the result to the child"
             )
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
+        """Raise what an operation would, if it was shut down or is broken."""
         if self._is_closed:
             raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
         if self._broken is not None:
@@ -750,6 +759,10 @@ class Engine:
             self._progress.fail_all(self._copy_of_broken)
         elif task.is_dropped and error is not None:
             warn_of_dropped(task)
+
+    def lose(self, error: BaseException) -> None:
+        """Be unusable: an interrupt, or the like, has left something half done; any thread."""
+        self._on_lost(error)
 
     def _on_lost(self, error: BaseException) -> None:
         """An interrupt, or the wire broke while no task is to blame: end them all."""

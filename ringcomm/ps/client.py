@@ -146,6 +146,7 @@ class Client:
         self._notices: list[tuple[Partition, int, int, int]] = []
         self._lock = threading.Lock()  # of sequence numbers, lanes, and the order of sending
         self._listened_at = 0.0
+        self._taken = 0  # the last ack that was taken without driving
 
     @property
     def n_servers(self) -> int:
@@ -185,6 +186,7 @@ class Client:
 
     def ask(self, asks: list[Ask], future: Future[Any]) -> None:
         """Send requests, whose replies make `future` complete; waits for credit if it must."""
+        self._engine.require_usable()
         for ask in asks:
             ask.future = future
             if ask.partition is not None:
@@ -201,6 +203,7 @@ class Client:
 
     def push(self, push: PlainPush) -> None:
         """Send a push that is request and future in one; waits for credit if it must."""
+        self._engine.require_usable()
         push.server = self._owner(push.partition)
         if not self._has_credit(push):
             self._await_credit(push, push.label)
@@ -463,9 +466,15 @@ class Client:
         ask = self._asked.get(sequence)
         if ask is None or ask.body.nbytes > ACK_NBYTES:
             return future.done()
-        clock = self._link.await_ack(self._layout.servers[ask.server], sequence, ACK_NS)
+        dest = self._layout.servers[ask.server]
+        clock = self._link.await_ack(dest, sequence, ACK_NS, self._taken)  # an interrupt loses none
         if clock >= 0:
-            self.on_ack(sequence, clock)
+            try:
+                self.on_ack(sequence, clock)
+            except BaseException as error:  # an interrupt half-way, which nothing can mend
+                self._engine.lose(error)
+                raise
+            self._taken = sequence
             self.listen()
         return future.done()
 

@@ -560,7 +560,10 @@ def shares_of(parts: list[Contribution]) -> Shares | None:
     grads = [grad for _, grad in present]
     if all(part.weight == parts[0].weight for part in parts):
         return Shares(grads, [], len(parts))
-    return Shares(grads, [weight for weight, _ in present], sum(part.weight for part in parts))
+    # By a power of two, which changes no digit: so that no weight leaves the range of float32.
+    scale = -math.frexp(max(part.weight for part in parts))[1]
+    weights = [math.ldexp(weight, scale) for weight, _ in present]
+    return Shares(grads, weights, sum(math.ldexp(part.weight, scale) for part in parts))
 
 
 def _bits(grad: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.client import Client
 
 R = TypeVar("R")
+_log = logging.getLogger("ringcomm")
 _LOCK: Final = threading.Lock()  # of callbacks, held for a moment
 
 
@@ -96,13 +98,13 @@ class Future(Generic[R]):
         """Let callback(self) be called once it is done; return self.
 
         At once and in this thread if it is done already; else in the thread that notices: the
-        callback must be short and must not wait for anything.
+        callback must be short and must not wait for anything. What it raises is logged.
         """
         with _LOCK:
             if not self._is_done:
                 self._callbacks += (callback,)
                 return self
-        callback(self)
+        self._call(callback)
         return self
 
     def replied(self, server: int) -> None:
@@ -137,7 +139,13 @@ class Future(Generic[R]):
             self._is_done = True
             callbacks, self._callbacks = self._callbacks, ()
         for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Future[R]], object]) -> None:
+        try:
             callback(self)
+        except Exception:  # noqa: BLE001 - who drives did not write it
+            _log.exception("%s: a callback of then() raised", self.label)
 
     def __repr__(self) -> str:
         state = "pending" if not self._is_done else "failed" if self._error else "done"

@@ -244,10 +244,13 @@ class HashTable(Opened):
             )
         shape = (*shape, self.dim)
         if out is not None and (
-            out.dtype != self.dtype or out.shape != shape or not out.flags.c_contiguous
+            out.dtype != self.dtype
+            or out.shape != shape
+            or not (out.flags.c_contiguous and out.flags.writeable)
         ):
             raise ValueError(
-                f"pull[{self.name}]: out must be contiguous, of {self.dtype} and shape {shape}, "
+                f"pull[{self.name}]: out must be contiguous and writeable, of {self.dtype} and "
+                f"shape {shape}, "
                 f"not {out.dtype} {out.shape}"
             )
         flat_out = None if out is None else out.reshape(-1).view(np.uint8)

@@ -86,9 +86,14 @@ def rows_of(label: str, rows: Array, shape: tuple[int, ...], dtype: np.dtype[Any
         raise ValueError(
             f"{label}: rows have shape {rows.shape}, and the keys {shape[:-1]}: it must be {shape}"
         )
-    if rows.dtype != dtype and rows.dtype.name not in ("float16", "bfloat16"):
+    if rows.dtype != dtype and not is_16bit(rows.dtype):
         raise TypeError(f"{label}: dtype {rows.dtype}, and the table has {dtype}. Convert it")
     return np.ascontiguousarray(rows).reshape(-1, shape[-1])
+
+
+def is_16bit(dtype: np.dtype[Any]) -> bool:
+    """Return True for float16 and bfloat16, of this machine's byte order."""
+    return dtype == np.float16 or dtype.name == "bfloat16"
 
 
 def last_of_each(keys: Keys, rows: Array) -> tuple[Keys, Array]:

@@ -156,14 +156,15 @@ class Link:
         """
         return [] if self._box is None else self._box.take_acks()
 
-    def await_ack(self, dest: int, sequence: int, limit_ns: int) -> int:
+    def await_ack(self, dest: int, sequence: int, limit_ns: int, taken: int) -> int:
         """Look for the ack of a request until it comes, without driving; return its clock.
 
-        Returns -1 if something else comes, or it does not within limit_ns: poll() then.
+        Returns -1 if something else comes, or it does not within limit_ns: poll() then. The ack
+        may come once more, until a call says that it has been `taken`.
         """
         if self._box is None or not self._box.reaches(dest):
             return -1
-        return self._box.await_ack(sequence, limit_ns)
+        return self._box.await_ack(sequence, limit_ns, taken)
 
     def _put(self, dest: int, frame: bytes) -> None:
         if self._box is not None and self._box.reaches(dest):

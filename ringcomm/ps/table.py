@@ -19,6 +19,7 @@ from ringcomm.ps.deltas import Delta, Stamp, pull_delta
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import Session, is_chief, session
+from ringcomm.ps.keys import is_16bit
 from ringcomm.ps.link import INLINE_MAX
 from ringcomm.ps.messages import (
     ABSENT,
@@ -442,10 +443,10 @@ class Table(Opened):
             return pull_delta(self, since, None)
         if out is None:
             out = np.empty(shape, self.dtype)
-        elif out.dtype != self.dtype or out.size != stop - start or not out.flags.c_contiguous:
+        elif not _is_fit(out, self.dtype, shape):
             raise ValueError(
-                f"pull[{self.name}]: out must be contiguous, of {self.dtype} and shape {shape}, "
-                f"not {out.dtype} {out.shape}"
+                f"pull[{self.name}]: out must be contiguous and writeable, of {self.dtype} and "
+                f"shape {shape}, or flat, not {out.dtype} {out.shape}"
             )
         flat = out.reshape(-1)
         if since is not None:
@@ -617,24 +618,27 @@ class Table(Opened):
                 yield part, own, own
 
     def _flat(self, what: str, x: ArrayLike, count: int) -> Array:
-        if isinstance(x, np.ndarray) and x.dtype == self.dtype and x.flags.c_contiguous:
-            flat: Array = x.reshape(-1)
-            if len(flat) == count:
-                return flat
         x = np.asarray(x, self.dtype if isinstance(x, tuple) else None)
-        if x.size != count:
+        is_whole = count == self._spec.count and x.shape == self.shape
+        if not is_whole and x.shape != (count,):
             raise ValueError(
                 f"{what}[{self.name}]: {x.size} elements, shape {x.shape}, for {count} of a table "
-                f"of shape {self.shape}"
+                f"of shape {self.shape}: pass that shape, or flat"
             )
-        if x.dtype != self.dtype and x.dtype.name not in ("float16", "bfloat16"):
+        if x.dtype != self.dtype and not is_16bit(x.dtype):
             raise TypeError(
                 f"{what}[{self.name}]: dtype {x.dtype}, and the table has {self.dtype}. Convert it"
             )
-        return np.ascontiguousarray(x).reshape(-1)
+        return x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
 
     def __repr__(self) -> str:
         return f"<Table {self.name}: {self.dtype} {self.shape}, {self._spec.mode}>"
+
+
+def _is_fit(out: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+    """Return True if what is pulled can be written there."""
+    is_shape = out.shape == shape or out.shape == (int(np.prod(shape)),)
+    return out.dtype == dtype and is_shape and out.flags.c_contiguous and out.flags.writeable
 
 
 @lru_cache

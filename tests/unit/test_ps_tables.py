@@ -2,6 +2,7 @@
 
 import threading
 
+import harness
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from ps_jobs import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.engine.world import engine
 from ringcomm.ps import client
 from ringcomm.ps.job import session
+from ringcomm.ps.link import Link
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -149,6 +152,110 @@ def test_a_push_is_a_future():
     assert run_workers(1, body) == [[3.0] * 10]
 
 
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("count", [10, 10_000])
+def test_an_interrupt_within_a_wait_loses_no_ack(count, monkeypatch):
+    """As Ctrl-C does, which is raised as soon as the call into C++ returns."""
+    await_ack, is_interrupting = Link.await_ack, [True]
+
+    def interrupted(self, *arguments):
+        clock = await_ack(self, *arguments)
+        if clock >= 0 and is_interrupting[0]:
+            raise Interrupted
+        return clock
+
+    def body(rank):
+        t = ps.table("w", count, updater=ps.optim.Add())
+        monkeypatch.setattr(Link, "await_ack", interrupted)
+        n_interrupts = 0
+        for _ in range(20):
+            is_interrupting[0] = True
+            push = t.push(np.ones(count, np.float32))
+            try:
+                push.wait()
+            except Interrupted:
+                n_interrupts += 1
+                is_interrupting[0] = False
+                assert push.wait(5).applied
+        assert session().client._asked == {}
+        assert (t.pull().wait() == 20).all()
+        return n_interrupts
+
+    (n_interrupts,) = run_workers(1, body)
+    assert n_interrupts > 0 or harness.wire == "messages"
+
+
+def test_what_cannot_be_written_to_or_read_is_refused():
+    fixed, odd = np.zeros((2, 3), np.float32), np.zeros((3, 2), np.float32)
+    fixed.flags.writeable = False
+
+    def body(rank):
+        t = ps.table("w", (2, 3), updater=ps.optim.Add())
+        for _ in range(2):  # asked for, and where it stands
+            for out in (fixed, odd):
+                with pytest.raises(ValueError, match="out must be contiguous and writeable"):
+                    t.pull(out=out)
+            t.pull(out=np.empty(6, np.float32)).wait()
+        with pytest.raises(ValueError, match=r"shape \(3, 2\), for 6 of a table of shape \(2, 3\)"):
+            t.push(odd)
+        for options in ({}, {"where": slice(0, 3)}, {"assign": True}):
+            n = 3 if options.get("where") else 6
+            with pytest.raises(TypeError, match=r"dtype >f2, and the table has float32"):
+                t.push(np.ones(n, ">f2"), **options)
+        kv = ps.hashtable("e", 3)
+        with pytest.raises(TypeError, match=r"dtype >f2, and the table has float32"):
+            kv.push([1, 2], np.ones((2, 3), ">f2"))
+        with pytest.raises(ValueError, match="out must be contiguous and writeable"):
+            kv.pull([1, 2], out=fixed)
+        t.push(np.ones(6, np.float32)).wait()
+        return t.pull().wait().sum()
+
+    assert run_workers(1, body) == [6.0]
+
+
+def test_a_callback_that_raises_is_logged_and_nobody_else_s_fault(caplog):
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        for _ in range(20):
+            t.push(np.ones(10, np.float32)).then(lambda _: 1 / 0).wait()
+        t.pull().then(lambda _: 1 / 0).wait()
+        return t.pull().wait()[0]
+
+    assert run_workers(1, body) == [20.0]
+    assert caplog.text.count("push[w]: a callback of then() raised") == 20
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_after_shutdown_a_push_is_an_error():
+    def body(rank):
+        t, kv = ps.table("w", 10), ps.hashtable("e", 2)
+        t.push(np.ones(10, np.float32)).wait()
+        engine().leave("done")
+        for ask in (
+            lambda: t.push(np.ones(10, np.float32)),
+            lambda: t.push(np.ones(5, np.float32), where=slice(5)),
+            lambda: kv.push([1], np.ones((1, 2), np.float32)),
+        ):
+            with pytest.raises(rc.NotInitializedError, match="was shut down"):
+                ask()
+
+    run_workers(1, body)
+
+
+@pytest.mark.parametrize("weights", [(2e-50, 1e-50), (3e38, 1.5e38), (1e300, 5e299), (2.0, 1.0)])
+def test_weights_of_any_size_count_by_their_ratio(weights):
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add(), mode="sync")
+        t.push(np.full(10, [3e20, 6e20][rank], np.float32), weight=weights[rank]).wait()
+        return t.pull().wait()
+
+    for got in run_workers(2, body):
+        np.testing.assert_allclose(got, 4e20, rtol=1e-6)
+
+
 @pytest.mark.parametrize("n_workers", [1, 2])
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -268,7 +375,11 @@ def test_a_table_of_async_pushes_counts_what_they_missed():
         (lambda t: t.push(np.ones(4)), TypeError, "dtype float64, and the table has float32"),
         (lambda t: t.push(np.ones(4, np.float32), weight=0), ValueError, "weight is 0"),
         (lambda t: t.push(np.ones(1, np.float32), where=slice(0, 4, 4)), ValueError, "with step 1"),
-        (lambda t: t.pull(out=np.ones(4)), ValueError, "out must be contiguous, of float32"),
+        (
+            lambda t: t.pull(out=np.ones(4)),
+            ValueError,
+            "out must be contiguous and writeable, of float32",
+        ),
         (lambda t: t.pull(out=np.ones(8, np.float32)[::2]), ValueError, "out must be contiguous"),
         (lambda _: ps.table("w", 5), rc.MismatchError, r"it has shape=\(?\[?4.* with shape="),
         (lambda _: ps.table("x", -1), ValueError, "shape is"),
