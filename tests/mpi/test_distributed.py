@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,8 @@ def test_suite_passes_on_every_rank(suite, size, tmp_path):
 @pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [2]))
 @pytest.mark.parametrize("name", at_length(EXAMPLES, ["fsdp_transformer"]))
 def test_example_equals_one_process(name, size, tmp_path):
+    if name == "fsdp_transformer" and metadata.version("torch").startswith("2.6."):
+        pytest.skip("FSDP2 of torch 2.6 wants an accelerator")
     job = run_job(size, ROOT / "examples" / f"{name}.py", cwd=tmp_path, timeout_s=120)
     assert job.code == 0, job.output
     assert "from one process by" in job.output.replace("from one\nprocess", "from one process")
