@@ -8,7 +8,16 @@ from ringcomm.ps.deltas import Delta, RowDelta, Stamp
 from ringcomm.ps.evaluation import Report, evaluator, report, reports, snapshot
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.hashtable import HashTable, hashtable
-from ringcomm.ps.job import complete_step, init, is_chief, rank, size, workers
+from ringcomm.ps.job import (
+    complete_step,
+    init,
+    is_chief,
+    rank,
+    should_stop,
+    size,
+    stop,
+    workers,
+)
 from ringcomm.ps.policies import Admit, Evict
 from ringcomm.ps.rebalancing import Rebalanced, rebalance
 from ringcomm.ps.rounds import SSP, FirstOf
@@ -50,9 +59,11 @@ __all__ = [
     "reports",
     "restore",
     "save",
+    "should_stop",
     "size",
     "snapshot",
     "stats",
+    "stop",
     "subscribe",
     "table",
     "workers",

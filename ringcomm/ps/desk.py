@@ -22,12 +22,14 @@ class Desk:
         client: of this rank; None: it asks nothing.
         server: likewise.
         reports: of evaluators; for the chief.
+        is_to_stop: the chief has said that training is to end.
         link: the wire; set before the first poll.
     """
 
     link: Link
 
     def __init__(self) -> None:
+        self.is_to_stop = False
         self.client: Client | None = None
         self.server: Server | None = None
         self.reports: deque[Delivery] = deque(maxlen=10_000)
@@ -67,6 +69,8 @@ class Desk:
             elif delivery.header.kind == Kind.MOVE and delivery.header.option == Step.ROWS_NOTICE:
                 assert self.client is not None
                 self.client.on_rows_notice(delivery)
+            elif delivery.header.kind == Kind.STOP:
+                self.is_to_stop = True
             elif delivery.header.kind == Kind.REPORT:
                 self.reports.append(delivery)
             else:

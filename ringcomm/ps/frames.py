@@ -42,6 +42,7 @@ class Kind(IntEnum):
     CHANGES = 16
     STATE = 17
     ROWS = 18
+    STOP = 19
 
 
 class Step(IntEnum):
@@ -133,7 +134,7 @@ def is_one_way(header: Header) -> bool:
     """Return True if a frame has no reply: what servers tell each other of tables and moves."""
     if header.kind == Kind.MOVE:
         return header.option not in (Step.ASK, Step.SETTLE)
-    return header.kind in (Kind.VIEW, Kind.REPORT)
+    return header.kind in (Kind.VIEW, Kind.REPORT, Kind.STOP)
 
 
 def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") -> bytes:

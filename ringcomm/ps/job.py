@@ -22,7 +22,7 @@ from ringcomm.engine.patience import refuse_hopeless
 from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
 from ringcomm.ps.client import Ask, Client, Wait
 from ringcomm.ps.desk import Desk
-from ringcomm.ps.frames import Kind, Step
+from ringcomm.ps.frames import Header, Kind, Step
 from ringcomm.ps.functions import Function, registered
 from ringcomm.ps.future import Future
 from ringcomm.ps.link import Link
@@ -359,6 +359,31 @@ def complete_step(step: int | None = None) -> int:
     if step is None or step > current.clock:
         current.tick(step)
     return current.clock
+
+
+def stop() -> None:
+    """Let should_stop() be True on all workers and evaluators, soon; on the chief.
+
+    Nobody is interrupted, and nothing is waited for: who is in a step ends it. A worker that leaves
+    holds up no round, so workers need not stop after the same step.
+
+    Raises:
+        RingcommError: this rank is not the chief.
+    """
+    current = session()
+    if not is_chief():
+        raise RingcommError("ps.stop: the chief decides when training ends; see ps.is_chief()")
+    current.desk.is_to_stop = True
+    for rank in (*current.layout.workers[1:], *current.layout.evaluators):
+        current.desk.link.send(rank, Header(Kind.STOP, origin=current.engine.job_rank))
+    current.engine.nudge()
+
+
+def should_stop() -> bool:
+    """Return True once the chief has called ps.stop(): for the condition of a training loop."""
+    current = session()
+    current.client.listen()
+    return current.desk.is_to_stop
 
 
 def workers() -> Group:
