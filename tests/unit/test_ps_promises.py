@@ -111,18 +111,18 @@ def test_a_push_that_comes_twice_is_applied_once(count, mode):
     def body(rank):
         t = ps.table("w", count, updater=ps.optim.SGD(1.0), mode=mode, block_nbytes=4 * count)
         wire = session().client._link
-        send = wire.send
+        ask = wire.ask
 
-        def send_twice(dest, header, meta=b"", body=NOTHING):
-            for _ in range(1 + (header.kind == Kind.PUSH)):
-                send(dest, header, meta, body)
+        def ask_twice(dest, header, meta, body):
+            for _ in range(1 + (header[0] == Kind.PUSH)):
+                ask(dest, header, meta, body)
 
-        wire.send = send_twice
+        wire.ask = ask_twice
         for _ in range(5):
             t.push(ones(count, -1)).wait()
             t.pull().wait()
             ps.complete_step()
-        wire.send = send
+        wire.ask = ask
         rc.barrier()
         values = t.pull().wait()
         assert sum(each["pushes"] for each in ps.stats()) == 10

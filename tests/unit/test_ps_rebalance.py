@@ -12,6 +12,7 @@ from ps_jobs import moving_beside, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.ps.frames import Kind
 from ringcomm.ps.job import session
 from ringcomm.ps.lanes import Lane
 from ringcomm.ps.moving import Mover
@@ -275,6 +276,30 @@ def test_a_push_that_came_back_is_sent_again_as_it_was_made():
         future = t.push(x)
         x.fill(7)
         future.wait()
+        return t.pull().wait().tolist()
+
+    assert run_workers(1, body, 2) == [[1.0] * 10]
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_push_that_comes_again_after_a_move_is_not_applied_again(mode):
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.SGD(1.0), mode=mode)
+        current, sent = session(), []
+        wire, dest = current.client._link, 1 - owners(t)[0]
+        ask = wire.ask
+        wire.ask = lambda *request: sent.append(request) or ask(*request)
+        t.push(np.full(10, -1, np.float32)).wait()
+        wire.ask = ask
+        (request,) = [each for each in sent if each[1][0] == Kind.PUSH]
+        assert move(t, 0, dest).moved == 1
+        t.pull().wait()
+        _, (kind, _, *rest), *payload = request
+        epoch = current.client._lanes[t.number, 0].epoch
+        wire.ask(current.layout.servers[dest], (kind, epoch, *rest), *payload)
+        assert owners(t)[0] == dest  # the server has answered what came after it
+        t.push(np.zeros(10, np.float32)).wait()
         return t.pull().wait().tolist()
 
     assert run_workers(1, body, 2) == [[1.0] * 10]
