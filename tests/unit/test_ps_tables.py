@@ -261,6 +261,7 @@ def test_the_chief_decides_when_training_ends(mode):
     def body(rank):
         t, n = ps.table("w", 10, updater=ps.optim.Add(), mode=mode), 0
         assert not ps.should_stop()
+        rc.barrier()
         if rank == 1:
             with pytest.raises(rc.RingcommError, match="the chief decides"):
                 ps.stop()
