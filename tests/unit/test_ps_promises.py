@@ -105,6 +105,24 @@ def test_no_pull_sees_half_an_update_or_goes_back(count):
 
 
 @pytest.mark.usefixtures("wire")
+def test_a_pull_waits_for_the_push_before_it_however_long_that_is_under_way():
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        t.pull().wait()
+        wire, kept = session().client._link, []
+        ask, wire.ask = wire.ask, lambda *request: kept.append(request)
+        t.push(ones(10))
+        pull = t.pull()
+        assert not pull.done()
+        wire.ask = ask
+        for request in kept:
+            ask(*request)
+        return pull.wait().tolist()
+
+    assert run_workers(1, body) == [[1.0] * 10]
+
+
+@pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 def test_a_push_that_comes_twice_is_applied_once(count, mode):

@@ -305,6 +305,22 @@ def test_a_push_that_comes_again_after_a_move_is_not_applied_again(mode):
     assert run_workers(1, body, 2) == [[1.0] * 10]
 
 
+def test_values_are_not_read_any_more_where_they_stood_before_a_move(monkeypatch):
+    monkeypatch.setattr(harness, "wire", "node")
+
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        t.pull().wait()
+        before = t._blocks[0]
+        assert move(t, 0, 1 - owners(t)[0]).moved == 1
+        t.push(np.ones(10, np.float32)).wait()
+        t._blocks[0] = before  # as if the news were still on their way
+        session().client._lanes[t.number, 0].epoch = before[0]
+        return t.pull().wait().tolist()
+
+    assert run_workers(1, body, 2) == [[1.0] * 10]
+
+
 def test_nothing_moves_within_a_snapshot():
     holds, asked = threading.Event(), threading.Event()
 
