@@ -69,7 +69,7 @@ class Hooks:
     def _attach(
         self, ref: weakref.ref[Listener], index: int, parameter: torch.nn.Parameter
     ) -> None:
-        pid, announced = os.getpid(), self._announced
+        pid, announced, nodes = os.getpid(), self._announced, self._nodes
 
         def before(gradients: Sequence[torch.Tensor | None]) -> None:
             listener = ref()
@@ -77,11 +77,12 @@ class Hooks:
                 announced.add(index)
                 listener.before_gradient(index)
 
-        def after(_: torch.Tensor) -> None:
+        def after(tensor: torch.Tensor) -> None:
             listener = ref()
             if listener is None or os.getpid() != pid:
                 return
-            if index not in announced:
+            is_silent = index not in announced
+            if is_silent and get_gradient_edge(tensor).node is nodes.get(index):  # see has_lost()
                 raise RingcommError(_LOST.format(torch.__version__, index))
             announced.discard(index)
             listener.after_gradient(index)
