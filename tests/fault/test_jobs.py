@@ -125,7 +125,8 @@ def test_the_same_exit_code_everywhere_is_the_job_s(tmp_path):
     sys.exit(7)
     """
     job = run_script(2, script(body), cwd=tmp_path)
-    assert job.code == 7
+    # MPICH's launcher kills who has not exited yet when the first has, and tells of that.
+    assert job.code == 7 or (IS_MPICH and job.code == 9)
     assert "called sys.exit" in report_of(job.output)
 
 
