@@ -43,7 +43,7 @@ from ringcomm.ps.opening import Opener, Table
 from ringcomm.ps.placement import Partition, View
 from ringcomm.ps.rounds import Clocks
 from ringcomm.ps.row_requests import RowRequests, was_applied
-from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, VERSIONS, Held
+from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, VERSIONS, Held, Moment
 from ringcomm.ps.storing import Store
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Server:
         self.tables: dict[int, Table] = {}
         self._clocks = Clocks(layout.workers)
         self._waiting: list[Waiting] = []
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, Held | Moment] = {}  # Moment: of a checkpoint
         self.job = uuid.uuid4().hex
         self.opener = Opener(self)
         self.mover = Mover(self)
@@ -397,7 +397,7 @@ class Server:
     def _send_held(self, request: Delivery) -> None:
         header = request.header
         held = self._held.get(header.place)
-        if held is None:
+        if not isinstance(held, Held):
             raise KeyError(f"server {self.index} holds no snapshot {header.place}")
         body, version = held.values((header.table, header.partition))
         self.reply(request, body=body, clock=version)
@@ -478,12 +478,13 @@ class Server:
                 self.reply(request, meta=packed_json({"is_whole": is_whole}))
 
             rounds = {int(number): version for number, version in said["rounds"].items()}
+            moment: Held | Moment
             if said["save_to"] is None:
-                held = Held(said["id"], self.tables, rounds, self.memory, done)
+                moment = Held(said["id"], self.tables, rounds, self.memory, done)
             else:
-                held = self.store.take(said["id"], said["save_to"], rounds, done)
-            self._held[said["id"]] = held
-            self._end_rounds(held)
+                moment = self.store.take(said["id"], said["save_to"], rounds, done)
+            self._held[said["id"]] = moment
+            self._end_rounds(moment)
         else:
             raise ValueError(f"ps.snapshot: cannot {said['do']!r}")
 
@@ -491,7 +492,7 @@ class Server:
         tables = {table.number: table.spec.to_json() for table in self.opener.known()}
         self.reply(request, body=_as_body({"job": self.job, "tables": tables}))
 
-    def _end_rounds(self, *held: Held) -> None:
+    def _end_rounds(self, *held: Held | Moment) -> None:
         """Let snapshots wait no more if nobody is left who could end a round."""
         if set(self._layout.workers) <= self.left:
             for each in held:

@@ -23,6 +23,71 @@ PAUSE, VERSIONS, HOLD, RELEASE = "pause", "versions", "hold", "release"
 SHARD = -1  # stands for all partitions of a hash table that a server has
 
 
+class Moment:
+    """Partitions of one server at one moment, given to `take` as it comes for each.
+
+    Args:
+        tables: of the server.
+        rounds: of tables with rounds, by number: after how many they are wanted.
+        take: called with each partition; of a hash table with the shard, whose number is SHARD.
+        done: called once all were taken; with False if a round is over already.
+    """
+
+    def __init__(
+        self,
+        tables: dict[int, Table],
+        rounds: dict[int, int],
+        take: Callable[[Partition, Any], None],
+        done: Callable[[bool], None],
+    ) -> None:
+        self._give = take
+        self._done = done
+        self._awaited: dict[Partition, Any] = {}
+        self._is_told = False
+        for table in tables.values():
+            wanted = rounds.get(table.number)
+            for unit, part in _units(table):
+                if wanted is None or part.version == wanted:
+                    take((table.number, unit), part)
+                elif part.version > wanted:
+                    self._tell(is_whole=False)
+                    return
+                else:
+                    self._awaited[table.number, unit] = part
+        for partition, part in tuple(self._awaited.items()):
+            part.at_version(rounds[partition[0]], partial(self._take, partition, part))
+        self._tell_if_whole()
+
+    def release(self) -> None:
+        """Take nothing more."""
+        self._awaited.clear()
+
+    def take_as_they_are(self) -> None:
+        """Take what is still awaited as it is now: no round is to come."""
+        for partition, part in tuple(self._awaited.items()):
+            self._take(partition, part)
+
+    def _take(self, partition: Partition, part: Any) -> None:
+        if self._awaited.pop(partition, None) is not None:
+            self._give(partition, part)
+            self._tell_if_whole()
+
+    def _tell_if_whole(self) -> None:
+        if not self._awaited:
+            self._tell(is_whole=True)
+
+    def _tell(self, *, is_whole: bool) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._done(is_whole)
+
+
+def _units(table: Table) -> Iterable[tuple[int, Any]]:
+    yield from table.parts.items()
+    if table.shard is not None:
+        yield SHARD, table.shard
+
+
 class Held:
     """One snapshot on one server.
 
@@ -31,10 +96,10 @@ class Held:
 
     Args:
         number: of the moment.
-        tables: of the server.
-        rounds: of tables with rounds, by number: after how many their values are wanted.
+        tables: see Moment.
+        rounds: see Moment.
         memory: returns memory that clients on this node map.
-        done: called once everything is held; with False if a round is over already.
+        done: see Moment.
     """
 
     def __init__(
@@ -46,48 +111,22 @@ class Held:
         done: Callable[[bool], None],
     ) -> None:
         self._number = number
-        self._shards: list[Shard] = []
         self._memory = memory
-        self._done = done
+        self._shards: list[Shard] = []
         self._bytes: dict[Partition, Bytes] = {}
         self._versions: dict[Partition, int] = {}
-        self._awaited: dict[Partition, Any] = {}
-        self._is_told = False
-        for table in tables.values():
-            wanted = rounds.get(table.number)
-            for unit, part in self._units(table):
-                if wanted is None or part.version == wanted:
-                    self._hold((table.number, unit), part)
-                elif part.version > wanted:
-                    self._tell(is_whole=False)
-                    return
-                else:
-                    self._awaited[table.number, unit] = part
-        for partition, part in tuple(self._awaited.items()):
-            part.at_version(rounds[partition[0]], partial(self._take, partition, part))
-        self._tell_if_whole()
-
-    def _units(self, table: Table) -> Iterable[tuple[int, Any]]:
-        yield from table.parts.items()
-        if table.shard is not None:
-            yield SHARD, table.shard
+        self._moment = Moment(tables, rounds, self._hold, done)
 
     def release(self) -> None:
         """Hold nothing more."""
-        self._awaited.clear()
+        self._moment.release()
         for shard in self._shards:
             shard.release(self._number)
         self._shards.clear()
 
-    def _take(self, partition: Partition, part: Any) -> None:
-        if self._awaited.pop(partition, None) is not None:
-            self._hold(partition, part)
-            self._tell_if_whole()
-
     def take_as_they_are(self) -> None:
-        """Hold what is still awaited as it is now: no round is to come."""
-        for partition, part in tuple(self._awaited.items()):
-            self._take(partition, part)
+        """See Moment."""
+        self._moment.take_as_they_are()
 
     def values(self, partition: Partition) -> tuple[Bytes, int]:
         """Return the bytes of a dense partition, and its version. Raises KeyError."""
@@ -103,41 +142,3 @@ class Held:
         held[:] = values.view(np.uint8)
         self._bytes[partition] = held
         self._versions[partition] = part.version
-
-    def _tell_if_whole(self) -> None:
-        if not self._awaited:
-            self._tell(is_whole=True)
-
-    def _tell(self, *, is_whole: bool) -> None:
-        if not self._is_told:
-            self._is_told = True
-            self._done(is_whole)
-
-
-class Taken(Held):
-    """What a checkpoint has of one server, given away as it is taken.
-
-    Args:
-        tables: of the server.
-        rounds: see Held.
-        take: called with each partition at its moment; of a hash table with the shard, whose
-            number is SHARD.
-        done: see Held.
-    """
-
-    def __init__(
-        self,
-        tables: dict[int, Table],
-        rounds: dict[int, int],
-        take: Callable[[Partition, Any], None],
-        done: Callable[[bool], None],
-    ) -> None:
-        self._give = take
-        super().__init__(0, tables, rounds, _no_memory, done)
-
-    def _hold(self, partition: Partition, part: Any) -> None:
-        self._give(partition, part)
-
-
-def _no_memory(nbytes: int) -> Bytes:
-    raise NotImplementedError(f"{nbytes} bytes of a snapshot that is not for reading")

@@ -24,7 +24,7 @@ from ringcomm.ps.messages import packed_json
 from ringcomm.ps.moving import applied_of, merge_applied
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.row_states import RowsPartition
-from ringcomm.ps.snapshots import Taken
+from ringcomm.ps.snapshots import Moment
 from ringcomm.ps.state import State
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Store:
     # --- save -----------------------------------------------------------------------------------
     def take(
         self, number: int, root: str, rounds: dict[int, int], done: Callable[[bool], None]
-    ) -> Taken:
+    ) -> Moment:
         """Copy all partitions, of tables with rounds right after so many; see snapshots.Held."""
         items = self._taken[number] = []
         is_there: dict[Path, bool] = {}
@@ -121,7 +121,7 @@ class Store:
                 state.meta["applied"] = part.applied()
             items.append(_Item(partition, part, stamp, state, None))
 
-        return Taken(self._server.tables, rounds, keep, done)
+        return Moment(self._server.tables, rounds, keep, done)
 
     def drop(self, number: int) -> None:
         """Forget what was taken and has not been written."""

@@ -40,7 +40,7 @@ def test_a_language_model_beats_bigrams(n, tmp_path):
 
 # --- the classic cluster ------------------------------------------------------------------------
 def test_the_classic_cluster_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
-    pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn", reason="an extra: pip install 'ringcomm[examples]'")
     saved = tmp_path / "run"
     first = run(4, "ps_roles.py", "--steps", 100, "--checkpoints", saved, *EASY, cwd=tmp_path)
     assert "workers 2, servers 1, evaluators 1, steps 100: accuracy 9" in first
@@ -54,7 +54,7 @@ def test_the_classic_cluster_goes_on_from_a_checkpoint_with_the_same_bits(tmp_pa
 @pytest.mark.at_length
 @pytest.mark.parametrize("how", ["--restore", "--pretrained"])
 def test_other_ranks_begin_with_what_was_saved(how, tmp_path):
-    pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn", reason="an extra: pip install 'ringcomm[examples]'")
     saved = tmp_path / "run"
     first = run(3, "ps_roles.py", "--steps", 100, "--checkpoints", saved, *EASY, cwd=tmp_path)
     steps = 100 if how == "--restore" else 0
@@ -64,7 +64,7 @@ def test_other_ranks_begin_with_what_was_saved(how, tmp_path):
 
 @pytest.mark.at_length
 def test_the_classic_cluster_has_four_servers_eight_workers_and_an_evaluator(tmp_path):
-    pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn", reason="an extra: pip install 'ringcomm[examples]'")
     said = run(13, "ps_roles.py", cwd=tmp_path)
     assert "workers 8, servers 4, evaluators 1, steps 300: accuracy 9" in said
 

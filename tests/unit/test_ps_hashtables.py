@@ -3,6 +3,7 @@
 import itertools
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length
@@ -198,7 +199,6 @@ def test_what_is_pushed_is_pulled(count, n_servers):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_16_bits_are_summed_wide(dtype):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
 
     def body(_):

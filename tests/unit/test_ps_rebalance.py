@@ -168,28 +168,6 @@ def test_a_mean_that_waits_for_its_release_goes_along():
     assert run_workers(2, body, 2) == [3.0 + 6.0] * 2
 
 
-def test_a_push_that_comes_again_behind_a_move_is_not_applied_again():
-    def body(rank):
-        t = ps.table("w", 10, updater=ps.optim.Add())
-        client = session().client
-        sends, send = [], client._send
-
-        def noting(ask, sequence, epoch):
-            sends.append((ask, sequence))
-            send(ask, sequence, epoch)
-
-        client._send = noting
-        t.push(np.ones(10, np.float32)).wait()
-        [(ask, sequence)] = sends
-        assert move(t, 0, 1 - owners(t)[0]).moved == 1
-        ask.server = 1 - ask.server
-        t.pull().wait()
-        send(ask, sequence, client._lanes[ask.partition].epoch)
-        return t.pull().wait()[0]
-
-    assert run_workers(1, body, 2) == [1.0]
-
-
 def test_what_was_sent_in_an_older_view_is_sent_back_though_the_partition_is_there_again():
     def body(rank):
         t = ps.table("w", 10, updater=ps.optim.Add())

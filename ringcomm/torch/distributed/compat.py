@@ -236,7 +236,7 @@ def reach_from_operators() -> None:
     global _library  # noqa: PLW0603 - registered for the life of the process
     if _library is not None or VERSION >= (2, 14):
         return
-    _library = _internal.library.Library("_c10d_functional", "IMPL")
+    _library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
 
     def all_gather_into_tensor_out(
         input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor
