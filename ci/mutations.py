@@ -337,8 +337,8 @@ FAULT = [
         "bad-values-are-harmless",
         "fault",
         "engine/engine.py",
-        "return isinstance(error, MismatchError) or error is work.problem",
-        "return isinstance(error, MismatchError | ValueError | TypeError)",
+        "return isinstance(error, MismatchError | ConfigError) or error is work.problem",
+        "return isinstance(error, MismatchError | ConfigError | ValueError | TypeError)",
         "after an error in mid-operation a rank goes on, out of step with the others",
         (
             "unit/test_faults.py::test_an_error_in_mid_operation_breaks_the_engine_and_tells_the_others",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _PREFIX = "RINGCOMM_"
 
 ALGORITHMS = ("node", "ring", "segmented", "direct", "circulant", "hierarchical")
+GPU_TRANSPORTS = ("nccl", "ipc", "staged")  # in the order in which they are tried
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")  # those that have several algorithms
 
 
@@ -34,6 +35,8 @@ class Settings:
         timeline: each rank writes a Chrome trace to `<timeline>.<rank>.json`; "" = none.
         algorithm: "ring" for all collectives or "allreduce:ring,allgather:direct" for some; "auto"
             chooses by what was measured or is estimated.
+        gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
+            that can.
         ps_servers: how many parameter servers ps.init() makes where it is not told; 0 = 1.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
@@ -45,6 +48,7 @@ class Settings:
     autotune: float = 0.0
     timeline: str = ""
     algorithm: str = "auto"
+    gpu_transport: str = "auto"
     tuning: str = ""
     ps_servers: int = 0
 
@@ -58,6 +62,7 @@ class Settings:
         """What all ranks must have alike, for they derive from it who sends what, as NAME=VALUE."""
         return (
             f"{_PREFIX}ALGORITHM={self.algorithm}",
+            f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
             f"{_PREFIX}FUSION_MIB={self.fusion_mib:g}",
             f"{_PREFIX}AUTOTUNE={self.autotune:g}",
         )
@@ -135,6 +140,11 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         values[field.name] = _value(variable, text, str(field.type))
     found = Settings(**values)
     _ = found.forced  # a mistake in it is told here
+    if found.gpu_transport not in ("auto", *GPU_TRANSPORTS):
+        raise ConfigError(
+            f"{_PREFIX}GPU_TRANSPORT is {found.gpu_transport!r}; it must be auto or one of "
+            f"{', '.join(GPU_TRANSPORTS)}."
+        )
     return found
 
 

@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
-from ringcomm.arrays.base import Array, ArrayAdapter, Bytes, Flat
+from ringcomm.arrays.base import (
+    AnyAdapter,
+    Array,
+    ArrayAdapter,
+    Bytes,
+    DeviceAdapter,
+    Flat,
+    Span,
+)
 from ringcomm.arrays.dtypes import DTYPES, DType
+from ringcomm.arrays.mirror import MIRROR, Mirror
 from ringcomm.arrays.numpy import NumpyAdapter
 
 __all__ = [
     "DTYPES",
+    "AnyAdapter",
     "Array",
     "ArrayAdapter",
     "Bytes",
     "DType",
+    "DeviceAdapter",
     "Flat",
+    "Span",
     "adapter_for",
     "adapter_of_kind",
+    "add_device_adapter",
+    "any_adapter_for",
+    "device_adapter_for",
+    "device_adapter_of_kind",
+    "first_device_kind",
+    "is_device_kind",
 ]
 
 _NUMPY = NumpyAdapter()
+_added: list[tuple[Callable[[Array], bool], DeviceAdapter]] = []
 
 
 def adapter_for(x: Array) -> ArrayAdapter:
-    """Return the adapter of x's library.
+    """Return the adapter of x's library; x is in host memory.
 
     Raises:
-        TypeError: x is no array that ringcomm knows.
+        TypeError: x is no array that ringcomm knows, or it is on a GPU.
     """
     if isinstance(x, np.ndarray):
         return _NUMPY
@@ -37,10 +57,32 @@ def adapter_for(x: Array) -> ArrayAdapter:
         from ringcomm.arrays.torch import TORCH
 
         return TORCH
+    if isinstance(x, Mirror):
+        return MIRROR
     raise TypeError(
-        f"cannot communicate a {type(x).__module__}.{type(x).__qualname__}: pass a numpy array or "
-        "a torch CPU tensor (numpy.asarray(x) for numbers and lists)"
+        f"cannot communicate a {type(x).__module__}.{type(x).__qualname__}: pass a numpy array, "
+        "a torch tensor or a cupy array (numpy.asarray(x) for numbers and lists)"
     )
+
+
+def device_adapter_for(x: Array) -> DeviceAdapter | None:
+    """Return the adapter of x's library if x is in a GPU's memory, else None."""
+    if type(x) is np.ndarray and not _added:
+        return None
+    for is_its_own, adapter in _added:
+        if is_its_own(x):
+            return adapter
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _torch_cuda() if x.is_cuda else None
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return _cupy()
+    return None
+
+
+def any_adapter_for(x: Array) -> AnyAdapter:
+    """Return the adapter of x, wherever its memory is. Raises TypeError, as adapter_for()."""
+    return device_adapter_for(x) or adapter_for(x)
 
 
 def adapter_of_kind(kind: str) -> ArrayAdapter:
@@ -54,7 +96,47 @@ def adapter_of_kind(kind: str) -> ArrayAdapter:
     try:
         from ringcomm.arrays.torch import TORCH
     except ModuleNotFoundError as error:
-        raise TypeError(
-            f"another rank sent a {kind} tensor, and {error.name} is missing"
-        ) from error
+        raise _missing(kind, error) from error
     return TORCH
+
+
+def is_device_kind(kind: str) -> bool:
+    """Return True if arrays of this kind are in a GPU's memory."""
+    return kind in ("cupy", "torch cuda") or any(kind == each.kind for _, each in _added)
+
+
+def device_adapter_of_kind(kind: str) -> DeviceAdapter:
+    """Return the adapter of this kind; imports its library. Raises TypeError, as above."""
+    for _, adapter in _added:
+        if adapter.kind == kind:
+            return adapter
+    try:
+        return _cupy() if kind == "cupy" else _torch_cuda()
+    except ModuleNotFoundError as error:
+        raise _missing(kind, error) from error
+
+
+def first_device_kind() -> str:
+    """Return the kind of arrays that are made on a GPU where none is passed: cupy's, as a rule."""
+    return _added[0][1].kind if _added else "cupy"
+
+
+def add_device_adapter(is_its_own: Callable[[Array], bool], adapter: DeviceAdapter) -> None:
+    """Let arrays for which is_its_own(x) be those of this adapter: of one more library."""
+    _added.append((is_its_own, adapter))
+
+
+def _torch_cuda() -> DeviceAdapter:
+    from ringcomm.arrays.torch_cuda import TORCH_CUDA
+
+    return TORCH_CUDA
+
+
+def _cupy() -> DeviceAdapter:
+    from ringcomm.arrays.cupy import CUPY
+
+    return CUPY
+
+
+def _missing(kind: str, error: ModuleNotFoundError) -> TypeError:
+    return TypeError(f"another rank sent a {kind} array, and {error.name} is missing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from ringcomm.arrays.dtypes import DType
 
-Array = Any  # numpy.ndarray or torch.Tensor: each adapter narrows it
+Array = Any  # numpy.ndarray, cupy.ndarray or torch.Tensor: each adapter narrows it
 Bytes = NDArray[np.uint8]
 
 
@@ -39,11 +40,43 @@ class Flat:
         return Flat(np.empty(count * self.dtype.itemsize, np.uint8), self.dtype)
 
 
-class ArrayAdapter(Protocol):
-    """One per array library. `stream` is the seam for devices; on the CPU it is None.
+@dataclass(frozen=True)
+class Span:
+    """Consecutive elements of one dtype in a GPU's memory: where they are; a slice shares them.
 
     Attributes:
-        kind: "numpy" or "torch".
+        address: of the first element.
+        count: number of elements.
+        dtype: of each.
+        owner: keeps the memory alive.
+    """
+
+    address: int
+    count: int
+    dtype: DType
+    owner: object = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Address behind the last element."""
+        return self.address + self.nbytes
+
+    def __getitem__(self, part: slice) -> Span:
+        start, stop, _ = part.indices(self.count)
+        at = self.address + start * self.dtype.itemsize
+        return Span(at, max(stop - start, 0), self.dtype, self.owner)
+
+
+class AnyAdapter(Protocol):
+    """What is alike for all array libraries, wherever the memory is.
+
+    Attributes:
+        kind: "numpy", "torch", "cupy" or "torch cuda".
     """
 
     kind: str
@@ -57,7 +90,7 @@ class ArrayAdapter(Protocol):
         ...
 
     def is_contiguous(self, x: Array) -> bool:
-        """Return True if flat(x) is possible: aligned, in C order, without gaps."""
+        """Return True if the memory can be used as it is: aligned, in C order, without gaps."""
         ...
 
     def copy(self, x: Array) -> Array:
@@ -72,10 +105,6 @@ class ArrayAdapter(Protocol):
         """Return an uninitialised contiguous array. Raises TypeError for a dtype it lacks."""
         ...
 
-    def flat(self, x: Array) -> Flat:
-        """Return the memory of a contiguous array; writing to it writes to x."""
-        ...
-
     def assign(self, target: Array, source: Array) -> None:
         """Copy source into target, which may be strided."""
         ...
@@ -85,9 +114,45 @@ class ArrayAdapter(Protocol):
         ...
 
     def written(self, x: Array) -> None:
-        """Note that x was written through flat(), behind its library's back."""
+        """Note that x was written behind its library's back."""
         ...
 
-    def stream(self, x: Array) -> object | None:
-        """Return the device stream that x's contents depend on, None on the CPU."""
+
+class ArrayAdapter(AnyAdapter, Protocol):
+    """One per library of arrays in host memory."""
+
+    def flat(self, x: Array) -> Flat:
+        """Return the memory of a contiguous array; writing to it writes to x."""
+        ...
+
+
+class DeviceAdapter(AnyAdapter, Protocol):
+    """One per library of arrays in a GPU's memory.
+
+    What is done to such arrays is put on the current stream of their library, in the calling
+    thread, and is carried out later.
+    """
+
+    def span(self, x: Array) -> Span:
+        """Return where the memory of a contiguous array is."""
+        ...
+
+    def device(self, x: Array) -> int:
+        """Return the number of the GPU that x is on, as CUDA counts in this process."""
+        ...
+
+    def wrap(self, memory: Span, shape: tuple[int, ...], device: int) -> Array:
+        """Return an array in memory of a GPU, which it keeps alive."""
+        ...
+
+    def current_device(self) -> int:
+        """Return the number of the calling thread's current GPU."""
+        ...
+
+    def stream(self, device: int) -> int:
+        """Return the handle of the library's current stream on this GPU, in this thread."""
+        ...
+
+    def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
+        """Return a context in which that is the current stream."""
         ...

@@ -85,6 +85,3 @@ class NumpyAdapter:
 
     def written(self, x: NDArray[Any]) -> None:
         """Do nothing: numpy keeps no version of its arrays."""
-
-    def stream(self, x: NDArray[Any]) -> None:
-        """Return None: host memory needs no stream."""

@@ -1,4 +1,4 @@
-"""torch CPU tensors. Imported when the first tensor arrives, never before."""
+"""torch tensors in host memory. Imported when the first tensor arrives, never before."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from ringcomm.arrays.overlap import overlaps
 _KNOWN = {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)}
 
 
-class TorchAdapter:
-    """ArrayAdapter of dense torch.Tensors in host memory. Results carry no autograd history."""
+class TorchTensors:
+    """What is alike for dense tensors, wherever they are. Results carry no autograd history.
 
-    kind = "torch"
+    Attributes:
+        device_type: "cpu" or "cuda".
+    """
+
+    device_type: str
 
     def dtype(self, x: torch.Tensor) -> DType:
-        """Return the dtype; sparse, quantised and device tensors are refused."""
+        """Return the dtype; sparse and quantised tensors, and those of other devices, are refused.
+
+        Raises:
+            TypeError: x is one of them.
+        """
         if x.layout is not torch.strided:
             raise TypeError(f"cannot communicate a {x.layout} tensor: use .to_dense()")
-        if x.device.type != "cpu":
+        if x.device.type != self.device_type:
             raise TypeError(
-                f"cannot communicate a tensor on {x.device}: this version carries CPU tensors "
-                "only. Use .cpu()"
+                f"cannot communicate a tensor on {x.device}: it must be on the CPU or a CUDA "
+                "device. Use .cpu()"
             )
         known = _KNOWN.get(x.dtype)
         if known is None:
@@ -46,17 +54,7 @@ class TorchAdapter:
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return an uninitialised tensor of like's dtype."""
-        return torch.empty(shape, dtype=like.dtype)
-
-    def make(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        return torch.empty(shape, dtype=getattr(torch, dtype.name))
-
-    def flat(self, x: torch.Tensor) -> Flat:
-        """Return x's memory."""
-        # as_strided, for torch calls tensors of 0 or 1 elements contiguous whatever their strides.
-        line = x.detach().as_strided((x.numel(),), (1,))
-        return Flat(line.view(torch.uint8).numpy(), self.dtype(x))
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy source into target; autograd does not see it."""
@@ -72,8 +70,22 @@ class TorchAdapter:
         """Tell autograd, which refuses a backward through values that have changed since."""
         torch.autograd.graph.increment_version(x)
 
-    def stream(self, x: torch.Tensor) -> None:
-        """Return None: host memory needs no stream."""
+
+class TorchAdapter(TorchTensors):
+    """ArrayAdapter of tensors in host memory."""
+
+    kind = "torch"
+    device_type = "cpu"
+
+    def make(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return an uninitialised tensor."""
+        return torch.empty(shape, dtype=getattr(torch, dtype.name))
+
+    def flat(self, x: torch.Tensor) -> Flat:
+        """Return x's memory."""
+        # as_strided, for torch calls tensors of 0 or 1 elements contiguous whatever their strides.
+        line = x.detach().as_strided((x.numel(),), (1,))
+        return Flat(line.view(torch.uint8).numpy(), self.dtype(x))
 
 
 TORCH = TorchAdapter()

@@ -25,6 +25,7 @@ class Call:
         settings: what init() compares: "RINGCOMM_ALGORITHM=auto".
         error: why this rank cannot take part; the others learn it instead of waiting.
         is_once: no other operation will have this name.
+        place: "cuda" for arrays in a GPU's memory, None for those in host memory.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Call:
     settings: tuple[str, ...] | None = None
     error: str | None = None
     is_once: bool = False
+    place: str | None = None
 
     @functools.cached_property  # packing and hashing take 15 us
     def fingerprint(self) -> int:
@@ -72,10 +74,16 @@ class Call:
 
 @functools.lru_cache(maxsize=8192)
 def call_of_reduction(
-    kind: str, name: str | None, op: str | None, dtype: str, shape: tuple[int, ...]
+    kind: str,
+    name: str | None,
+    op: str | None,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    place: str | None = None,
 ) -> Call:
     """Return the same Call each time, so that its fingerprint is computed once."""
-    return Call(kind, name, op=op, dtype=dtype, shape=shape)
+    return Call(kind, name, op=op, dtype=dtype, shape=shape, place=place)
 
 
 def _digest(data: bytes, nbytes: int) -> bytes:
@@ -141,6 +149,7 @@ _ADVICE = {
     "root": "Pass the same root on every rank.",
     "dtype": "Cast before the call.",
     "shape": "Pad, slice or drop the tensor so that all ranks pass one shape.",
+    "place": "Move the array so that all ranks pass one on a GPU, or all one in host memory.",
 }
 
 
@@ -153,7 +162,7 @@ def _subject(calls: Sequence[Call], sequence: int, field: str) -> str:
 def _sides(calls: Sequence[Call], field: str, sequence: int, ranks: Sequence[int]) -> str:
     """Return "rank 0 sent float32 (2,), ranks 1, 2 sent float16 (2,)", at most four sides."""
     values = [_value(call, field, sequence) for call in calls]
-    if field in _TENSOR:
+    if field in (*_TENSOR, "place"):
         return _by_value(_deeds(calls, values), ranks)
     verb = "called" if field in ("kind", "name") else "passed"
     return _by_value([f"{verb} {value}" for value in values], ranks)
@@ -184,6 +193,9 @@ def _value(call: Call, field: str, sequence: int) -> str:
         return call.label(sequence)
     if field in _TENSOR:
         return f"{call.dtype} {shape_text(call.shape)}"
+    if field == "place":
+        what = "arrays" if call.members is not None else f"{call.dtype} {shape_text(call.shape)}"
+        return f"{what} {'in host memory' if call.place is None else 'on a GPU'}"
     return f"{field}={getattr(call, field)}"
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from ringcomm._core import NodeStep, StatusPage
@@ -19,7 +19,7 @@ from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
 from ringcomm.engine.agreement import broadcast_bytes
 from ringcomm.engine.call import Call
-from ringcomm.engine.execution import Execution, Plan, end_turn
+from ringcomm.engine.execution import Deferred, Execution, Plan, end_turn
 from ringcomm.engine.forks import n_forks
 from ringcomm.engine.founding import Founding
 from ringcomm.engine.group import Group
@@ -33,6 +33,7 @@ from ringcomm.engine.selection import Selection
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
     CommTimeoutError,
+    ConfigError,
     MismatchError,
     NotInitializedError,
     PeerFailedError,
@@ -47,6 +48,22 @@ from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
 R = TypeVar("R")
+
+
+class Closer(Protocol):
+    """Frees something when the engine closes."""
+
+    def __call__(self, *, is_clean: bool) -> None:
+        """Free it; `is_clean`: all ranks do, and nothing is under way."""
+        ...
+
+
+class Beside(Protocol):
+    """What counts operations that no ledger knows."""
+
+    def has_entered(self, base: int, number: int) -> bool:
+        """Return True if this rank is, or was, in that operation."""
+        ...
 
 
 class _Entry(NamedTuple):
@@ -134,6 +151,8 @@ class Engine:
         self.broke_while_leaving: RingcommError | None = None
         self.extras: dict[str, Any] = {}
         self._goodbyes: list[Callable[[], None]] = []
+        self._closers: list[Closer] = []
+        self._beside: dict[int, Beside] = {}
         self._has_warned_of_names = False
 
     @property
@@ -262,7 +281,7 @@ class Engine:
             raise copy.copy(task.error) from task.error.__cause__  # each waiter has its traceback
         if task.error is not None:
             raise task.error
-        return task.result
+        return task.result.take() if isinstance(task.result, Deferred) else task.result
 
     def converse(
         self,
@@ -299,6 +318,41 @@ class Engine:
             self._pending.add(Work(task, None, ticket, 0), self.timeline)
             self._progress.submit(task, is_awaited=is_awaited)
         return task
+
+    def follow_up(
+        self,
+        label: str,
+        members: tuple[int, ...],
+        strand: Strand,
+        ticket: Ticket,
+        *,
+        late: Callable[[], tuple[int, ...]],
+    ) -> None:
+        """Let something be watched over that an operation has left behind, as if it were one.
+
+        Args:
+            label: "allreduce #3 on the GPU".
+            members: ranks of the job whose death ends it.
+            strand: returns once it is over.
+            ticket: which it is; see enter_beside().
+            late: returns the ranks of the job that hold it up.
+        """
+        task = Task(label, ticket, members)
+        task.late_elsewhere = late
+        task.is_asked = True
+        task.start(strand)
+        with self._lock:
+            self._pending.add(Work(task, None, ticket, 0), self.timeline)
+        self._progress.work_in_background()
+        self._progress.submit(task, is_awaited=False)
+
+    def enter_beside(self, base: int, beside: Beside) -> None:
+        """Let `beside` say which operations of this base this rank has entered."""
+        self._beside[base] = beside
+
+    def label_of(self, key: int) -> str:
+        """Return the label of an operation that is pending."""
+        return self._pending.get(key).task.label
 
     def team_of(
         self, context: int, members: tuple[int, ...], *, here: bool = False
@@ -438,6 +492,10 @@ class Engine:
         """Let `goodbye` be called when this rank is about to leave in order, the last one first."""
         self._goodbyes.append(goodbye)
 
+    def before_closing(self, closer: Closer) -> None:
+        """Let `closer` be called when nothing is done any more, before the wire is closed."""
+        self._closers.append(closer)
+
     def detach(self, service: Service) -> None:
         """Poll it no more."""
         self._progress.detach(service)
@@ -492,8 +550,9 @@ class Engine:
         with self._lock:
             self._is_closed = True
         was_broken = self._broken is not None
-        for task in self._pending.tasks():
-            self._progress.wait(task)
+        while tasks := self._pending.tasks():  # some leave others behind; see follow_up()
+            for task in tasks:
+                self._progress.wait(task)
         self.broke_while_leaving = unsaid if was_broken else self._broken or unsaid
         self._progress.stop(self._copy_of_broken)
         self._set_state(State.LEAVING)
@@ -552,6 +611,8 @@ class Engine:
         Args:
             is_clean: all ranks do, and no message is under way.
         """
+        while self._closers:
+            self._closers.pop()(is_clean=is_clean)
         self._transport.close(is_clean=is_clean)
         self.world.quick = None
         self.watch.whereabouts = self.watch.host = None  # no cycle may keep the page's descriptor
@@ -567,6 +628,8 @@ class Engine:
         """Return True if this rank is, or was, in that operation; see Whereabouts."""
         if key in self._pending:
             return True
+        if base in self._beside:
+            return self._beside[base].has_entered(base, number)
         return any(ledger.has_entered(base, number) for ledger in list(self._ledgers.values()))
 
     def is_in(self) -> str:
@@ -728,6 +791,10 @@ class Engine:
         """Raise what an operation would, if it was shut down or is broken."""
         if self._is_closed:
             raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
+        self.require_unbroken()
+
+    def require_unbroken(self) -> None:
+        """Raise what ended the engine, if anything did."""
         if self._broken is not None:
             raise copy.copy(self._broken) from self._broken
 
@@ -799,7 +866,7 @@ class Engine:
 
 def _is_harmless(work: Work, error: BaseException) -> bool:
     """Return True if all agreed on the error, or share it: no message is left over."""
-    return isinstance(error, MismatchError) or error is work.problem
+    return isinstance(error, MismatchError | ConfigError) or error is work.problem
 
 
 def _lasting(label: str, error: BaseException) -> RingcommError:

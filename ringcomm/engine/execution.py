@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,6 +28,17 @@ _LINGER_S = 1e-3
 _NEVER = Never()
 
 
+class Deferred(ABC):
+    """A result that is there for a caller once it has asked for it: what comes later on its stream.
+
+    An operation whose result this is counts as over.
+    """
+
+    @abstractmethod
+    def take(self) -> Any:
+        """Return the result."""
+
+
 @dataclass(frozen=True)
 class Plan(Generic[R]):
     """A collective that this rank is ready to carry out.
@@ -37,6 +49,8 @@ class Plan(Generic[R]):
         run: moves the payload and returns the result.
         step: all that it comes to where all ranks share memory, if that is one step.
         finish: returns the result after that step.
+        agrees_first: nothing may happen before all ranks have agreed, even on what they agreed on
+            before.
     """
 
     call: Call
@@ -44,6 +58,7 @@ class Plan(Generic[R]):
     run: Callable[[Channel], Coroutine[Any, Any, R]]
     step: NodeReduction | NodeCopy | None = None
     finish: Callable[[Channel | None], R] | None = None
+    agrees_first: bool = False
 
 
 class Execution:
@@ -66,7 +81,7 @@ class Execution:
         if work.team is not None and (ticket.name is None or ledger.is_cached(ticket)):
             return (self._meet_and_run(work, plan, fingerprint),)
         stream = ledger.cached_stream(ticket, fingerprint)
-        if stream is None or work.problem is not None:
+        if stream is None or work.problem is not None or plan.agrees_first:
             return (self._agree_and_run(work, plan, fingerprint),)
         run = self._run_beside(plan, self._channel(work, stream, DATA, fingerprint))
         return run, self._agree_beside(work, plan, fingerprint, stream)

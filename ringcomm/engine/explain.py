@@ -13,8 +13,33 @@ from ringcomm.collectives.layout import describe
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
+from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
+from ringcomm.gpu.choice import GpuChoice
+
+
+@dataclass(frozen=True, repr=False)
+class GpuExplanation:
+    """How a group's arrays on GPUs travel, in words: print it.
+
+    Attributes:
+        choice: the transport, and why not the others; None: the first operation will choose.
+        wanted: RINGCOMM_GPU_TRANSPORT.
+    """
+
+    choice: GpuChoice | None
+    wanted: str
+
+    def __str__(self) -> str:
+        if self.choice is not None:
+            return f"arrays on GPUs: {self.choice}"
+        how = "the first that can of nccl, ipc and staged"
+        if self.wanted != "auto":
+            how = f"{self.wanted}, as RINGCOMM_GPU_TRANSPORT says"
+        return f"arrays on GPUs: not chosen yet; the group's first operation on them takes {how}"
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +80,8 @@ def explain(
     op: Op = SUM,
     deterministic: bool = False,
     group: Group | None = None,
-) -> Explanation:
+    device: str = "cpu",
+) -> Explanation | GpuExplanation:
     """Return which algorithm such a collective goes by, and why; print it. Local.
 
     Args:
@@ -65,6 +91,7 @@ def explain(
         op: operator of the reduction.
         deterministic: elements are to be reduced in rank order.
         group: whose collective; None: all ranks. This rank need not be a member.
+        device: "cuda": for arrays on GPUs, which of their transports it is.
 
     Raises:
         TypeError: no such dtype, or an operator without meaning for it, or nbytes is no int.
@@ -81,11 +108,17 @@ def explain(
         raise ValueError(f"nbytes is {nbytes}; it must be >= 0")
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device is {device!r}; it must be "cpu" or "cuda"')
     current = engine()
     kind = _dtype(dtype)
     if collective != "allgather":
         op.require(kind)
     group = current.world if group is None else group
+    if device == "cuda":
+        team = None if group.rank is None else Gpus.of(current).team_or_none(group)
+        choice = None if team is None else team.choice
+        return GpuExplanation(choice, current.settings.gpu_transport)
     shares_memory = current.shares_memory(group)
     case = Case(collective, nbytes, kind, current.nodes_of(group), deterministic, shares_memory)
     return Explanation(case, op, current.selection.choice(case))

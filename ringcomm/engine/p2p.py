@@ -12,8 +12,10 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringcomm.arrays import Array, ArrayAdapter, Flat, adapter_for
+from ringcomm.arrays import AnyAdapter, Array, Flat, adapter_for, device_adapter_for
+from ringcomm.engine import mirrored
 from ringcomm.engine.call import shape_text
+from ringcomm.engine.gpu import Issue, Launched
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.ledger import base_of
@@ -147,6 +149,7 @@ class _Side:
         context: of the group.
         mailbox: 64 bits for the group and the tag.
         adapter: of the array that is sent or received.
+        issue: its moment, if it is on a GPU: then it goes through host memory.
         by_count: arrays fit if they have as many elements.
     """
 
@@ -154,7 +157,8 @@ class _Side:
     group: Group
     context: int
     mailbox: int
-    adapter: ArrayAdapter
+    adapter: AnyAdapter
+    issue: Issue | None
     by_count: bool
 
     @classmethod
@@ -164,7 +168,10 @@ class _Side:
         group = group or current.world
         context = group.ledger_for(current).context
         mailbox = base_of(_MAILBOXES, f"{context}:{operator.index(tag)}")
-        return cls(current.watch, group, context, mailbox, adapter_for(x), by_count)
+        on_gpu = device_adapter_for(x)
+        issue = None if on_gpu is None else Issue.of(group, on_gpu, x)
+        adapter = on_gpu or adapter_for(x)
+        return cls(current.watch, group, context, mailbox, adapter, issue, by_count)
 
     def outline(self, x: Array) -> str:
         """Return "float32 (2, 3)"."""
@@ -207,10 +214,12 @@ def _sender(
     side = _Side.of(x, tag, group, by_count=by_count)
     dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
     outline = side.outline(x)
-    flat = side.adapter.flat(x if side.adapter.is_contiguous(x) else side.adapter.copy(x))
+    whole = x if side.adapter.is_contiguous(x) else side.adapter.copy(x)
+    if whole is not x and side.issue is not None:
+        side = _Side.of(whole, tag, group, by_count=by_count)  # once the copy is there
 
     def talk(task: Task, serial: int) -> Strand:
-        return _send(side, side.channel(task, serial), flat, outline, dest=dest, serial=serial)
+        return _send(side, side.channel(task, serial), whole, outline, dest=dest, serial=serial)
 
     label = f"send(dest={dest}, tag={tag}){side.where}"
     pair = _pair(side.group, dest)
@@ -245,9 +254,7 @@ def _receiver(
     )
 
 
-async def _send(
-    side: _Side, t: Channel, flat: Flat, outline: str, *, dest: int, serial: int
-) -> None:
+async def _send(side: _Side, t: Channel, x: Array, outline: str, *, dest: int, serial: int) -> None:
     t.tell(dest, Kind.OFFER, outline, key=side.mailbox, value=serial)
     t.awaited = (t.members[dest],)
     answer = await t.hear(Kind.ANSWER, serial, dest)
@@ -255,7 +262,12 @@ async def _send(
     assert answer.header is not None
     if not answer.header.flag:
         raise MismatchError(answer.text)
-    await t.wait(t.isend(flat.bytes, dest))
+    if side.issue is None:
+        await t.wait(t.isend(adapter_for(x).flat(x).bytes, dest))
+        return
+    mirror, lease = await mirrored.fetch(side.issue, x)
+    await t.wait(t.isend(mirror.flat.bytes, dest))
+    del lease
 
 
 def _require_room(side: _Side, out: Array) -> None:
@@ -269,7 +281,7 @@ def _require_room(side: _Side, out: Array) -> None:
         ) from error
 
 
-async def _recv(side: _Side, task: Task, out: Array, source: int) -> int:
+async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Launched[int]:
     t = side.channel(task, 0)
     senders = t.members if source == ANY_SOURCE else (t.members[source],)
     t.awaited = tuple(rank for rank in senders if rank != t.members[t.rank])
@@ -289,12 +301,24 @@ async def _recv(side: _Side, task: Task, out: Array, source: int) -> int:
     work = out if side.adapter.is_contiguous(out) else side.adapter.copy(out)
     data = side.channel(task, serial)
     t.tell(sender, Kind.ANSWER, key=serial, flag=True)
-    await data.wait(data.irecv(side.adapter.flat(work).bytes, sender))
-    if work is out:
-        side.adapter.written(out)
-    else:
-        side.adapter.assign(out, work)
-    return sender
+
+    def finish() -> int:
+        if work is out:
+            side.adapter.written(out)
+        else:
+            side.adapter.assign(out, work)
+        return sender
+
+    async def fill(flat: Flat) -> None:
+        await data.wait(data.irecv(flat.bytes, sender))
+
+    if side.issue is None:
+        await fill(adapter_for(work).flat(work))
+        return finish()
+    launched: Launched[int] = await mirrored.bring(
+        side.group, t, side.issue, out=work, fill=lambda mirror: fill(mirror.flat), finish=finish
+    )
+    return launched
 
 
 def _pair(group: Group, peer: int) -> tuple[int, ...]:

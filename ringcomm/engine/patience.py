@@ -30,7 +30,8 @@ class Waiting(Protocol):
         members: the ranks of the job that take part.
         timeout_s: its own deadline, None for that of the settings.
         awaited: ranks of the job; if all of them leave, it cannot complete.
-        late: ranks of the job; if one of them leaves, it cannot complete.
+        late: ranks of the job that have entered it, as far as is known, and hold it up; if one of
+            them leaves, it cannot complete.
     """
 
     label: str
@@ -118,7 +119,7 @@ class Patience:
                 "all live can go on if all of them call shutdown() and init()."
             )
             missing = self._watch.peers.missing(self._task.key, self._task.members)
-            self._watch.announce_gave_up(GaveUp(tuple(missing), message))
+            self._watch.announce_gave_up(GaveUp(tuple(missing or self._task.late), message))
 
     def _text(self, now: float) -> str:
         return describe_wait(self._task, self._watch, now - self._start)
@@ -169,6 +170,9 @@ def describe_wait(task: Waiting, watch: Watch, waited_s: float) -> str:
     """Return who waits for whom, and where those are instead."""
     waited = f"{task.label}: rank {watch.transport.rank} has waited {waited_s:.1f} s"
     missing = watch.peers.missing(task.key, task.members)
+    if not missing and task.late:
+        ranks = ", ".join(map(str, task.late))
+        return f"{waited} for what entered it and went no further: rank(s) {ranks}."
     if not missing:
         return f"{waited}; all ranks have entered it, so the network or a rank is slow."
     ranks = ", ".join(map(str, missing))

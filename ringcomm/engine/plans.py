@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for, adapter_of_kind
+from ringcomm.arrays import (
+    DTYPES,
+    AnyAdapter,
+    Array,
+    ArrayAdapter,
+    Flat,
+    adapter_for,
+    adapter_of_kind,
+    is_device_kind,
+)
 from ringcomm.arrays.base import Bytes
 from ringcomm.collectives import exchange, node, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
@@ -25,6 +34,7 @@ from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
 from ringcomm.collectives.scaling import Scaling, scale
 from ringcomm.collectives.schedule import chunks, consecutive
+from ringcomm.engine import mirrored
 from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.call import Call, call_of_reduction
 from ringcomm.engine.execution import Plan
@@ -99,7 +109,7 @@ def reduce(
 ) -> Plan[A | None]:
     """Plan a reduction whose result root alone gets; in place the others' x is left alone."""
     adapter = adapter_for(x)
-    _require_root(root, group)
+    require_root(root, group)
     kind = "reduce_" if in_place else "reduce"
     call = reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
     is_root = group.rank == root
@@ -143,7 +153,7 @@ def reduce_scatter(
     kind = "reduce_scatter_" if in_place else "reduce_scatter"
     call = reduction(kind, name, op, x, adapter, deterministic=deterministic, scaling=scaling)
     shape = adapter.shape(x)
-    _require_rows(shape, kind)
+    require_rows(shape, kind)
     if in_place and not adapter.is_contiguous(x):
         raise ValueError(f"{kind} returns a view of x, so x must be contiguous: pass x.copy()")
     if scaling:
@@ -153,7 +163,7 @@ def reduce_scatter(
             _contiguous(x, adapter) if is_borrowed else _working_copy(x, adapter, in_place=in_place)
         )
         source = adapter.flat(work)
-    parts, mine = _rows_by_rank(shape, group)
+    parts, mine = rows_by_rank(shape, group)
     out: A = x[mine] if in_place else adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
     target = adapter.flat(out)
 
@@ -203,7 +213,7 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
 
 def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     """Plan the concatenation of all ranks' rows on root."""
-    _require_root(root, group)
+    require_root(root, group)
     adapter, call, mine = _rows_of(x, "gather", name, root=int(root))
     shape = adapter.shape(x)
 
@@ -223,9 +233,14 @@ def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     return Plan(call, mine.bytes.nbytes, run)
 
 
-def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
-    """Plan the distribution of root's rows."""
-    _require_root(root, group)
+def scatter(
+    group: Group, name: str | None, x: A | None, root: int, *, kind: str | None = None
+) -> Plan[A]:
+    """Plan the distribution of root's rows.
+
+    kind: on root: what all get, if that is another kind of array than x; see mirrored.py.
+    """
+    require_root(root, group)
     is_root = group.rank == root
     call = Call("scatter", name, root=int(root))
     whole = None
@@ -233,19 +248,27 @@ def scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
     if is_root:
         adapter = adapter_for(x)
         shape, dtype = adapter.shape(x), adapter.dtype(x)
-        _require_rows(shape, "scatter")
+        require_rows(shape, "scatter")
         whole = adapter.flat(_contiguous(x, adapter))
-        outline = json.dumps([adapter.kind, dtype.name, shape]).encode()
+        outline = json.dumps([kind or adapter.kind, dtype.name, shape]).encode()
 
-    async def run(t: Channel) -> A:
-        kind, dtype_name, shape = json.loads(await broadcast_bytes(outline, root, t))
-        adapter = adapter_of_kind(kind)
+    async def run(t: Channel) -> Any:
+        what, dtype_name, shape = json.loads(await broadcast_bytes(outline, root, t))
         rows = chunks(shape[0], t.size)
         width = math.prod(shape[1:])
         mine = rows[t.rank]
-        out: A = adapter.make(DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:]))
+        due = DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:])
         parts = [slice(part.start * width, part.stop * width) for part in rows]
-        await perform(module(t, exchange).scatter_, t, whole, adapter.flat(out), parts, root)
+
+        async def fill(made: Array) -> None:
+            flat = adapter_for(made).flat(made)
+            await perform(module(t, exchange).scatter_, t, whole, flat, parts, root)
+
+        if is_device_kind(what):
+            out, issue = mirrored.make(group, what, *due)
+            return await mirrored.bring(group, t, issue, out=out, fill=fill, finish=lambda: out)
+        out = adapter_of_kind(what).make(*due)
+        await fill(out)
         return out
 
     return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
@@ -263,7 +286,7 @@ def alltoall(
     adapter, call, mine = _rows_of(x, "alltoall", name)
     shape = adapter.shape(x)
     width = math.prod(shape[1:])
-    sent = _splits(splits, shape[0], group.size)
+    sent = splits_of(splits, shape[0], group.size)
 
     async def run(t: Channel) -> A | tuple[A, list[int]]:
         received = await module(t, exchange).alltoall_counts(sent, t)
@@ -286,7 +309,7 @@ def broadcast(
 ) -> Plan[A]:
     """Plan the copy of root's x to all."""
     adapter = adapter_for(x)
-    _require_root(root, group)
+    require_root(root, group)
     kind = "broadcast_" if in_place else "broadcast"
     dtype = str(adapter.dtype(x))
     call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=int(root))
@@ -322,7 +345,7 @@ def barrier(group: Group, name: str | None) -> Plan[None]:
 
 def broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Plan[Any]:
     """Plan the copy of root's object to all."""
-    _require_root(root, group)
+    require_root(root, group)
     is_root = group.rank == root
     packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
 
@@ -389,7 +412,8 @@ def grouped_allreduce(
     ]
     flats = [adapter.flat(each) for each, adapter in zip(work, adapters, strict=True)]
     if in_place:
-        _require_apart(kind, flats)
+        spans = [(flat.bytes.ctypes.data, flat.bytes.nbytes) for flat in flats]
+        require_apart(kind, spans)
         for x, adapter in zip(xs, adapters, strict=True):
             adapter.require_writable(x)
     for flat in flats:
@@ -416,7 +440,7 @@ def grouped_allreduce(
         return [_written(x, w, a, t) for x, w, a in zip(xs, work, adapters, strict=True)]
 
     nbytes = sum(item.nbytes for item in items)
-    return Plan(_grouped_call(kind, name, calls), nbytes, run)
+    return Plan(grouped_call(kind, name, calls), nbytes, run)
 
 
 def grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
@@ -425,7 +449,7 @@ def grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
     async def run(t: Channel) -> list[A]:
         return [await plan.run(t) for plan in plans]
 
-    call = _grouped_call(kind, name, [plan.call for plan in plans])
+    call = grouped_call(kind, name, [plan.call for plan in plans])
     return Plan(call, sum(plan.nbytes for plan in plans), run)
 
 
@@ -443,11 +467,12 @@ def reduction(
     name: str | None,
     op: Op,
     x: Array,
-    adapter: ArrayAdapter,
+    adapter: AnyAdapter,
     *,
     root: int | None = None,
     deterministic: bool = False,
     scaling: Scaling = _AS_IT_IS,
+    place: str | None = None,
 ) -> Call:
     """Return what all ranks must agree on before they reduce x."""
     if not isinstance(op, Op):
@@ -459,8 +484,9 @@ def reduction(
     if scaling:
         how = f"{how}, {scaling}"
     if root is None:
-        return call_of_reduction(kind, name, how, dtype.name, adapter.shape(x))
-    return Call(kind, name, op=how, dtype=dtype.name, shape=adapter.shape(x), root=root)
+        return call_of_reduction(kind, name, how, dtype.name, adapter.shape(x), place=place)
+    shape = adapter.shape(x)
+    return Call(kind, name, op=how, dtype=dtype.name, shape=shape, root=root, place=place)
 
 
 def _rows_of(
@@ -468,7 +494,7 @@ def _rows_of(
 ) -> tuple[ArrayAdapter, Call, Flat]:
     adapter = adapter_for(x)
     shape = adapter.shape(x)
-    _require_rows(shape, kind)
+    require_rows(shape, kind)
     call = Call(kind, name, dtype=str(adapter.dtype(x)), shape=(None, *shape[1:]), root=root)
     return adapter, call, adapter.flat(_contiguous(x, adapter))
 
@@ -479,19 +505,22 @@ def _listed(kind: str, xs: Sequence[A]) -> Sequence[A]:
     return xs
 
 
-def _require_apart(kind: str, flats: Sequence[Flat]) -> None:
-    spans = sorted((flat.bytes.ctypes.data, flat.bytes.nbytes) for flat in flats)
-    if any(at + nbytes > after for (at, nbytes), (after, _) in itertools.pairwise(spans)):
+def require_apart(kind: str, spans: Sequence[tuple[int, int]]) -> None:
+    """Raise ValueError if two of these (address, nbytes) overlap."""
+    pairs = itertools.pairwise(sorted(spans))
+    if any(at + nbytes > after for (at, nbytes), (after, _) in pairs):
         raise ValueError(f"{kind}: two of the arrays overlap in memory: it can be reduced but once")
 
 
-def _grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
+def grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
+    """Return what all ranks must agree on before several collectives."""
     ops = {call.op for call in calls}
     members = tuple((call.dtype or "", call.shape or ()) for call in calls)
     return Call(kind, name, op=ops.pop() if ops else None, members=members)
 
 
-def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
+def splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
+    """Return how many rows go to each rank. Raises TypeError, ValueError."""
     if splits is None:
         if n_rows % size:
             raise ValueError(
@@ -513,14 +542,16 @@ def _splits(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
     return rows
 
 
-def _require_root(root: int, group: Group) -> None:
+def require_root(root: int, group: Group) -> None:
+    """Raise TypeError or ValueError if root is no rank of the group."""
     if isinstance(root, bool) or not hasattr(root, "__index__"):
         raise TypeError(f"root must be a rank, an int, not {root!r}")
     if not 0 <= root < group.size:
         raise ValueError(f"root is {root}; ranks are 0 to {group.size - 1}")
 
 
-def _require_rows(shape: tuple[int, ...], kind: str) -> None:
+def require_rows(shape: tuple[int, ...], kind: str) -> None:
+    """Raise ValueError for an array without dimensions."""
     if not shape:
         raise ValueError(f"{kind} needs at least one dimension; use x.reshape(1) for a number")
 
@@ -556,7 +587,7 @@ def _written(x: A, work: A, adapter: ArrayAdapter, t: Channel | None) -> A:
     return x
 
 
-def _rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], slice]:
+def rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], slice]:
     """Return whose which elements are after a reduce_scatter, and which rows are this rank's."""
     rows = chunks(shape[0], group.size)
     width = math.prod(shape[1:])

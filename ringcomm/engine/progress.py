@@ -85,6 +85,7 @@ class Task:
         fault_until: when a fault is taken for a defect, in seconds of the monotonic clock.
         patience: of the wait at hand, once it has lasted a moment.
         timeout_s: its own deadline in seconds, None for RINGCOMM_TIMEOUT_S.
+        late_elsewhere: returns ranks of the job that hold it up where no channel sees it.
     """
 
     def __init__(self, label: str, ticket: Ticket, members: tuple[int, ...]) -> None:
@@ -101,6 +102,7 @@ class Task:
         self.fault_until = math.inf
         self.patience: Patience | None = None
         self.timeout_s: float | None = None
+        self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
         self._callbacks: deque[Callable[[], None]] = deque()
         self._strands: list[tuple[Strand, list[Request]]] = []
         self._first: Strand | None = None
@@ -132,8 +134,9 @@ class Task:
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Ranks of the job that it waits for in shared memory and that have not come there."""
-        return tuple(rank for channel in self.channels for rank in channel.late)
+        """Ranks of the job that have not come to where it waits for them, where that is known."""
+        in_memory = tuple(rank for channel in self.channels for rank in channel.late)
+        return in_memory + self.late_elsewhere()
 
     @property
     def waits_in_cpp(self) -> bool:

@@ -10,10 +10,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ringcomm.arrays import DTYPES, Array
+from ringcomm.arrays import (
+    DTYPES,
+    Array,
+    DType,
+    Span,
+    device_adapter_of_kind,
+    first_device_kind,
+)
 from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.numpy import NumpyAdapter
 from ringcomm.engine.engine import Engine
+from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 
@@ -32,7 +40,13 @@ class NodeMemory(NamedTuple):
     highest: int
 
 
-def empty(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None = None) -> Array:
+def empty(
+    shape: int | Sequence[int],
+    dtype: DTypeLike,
+    *,
+    group: Group | None = None,
+    device: str = "cpu",
+) -> Array:
     """Return a registered array of undefined content: one that the ranks of this node map.
 
     A collective inside a node takes one pass over registered arrays, and four over others. Slices
@@ -46,12 +60,17 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None =
         dtype: as numpy takes it, or torch calls it, among those of rc.allreduce; "bfloat16" needs
             ml_dtypes.
         group: with whom it is to be reduced; all that share this node can.
+        device: "cuda": a cupy array on the current GPU, in memory that the other GPUs of this node
+            map; torch.as_tensor(x, device="cuda") shares it.
 
     Raises:
-        TypeError, ValueError: no such dtype or shape.
+        TypeError, ValueError: no such dtype, shape or device.
         MemoryError: there is no room.
+        ConfigError: there is no GPU that could be used.
     """
     current = engine()
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device is {device!r}; it must be "cpu" or "cuda"')
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
     adapter = NumpyAdapter()
@@ -61,15 +80,39 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None =
     adapter.dtype(np.empty(0, kind))
     lengths = _lengths(shape)
     nbytes = math.prod(lengths) * kind.itemsize
+    if device == "cuda":
+        return on_gpu(current, DTYPES[kind.name], lengths)
     data = _memory(current, nbytes)
     return np.empty(lengths, kind) if data is None else data.view(kind).reshape(lengths)
 
 
-def zeros(shape: int | Sequence[int], dtype: DTypeLike, *, group: Group | None = None) -> Array:
+def zeros(
+    shape: int | Sequence[int],
+    dtype: DTypeLike,
+    *,
+    group: Group | None = None,
+    device: str = "cpu",
+) -> Array:
     """Return a registered array of zeros; see empty()."""
-    x = empty(shape, dtype, group=group)
+    x = empty(shape, dtype, group=group, device=device)
     x.fill(0)
     return x
+
+
+def on_gpu(current: Engine, dtype: DType, shape: tuple[int, ...], kind: str | None = None) -> Array:
+    """Return a registered array on the current GPU; see empty().
+
+    Args:
+        current: the engine.
+        dtype: of the elements.
+        shape: of the array.
+        kind: of the adapter whose library makes the array; None: cupy's.
+    """
+    adapter = device_adapter_of_kind(kind or first_device_kind())
+    index = adapter.current_device()
+    memory = Gpus.of(current).memory(index).regions.take(math.prod(shape) * dtype.itemsize)
+    span = Span(memory.address, math.prod(shape), dtype, memory.owner)
+    return adapter.wrap(span, shape, index)
 
 
 def node_memory() -> NodeMemory:

@@ -16,7 +16,9 @@ from ringcomm.collectives.scaling import Scaling
 from ringcomm.engine import adasum, plans
 from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Plan
+from ringcomm.engine.gpu_plans import placed
 from ringcomm.engine.group import Group
+from ringcomm.engine.mirrored import copied
 
 _Shape = tuple[int | None, ...]
 
@@ -49,11 +51,11 @@ def plan_stand_in(group: Group, call: Call) -> Plan[Any]:
 def _reduction(plan: Callable[..., Plan[Any]]) -> Callable[[Group, Call], Plan[Any]]:
     def make(group: Group, call: Call) -> Plan[Any]:
         op, options = _how(call)
-        x = _neutral(DTYPES[call.dtype or ""], call.shape or (), op)
+        x = _placed(group, call, _neutral(DTYPES[call.dtype or ""], call.shape or (), op))
         if call.kind.endswith("_"):
             options["in_place"] = True
         root = () if call.root is None else (call.root,)
-        return plan(group, call.name, x, op, *root, **options)
+        return placed(plan, [x])(group, call.name, x, op, *root, **options)
 
     return make
 
@@ -61,10 +63,11 @@ def _reduction(plan: Callable[..., Plan[Any]]) -> Callable[[Group, Call], Plan[A
 def _grouped_reduction(plan: Callable[..., Plan[Any]]) -> Callable[[Group, Call], Plan[Any]]:
     def make(group: Group, call: Call) -> Plan[Any]:
         op, options = _how(call)
-        xs = [_neutral(DTYPES[dtype], shape, op) for dtype, shape in call.members or ()]
+        members = call.members or ()
+        xs = [_placed(group, call, _neutral(DTYPES[d], shape, op)) for d, shape in members]
         if call.kind.endswith("_"):
             options["in_place"] = True
-        return plan(group, call.name, xs, op, **options)
+        return placed(plan, [xs])(group, call.name, xs, op, **options)
 
     return make
 
@@ -77,27 +80,33 @@ def _adasum(group: Group, call: Call) -> Plan[Any]:
 
 
 def _allgather(group: Group, call: Call) -> Plan[Any]:
-    return plans.allgather(group, call.name, _no_rows(call.dtype, call.shape))
+    rows = _placed(group, call, _no_rows(call.dtype, call.shape))
+    return placed(plans.allgather, [rows])(group, call.name, rows)
 
 
 def _grouped_allgather(group: Group, call: Call) -> Plan[Any]:
-    xs = [_no_rows(dtype, shape) for dtype, shape in call.members or ()]
+    xs = [_placed(group, call, _no_rows(dtype, shape)) for dtype, shape in call.members or ()]
+    if call.place is not None:
+        return placed(plans.grouped_allgather, [xs])(group, call.name, xs)
     return plans.grouped(call.kind, call.name, [plans.allgather(group, None, x) for x in xs])
 
 
 def _gather(group: Group, call: Call) -> Plan[Any]:
-    return plans.gather(group, call.name, _no_rows(call.dtype, call.shape), call.root or 0)
+    rows = _placed(group, call, _no_rows(call.dtype, call.shape))
+    return placed(plans.gather, [rows])(group, call.name, rows, call.root or 0)
 
 
 def _alltoall(group: Group, call: Call) -> Plan[Any]:
-    rows = _no_rows(call.dtype, call.shape)
-    return plans.alltoall(group, call.name, rows, [0] * group.size, return_splits=False)
+    rows = _placed(group, call, _no_rows(call.dtype, call.shape))
+    none = [0] * group.size
+    return placed(plans.alltoall, [rows])(group, call.name, rows, none, return_splits=False)
 
 
 def _broadcast(group: Group, call: Call) -> Plan[Any]:
-    x = _empty(DTYPES[call.dtype or ""], call.shape or ())
+    x = _placed(group, call, _empty(DTYPES[call.dtype or ""], call.shape or ()))
     in_place = call.kind.endswith("_")
-    return plans.broadcast(group, call.name, x, call.root or 0, in_place=in_place)
+    plan = placed(plans.broadcast, [x])
+    return plan(group, call.name, x, call.root or 0, in_place=in_place)
 
 
 def _scatter(group: Group, call: Call) -> Plan[Any]:
@@ -180,6 +189,11 @@ def _extreme(dtype: DType, *, is_high: bool) -> Any:
 
 def _highest(dtype: DType) -> int:
     return int(np.iinfo(dtype.name).max)
+
+
+def _placed(group: Group, call: Call, x: Any) -> Any:
+    """Return x where the others have theirs."""
+    return x if call.place is None else copied(group, x)
 
 
 def _no_rows(dtype: str | None, shape: _Shape | None) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from ringcomm.launch.facts import CUPY_NAMES, ROOT_VARIABLES, Facts
+from ringcomm.gpu.choice import version_text
+from ringcomm.gpu.presence import Driver, Stack, cuda_text, problems
+from ringcomm.launch.facts import ROOT_VARIABLES, Facts
 from ringcomm.launch.kind import FAMILIES, Family, Kind, fit
 
 Status = Literal["ok", "note", "problem"]
@@ -22,7 +25,7 @@ class Finding:
         subject: what was looked at, one of SUBJECTS or "run".
         status: a note leaves everything usable; a problem does not.
         found: what there is; only its first line stands beside the subject.
-        fix: the command to type, None where there is nothing to mend.
+        fix: the command to type, or what to do, None where there is nothing to mend.
     """
 
     subject: str
@@ -140,10 +143,40 @@ def _torch(facts: Facts) -> _Verdict:
     return _Verdict("ok", version)
 
 
-def _cupy(facts: Facts) -> _Verdict:
-    names = [name for name in CUPY_NAMES if name in facts.versions]
-    found = ", ".join(f"{name} {facts.versions[name]}" for name in names) or "not installed"
-    return _Verdict("note", f"{found}; this version of ringcomm has no GPU support")
+def _gpu(facts: Facts) -> _Verdict:
+    stack = facts.gpu
+    if stack is None:
+        return _Verdict("note", f"cannot be looked for ({facts.gpu_error})", "nvidia-smi")
+    if stack.is_absent:
+        return _Verdict("note", "none found (no NVIDIA driver); GPU arrays are not available")
+    return _incomplete(stack) if problems(stack) else _complete(stack)
+
+
+def _incomplete(stack: Stack) -> _Verdict:
+    """Return a note, for all else works: what is wrong first, then what else is."""
+    first, *others = problems(stack)
+    here = f"{_gpus(stack.driver)}; " if stack.driver.gpus else ""
+    lines = [f"{here}{first.what}", *(f"{each.what}  ->  {each.remedy}" for each in others)]
+    return _Verdict("note", "\n".join(lines), first.remedy)
+
+
+def _complete(stack: Stack) -> _Verdict:
+    driver, cupy, nccl = stack.driver, stack.cupy, stack.nccl
+    lines = (
+        f"{_gpus(driver)}, driver {driver.release}".rstrip()
+        + f" for CUDA {cuda_text(driver.cuda)}",
+        f"cupy {cupy.version} for CUDA {cuda_text(cupy.cuda)}, NVRTC {cupy.nvrtc}",
+        f"NCCL {version_text(nccl.version)} ({', '.join(nccl.paths)})",
+    )
+    return _Verdict("ok", "\n".join(lines))
+
+
+def _gpus(driver: Driver) -> str:
+    kinds = Counter(
+        f"{gpu.name} ({gpu.nbytes / (1 << 30):.1f} GiB, sm_{gpu.capability[0]}{gpu.capability[1]})"
+        for gpu in driver.gpus
+    )
+    return ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items())
 
 
 def _cores(facts: Facts) -> _Verdict:
@@ -176,7 +209,7 @@ _LOOKS: Final[dict[str, Callable[[Facts], _Verdict]]] = {
     "guardian": _guardian,
     "settings": _settings,
     "torch": _torch,
-    "cupy": _cupy,
+    "GPU": _gpu,
     "CPU cores": _cores,
     "root": _root,
 }

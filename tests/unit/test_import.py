@@ -28,6 +28,28 @@ def test_import_loads_neither_mpi_nor_torch_nor_cupy_and_starts_no_thread():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture
+def traps(tmp_path):
+    """Return a folder whose cupy, torch and ml_dtypes end the program that imports them."""
+    for name in ("cupy", "torch", "ml_dtypes"):
+        (tmp_path / f"{name}.py").write_text(f"import os; os.write(2, b'{name}'); os._exit(3)")
+    return str(tmp_path)
+
+
+def test_neither_init_nor_a_collective_of_numpy_arrays_tries_to_import_cupy_or_torch(traps):
+    done = run_python(
+        "import numpy, ringcomm as rc\n"
+        "rc.init()\n"
+        "assert rc.allreduce(numpy.ones(3)).sum() == 3\n"
+        "rc.allreduce_async(numpy.ones(3), name='x').wait()\n"
+        "rc.barrier()\n"
+        "rc.shutdown()",
+        PYTHONPATH=traps,
+        HOME=traps,  # Open MPI looks for it
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_import_takes_less_than_60_ms_more_than_numpy():
     code = (
         "import time, numpy, subprocess, logging, pickle, threading\n"

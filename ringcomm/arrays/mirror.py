@@ -1,0 +1,91 @@
+"""Host memory that stands for an array of a GPU while the CPU's collectives work on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringcomm.arrays.base import Bytes, Flat
+from ringcomm.arrays.dtypes import DType
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """An array in host memory that the GPU can reach.
+
+    Attributes:
+        flat: its memory.
+        shape: of the array.
+        take: returns more such memory.
+    """
+
+    flat: Flat
+    shape: tuple[int, ...]
+    take: Callable[[int], Bytes]
+
+    @classmethod
+    def make(cls, dtype: DType, shape: tuple[int, ...], take: Callable[[int], Bytes]) -> Mirror:
+        """Return an uninitialised one."""
+        return cls(Flat(take(math.prod(shape) * dtype.itemsize), dtype), shape, take)
+
+    def line(self, part: slice) -> Mirror:
+        """Return some of its elements, in one dimension."""
+        flat = self.flat[part]
+        return Mirror(flat, (flat.count,), self.take)
+
+    def __getitem__(self, rows: slice) -> Mirror:
+        start, stop, _ = rows.indices(self.shape[0])
+        width = math.prod(self.shape[1:])
+        part = self.flat[start * width : stop * width]
+        return Mirror(part, (stop - start, *self.shape[1:]), self.take)
+
+
+class MirrorAdapter:
+    """ArrayAdapter of Mirror."""
+
+    kind = "mirror"
+
+    def dtype(self, x: Mirror) -> DType:
+        """Return the dtype."""
+        return x.flat.dtype
+
+    def shape(self, x: Mirror) -> tuple[int, ...]:
+        """Return the shape."""
+        return x.shape
+
+    def is_contiguous(self, x: Mirror) -> bool:
+        """Return True."""
+        del x
+        return True
+
+    def copy(self, x: Mirror) -> Mirror:
+        """Return a copy."""
+        made = Mirror.make(x.flat.dtype, x.shape, x.take)
+        made.flat.bytes[:] = x.flat.bytes
+        return made
+
+    def empty(self, like: Mirror, shape: tuple[int, ...]) -> Mirror:
+        """Return an uninitialised one."""
+        return Mirror.make(like.flat.dtype, shape, like.take)
+
+    def make(self, dtype: DType, shape: tuple[int, ...]) -> Mirror:
+        """Refuse: a mirror is made of what is mirrored."""
+        raise TypeError(f"no array to mirror as {dtype} {shape}")
+
+    def flat(self, x: Mirror) -> Flat:
+        """Return its memory."""
+        return x.flat
+
+    def assign(self, target: Mirror, source: Mirror) -> None:
+        """Copy source into target."""
+        target.flat.bytes[:] = source.flat.bytes
+
+    def require_writable(self, x: Mirror) -> None:
+        """Do nothing: it is."""
+
+    def written(self, x: Mirror) -> None:
+        """Do nothing: it has no version."""
+
+
+MIRROR = MirrorAdapter()

@@ -1,0 +1,64 @@
+"""torch tensors in a GPU's memory. Imported when the first of them arrives, never before."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from ringcomm.arrays.base import Span
+from ringcomm.arrays.dtypes import DType
+from ringcomm.arrays.torch import TorchTensors
+
+
+class TorchCudaAdapter(TorchTensors):
+    """DeviceAdapter of dense torch.Tensors on CUDA devices."""
+
+    kind = "torch cuda"
+    device_type = "cuda"
+
+    def make(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return an uninitialised tensor on the current device."""
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), device="cuda")
+
+    def span(self, x: torch.Tensor) -> Span:
+        """Return where x is."""
+        return Span(x.data_ptr(), x.numel(), self.dtype(x), x)
+
+    def device(self, x: torch.Tensor) -> int:
+        """Return the device's index."""
+        return x.device.index
+
+    def wrap(self, memory: Span, shape: tuple[int, ...], device: int) -> torch.Tensor:
+        """Return a tensor in this memory."""
+        line = torch.as_tensor(_Interface(memory), device=f"cuda:{device}")
+        return line.view(getattr(torch, memory.dtype.name)).view(shape)
+
+    def current_device(self) -> int:
+        """Return the number of the calling thread's current GPU."""
+        return torch.cuda.current_device()
+
+    def stream(self, device: int) -> int:
+        """Return the handle of torch's current stream."""
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
+        """Return a context in which `stream` is torch's current one."""
+        external = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(external)
+
+
+class _Interface:
+    """Shows memory as bytes, in the way in which libraries hand over what is on a GPU."""
+
+    def __init__(self, memory: Span) -> None:
+        self._owner = memory.owner  # torch keeps this object
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address if memory.nbytes else 0, False),
+            "version": 3,
+        }
+
+
+TORCH_CUDA = TorchCudaAdapter()

@@ -1,0 +1,581 @@
+"""How each collective is carried out on arrays in a GPU's memory; the counterpart of plans.py.
+
+The same contracts, and the same agreement between the hosts. A plan notes the caller's stream at
+the moment of the call; what the ranks then do is put on the team's stream, behind that moment, and
+the result is behind it on the stream of whoever waits. No host waits for a GPU, except where the
+arrays go through host memory: there the plans of the CPU's collectives do the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ringcomm.arrays import Array, DeviceAdapter, Span, device_adapter_for
+from ringcomm.collectives.fusion import Item, plan_fusion
+from ringcomm.collectives.op import Op
+from ringcomm.collectives.scaling import Scaling
+from ringcomm.collectives.schedule import consecutive
+from ringcomm.engine import plans
+from ringcomm.engine.agreement import gather_counts
+from ringcomm.engine.call import Call
+from ringcomm.engine.execution import Plan
+from ringcomm.engine.gpu import AllLaunched, Gpus, Issue, Launched
+from ringcomm.engine.gpu_team import GpuTeam, gather_alike
+from ringcomm.engine.group import Group
+from ringcomm.engine.mirrored import fetch, through_host
+from ringcomm.gpu.base import Job, Move, Pull, Reduce
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.steps import To
+
+A = TypeVar("A", bound=Any)
+_AS_IT_IS = Scaling()
+_PLACE = "cuda"
+
+
+def placed(plan: Callable[..., Plan[Any]], args: Sequence[Any]) -> Callable[..., Plan[Any]]:
+    """Return the function that plans the same for arrays where these are.
+
+    Args:
+        plan: of ringcomm.engine.plans.
+        args: that it is called with, behind the group and the name.
+    """
+    first = args[0] if args else None
+    if isinstance(first, list | tuple):
+        first = first[0] if first else None
+    return plan if device_adapter_for(first) is None else _ON_GPU.get(plan, plan)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How one operation goes, whichever transport the team has.
+
+    Attributes:
+        group: whose it is.
+        issue: its moment.
+        sources: what it reads.
+        host: plans it for mirrors of the sources.
+        host_only: why it goes through host memory whatever the transport; "": it need not.
+        is_elementwise: see through_host().
+    """
+
+    group: Group
+    issue: Issue
+    sources: Sequence[Array]
+    host: Callable[[list[Any]], Plan[Any]]
+    host_only: str = ""
+    is_elementwise: bool = False
+
+    async def run(
+        self,
+        t: Channel,
+        results: Sequence[Array],
+        jobs: Callable[[GpuTeam], Sequence[Job]],
+        finish: Callable[[], Any],
+    ) -> Launched[Any]:
+        """Carry it out.
+
+        Args:
+            t: of the operation.
+            results: where the host's results go; none: into new arrays.
+            jobs: returns what to put on the stream.
+            finish: called with the stream current, behind all that; returns the result.
+        """
+        team = Gpus.of(self.group.engine).team(self.group)
+        await team.line_up(t, self.issue)
+        try:
+            if team.mover is not None and not self.host_only:
+                stream = team.begin(self.issue)
+                todo = jobs(team)
+                for job in todo:
+                    await team.put(t, job)
+                with self.issue.on(stream):
+                    result = finish()
+                keeps = (*todo, *self.sources)
+                return team.follow(t, self.issue, stream, result, keeps=keeps)
+        finally:
+            team.end_turn()
+        if team.mover is not None:
+            team.announce(self.host_only)
+        return await through_host(
+            team,
+            t,
+            self.issue,
+            sources=self.sources,
+            results=results,
+            host=self.host,
+            finish=finish,
+            is_elementwise=self.is_elementwise,
+        )
+
+
+def allreduce(
+    group: Group,
+    name: str | None,
+    x: A,
+    op: Op,
+    *,
+    in_place: bool = False,
+    is_borrowed: bool = False,
+    deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
+) -> Plan[A]:
+    """Plan an allreduce; see plans.allreduce(). What is borrowed need not be copied on a GPU."""
+    del is_borrowed
+    adapter = _adapter_of(x)
+    kind = "allreduce_" if in_place else "allreduce"
+    call = _reduction(kind, name, op, x, adapter, deterministic=deterministic, scaling=scaling)
+    if in_place:
+        adapter.require_writable(x)
+    source = _contiguous(x, adapter)
+    work = source if in_place else adapter.empty(x, adapter.shape(x))
+    issue = Issue.of(group, adapter, x)
+    way = _Way(
+        group,
+        issue,
+        [source],
+        lambda xs: plans.allreduce(
+            group, None, xs[0], op, in_place=True, deterministic=deterministic, scaling=scaling
+        ),
+        _NO_FACTORS if scaling else "",
+        is_elementwise=True,
+    )
+    job = Job(Reduce(adapter.span(source), adapter.span(work), op, is_deterministic=deterministic))
+
+    async def run(t: Channel) -> Any:
+        return await way.run(
+            t, [work], lambda _: [job], lambda: _written(x, work, adapter, in_place=in_place)
+        )
+
+    return _plan(call, adapter.span(source).nbytes, run)
+
+
+def reduce(
+    group: Group,
+    name: str | None,
+    x: A,
+    op: Op,
+    root: int,
+    *,
+    in_place: bool = False,
+    deterministic: bool = False,
+) -> Plan[A | None]:
+    """Plan a reduction whose result root alone gets; see plans.reduce()."""
+    adapter = _adapter_of(x)
+    plans.require_root(root, group)
+    kind = "reduce_" if in_place else "reduce"
+    call = _reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
+    is_root = group.rank == root
+    if in_place and is_root:
+        adapter.require_writable(x)
+    source = _contiguous(x, adapter)
+    work = source if in_place else adapter.empty(x, adapter.shape(x)) if is_root else None
+    issue = Issue.of(group, adapter, x)
+    way = _Way(
+        group,
+        issue,
+        [source],
+        lambda xs: plans.reduce(
+            group, None, xs[0], op, root, in_place=True, deterministic=deterministic
+        ),
+    )
+    target = adapter.span(work) if is_root else None
+    job = Job(Reduce(adapter.span(source), target, op, To.ROOT, int(root), (), deterministic))
+
+    def finish() -> Any:
+        if is_root:
+            return _written(x, work, adapter, in_place=in_place)
+        return x if in_place else None
+
+    async def run(t: Channel) -> Any:
+        return await way.run(t, [work] if is_root else [None], lambda _: [job], finish)
+
+    return _plan(call, adapter.span(source).nbytes, run)
+
+
+def reduce_scatter(
+    group: Group,
+    name: str | None,
+    x: A,
+    op: Op,
+    *,
+    in_place: bool = False,
+    is_borrowed: bool = False,
+    deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
+) -> Plan[A]:
+    """Plan a reduction of which each rank gets its rows; see plans.reduce_scatter()."""
+    del is_borrowed
+    adapter = _adapter_of(x)
+    kind = "reduce_scatter_" if in_place else "reduce_scatter"
+    call = _reduction(kind, name, op, x, adapter, deterministic=deterministic, scaling=scaling)
+    shape = adapter.shape(x)
+    plans.require_rows(shape, kind)
+    if in_place and not adapter.is_contiguous(x):
+        raise ValueError(f"{kind} returns a view of x, so x must be contiguous: pass x.copy()")
+    source = _contiguous(x, adapter)
+    parts, mine = plans.rows_by_rank(shape, group)
+    out: A = x[mine] if in_place else adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
+    issue = Issue.of(group, adapter, x)
+    way = _Way(
+        group,
+        issue,
+        [source],
+        lambda xs: plans.reduce_scatter(
+            group,
+            None,
+            xs[0],
+            op,
+            is_borrowed=not scaling,
+            deterministic=deterministic,
+            scaling=scaling,
+        ),
+        _NO_FACTORS if scaling else "",
+    )
+    job = Job(
+        Reduce(
+            adapter.span(source), adapter.span(out), op, To.OWNER, 0, tuple(parts), deterministic
+        )
+    )
+
+    def finish() -> A:
+        if in_place:
+            adapter.written(x)
+        return out
+
+    async def run(t: Channel) -> Any:
+        return await way.run(t, [out], lambda _: [job], finish)
+
+    return _plan(call, adapter.span(source).nbytes, run)
+
+
+def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
+    """Plan the concatenation of all ranks' rows."""
+    return _gathering(group, name, x, "allgather", None)
+
+
+def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
+    """Plan the concatenation of all ranks' rows on root."""
+    plans.require_root(root, group)
+    return _gathering(group, name, x, "gather", int(root))
+
+
+def _gathering(group: Group, name: str | None, x: A, kind: str, root: int | None) -> Plan[Any]:
+    adapter = _adapter_of(x)
+    shape = adapter.shape(x)
+    plans.require_rows(shape, kind)
+    dtype = adapter.dtype(x)
+    call = Call(kind, name, dtype=str(dtype), shape=(None, *shape[1:]), root=root, place=_PLACE)
+    source = _contiguous(x, adapter)
+    issue = Issue.of(group, adapter, x)
+    width = math.prod(shape[1:]) * dtype.itemsize
+    host = plans.allgather if root is None else plans.gather
+    roots = () if root is None else (root,)
+    way = _Way(group, issue, [source], lambda xs: host(group, None, xs[0], *roots))
+
+    async def run(t: Channel) -> Any:
+        rows = await gather_counts(shape[0], t)
+        is_due = root in (None, t.rank)
+        out = issue.empty(x, (sum(rows), *shape[1:])) if is_due else None
+        parts = consecutive([n * width for n in rows])
+        pulls = tuple(
+            Pull(r, d, 0, rows[r] * width, parts[r].start)
+            for r, d in itertools.product(range(t.size), range(t.size) if root is None else roots)
+        )
+        target = adapter.span(out) if is_due else None
+        job = Job(Move(adapter.span(source), target, pulls))
+        return await way.run(t, [out], lambda _: [job], lambda: out)
+
+    return _plan(call, adapter.span(source).nbytes, run)
+
+
+def scatter(group: Group, name: str | None, x: A, root: int) -> Plan[A]:
+    """Plan the distribution of root's rows, on root: the others have no array to tell it by."""
+    plans.require_root(root, group)
+    if group.rank != root:
+        return plans.scatter(group, name, None, root)
+    adapter = _adapter_of(x)
+    plans.require_rows(adapter.shape(x), "scatter")
+    call = Call("scatter", name, root=int(root))
+    source = _contiguous(x, adapter)
+    issue = Issue.of(group, adapter, x)
+
+    async def run(t: Channel) -> Any:
+        mirror, lease = await fetch(issue, source)
+        result = await plans.scatter(group, None, mirror, root, kind=adapter.kind).run(t)
+        del lease
+        return result
+
+    return Plan(call, adapter.span(source).nbytes, run)
+
+
+def alltoall(
+    group: Group,
+    name: str | None,
+    x: A,
+    splits: Sequence[int] | None,
+    *,
+    return_splits: bool,
+) -> Plan[A | tuple[A, list[int]]]:
+    """Plan the exchange of rows between all pairs of ranks."""
+    adapter = _adapter_of(x)
+    shape = adapter.shape(x)
+    plans.require_rows(shape, "alltoall")
+    dtype = adapter.dtype(x)
+    call = Call("alltoall", name, dtype=str(dtype), shape=(None, *shape[1:]), place=_PLACE)
+    sent = plans.splits_of(splits, shape[0], group.size)
+    source = _contiguous(x, adapter)
+    issue = Issue.of(group, adapter, x)
+    width = math.prod(shape[1:]) * dtype.itemsize
+    way = _Way(
+        group,
+        issue,
+        [source],
+        lambda xs: plans.alltoall(group, None, xs[0], sent, return_splits=False),
+    )
+
+    async def run(t: Channel) -> Any:
+        told = await gather_alike(np.array(sent, np.int64).tobytes(), t)
+        table = np.frombuffer(b"".join(told), np.int64).reshape(t.size, t.size)
+        received = table[:, t.rank].tolist()
+        out = issue.empty(x, (sum(received), *shape[1:]))
+        work = Move(adapter.span(source), adapter.span(out), _exchanges(table, width))
+        return await way.run(
+            t, [out], lambda _: [Job(work)], lambda: (out, received) if return_splits else out
+        )
+
+    return _plan(call, adapter.span(source).nbytes, run)
+
+
+def _exchanges(table: np.ndarray[Any, np.dtype[np.int64]], width: int) -> tuple[Pull, ...]:
+    """Return who takes which bytes from whom, when table[r, d] rows go from r to d; pure."""
+    starts = np.cumsum(table, axis=1) - table  # in what r shows
+    places = np.cumsum(table, axis=0) - table  # in what d gets
+    size = len(table)
+    return tuple(
+        Pull(
+            r,
+            d,
+            int(starts[r, d]) * width,
+            int(starts[r, d] + table[r, d]) * width,
+            int(places[r, d]) * width,
+        )
+        for r, d in itertools.product(range(size), range(size))
+    )
+
+
+def broadcast(
+    group: Group, name: str | None, x: A, root: int, *, in_place: bool = False
+) -> Plan[A]:
+    """Plan the copy of root's x to all."""
+    adapter = _adapter_of(x)
+    plans.require_root(root, group)
+    kind = "broadcast_" if in_place else "broadcast"
+    shape = adapter.shape(x)
+    dtype = str(adapter.dtype(x))
+    call = Call(kind, name, dtype=dtype, shape=shape, root=int(root), place=_PLACE)
+    is_root = group.rank == root
+    if in_place and not is_root:
+        adapter.require_writable(x)
+    if in_place:
+        work: A = _contiguous(x, adapter)
+    else:
+        work = adapter.copy(x) if is_root else adapter.empty(x, shape)
+    issue = Issue.of(group, adapter, x)
+    way = _Way(
+        group,
+        issue,
+        [work],
+        lambda xs: plans.broadcast(group, None, xs[0], root, in_place=True),
+    )
+    span = adapter.span(work)
+    pulls = tuple(Pull(int(root), d, 0, span.nbytes, 0) for d in range(group.size) if d != root)
+    job = Job(Move(span if is_root else None, None if is_root else span, pulls))
+
+    def finish() -> A:
+        if is_root or not in_place:
+            return x if in_place else work
+        return _written(x, work, adapter, in_place=True)
+
+    async def run(t: Channel) -> Any:
+        return await way.run(t, [None if is_root else work], lambda _: [job], finish)
+
+    return _plan(call, span.nbytes, run)
+
+
+def grouped_allreduce(
+    group: Group,
+    name: str | None,
+    xs: Sequence[A],
+    op: Op,
+    *,
+    in_place: bool = False,
+    deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
+) -> Plan[list[A]]:
+    """Plan an allreduce of several arrays, fused where they share a dtype."""
+    kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
+    adapter = _adapter_of_all(kind, xs)
+    if in_place and len({id(x) for x in xs}) < len(xs):
+        raise ValueError(f"{kind}: the same array is passed twice: it can be reduced but once")
+    calls = [
+        _reduction(kind, None, op, x, adapter, deterministic=deterministic, scaling=scaling)
+        for x in xs
+    ]
+    sources = [_contiguous(x, adapter) for x in xs]
+    if in_place:
+        for x in xs:
+            adapter.require_writable(x)
+    work = sources if in_place else [adapter.empty(x, adapter.shape(x)) for x in xs]
+    spans = [adapter.span(x) for x in sources]
+    if in_place:
+        plans.require_apart(kind, [(span.address, span.nbytes) for span in spans])
+    items = [Item(span.nbytes, span.dtype.name) for span in spans]
+    batches = plan_fusion(items, group.engine.settings.fusion_mib * plans.MIB)
+    issue = Issue.of(group, adapter, *xs)
+    way = _Way(
+        group,
+        issue,
+        sources,
+        lambda mirrors: plans.grouped_allreduce(
+            group, None, mirrors, op, in_place=True, deterministic=deterministic, scaling=scaling
+        ),
+        _NO_FACTORS if scaling else "",
+    )
+    targets = [adapter.span(x) for x in work]
+
+    def jobs(team: GpuTeam) -> list[Job]:
+        return [
+            _fused(team, [spans[i] for i in each], [targets[i] for i in each], op, deterministic)
+            for each in batches
+        ]
+
+    def finish() -> list[A]:
+        return [_written(x, w, adapter, in_place=in_place) for x, w in zip(xs, work, strict=True)]
+
+    async def run(t: Channel) -> Any:
+        return await way.run(t, work, jobs, finish)
+
+    call = replace(plans.grouped_call(kind, name, calls), place=_PLACE)
+    return _plan(call, sum(item.nbytes for item in items), run)
+
+
+def _fused(
+    team: GpuTeam,
+    sources: Sequence[Span],
+    targets: Sequence[Span],
+    op: Op,
+    is_deterministic: bool,
+) -> Job:
+    """Return the reduction of several arrays of one dtype as one."""
+    if len(sources) == 1:
+        return Job(Reduce(sources[0], targets[0], op, is_deterministic=is_deterministic))
+    counts = [source.count for source in sources]
+    memory = team.scratch(sum(source.nbytes for source in sources))
+    whole = Span(memory.address, sum(counts), sources[0].dtype, memory.owner)
+    pieces = [whole[part] for part in consecutive(counts)]
+    return Job(
+        Reduce(whole, whole, op, is_deterministic=is_deterministic),
+        before=list(zip(pieces, sources, strict=True)),
+        after=list(zip(targets, pieces, strict=True)),
+    )
+
+
+def grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
+    """Plan several allgathers as one."""
+    _adapter_of_all("grouped_allgather", xs)
+    return _in_turn("grouped_allgather", name, [allgather(group, None, x) for x in xs])
+
+
+def grouped_reduce_scatter(
+    group: Group,
+    name: str | None,
+    xs: Sequence[A],
+    op: Op,
+    *,
+    deterministic: bool = False,
+    scaling: Scaling = _AS_IT_IS,
+) -> Plan[list[A]]:
+    """Plan several reduce_scatters as one."""
+    _adapter_of_all("grouped_reduce_scatter", xs)
+    each = [
+        reduce_scatter(group, None, x, op, deterministic=deterministic, scaling=scaling) for x in xs
+    ]
+    return _in_turn("grouped_reduce_scatter", name, each)
+
+
+def _in_turn(kind: str, name: str | None, several: list[Plan[A]]) -> Plan[Any]:
+    """Plan several operations, with one agreement for all of them."""
+
+    async def run(t: Channel) -> Any:
+        return AllLaunched([await plan.run(t) for plan in several])
+
+    call = replace(plans.grouped_call(kind, name, [plan.call for plan in several]), place=_PLACE)
+    return _plan(call, sum(plan.nbytes for plan in several), run)
+
+
+_NO_FACTORS = "factors before and after a reduction are applied there"
+_ON_GPU: dict[Callable[..., Plan[Any]], Callable[..., Plan[Any]]] = {
+    plans.allreduce: allreduce,
+    plans.reduce: reduce,
+    plans.reduce_scatter: reduce_scatter,
+    plans.allgather: allgather,
+    plans.gather: gather,
+    plans.scatter: scatter,
+    plans.alltoall: alltoall,
+    plans.broadcast: broadcast,
+    plans.grouped_allreduce: grouped_allreduce,
+    plans.grouped_allgather: grouped_allgather,
+    plans.grouped_reduce_scatter: grouped_reduce_scatter,
+}
+
+
+def _plan(call: Call, nbytes: int, run: Callable[[Channel], Coroutine[Any, Any, Any]]) -> Plan[Any]:
+    return Plan(call, nbytes, run, agrees_first=True)
+
+
+def _adapter_of(x: Array) -> DeviceAdapter:
+    adapter = device_adapter_for(x)
+    assert adapter is not None
+    return adapter
+
+
+def _adapter_of_all(kind: str, xs: Sequence[Array]) -> DeviceAdapter:
+    """Return the adapter that all arrays have. Raises TypeError if they have not."""
+    adapters = [device_adapter_for(x) for x in xs]
+    first = adapters[0]
+    assert first is not None
+    other = next((i for i, adapter in enumerate(adapters) if adapter is not first), None)
+    if other is not None:
+        kinds = "in host memory" if adapters[other] is None else "of another library"
+        raise TypeError(
+            f"{kind}: array 0 is on a GPU, array {other} is {kinds}. Pass arrays of one kind."
+        )
+    return first
+
+
+def _reduction(
+    kind: str, name: str | None, op: Op, x: Array, adapter: DeviceAdapter, **options: Any
+) -> Call:
+    return plans.reduction(kind, name, op, x, adapter, place=_PLACE, **options)
+
+
+def _contiguous(x: A, adapter: DeviceAdapter) -> A:
+    copied: A = x if adapter.is_contiguous(x) else adapter.copy(x)
+    return copied
+
+
+def _written(x: A, work: A, adapter: DeviceAdapter, *, in_place: bool) -> A:
+    """Return the result; a strided array gets it by a copy on the current stream."""
+    if not in_place:
+        return work
+    if work is x:
+        adapter.written(x)
+    else:
+        adapter.assign(x, work)
+    return x

@@ -1,0 +1,390 @@
+"""The ranks of a group on their GPUs: how they exchange, and in which order.
+
+The hosts agree on an operation as on any other. Then the group's first rank says which place it has
+among the launches, for streams that wait for each other must do so in one order on all ranks. In
+its turn each rank puts its part on its stream, and is done with it: the caller's stream waits, not
+the caller. A follower watches over what is on the stream: it has the deadline of any operation, and
+if a rank dies it frees the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import numpy as np
+
+from ringcomm.arrays import DTYPES, Flat, Span
+from ringcomm.collectives import circulant, tree
+from ringcomm.collectives.schedule import consecutive
+from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, module
+from ringcomm.engine.gpu import Event, GpuMemory, Gpus, Issue, Launched, Reached, same_gpu
+from ringcomm.engine.ledger import NO_GROUP, Ticket, base_of
+from ringcomm.errors import ConfigError, RingcommError
+from ringcomm.gpu.base import Device, Job, Mover
+from ringcomm.gpu.choice import Facts, GpuChoice, choose_transport
+from ringcomm.gpu.host_pool import whole_pages
+from ringcomm.gpu.ipc import IpcMover, flags_nbytes
+from ringcomm.gpu.nccl import Communicator, NcclMover
+from ringcomm.transport.channel import Channel, Wait
+
+if TYPE_CHECKING:
+    from ringcomm.engine.group import Group
+
+_log = logging.getLogger("ringcomm")
+_RELEASE_EVERY_S, _RELEASE_FOR_S = 0.005, 60.0
+_END: Final = object()
+R = TypeVar("R")
+
+
+class GpuTeam:
+    """One group's.
+
+    Args:
+        gpus: of the engine.
+        group: the group.
+        context: of the group.
+
+    Attributes:
+        choice: how the ranks exchange, and why; None before the first operation.
+        mover: what does it; None: host memory, by the CPU's collectives.
+        n_launched: how many operations this rank has put on its stream.
+    """
+
+    def __init__(self, gpus: Gpus, group: Group, context: int) -> None:
+        self._gpus = gpus
+        self._engine = group.engine
+        self._members = group.ranks
+        self._rank, self._size = group.index, group.size
+        self._context = context
+        self._base = base_of(context, "on the GPU")
+        self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {context}")
+        self._n_alone = 0
+        self._n_ordered = 0  # on the first rank: how many have been given their place
+        self._turn = 0
+        self._memory: GpuMemory | None = None
+        self.choice: GpuChoice | None = None
+        self.mover: Mover | None = None
+        self.n_launched = 0
+        self._announced: set[str] = set()
+        self._engine.enter_beside(self._base, self)
+
+    # --- order ------------------------------------------------------------------------------------
+    async def line_up(self, t: Channel, issue: Issue) -> None:
+        """Return when it is this operation's turn, with the transport chosen; see end_turn().
+
+        Raises:
+            ConfigError: RINGCOMM_GPU_TRANSPORT wants what cannot be; on all ranks.
+            RingcommError: the arrays are on another GPU than before.
+        """
+        if t.meeting is not None and not t.has_met:
+            await t.meet()
+        place = await self._place(t)
+        if self._turn != place:
+            await Wait((_Turn(self, place),))
+        if self._memory is None:
+            await self._found(t, issue)
+        else:
+            same_gpu(self._memory.device.index, issue, "collective")
+
+    def end_turn(self) -> None:
+        """Let the next operation have its turn."""
+        self._turn += 1
+
+    def is_turn_of(self, place: int) -> bool:
+        """Return True if the operation of this place is next."""
+        return self._turn == place
+
+    async def _place(self, t: Channel) -> int:
+        """Return the place that the first rank gives to this operation, now that all are in it."""
+        number = np.zeros(1, np.int64)
+        if t.rank == 0:
+            number[0] = self._n_ordered
+            self._n_ordered += 1
+        await module(t, tree).broadcast_(Flat(number.view(np.uint8), DTYPES["int64"]), 0, t)
+        return int(number[0])
+
+    # --- launches ---------------------------------------------------------------------------------
+    async def put(self, t: Channel, job: Job) -> None:
+        """Put a job on the stream, in the turn of its operation."""
+        mover, device = self._own_mover, self._gpu.device
+        outlines = await gather_alike(mover.outline(job.work), t)
+        with device.active():
+            self._copy(mover, job.before)
+        phases = mover.phases(job.work, outlines)
+        while True:
+            with device.active():
+                if next(phases, _END) is _END:
+                    break
+                if mover.meets_on_stream:
+                    mover.meet()
+                    continue
+            await Wait((Reached(Event(device, mover.stream)),))
+            await gather_alike(b"here", t)
+        with device.active():
+            self._copy(mover, job.after)
+
+    def begin(self, issue: Issue) -> int:
+        """Let the stream wait for the arrays of an operation; return the stream."""
+        mover = self._own_mover
+        with self._gpu.device.active():
+            self._gpu.device.await_event(mover.stream, issue.ready.handle)
+        return mover.stream
+
+    def follow(
+        self,
+        t: Channel,
+        issue: Issue,
+        stream: int,
+        result: R,
+        *,
+        keeps: Sequence[object],
+        waits_for_others: bool = True,
+    ) -> Launched[R]:
+        """Watch over what the stream has been given until now; return what the caller gets.
+
+        Args:
+            t: of the operation.
+            issue: of the operation.
+            stream: where it is.
+            result: what the caller gets.
+            keeps: what must live until the GPU is through.
+            waits_for_others: the stream does; else no other rank need live for it to end.
+        """
+        done = Event(issue.memory.device, stream)
+        launched = Launched(result, issue, done, self._engine.require_unbroken)
+        if waits_for_others:
+            self.n_launched += 1
+            members, ticket = self._members, Ticket(None, self._base, self.n_launched)
+        else:
+            self._n_alone += 1
+            members, ticket = (self._engine.job_rank,), Ticket(None, self._own, self._n_alone)
+
+        async def watch() -> None:
+            kept = [keeps, result]
+            is_reached = False
+            try:
+                await Wait((Reached(done),))
+                is_reached = True
+            finally:
+                if not is_reached:
+                    self._free_stream(done, kept)
+
+        label = f"{self._engine.label_of(t.key)} on the GPU"
+        late = self._late if waits_for_others else tuple
+        self._engine.follow_up(label, members, watch(), ticket, late=late)
+        return launched
+
+    def _late(self) -> tuple[int, ...]:
+        return tuple(self._members[rank] for rank in self._own_mover.late)
+
+    def scratch(self, nbytes: int) -> Span:
+        """Return memory on the GPU, see Mover."""
+        with self._gpu.device.active():
+            return self._own_mover.scratch(nbytes)
+
+    def announce(self, why: str) -> None:
+        """Say once, on the first rank, that operations of a kind go through host memory."""
+        if self._rank == 0 and why not in self._announced:
+            self._announced.add(why)
+            _log.warning("an operation on a GPU goes through host memory: %s", why)
+
+    def has_entered(self, base: int, number: int) -> bool:
+        """Return True if this rank has put that operation on its stream; see Whereabouts."""
+        return base == self._base and number <= self.n_launched
+
+    def close(self, *, is_clean: bool) -> None:
+        """Give everything back; see Mover."""
+        if self.mover is not None:
+            self.mover.close(is_clean=is_clean)
+
+    def _copy(self, mover: Mover, pairs: Iterable[tuple[Span, Span]]) -> None:
+        for target, source in pairs:
+            if source.nbytes:
+                device = self._gpu.device
+                device.copy(mover.stream, target.address, source.address, source.nbytes)
+
+    @property
+    def _own_mover(self) -> Mover:
+        assert self.mover is not None
+        return self.mover
+
+    def _free_stream(self, done: Event, keeps: object) -> None:
+        """See to it that the stream comes to its end; what it still writes is worthless."""
+        mover = self.mover
+        if mover is None:
+            return
+
+        def release() -> None:
+            deadline = time.monotonic() + _RELEASE_FOR_S
+            with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
+                while not done.is_reached and time.monotonic() < deadline:
+                    mover.release()
+                    time.sleep(_RELEASE_EVERY_S)  # the stream may come to its next wait
+            del keeps_alive[:]
+
+        keeps_alive = [keeps]
+        threading.Thread(target=release, name="ringcomm-gpu-release", daemon=True).start()
+
+    # --- founding ---------------------------------------------------------------------------------
+    @property
+    def _gpu(self) -> GpuMemory:
+        assert self._memory is not None
+        return self._memory
+
+    async def _found(self, t: Channel, issue: Issue) -> None:
+        """Choose how the ranks exchange, and set it up; in the turn of the first operation.
+
+        Raises:
+            ConfigError: what RINGCOMM_GPU_TRANSPORT wants cannot be; on all ranks.
+        """
+        mine = self._facts(t, issue.memory.device)
+        facts = [Facts.unpack(each) for each in await gather_bytes(mine.pack(), t)]
+        choice = choose_transport(facts, self._engine.settings.gpu_transport)
+        self.mover = None
+        while choice.transport != "staged":
+            problem = choice.unfit.get(choice.transport)
+            mover = None
+            if problem is None:
+                mover, problem = await self._set_up(choice.transport, issue.memory, t)
+            if problem is None:
+                self.mover = mover
+                break
+            if mover is not None:
+                mover.close(is_clean=False)
+            choice = choice.without(problem)
+        self.choice, self._memory = choice, issue.memory
+        if choice.transport == "staged" and not choice.is_forced and t.rank == 0 and t.size > 1:
+            _log.warning("arrays on GPUs go through host memory: %s", choice)
+
+    def _facts(self, t: Channel, device: Device) -> Facts:
+        nccl, no_nccl = 0, ""
+        try:
+            nccl = self._gpus.provider.version
+        except ConfigError as error:
+            no_nccl = str(error)
+        shares_memory = self._engine.transport.node is not None or t.size == 1
+        node = t.nodes[t.rank] if shares_memory else -1 - t.rank
+        return Facts(
+            device.uuid, device.name, node, device.reaches, device.can_export, nccl, no_nccl
+        )
+
+    async def _set_up(
+        self, transport: str, memory: GpuMemory, t: Channel
+    ) -> tuple[Mover | None, str | None]:
+        """Return what exchanges, or why it cannot; that is alike on all ranks."""
+        mover: Mover | None = None
+        problem = ""
+        try:
+            if transport == "nccl":
+                mover = await self._nccl(memory.device, t)
+            else:
+                mover = await self._ipc(memory, t)
+        except (RingcommError, OSError) as error:
+            problem = f"rank {t.members[t.rank]}: {error}"
+        problems = [each.decode() for each in await gather_bytes(problem.encode(), t)]
+        return mover, next((each for each in problems if each), None)
+
+    async def _nccl(self, device: Device, t: Channel) -> Mover:
+        provider = self._gpus.provider
+        problem = b""
+        unique_id = b""
+        if t.rank == 0:
+            try:
+                unique_id = provider.unique_id()
+            except RingcommError as error:
+                problem = str(error).encode()
+        unique_id = await broadcast_bytes(unique_id, 0, t)
+        if not unique_id:
+            raise ConfigError(problem.decode() or "the first rank cannot make an id for NCCL")
+        connecting = _InThread(lambda: provider.connect(unique_id, t.rank, t.size), device)
+        await Wait((connecting,))
+        return NcclMover(device, connecting.result(), t.rank, t.size)
+
+    async def _ipc(self, memory: GpuMemory, t: Channel) -> Mover:
+        nbytes = flags_nbytes(t.size)
+        node = self._engine.transport.node
+        if t.rank == 0:
+            flags = whole_pages(lambda n: None if node is None else node.empty(n), nbytes)
+            flags[:] = 0
+        offset = b""
+        if node is not None and t.rank == 0:
+            offset = node.offset_of(flags).to_bytes(8, "little")
+        offset = await broadcast_bytes(offset, 0, t)
+        if t.rank != 0:
+            assert node is not None
+            flags = node.view(t.members[0], int.from_bytes(offset, "little"), nbytes)
+        with memory.device.active():
+            return IpcMover(memory.device, t.rank, t.size, flags=flags, regions=memory.regions)
+
+
+class _Turn:
+    """Request that waits until an operation is the next to be launched."""
+
+    source = -1
+
+    def __init__(self, team: GpuTeam, place: int) -> None:
+        self._team = team
+        self._place = place
+
+    def test(self) -> bool:
+        """Return True once it is."""
+        return self._team.is_turn_of(self._place)
+
+    def cancel(self) -> None:
+        """Do nothing: no operation follows a failed one."""
+
+
+class _InThread:
+    """Request that waits for what blocks, in a thread that is left alone if nobody waits any more.
+
+    Args:
+        call: what blocks.
+        device: the thread's GPU.
+    """
+
+    source = -1
+
+    def __init__(self, call: Callable[[], Communicator], device: Device) -> None:
+        self._call = call
+        self._device = device
+        self._result: Communicator | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ringcomm-nccl", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._device.active():
+                self._result = self._call()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+
+    def test(self) -> bool:
+        """Return True once it has returned or raised."""
+        return not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Leave it alone."""
+
+    def result(self) -> Communicator:
+        """Return what the call did, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+async def gather_alike(mine: bytes, t: Channel) -> list[bytes]:
+    """Return every rank's bytes, of which there are as many on each; none: nobody waits."""
+    if not mine:
+        return []
+    parts = consecutive([len(mine)] * t.size)
+    everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
+    everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
+    await module(t, circulant).allgather_(everything, parts, t)
+    return [everything[part].bytes.tobytes() for part in parts]

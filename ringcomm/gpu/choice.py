@@ -1,0 +1,140 @@
+"""Which transport carries the arrays on GPUs of a group, and why. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from ringcomm.errors import ConfigError
+
+TRANSPORTS: Final = ("nccl", "ipc", "staged")  # config.GPU_TRANSPORTS, which this may not import
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank tells the others of its GPU.
+
+    Attributes:
+        uuid: of the GPU.
+        name: "NVIDIA H200".
+        node: a number that tells its host from others.
+        reaches: uuids of the GPUs of this host whose memory this one can reach, its own among them.
+        can_export: its memory can be mapped by other processes.
+        nccl: version of NCCL as a number, 22703; 0: it cannot be used.
+        no_nccl: why not.
+    """
+
+    uuid: str
+    name: str
+    node: int
+    reaches: tuple[str, ...] = ()
+    can_export: bool = True
+    nccl: int = 0
+    no_nccl: str = ""
+
+    def pack(self) -> bytes:
+        """Return the wire form."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Facts:
+        """Read it."""
+        fields = json.loads(packed)
+        return cls(**fields | {"reaches": tuple(fields["reaches"])})
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """A transport, and why not the others.
+
+    Attributes:
+        transport: "nccl", "ipc" or "staged".
+        unfit: why the others cannot carry it, by name.
+        is_forced: the user wants it.
+    """
+
+    transport: str
+    unfit: dict[str, str] = field(default_factory=dict)
+    is_forced: bool = False
+
+    def without(self, problem: str) -> GpuChoice:
+        """Return the next best choice, for this one's set-up has shown a problem.
+
+        Raises:
+            ConfigError: the user wants this one.
+        """
+        if self.is_forced:
+            raise ConfigError(
+                f"RINGCOMM_GPU_TRANSPORT is {self.transport}, which cannot be: {problem}. Mend "
+                "that, or set it to auto"
+            )
+        unfit = {**self.unfit, self.transport: problem}
+        return GpuChoice(next(name for name in TRANSPORTS if name not in unfit), unfit)
+
+    def __str__(self) -> str:
+        why = "as RINGCOMM_GPU_TRANSPORT says" if self.is_forced else "the first that can"
+        lines = [f"{self.transport}, {why} of {', '.join(TRANSPORTS)}"]
+        lines += [f"  {name}: no, {reason}" for name, reason in self.unfit.items()]
+        return "\n".join(lines)
+
+
+def choose_transport(facts: Sequence[Facts], forced: str = "auto") -> GpuChoice:
+    """Return how these ranks exchange what is on their GPUs; the same on all of them.
+
+    Args:
+        facts: of each rank.
+        forced: RINGCOMM_GPU_TRANSPORT.
+    """
+    unfit = {name: why for name, why in (("nccl", _no_nccl(facts)), ("ipc", _no_ipc(facts))) if why}
+    if forced != "auto":
+        return GpuChoice(forced, unfit, is_forced=True)
+    for name in TRANSPORTS:
+        if name not in unfit:
+            return GpuChoice(name, unfit)
+    raise AssertionError("staged can always be")
+
+
+def _no_nccl(facts: Sequence[Facts]) -> str:
+    for rank, each in enumerate(facts):
+        if each.no_nccl:
+            return f"rank {rank}: {each.no_nccl}"
+    other = next((r for r, each in enumerate(facts) if each.nccl != facts[0].nccl), None)
+    if other is not None:
+        return (
+            f"rank 0 has NCCL {version_text(facts[0].nccl)}, rank {other} has "
+            f"{version_text(facts[other].nccl)}: install the same on all"
+        )
+    shared = _shared_gpu(facts)
+    if shared:
+        return f"ranks {shared[0]} and {shared[1]} share a GPU, and NCCL wants one for each"
+    return ""
+
+
+def _no_ipc(facts: Sequence[Facts]) -> str:
+    other = next((r for r, each in enumerate(facts) if each.node != facts[0].node), None)
+    if other is not None:
+        return f"rank 0 and rank {other} are on different hosts"
+    for rank, each in enumerate(facts):
+        if not each.can_export:
+            return f"rank {rank}: its GPU's memory cannot be mapped by other processes"
+    for rank, each in enumerate(facts):
+        for peer, its in enumerate(facts):
+            if its.uuid not in each.reaches:
+                return f"the GPU of rank {rank} cannot reach the memory of rank {peer}'s"
+    return ""
+
+
+def _shared_gpu(facts: Sequence[Facts]) -> tuple[int, int] | None:
+    first: dict[str, int] = {}
+    for rank, each in enumerate(facts):
+        if each.uuid in first:
+            return first[each.uuid], rank
+        first[each.uuid] = rank
+    return None
+
+
+def version_text(version: int) -> str:
+    """Return "2.27.3" for 22703."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

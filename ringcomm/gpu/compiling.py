@@ -1,0 +1,96 @@
+"""Kernels, compiled for one GPU when they are first launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+from cupy.cuda import nvrtc
+
+from ringcomm.errors import ConfigError
+from ringcomm.gpu.kernels import BLOCK, ENTRY, OPTIONS, Arguments, Kernel, source
+
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
+
+
+class Stream:
+    """A stream as cupy's functions take it.
+
+    Attributes:
+        ptr: its handle.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self.ptr = handle
+
+
+class Kernels:
+    """The kernels of one GPU. To compile one takes a fraction of a second.
+
+    Not by cupy.RawModule: that lets denormal numbers be zero, whatever it is told, and compiles
+    nothing where CUDA's headers are missing, although none is included.
+
+    Args:
+        index: of the GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        attribute = cupy.cuda.runtime.deviceGetAttribute
+        self._capability = 10 * attribute(_CAPABILITY_MAJOR, index) + attribute(
+            _CAPABILITY_MINOR, index
+        )
+        self._n_processors = attribute(_N_PROCESSORS, index)
+        self._lock = threading.Lock()
+        self._functions: dict[tuple[str, ...], Any] = {}
+
+    def launch(self, stream: int, kernel: Kernel, arguments: Arguments, n_elements: int) -> None:
+        """Put a kernel on a stream of the current GPU.
+
+        Args:
+            stream: its handle.
+            kernel: which.
+            arguments: what it takes.
+            n_elements: see Kernel.grid().
+
+        Raises:
+            ConfigError: it cannot be compiled.
+        """
+        function = self._functions.get(kernel.defines) or self._compile(kernel.defines)
+        grid = kernel.grid(n_elements, self._n_processors)
+        function((grid,), (BLOCK,), arguments, 0, Stream(stream))
+
+    def _compile(self, defines: tuple[str, ...]) -> Any:
+        with self._lock:
+            if defines not in self._functions:
+                module = cupy.cuda.function.Module()
+                module.load(compile_for(self._capability, defines))
+                self._functions[defines] = module.get_function(ENTRY)
+            return self._functions[defines]
+
+
+def compile_for(capability: int, defines: Sequence[str]) -> bytes:
+    """Return machine code for a GPU, or, for one newer than the compiler, what its driver compiles.
+
+    Args:
+        capability: 90 for 9.0.
+        defines: of the kernel.
+
+    Raises:
+        ConfigError: the compiler refuses.
+    """
+    known = nvrtc.getSupportedArchs()
+    is_known = capability in known
+    target = f"sm_{capability}" if is_known else f"compute_{max(known)}"
+    program = nvrtc.createProgram(source(), "kernels.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, *defines, f"--gpu-architecture={target}"))
+        return bytes(nvrtc.getCUBIN(program) if is_known else nvrtc.getPTX(program))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise ConfigError(
+            f"a kernel cannot be compiled for {target} ({' '.join(defines)}): {error}\n{log}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)

@@ -1,0 +1,220 @@
+"""A GPU by CUDA: the runtime that cupy binds, and of the driver what cupy lacks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+
+from ringcomm.arrays.base import Bytes
+from ringcomm.errors import ConfigError, RingcommError
+from ringcomm.gpu.base import KernelReduction, Memory
+from ringcomm.gpu.compiling import Kernels
+from ringcomm.gpu.driver import CAN_FLUSH_REMOTE_WRITES, Driver
+from ringcomm.gpu.host_pool import PAGE_NBYTES, whole_pages
+from ringcomm.gpu.kernels import ReduceKernel
+from ringcomm.gpu.presence import require
+from ringcomm.gpu.probing import probe
+
+# As the headers of CUDA number them.
+_NON_BLOCKING, _HIGHEST_PRIORITY = 1, -100  # the latter is clamped to what there is
+_WITHOUT_TIMING = 2
+_ANY_DIRECTION = 4
+_NOT_READY = 600
+_PORTABLE_AND_MAPPED = 3
+_LAZY_PEER_ACCESS = 1
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """An allocation of its own."""
+
+    address: int
+    nbytes: int
+
+
+class CudaDevice:
+    """Device of CUDA.
+
+    Args:
+        index: as CUDA counts in this process.
+
+    Raises:
+        ConfigError: there is none, or something is missing that it needs.
+    """
+
+    def __init__(self, index: int) -> None:
+        stack = probe()
+        require(stack)
+        if not 0 <= index < len(stack.driver.gpus):
+            raise ConfigError(
+                f"there is no GPU {index}: this process sees {len(stack.driver.gpus)}. Look at "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        self._runtime: Any = cupy.cuda.runtime
+        self._driver = Driver()
+        self.index = index
+        self.name = stack.driver.gpus[index].name
+        self.uuid = self._driver.uuid(index)
+        self._registered: dict[int, tuple[Bytes, int]] = {}
+        self._streams: list[int] = []
+        self._memories: list[int] = []
+        with self.active():
+            self.kernels = Kernels(index)
+            self.reaches = self._neighbours()
+            self._flushes = bool(self._runtime.deviceGetAttribute(CAN_FLUSH_REMOTE_WRITES, index))
+            self.can_export = self._try_export()
+            self.has_stream_values = self._try_values()
+
+    def active(self) -> AbstractContextManager[object]:
+        """Return a context in which this is the calling thread's GPU."""
+        return _active(self._runtime, self.index)
+
+    def new_stream(self) -> int:
+        """Return a stream of the highest priority, beside the default stream."""
+        stream: int = self._runtime.streamCreateWithPriority(_NON_BLOCKING, _HIGHEST_PRIORITY)
+        self._streams.append(stream)
+        return stream
+
+    def new_event(self) -> int:
+        """Return an event without a clock."""
+        event: int = self._runtime.eventCreateWithFlags(_WITHOUT_TIMING)
+        return event
+
+    def free_event(self, event: int) -> None:
+        """See Device."""
+        self._runtime.eventDestroy(event)
+
+    def record(self, event: int, stream: int) -> None:
+        """See Device."""
+        self._runtime.eventRecord(event, stream)
+
+    def await_event(self, stream: int, event: int) -> None:
+        """See Device."""
+        self._runtime.streamWaitEvent(stream, event)
+
+    def is_reached(self, event: int) -> bool:
+        """See Device."""
+        status = self._runtime.eventQuery(event)
+        if status not in (0, _NOT_READY):
+            raise RingcommError(
+                f"GPU {self.index} ({self.name}) failed with CUDA's error {status}; nothing that "
+                "is on it can be used any more. The cause may be a kernel of this program: run it "
+                "with CUDA_LAUNCH_BLOCKING=1"
+            )
+        return bool(status == 0)
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        """See Device."""
+        self._runtime.memcpyAsync(target, source, nbytes, _ANY_DIRECTION, stream)
+
+    def reduce(self, stream: int, what: KernelReduction) -> None:
+        """See Device."""
+        kernel = ReduceKernel(what.dtype, what.op, len(what.sources), len(what.targets))
+        arguments = kernel.pack_arguments(
+            what.sources, what.targets, hi=what.count, divisor=what.divisor
+        )
+        self.kernels.launch(stream, kernel, arguments, what.count)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return memory of cudaMalloc: that of pools cannot be exported."""
+        try:
+            address = self._runtime.malloc(nbytes)
+        except self._runtime.CUDARuntimeError as error:
+            free, whole = self._runtime.memGetInfo()
+            raise MemoryError(
+                f"GPU {self.index} has no room for {nbytes} bytes: {free} of {whole} are free "
+                f"({error}). Pools of torch and cupy may hold more than they use: "
+                "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()"
+            ) from error
+        self._memories.append(address)
+        return CudaMemory(address, nbytes)
+
+    def export(self, memory: Memory) -> bytes:
+        """See Device."""
+        exported: bytes = self._runtime.ipcGetMemHandle(memory.address)
+        return exported
+
+    def map(self, exported: bytes) -> int:
+        """See Device."""
+        with self.active():
+            address: int = self._runtime.ipcOpenMemHandle(exported, _LAZY_PEER_ACCESS)
+        return address
+
+    def unmap(self, address: int) -> None:
+        """See Device."""
+        with self.active():
+            self._runtime.ipcCloseMemHandle(address)
+
+    def register(self, memory: Bytes) -> int:
+        """See Device."""
+        at = memory.ctypes.data
+        if at not in self._registered:
+            with self.active():
+                self._runtime.hostRegister(at, memory.nbytes, _PORTABLE_AND_MAPPED)
+                self._registered[at] = memory, self._driver.device_pointer(at)
+        return self._registered[at][1]
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """See Device."""
+        self._driver.write_value(stream, address, value)
+
+    def await_value(self, stream: int, address: int, value: int) -> None:
+        """See Device."""
+        self._driver.await_value(stream, address, value, flushes=self._flushes)
+
+    def synchronize(self) -> None:
+        """See Device."""
+        with self.active():
+            self._runtime.deviceSynchronize()
+
+    def close(self) -> None:
+        """See Device."""
+        with self.active():
+            for stream in self._streams:
+                self._runtime.streamDestroy(stream)
+            for at in self._registered:
+                self._runtime.hostUnregister(at)
+            for address in self._memories:
+                self._runtime.free(address)
+        self._streams.clear()
+        self._registered.clear()
+        self._memories.clear()
+
+    def _neighbours(self) -> tuple[str, ...]:
+        """Return the uuids of the GPUs whose memory this one can reach."""
+        others = (i for i in range(self._runtime.getDeviceCount()) if i != self.index)
+        near = [i for i in others if self._runtime.deviceCanAccessPeer(self.index, i)]
+        return (self.uuid, *(self._driver.uuid(i) for i in near))
+
+    def _try_export(self) -> bool:
+        """Ask by trying: containers and partitioned GPUs may refuse."""
+        address = self._runtime.malloc(PAGE_NBYTES)
+        try:
+            self._runtime.ipcGetMemHandle(address)
+        except self._runtime.CUDARuntimeError:
+            return False
+        finally:
+            self._runtime.free(address)
+        return True
+
+    def _try_values(self) -> bool:
+        page = whole_pages(lambda _: None, PAGE_NBYTES)
+        return self._driver.can_write_values(self.new_stream(), self.register(page))
+
+
+@contextlib.contextmanager
+def _active(runtime: Any, index: int) -> Iterator[None]:
+    before = runtime.getDevice()
+    if before == index:
+        yield
+        return
+    runtime.setDevice(index)
+    try:
+        yield
+    finally:
+        runtime.setDevice(before)

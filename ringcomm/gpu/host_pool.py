@@ -1,0 +1,72 @@
+"""Blocks of host memory that a GPU can reach, and that the ranks of the node map."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from ringcomm.arrays.base import Bytes
+from ringcomm.gpu.base import Device
+
+PAGE_NBYTES = 4096
+_SMALLEST = 1 << 20  # to register memory takes a millisecond, however little it is
+
+
+class Block:
+    """Memory of a pool, until it is given back.
+
+    Attributes:
+        bytes: the memory, as large as was asked for.
+        address: where the GPU finds it.
+    """
+
+    def __init__(self, whole: Bytes, nbytes: int, address: int) -> None:
+        self.whole = whole
+        self.bytes = whole[:nbytes]
+        self.address = address
+
+
+class HostPool:
+    """Blocks that are registered once and used again and again.
+
+    Args:
+        device: that reaches them.
+        take: returns memory that the node shares, None where nothing is shared.
+    """
+
+    def __init__(self, device: Device, take: Callable[[int], Bytes | None]) -> None:
+        self._device = device
+        self._take = take
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Block]] = {}
+
+    def take(self, nbytes: int) -> Block:
+        """Return memory of undefined content. Raises MemoryError."""
+        size = max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
+        with self._lock:
+            kept = self._free.get(size)
+            block = kept.pop() if kept else None
+        if block is None:
+            whole = whole_pages(self._take, size)
+            return Block(whole, nbytes, self._device.register(whole))
+        return Block(block.whole, nbytes, block.address)
+
+    def give_back(self, block: Block) -> None:
+        """Let it be used again; no stream does any more."""
+        with self._lock:
+            self._free.setdefault(block.whole.nbytes, []).append(block)
+
+
+def whole_pages(take: Callable[[int], Bytes | None], nbytes: int) -> Bytes:
+    """Return memory that begins and ends with a page: two that share one cannot be registered.
+
+    Args:
+        take: returns memory, or None if there is none of that kind; then it is ordinary memory.
+        nbytes: a multiple of the size of a page.
+    """
+    taken = take(nbytes + PAGE_NBYTES)
+    memory = np.empty(nbytes + PAGE_NBYTES, np.uint8) if taken is None else taken
+    start = -memory.ctypes.data % PAGE_NBYTES
+    return memory[start : start + nbytes]

@@ -1,0 +1,439 @@
+"""What of the GPU stack is here, and what is missing: facts in, a line for each gap out. Pure.
+
+The stack is NVIDIA's driver with its GPUs, cupy, what cupy compiles kernels with, and NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from ringcomm.errors import ConfigError
+from ringcomm.gpu.choice import version_text
+
+CUPY_WHEELS: Final = ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
+NCCL_WHEELS: Final = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+# The first that finds NVRTC and CUDA's headers among pip's packages, and whose NCCL ids are bytes.
+OLDEST_CUPY: Final = "14.0"
+OLDEST_NCCL: Final = 22100
+OLDEST_CUDA: Final = 12000
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One that this process may use.
+
+    Attributes:
+        name: "NVIDIA H200".
+        uuid: the same in every process; that of the part if the GPU is divided (MIG).
+        nbytes: its memory.
+        capability: what it computes, (9, 0).
+    """
+
+    name: str
+    uuid: str
+    nbytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """NVIDIA's driver.
+
+    Attributes:
+        is_loaded: libcuda.so.1 is.
+        error: why it is not, empty if there is none.
+        release: of the kernel module, "580.65.06"; empty if it is not loaded, or not known.
+        cuda: the newest CUDA that the driver serves, 13000.
+        init_code: what cuInit returned, 0 if the driver started.
+        init_error: its name, "CUDA_ERROR_NO_DEVICE".
+        visible: CUDA_VISIBLE_DEVICES, None if it is not set.
+        gpus: those that are visible.
+    """
+
+    is_loaded: bool = False
+    error: str = ""
+    release: str = ""
+    cuda: int = 0
+    init_code: int = 0
+    init_error: str = ""
+    visible: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cupy:
+    """The cupy that `import cupy` gives.
+
+    Attributes:
+        version: empty if it cannot be imported.
+        error: why it cannot, empty if it is not installed.
+        cuda: the CUDA that it was built with, 13020.
+        nvrtc: version of the compiler that it finds, "13.0"; empty if it finds none.
+        has_headers: it finds CUDA's headers, which it shows the compiler.
+    """
+
+    version: str = ""
+    error: str = ""
+    cuda: int = 0
+    nvrtc: str = ""
+    has_headers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nccl:
+    """The NCCL that cupy uses.
+
+    Attributes:
+        version: as a number, 22703; 0 if cupy cannot use one.
+        error: why it cannot, empty if there is none.
+        paths: every libnccl that is loaded in this process, cupy's or not.
+    """
+
+    version: int = 0
+    error: str = ""
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What one process found; probing.probe() makes it. Without arguments: nothing is here.
+
+    Attributes:
+        wheels: those of CUPY_WHEELS and NCCL_WHEELS that are installed, with their versions.
+    """
+
+    driver: Driver = field(default_factory=Driver)
+    cupy: Cupy = field(default_factory=Cupy)
+    nccl: Nccl = field(default_factory=Nccl)
+    wheels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_absent(self) -> bool:
+        """Neither a driver nor cupy is here, not even a broken one."""
+        driver, cupy = self.driver, self.cupy
+        has_cupy = cupy.version or cupy.error or _wheels(self, CUPY_WHEELS)
+        return not (driver.is_loaded or driver.error or has_cupy)
+
+    def pack(self) -> str:
+        """Return the form that goes from process to process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, packed: str) -> Stack:
+        """Read it."""
+        facts = json.loads(packed)
+        gpus = [
+            Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in facts["driver"]["gpus"]
+        ]
+        return cls(
+            driver=Driver(**facts["driver"] | {"gpus": tuple(gpus)}),
+            cupy=Cupy(**facts["cupy"]),
+            nccl=Nccl(**facts["nccl"] | {"paths": tuple(facts["nccl"]["paths"])}),
+            wheels=facts["wheels"],
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A gap in the stack.
+
+    Attributes:
+        what: is wrong.
+        remedy: what to type, or to do.
+    """
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+def require(stack: Stack) -> None:
+    """Return if arrays on a GPU can be used here; they can without NCCL.
+
+    Raises:
+        ConfigError: they cannot; one line, with what to do.
+    """
+    for look in _NEEDED:
+        problem = look(stack)
+        if problem is not None:
+            raise ConfigError(str(problem))
+
+
+def device_problem(stack: Stack) -> str | None:
+    """Return why the driver gives cupy no GPU, and what to do; None if it gives one."""
+    return _text(_driver_problem(stack))
+
+
+def nccl_problem(stack: Stack) -> str | None:
+    """Return why NCCL cannot be used, and what to do; None if it can."""
+    return _text(_nccl_problem(stack))
+
+
+def problems(stack: Stack) -> list[Problem]:
+    """Return everything that is wrong, what matters most first."""
+    return [problem for look in _LOOKS if (problem := look(stack)) is not None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one rank tells the others of its stack.
+
+    Attributes:
+        problem: why arrays on a GPU cannot be used there, and what to do; empty if they can.
+        nccl: version as a number, 0 if there is none.
+        no_nccl: why it cannot be used, and what to do; empty if it can.
+        cuda: the CUDA that its cupy was built with, 13020.
+    """
+
+    problem: str
+    nccl: int
+    no_nccl: str
+    cuda: int
+
+
+def summarize(stack: Stack) -> Summary:
+    """Return the summary of this rank's stack."""
+    found = next((problem for look in _NEEDED if (problem := look(stack)) is not None), None)
+    return Summary(
+        _text(found) or "", stack.nccl.version, nccl_problem(stack) or "", stack.cupy.cuda
+    )
+
+
+def difference(summaries: Sequence[Summary]) -> str | None:
+    """Return how the stacks of these ranks do not go together, and what to do; None if they do.
+
+    Args:
+        summaries: of all ranks of a group, by rank.
+    """
+    looks = (_gpu_here_not_there, _nccl_here_not_there, _other_nccl)
+    return next((found for look in looks if (found := look(summaries)) is not None), None)
+
+
+def nccl_paths(maps: str) -> tuple[str, ...]:
+    """Return the files of all NCCL libraries in the text of /proc/PID/maps, each file once."""
+    files: dict[tuple[str, str], str] = {}
+    for line in maps.splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and (match := re.fullmatch(_LIBNCCL, fields[5])):
+            device, inode = fields[3:5]
+            files.setdefault((device, inode), match[1])
+    return tuple(files.values())
+
+
+# Not libnccl-net.so and other plugins. A file that was replaced meanwhile is " (deleted)".
+_LIBNCCL = r"(/.*/libnccl\.so[.\d]*)(?: \(deleted\))?"
+
+
+def cuda_text(version: int) -> str:
+    """Return "13.2" for 13020."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _text(problem: Problem | None) -> str | None:
+    return None if problem is None else str(problem)
+
+
+def _cupy_problem(stack: Stack) -> Problem | None:
+    cupy = stack.cupy
+    if cupy.error:
+        return Problem(f"cupy cannot be imported ({cupy.error})", _install(stack))
+    if not cupy.version:
+        return Problem("a GPU array needs cupy", _install(stack))
+    if _numbers(cupy.version) < _numbers(OLDEST_CUPY):
+        found = f"cupy {cupy.version} is too old, ringcomm needs {OLDEST_CUPY} or later"
+        return Problem(found, _install(stack))
+    return None
+
+
+def _driver_problem(stack: Stack) -> Problem | None:
+    driver = stack.driver
+    if not driver.is_loaded:
+        return _no_driver(driver)
+    if driver.init_code not in (0, _NO_DEVICE):
+        return _does_not_start(driver)
+    if driver.cuda < OLDEST_CUDA:
+        found = f"NVIDIA's driver serves CUDA {cuda_text(driver.cuda)}, ringcomm needs 12 or later"
+        return Problem(found, "install a driver of release 525 or later")
+    if not driver.gpus:
+        return _no_gpu(driver)
+    if stack.cupy.cuda // 1000 > driver.cuda // 1000:
+        found = (
+            f"NVIDIA's driver serves CUDA {cuda_text(driver.cuda)}, cupy {stack.cupy.version} "
+            f"needs CUDA {stack.cupy.cuda // 1000}"
+        )
+        return Problem(found, _install(stack))
+    return None
+
+
+def _no_driver(driver: Driver) -> Problem:
+    if driver.error:
+        return Problem(f"NVIDIA's driver cannot be loaded ({driver.error})", "install it anew")
+    if driver.release:
+        found = f"NVIDIA's kernel module {driver.release} is here, but libcuda.so.1 is not"
+        return Problem(found, _GPUS_ALL)
+    return Problem("no NVIDIA driver (libcuda.so.1) is here", f"install one, or {_GPUS_ALL}")
+
+
+def _no_gpu(driver: Driver) -> Problem:
+    if driver.visible is not None:
+        found = f"CUDA_VISIBLE_DEVICES={driver.visible!r} leaves no GPU"
+        return Problem(found, "unset CUDA_VISIBLE_DEVICES")
+    served = f" for CUDA {cuda_text(driver.cuda)}" if driver.cuda else ""
+    return Problem(f"NVIDIA's driver{served} finds no GPU", _GPUS_ALL)
+
+
+def _does_not_start(driver: Driver) -> Problem:
+    meaning, remedy = _INIT_ERRORS.get(driver.init_code, ("", "see what nvidia-smi says"))
+    name = f"{driver.init_code} {driver.init_error}".rstrip()
+    release = f", kernel module {driver.release}" if driver.release else ""
+    because = f": {meaning}" if meaning else ""
+    return Problem(f"NVIDIA's driver does not start (cuInit: {name}{release}){because}", remedy)
+
+
+_GPUS_ALL = "start the container with --gpus all"
+_NO_DEVICE = 100
+_NO_MPS = (
+    "the MPS server does not answer",
+    "start it with nvidia-cuda-mps-control -d, or unset CUDA_MPS_PIPE_DIRECTORY",
+)
+# What cuda.h calls them says less than what is mostly behind them.
+_INIT_ERRORS: Final = {
+    34: (
+        "libcuda.so.1 is the stub that programs are linked with",
+        "take the folder stubs out of LD_LIBRARY_PATH",
+    ),
+    304: (
+        "the operating system refuses, mostly for /dev/nvidia* that is missing or forbidden",
+        "ls -l /dev/nvidia*",
+    ),
+    802: (
+        "the fabric manager of its NVSwitches is not ready",
+        "systemctl start nvidia-fabricmanager",
+    ),
+    803: (
+        "libcuda.so.1 and the kernel module are of different releases",
+        "reboot, or load the module nvidia again",
+    ),
+    804: (
+        "libcuda.so.1 is of cuda-compat, which this GPU or its kernel module does not allow",
+        "take the folder compat out of LD_LIBRARY_PATH",
+    ),
+    805: _NO_MPS,
+    806: _NO_MPS,
+    807: _NO_MPS,
+    999: (
+        "for no reason that it knows, mostly a kernel module that is not loaded",
+        "modprobe nvidia-uvm",
+    ),
+}
+
+
+def _kernel_problem(stack: Stack) -> Problem | None:
+    cupy = stack.cupy
+    if not cupy.version:
+        return None
+    if not cupy.nvrtc:
+        return Problem("cupy finds no NVRTC, with which it compiles kernels", _install(stack))
+    if not cupy.has_headers:
+        return Problem("cupy finds no CUDA headers, which kernels need", _install(stack))
+    return None
+
+
+def _nccl_problem(stack: Stack) -> Problem | None:
+    nccl = stack.nccl
+    if len(nccl.paths) > 1:
+        found = f"{len(nccl.paths)} NCCL libraries are in one process, {' and '.join(nccl.paths)}"
+        return Problem(found, "keep one; LD_LIBRARY_PATH and LD_PRELOAD may bring another")
+    if not stack.cupy.version:
+        return None
+    if not nccl.version:
+        why = f" ({nccl.error})" if nccl.error else ""
+        return Problem(f"cupy finds no NCCL that it can use{why}", _install(stack))
+    if nccl.version < OLDEST_NCCL:
+        where = f" ({nccl.paths[0]})" if nccl.paths else ""
+        found = (
+            f"NCCL {version_text(nccl.version)}{where} is too old, ringcomm needs "
+            f"{version_text(OLDEST_NCCL)} or later"
+        )
+        return Problem(found, _install(stack))
+    return None
+
+
+def _wheels_problem(stack: Stack) -> Problem | None:
+    for names in (CUPY_WHEELS, NCCL_WHEELS):
+        several = _wheels(stack, names)
+        if len(several) > 1:
+            found = f"{' and '.join(several)} are installed together and overwrite each other"
+            return Problem(found, _anew(several, _extra(stack)))
+    return None
+
+
+_Look = Callable[[Stack], Problem | None]
+_NEEDED: Final[tuple[_Look, ...]] = (_cupy_problem, _driver_problem, _kernel_problem)
+_LOOKS: Final[tuple[_Look, ...]] = (*_NEEDED, _nccl_problem, _wheels_problem)
+
+
+def _install(stack: Stack) -> str:
+    """Return the command that leaves the cupy that fits the driver, and what belongs to it."""
+    extra, wheels = _extra(stack), _wheels(stack, CUPY_WHEELS)
+    return _anew([] if wheels == [f"cupy-{extra}x"] else wheels, extra)
+
+
+def _anew(wheels: Sequence[str], extra: str) -> str:
+    install = f"pip install 'ringcomm[{extra}]'"
+    return f"pip uninstall -y {' '.join(wheels)} && {install}" if wheels else install
+
+
+def _extra(stack: Stack) -> str:
+    """Return "cuda12" or "cuda13": the one that is installed if the driver serves it."""
+    served = stack.driver.cuda // 1000
+    if 0 < served < 13:
+        return "cuda12"
+    is_for_12 = _wheels(stack, CUPY_WHEELS) == ["cupy-cuda12x"]
+    return "cuda12" if is_for_12 else "cuda13"
+
+
+def _wheels(stack: Stack, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name in stack.wheels]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", version)[:2]]
+
+
+def _gpu_here_not_there(summaries: Sequence[Summary]) -> str | None:
+    return _here_not_there([each.problem for each in summaries], "use its GPU")
+
+
+def _nccl_here_not_there(summaries: Sequence[Summary]) -> str | None:
+    return _here_not_there([each.no_nccl for each in summaries], "use NCCL")
+
+
+def _here_not_there(reasons: Sequence[str], what: str) -> str | None:
+    able = [rank for rank, why in enumerate(reasons) if not why]
+    unable = [rank for rank, why in enumerate(reasons) if why]
+    if not able or not unable:
+        return None
+    who = f"rank{'s' * (len(unable) > 1)} {','.join(map(str, unable))}"
+    of_whom = f"rank {unable[0]}: " if len(unable) > 1 else ""
+    return f"rank {able[0]} can {what}, {who} cannot; {of_whom}{reasons[unable[0]]}"
+
+
+def _other_nccl(summaries: Sequence[Summary]) -> str | None:
+    first = summaries[0]
+    other = next((rank for rank, each in enumerate(summaries) if each.nccl != first.nccl), None)
+    if other is None or first.no_nccl:
+        return None
+    newest = max(summaries, key=lambda each: each.nccl)
+    wheel = f"nvidia-nccl-cu{newest.cuda // 1000}=={version_text(newest.nccl)}"
+    return (
+        f"rank 0 has NCCL {version_text(first.nccl)}, rank {other} has "
+        f"{version_text(summaries[other].nccl)}: install the same on every host, as by "
+        f"pip install {wheel}"
+    )

@@ -1,0 +1,150 @@
+"""GPU memory of this process that other processes of its host can map, and theirs in this one."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from bisect import bisect_right, insort
+from dataclasses import dataclass
+
+from ringcomm.arrays.base import Span
+from ringcomm.arrays.dtypes import DTYPES
+from ringcomm.gpu.base import Device, Memory
+
+_BYTE = DTYPES["uint8"]
+_GRAIN = 2 << 20  # what the driver maps at once; exported allocations cannot share it
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where memory of one rank is, as another can find it.
+
+    Attributes:
+        region: serial number of the allocation, from 1 on; 0: it cannot be reached.
+        offset: in bytes.
+        exported: what maps the allocation.
+    """
+
+    region: int
+    offset: int
+    exported: bytes
+
+    _FORMAT = struct.Struct("<QQB119s")
+    NBYTES = _FORMAT.size
+
+    def pack(self) -> bytes:
+        """Return 136 bytes."""
+        return self._FORMAT.pack(self.region, self.offset, len(self.exported), self.exported)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Address:
+        """Read them."""
+        region, offset, length, exported = cls._FORMAT.unpack(packed)
+        return cls(region, offset, exported[:length])
+
+
+NOWHERE = Address(0, 0, b"")
+
+
+class Regions:
+    """Allocations of this process that can be exported.
+
+    What is given back is kept for the next allocation, for others may still map it: the driver must
+    not free it before all have unmapped it.
+
+    Args:
+        device: whose memory it is.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._starts: list[tuple[int, int]] = []  # (address, serial number), ascending
+        self._memories: dict[int, Memory] = {}
+        self._exported: dict[int, bytes] = {}
+        self._free: list[tuple[int, int]] = []  # (bytes, serial number), ascending
+
+    def take(self, nbytes: int) -> Span:
+        """Return memory of its own; it is given back with the last reference to its owner.
+
+        Raises:
+            MemoryError: the GPU has no room.
+        """
+        wanted = max(_GRAIN, -(-nbytes // _GRAIN) * _GRAIN)
+        with self._lock:
+            at = bisect_right(self._free, (wanted, 0))
+            is_kept = at < len(self._free) and self._free[at][0] <= 2 * wanted
+            serial = self._free.pop(at)[1] if is_kept else self._allocate(wanted)
+        if is_kept:
+            self._device.synchronize()  # a stream may still use it for what it was before
+        return Span(self._memories[serial].address, nbytes, _BYTE, _Held(self, serial))
+
+    def find(self, span: Span) -> Address:
+        """Return where others find this memory, NOWHERE if they cannot."""
+        with self._lock:
+            at = bisect_right(self._starts, (span.address, 1 << 64)) - 1
+            if at < 0:
+                return NOWHERE
+            start, serial = self._starts[at]
+        memory = self._memories[serial]
+        if span.end > start + memory.nbytes:
+            return NOWHERE
+        return Address(serial, span.address - start, self._export(serial))
+
+    def _export(self, serial: int) -> bytes:
+        """Return what others map this allocation by; the first time it costs a system call."""
+        exported = self._exported.get(serial)
+        if exported is None:
+            with self._device.active():
+                exported = self._device.export(self._memories[serial])
+            self._exported[serial] = exported
+        return exported
+
+    def _allocate(self, nbytes: int) -> int:
+        with self._device.active():
+            memory = self._device.allocate(nbytes)
+        serial = len(self._memories) + 1
+        self._memories[serial] = memory
+        insort(self._starts, (memory.address, serial))
+        return serial
+
+    def give_back(self, serial: int) -> None:
+        """Let an allocation be used again."""
+        with self._lock:
+            insort(self._free, (self._memories[serial].nbytes, serial))
+
+
+class _Held:
+    """Owns an allocation."""
+
+    def __init__(self, regions: Regions, serial: int) -> None:
+        self._regions = regions
+        self._serial = serial
+
+    def __del__(self) -> None:
+        self._regions.give_back(self._serial)
+
+
+class Neighbour:
+    """Memory of another rank, mapped on first use.
+
+    Args:
+        device: this process's.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._mapped: dict[int, int] = {}
+
+    def find(self, address: Address) -> int:
+        """Return where it stands in this process."""
+        start = self._mapped.get(address.region)
+        if start is None:
+            start = self._mapped[address.region] = self._device.map(address.exported)
+        return start + address.offset
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for start in self._mapped.values():
+            self._device.unmap(start)
+        self._mapped.clear()

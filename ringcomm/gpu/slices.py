@@ -1,0 +1,65 @@
+"""Which elements of an array a rank owns in each pass, and where they are staged. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringcomm.collectives.schedule import chunks
+
+ALIGNMENT = 16  # bytes: what a thread loads at once
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, stop), and the byte of the staging memory where they are put."""
+
+    start: int
+    stop: int
+    staged_at: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def even_parts(count: int, size: int, itemsize: int) -> tuple[slice, ...]:
+    """Cut range(count) into `size` parts that begin at multiples of 16 bytes."""
+    grain = max(1, ALIGNMENT // itemsize)
+    blocks = chunks(-(-count // grain), size)
+    return tuple(slice(min(b.start * grain, count), min(b.stop * grain, count)) for b in blocks)
+
+
+def passes(parts: Sequence[slice], itemsize: int, capacity: int | None) -> list[tuple[Slice, ...]]:
+    """Return what each rank owns in each pass.
+
+    Args:
+        parts: of each rank: what it owns in all.
+        itemsize: bytes per element.
+        capacity: of the staging memory, in bytes, a multiple of 256 * len(parts); None: nothing is
+            staged, so one pass will do.
+
+    Returns:
+        Of each pass: a slice per rank. Staged elements keep their address modulo 16, so that what
+        is aligned in the array is aligned there.
+    """
+    if capacity is None:
+        return [tuple(Slice(part.start, part.stop, 0) for part in parts)]
+    room = capacity // len(parts)
+    grain = max(1, ALIGNMENT // itemsize)
+    step = (room - ALIGNMENT) // itemsize // grain * grain
+    longest = max(part.stop - part.start for part in parts)
+    n_passes = max(1, -(-longest // step))
+    return [
+        tuple(
+            _piece(part, k * step, step, rank * room, itemsize) for rank, part in enumerate(parts)
+        )
+        for k in range(n_passes)
+    ]
+
+
+def _piece(part: slice, begin: int, step: int, room_at: int, itemsize: int) -> Slice:
+    start = min(part.start + begin, part.stop)
+    stop = min(start + step, part.stop)
+    return Slice(start, stop, room_at + start * itemsize % ALIGNMENT)

@@ -1,0 +1,169 @@
+"""Collectives on arrays of simulated GPUs: the real engine, ranks as threads or as processes."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import simulated_gpu as sim
+from gpu_ranks import TRANSPORTS, choose, on_gpus
+from harness import at_length
+from programs import Library, make_program, run_program
+
+import ringcomm as rc
+from ringcomm.collectives.scaling import Scaling
+from ringcomm.config import Settings
+from ringcomm.engine import gpu_plans
+from ringcomm.engine.world import engine
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_allreduce_has_the_bits_of_the_sum_in_rank_order(size, transport, tmp_path):
+    def body(rank):
+        values = np.random.default_rng(rank).standard_normal(1000).astype(np.float32)
+        x = sim.array(values)
+        return rc.allreduce(x, deterministic=True).get(), x.get()
+
+    expected = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    for rank in range(1, size):
+        expected += np.random.default_rng(rank).standard_normal(1000).astype(np.float32)
+    for rank, (total, x) in enumerate(on_gpus(size, body, tmp_path, **choose(transport))):
+        assert np.array_equal(total, expected)
+        assert np.array_equal(x, np.random.default_rng(rank).standard_normal(1000).astype("f4"))
+
+
+class Simulated(Library):
+    """Arrays on simulated GPUs."""
+
+    of = staticmethod(sim.array)
+
+    def read(self, x):
+        return x.get()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seed", at_length(range(12), range(3)))
+def test_random_programs_agree_with_numpy(seed, transport, tmp_path):
+    size = 1 + seed % 4 if seed > 3 else 4 - seed
+    program = make_program(1000 * size + seed, size)
+    body = lambda rank: run_program(program, rank, seed, Simulated())  # noqa: E731
+    on_gpus(size, body, tmp_path, seed=seed, **choose(transport))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_scaled_and_grouped_reductions(transport, tmp_path):
+    def body(rank):
+        xs = [sim.array(np.full(n, rank + 1.0, "f4")) for n in (3, 70_000, 1)]
+        xs.append(sim.array(np.full(5, rank, np.int32)))
+        totals = rc.grouped_allreduce(xs)
+        rows = rc.grouped_reduce_scatter([sim.array(np.arange(6.0) + rank)])
+        every = rc.grouped_allgather([sim.array(np.full((rank, 2), rank))])
+        factors = Scaling(2.0, 0.5)
+        plan = partial(gpu_plans.allreduce, name=None, x=xs[0], op=rc.SUM, scaling=factors)
+        scaled = engine().execute("allreduce", None, plan)
+        return [[x.get() for x in each] for each in (totals, rows, every, [scaled])]
+
+    for rank, (totals, rows, every, scaled) in enumerate(
+        on_gpus(3, body, tmp_path, **choose(transport))
+    ):
+        assert [np.unique(total).tolist() for total in totals] == [[6], [6], [6], [3]]
+        assert rows[0].tolist() == (3 * np.arange(6) + 3)[2 * rank : 2 * rank + 2].tolist()
+        assert every[0].tolist() == [[1, 1], [2, 2], [2, 2]]
+        assert scaled[0].tolist() == [6.0] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_arrays_that_others_map_are_reduced_where_they_stand(transport, tmp_path, monkeypatch):
+    monkeypatch.setattr("ringcomm.gpu.ipc.STAGING_NBYTES", 4096)
+
+    def body(rank):
+        x = rc.zeros((5, 1000), "float32", device="cuda")
+        x.fill(rank + 1)
+        assert rc.allreduce_(x) is x
+        part = rc.reduce_scatter_(x)
+        whole = rc.allgather(part)
+        mean = rc.allreduce(sim.array(np.arange(5000.0)), rc.AVERAGE)
+        return x.get(), part.get(), whole.get(), mean.get()
+
+    for rank, (x, part, whole, mean) in enumerate(on_gpus(4, body, tmp_path, **choose(transport))):
+        assert (part == 40).all()
+        assert (whole == 40).all()
+        assert whole.shape == (5, 1000)
+        assert np.array_equal(mean, np.arange(5000.0))
+        own = np.array_split(np.arange(5), 4)[rank]
+        assert (x[own] == 40).all()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_messages_go_from_rank_to_rank(transport, tmp_path):
+    def body(rank):
+        out = sim.array(np.zeros(9))
+        right, left = (rank + 1) % 3, (rank - 1) % 3
+        source = rc.sendrecv(sim.array(np.full(9, float(rank))), right, out, left)
+        return source, out.get()
+
+    for rank, (source, out) in enumerate(on_gpus(3, body, tmp_path, **choose(transport))):
+        assert source == (rank - 1) % 3
+        assert (out == source).all()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_has_joined_stands_in(transport, tmp_path):
+    def body(rank):
+        if rank == 2:
+            return rc.join(), None
+        total = rc.allreduce(sim.array(np.full(4, rank + 1.0)))
+        lowest = rc.allreduce(sim.array(np.full(4, rank + 1.0)), rc.MIN, name="lowest")
+        rows = rc.allgather(sim.array(np.full((1, 2), rank)))
+        return rc.join(), [each.get().ravel().tolist() for each in (total, lowest, rows)]
+
+    results = on_gpus(3, body, tmp_path, **choose(transport))
+    for _, values in results[:2]:
+        assert values == [[3.0] * 4, [1.0] * 4, [0, 0, 1, 1]]
+
+
+def test_ranks_that_pass_other_kinds_of_arrays_are_told(tmp_path):
+    def body(rank):
+        x = np.ones(3, "f4")
+        with pytest.raises(rc.MismatchError) as caught:
+            rc.allreduce(x if rank == 1 else sim.array(x), name="loss")
+        assert rc.allreduce(sim.array(x)).get().tolist() == [2.0] * 3  # the engine works on
+        return str(caught.value)
+
+    texts = on_gpus(2, body, tmp_path)
+    assert texts[0] == texts[1]
+    assert "allreduce[loss]: rank 0 sent float32 (3,) on a GPU" in texts[0]
+    assert "rank 1 sent float32 (3,) in host memory" in texts[0]
+
+
+def test_named_operations_may_be_started_in_any_order(tmp_path):
+    def body(rank):
+        arrays = {name: sim.array(np.full(1000, i + rank)) for i, name in enumerate("abcdef")}
+        order = sorted(arrays, reverse=rank % 2)
+        handles = {n: rc.allreduce_async(arrays[n], name=n) for n in order}
+        return {n: handles[n].wait().get()[0] for n in "abcdef"}
+
+    for seed in range(3):
+        for got in on_gpus(4, body, tmp_path, seed=seed):
+            assert got == {name: 4 * i + 6 for i, name in enumerate("abcdef")}
+
+
+def test_explain_tells_the_transport_and_why(tmp_path):
+    def body(rank):
+        before = str(rc.explain(1 << 20, device="cuda"))
+        rc.allreduce(sim.array(np.ones(3)))
+        return before, str(rc.explain(1 << 20, device="cuda"))
+
+    before, after = on_gpus(2, body, tmp_path)[1]
+    assert before.startswith("arrays on GPUs: not chosen yet")
+    assert after.startswith("arrays on GPUs: ipc, the first that can of nccl, ipc, staged")
+    assert "nccl: no, rank 0: there is no NCCL" in after
+
+
+def test_what_the_user_wants_and_cannot_be_is_an_error_on_all_ranks(tmp_path):
+    def body(rank):
+        with pytest.raises(rc.ConfigError, match="RINGCOMM_GPU_TRANSPORT is nccl, which cannot"):
+            rc.allreduce(sim.array(np.ones(3)))
+        return rc.allreduce(np.ones(3))[0]  # the engine works on
+
+    assert on_gpus(2, body, tmp_path, settings=Settings(gpu_transport="nccl")) == [2, 2]

@@ -1,0 +1,157 @@
+"""What is ordered by events and flags: right under any schedule, and wrong without each of them."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import simulated_gpu as sim
+from gpu_ranks import TRANSPORTS, choose, on_gpus
+from harness import at_length
+
+import ringcomm as rc
+from ringcomm.engine import gpu, gpu_team, mirrored
+from ringcomm.gpu import ipc
+
+SIZE = 3
+SEEDS = 25  # of which one at least must show a fault
+
+
+def busy(rank):
+    """Keep the streams full, drop what can be dropped, and return what came of it."""
+    sums, total = [], sim.array(np.full(600, rank + 1.0))
+    own = rc.zeros(600, "float64", device="cuda")
+    for turn in range(4):
+        x = sim.array(np.arange(600.0) * (turn + 1) + rank)
+        handle = rc.allreduce_async(x, name=f"sum {turn % 2}")
+        del x  # its memory is another's from now on
+        own.fill(rank + turn)
+        rc.allreduce_(own)
+        with sim.on_stream(own.gpu.new_stream()):
+            mean = rc.allreduce(sim.array(np.full(50, float(rank))), rc.AVERAGE)
+            sums.append(mean.get())
+        sums += [handle.wait().get(), own.get()]
+        total = rc.allreduce(total)
+        rows = rc.allgather(sim.array(np.full((5, 2), rank + turn, np.int16)))
+        sums.append(rows.get())
+        sums.append(np.stack([out.get() for out in passed_round(rank)]))
+    return [*sums, total.get()]
+
+
+def passed_round(rank):
+    """Return what the left neighbour has sent, in several messages at once."""
+    right, left = (rank + 1) % SIZE, (rank - 1) % SIZE
+    outs = [sim.array(np.zeros(700)) for _ in range(4)]
+    for tag, out in enumerate(outs):
+        rc.sendrecv(sim.array(np.full(700, 10.0 * tag + rank)), right, out, left)
+    return outs
+
+
+def is_passed_round(rank, got):
+    left = (rank - 1) % SIZE
+    return np.array_equal(got, np.outer(10.0 * np.arange(4) + left, np.ones(700)))
+
+
+def expected():
+    wanted = []
+    for turn in range(4):
+        wanted += [
+            np.full(50, 1.0),
+            SIZE * np.arange(600.0) * (turn + 1) + 3,
+            np.full(600, 3.0 + SIZE * turn),
+            np.repeat(np.arange(SIZE) + turn, 10).reshape(15, 2).astype(np.int16),
+            None,  # another one on each rank
+        ]
+    return [*wanted, np.full(600, 6.0 * SIZE**3)]
+
+
+def is_right(seed, folder, transport, **options):
+    results = on_gpus(SIZE, busy, folder, seed=seed, **choose(transport), **options)
+    wanted = expected()
+    return all(
+        is_passed_round(rank, got) if want is None else np.array_equal(got, want)
+        for rank, result in enumerate(results)
+        for got, want in zip(result, wanted, strict=True)
+    )
+
+
+@pytest.fixture(autouse=True)
+def small_staging(monkeypatch):
+    monkeypatch.setattr(ipc, "STAGING_NBYTES", 4096)
+    monkeypatch.setattr(mirrored, "PIECE_NBYTES", 1024)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seed", at_length(range(SEEDS), range(4)))
+def test_any_schedule_of_the_streams_gives_the_same(seed, transport, tmp_path):
+    assert is_right(seed, tmp_path, transport)
+
+
+@pytest.mark.parametrize("seed", at_length(range(SEEDS), range(2)))
+def test_hosts_meet_where_streams_cannot(seed, tmp_path):
+    assert is_right(seed, tmp_path, "ipc", has_stream_values=False)
+
+
+def _never(*_args, **_kwargs):
+    return None
+
+
+def _one_phase(phases):
+    def wrapper(self, work, outlines):
+        for number, _ in enumerate(phases(self, work, outlines)):
+            if number != 0:
+                yield
+
+    return wrapper
+
+
+def _last_phase_missing(phases):
+    def wrapper(self, work, outlines):
+        steps = list(range(2))
+        for number, _ in enumerate(phases(self, work, outlines)):
+            if number % 2 == steps[0]:
+                yield
+
+    return wrapper
+
+
+def _unkept(follow):
+    def wrapper(self, *args, keeps, **options):
+        return follow(self, *args, keeps=(), **options)
+
+    return wrapper
+
+
+MUTANTS = {
+    "the stream does not wait for the caller's": ("ipc", gpu_team.GpuTeam, "begin", lambda f: (
+        lambda self, issue: self.mover.stream)),
+    "the caller's stream does not wait for the result": ("ipc", gpu.Launched, "take", lambda f: (
+        lambda self: self._result)),
+    "flags are not awaited": ("ipc", sim.SimulatedGpu, "await_value", lambda f: _never),
+    "ranks read before all have staged": ("ipc", ipc.IpcMover, "phases", _one_phase),
+    "ranks go on before all have read": ("ipc", ipc.IpcMover, "phases", _last_phase_missing),
+    "arrays are dropped while the stream uses them": ("ipc", gpu_team.GpuTeam, "follow", _unkept),
+    "nccl: the caller's stream does not wait": ("nccl", gpu.Launched, "take", lambda f: (
+        lambda self: self._result)),
+    "nccl: the stream does not wait for the caller's": ("nccl", gpu_team.GpuTeam, "begin",
+        lambda f: (lambda self, issue: self.mover.stream)),
+    "nccl: dropped early": ("nccl", gpu_team.GpuTeam, "follow", _unkept),
+    "staged: the host reads what has not come": ("staged", gpu.Reached, "test", lambda f: (
+        lambda self: True)),
+    "staged: the result is used before it has come": ("staged", gpu.Launched, "take", lambda f: (
+        lambda self: self._result)),
+    "staged: dropped early": ("staged", gpu_team.GpuTeam, "follow", _unkept),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_each_missing_order_is_seen(fault, tmp_path, monkeypatch):
+    transport, owner, name, change = MUTANTS[fault]
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    for seed in range(SEEDS):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        with contextlib.suppress(AssertionError):
+            if is_right(seed, folder, transport):
+                continue
+        return
+    raise AssertionError(f"no schedule of {SEEDS} shows that {fault}")

@@ -1,0 +1,39 @@
+"""Ranks as threads, each with a simulated GPU."""
+
+import simulated_gpu as sim
+from harness import run_ranks
+
+from ringcomm.engine.gpu import Gpus
+from ringcomm.engine.world import engine
+
+TRANSPORTS = ["ipc", "nccl", "staged"]
+
+
+def on_gpus(size, body, folder, *, transport="auto", seed=0, settings=None, **options):
+    """Run body(rank) on ranks that each have a simulated GPU; return the results."""
+
+    def main(rank):
+        gpu = begin(rank, folder, transport, seed, **options)
+        try:
+            result = body(rank)
+            gpu.synchronize()  # others may still need what its streams do
+            return result
+        finally:
+            gpu.close()
+
+    return run_ranks(size, main, settings=settings)
+
+
+def begin(rank, folder, transport="auto", seed=0, **options):
+    """Let this rank have a simulated GPU."""
+    own = {"uuid": f"gpu-{rank}"} if transport == "nccl" else {}
+    gpu = sim.SimulatedGpu(folder, 1000 * seed + rank, **own | options)
+    sim.use(gpu)
+    nccl = sim.FakeNccl(gpu, folder) if transport == "nccl" else None
+    Gpus.use(engine(), sim.drivers(gpu, nccl))
+    return gpu
+
+
+def choose(transport):
+    """Return options under which this transport is chosen."""
+    return {"transport": transport, "can_export": transport != "staged"}

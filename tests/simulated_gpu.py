@@ -1,0 +1,634 @@
+"""A GPU that is not there: streams, events and flags whose work a random scheduler carries out.
+
+Its memory is files that any process maps, so that ranks may be threads or processes. What a stream
+is given is done later, in the order of the stream, and in any order that events and flags allow
+among streams: what is not ordered goes wrong sooner or later, by a seed that can be repeated. Its
+kernels are the CPU's, which tests/gpu/test_kernels.py shows to be those of the GPU bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import math
+import mmap
+import os
+import random
+import threading
+import time
+from bisect import bisect_right, insort
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from ringcomm import _core
+from ringcomm.arrays import DTYPES, Span, add_device_adapter
+from ringcomm.engine.gpu import Drivers
+from ringcomm.errors import ConfigError, RingcommError
+from ringcomm.gpu import nccl as nccl_module
+
+_IDLE_S = 1e-4
+_serial = itertools.count(1)
+
+
+def _bytes_at(address, nbytes):
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+class _File:
+    """Memory that other processes can map."""
+
+    def __init__(self, path, nbytes=None):
+        flags = os.O_RDWR | (0 if nbytes is None else os.O_CREAT | os.O_EXCL)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if nbytes is not None:
+                os.ftruncate(fd, max(nbytes, 1))
+            self.path = path
+            self.map = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        self.nbytes = len(self.map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+
+class SimulatedGpu:
+    """Device of one rank.
+
+    Args:
+        folder: of the files, alike on all ranks.
+        seed: of the scheduler.
+        uuid: ranks of one uuid share a GPU.
+        has_stream_values: see Device.
+        slow: how likely it is that a stream which could go on does not, at each turn.
+    """
+
+    name = "simulated GPU"
+    all: ClassVar = {}
+
+    def __init__(
+        self,
+        folder,
+        seed=0,
+        *,
+        uuid="gpu-0",
+        reaches=None,
+        can_export=True,
+        has_stream_values=True,
+        slow=0.3,
+    ):
+        self.index = next(_serial)  # of one process; ranks may be its threads
+        self.all[self.index] = self
+        self.uuid, self.can_export, self.has_stream_values = uuid, can_export, has_stream_values
+        self.reaches = (uuid,) if reaches is None else tuple(reaches)
+        self._folder = Path(folder)
+        self._random = random.Random(seed)
+        self._slow = slow
+        self._lock = threading.Condition(threading.RLock())
+        self._streams = {0: deque()}
+        self._recorded, self._reached = {}, {}
+        self._files = []  # (address, file), ascending
+        self._mapped = {}
+        self._is_closed = False
+        self._is_frozen = False
+        self.failure = None
+        self.n_done = 0
+        self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
+        self._thread.start()
+
+    # --- Device -----------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def active(self):
+        yield
+
+    def new_stream(self):
+        handle = next(_serial)
+        with self._lock:
+            self._streams[handle] = deque()
+        return handle
+
+    def new_event(self):
+        handle = next(_serial)
+        with self._lock:
+            self._recorded[handle] = self._reached[handle] = 0
+        return handle
+
+    def free_event(self, event):
+        pass  # a later use of it is looked up, and works: CUDA defers the end of an event, too
+
+    def record(self, event, stream):
+        with self._lock:
+            self._recorded[event] += 1
+            turn = self._recorded[event]
+        self.give(stream, lambda: self._reached.__setitem__(event, turn))
+
+    def await_event(self, stream, event):
+        turn = self._recorded[event]
+        self.give(stream, lambda: None, lambda: self._reached[event] >= turn)
+
+    def is_reached(self, event):
+        if self.failure is not None:
+            raise RingcommError(f"the simulated GPU failed: {self.failure!r}") from self.failure
+        return self._reached[event] >= self._recorded[event]
+
+    def copy(self, stream, target, source, nbytes):
+        self.give(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def reduce(self, stream, what):
+        self.give(stream, lambda: _reduce(what))
+
+    def allocate(self, nbytes):
+        file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)
+        with self._lock:
+            insort(self._files, (file.address, file), key=lambda each: each[0])
+        return file
+
+    def export(self, memory):
+        assert self.can_export
+        return os.fsencode(memory.path.name)
+
+    def map(self, exported):
+        file = _File(self._folder / os.fsdecode(exported))
+        self._mapped[file.address] = file
+        return file.address
+
+    def unmap(self, address):
+        del self._mapped[address]
+
+    def register(self, memory):
+        assert memory.ctypes.data % 4096 == 0, "only whole pages can be registered"
+        return memory.ctypes.data
+
+    def write_value(self, stream, address, value):
+        assert self.has_stream_values
+        flag = ctypes.c_uint32.from_address(address)
+        self.give(stream, lambda: setattr(flag, "value", value))
+
+    def await_value(self, stream, address, value):
+        assert self.has_stream_values
+        flag = ctypes.c_uint32.from_address(address)
+        self.give(stream, lambda: None, lambda: (flag.value - value) % (1 << 32) < 1 << 31)
+
+    def close(self):
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._lock.notify_all()
+        self._thread.join(10)
+
+    # --- what tests look at, and the fake NCCL uses -----------------------------------------------
+    def give(self, stream, action, is_ready=lambda: True):
+        """Put something on a stream."""
+        with self._lock:
+            self._streams[stream].append((is_ready, action))
+            self._lock.notify_all()
+
+    def synchronize(self):
+        for stream in tuple(self._streams):
+            self.finish(stream)
+
+    def finish(self, stream=0, timeout_s=20):
+        """Wait until a stream is through, as torch.cuda.synchronize() does."""
+        event = self.new_event()
+        self.record(event, stream)
+        deadline = time.monotonic() + timeout_s
+        while not self.is_reached(event):
+            assert time.monotonic() < deadline, f"stream {stream} is stuck: {self.describe()}"
+            time.sleep(_IDLE_S)  # as a host waits for a GPU
+
+    def freeze(self):
+        """Carry nothing out any more, until thaw()."""
+        self._is_frozen = True
+
+    def thaw(self):
+        self._is_frozen = False
+
+    def describe(self):
+        return {stream: len(queue) for stream, queue in self._streams.items() if queue}
+
+    def place_of(self, address):
+        """Return the file of an address, and the offset in it."""
+        with self._lock:
+            at = bisect_right(self._files, address, key=lambda each: each[0]) - 1
+            start, file = self._files[at]
+        assert start <= address < start + file.nbytes, "an address that is no GPU's"
+        return file.path.name, address - start
+
+    def _run(self):
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return
+                busy = [queue for queue in self._streams.values() if queue]
+                if not busy:
+                    self._lock.wait()
+                    continue
+                self._random.shuffle(busy)
+                queue = next((q for q in busy if q[0][0]()), None)
+                may_go_on = not self._is_frozen and self._random.random() >= self._slow
+                entry = queue[0] if queue and may_go_on else None
+            if entry is None:
+                time.sleep(_IDLE_S)  # another process may write a flag
+                continue
+            try:
+                entry[1]()
+            except BaseException as error:
+                self.failure = error
+                return
+            queue.popleft()
+            self.n_done += 1
+
+
+def _reduce(what):
+    """Carry out a KernelReduction."""
+    nbytes = what.count * what.dtype.itemsize
+    sources = [_bytes_at(address, nbytes).copy() for address in what.sources]
+    total = sources[0]
+    if what.dtype.is_16bit_float:
+        out = np.empty_like(total)
+        code = what.dtype.kernel, what.op.kernel, what.divisor
+        _core.combine_rounded(out, sources, *code)
+        total = out
+    else:
+        for source in sources[1:]:
+            _core.combine(total, source, what.dtype.kernel, what.op.kernel)
+        if what.divisor != 1:
+            _core.divide(total, what.divisor, what.dtype.kernel)
+    for target in what.targets:
+        _bytes_at(target, nbytes)[:] = total
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+class GpuArray:
+    """An array on a simulated GPU; its memory is another's as soon as it is dropped."""
+
+    def __init__(self, gpu, dtype, shape, memory=None, offset=0):
+        self.gpu, self.dtype, self.shape = gpu, dtype, tuple(shape)
+        self.count = math.prod(self.shape)
+        self.nbytes = self.count * dtype.itemsize
+        self.owns = memory is None
+        self.memory = gpu.allocate(self.nbytes) if memory is None else memory
+        self.address = self.memory.address + offset
+
+    def __getitem__(self, rows):
+        start, stop, _ = rows.indices(self.shape[0])
+        width = math.prod(self.shape[1:]) * self.dtype.itemsize
+        offset = self.address - self.memory.address + start * width
+        part = GpuArray(self.gpu, self.dtype, (stop - start, *self.shape[1:]), self.memory, offset)
+        part.parent = self
+        return part
+
+    def fill_later(self, values, stream=None):
+        """Let the current stream write values; until then it holds something else."""
+        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy()
+        assert raw.nbytes == self.nbytes
+        at, nbytes = self.address, self.nbytes
+        stream = current_stream() if stream is None else stream
+        self.gpu.give(stream, lambda: _bytes_at(at, nbytes).__setitem__(slice(None), raw))
+        return self
+
+    def fill(self, value):
+        return self.fill_later(np.full(self.shape, value, _numpy_dtype(self.dtype)))
+
+    def get(self):
+        """Return the values, as the current stream finds them."""
+        out = np.empty(self.nbytes, np.uint8)
+        at, nbytes = self.address, self.nbytes
+        stream = current_stream()
+        self.gpu.give(stream, lambda: out.__setitem__(slice(None), _bytes_at(at, nbytes)))
+        self.gpu.finish(stream)
+        return out.view(_numpy_dtype(self.dtype)).reshape(self.shape)
+
+    def __del__(self):
+        if not self.__dict__.get("owns") or not self.nbytes:
+            return
+        memory, at, nbytes = self.memory, self.address, self.nbytes  # a pool hands it out again
+
+        def overwrite():
+            del_bytes = _bytes_at(at, nbytes)
+            del_bytes[:] = 0xA5
+            return memory
+
+        self.gpu.give(0, overwrite)
+
+
+def _numpy_dtype(dtype):
+    if dtype.name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return np.dtype(dtype.name)
+
+
+class _Here(threading.local):
+    gpu = None
+    streams = (0,)
+
+
+_here = _Here()
+
+
+def use(gpu):
+    """Let this be the GPU of this thread."""
+    _here.gpu = gpu
+
+
+def current_stream():
+    return _here.streams[-1]
+
+
+@contextlib.contextmanager
+def on_stream(stream, gpu=None):
+    """Let this be the current stream, and the GPU, of this thread."""
+    before = _here.streams, _here.gpu
+    _here.streams = (*_here.streams, stream)
+    _here.gpu = gpu or _here.gpu
+    try:
+        yield
+    finally:
+        _here.streams, _here.gpu = before
+
+
+def array(values):
+    """Return an array on this thread's GPU, which will have these values."""
+    values = np.asarray(values)
+    made = GpuArray(_here.gpu, DTYPES[values.dtype.name], values.shape)
+    return made.fill_later(values)
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """Memory that has an owner."""
+
+    span: Span
+
+    @property
+    def address(self):
+        return self.span.address
+
+
+class _Adapter:
+    kind = "simulated"
+
+    def dtype(self, x):
+        return x.dtype
+
+    def shape(self, x):
+        return x.shape
+
+    def is_contiguous(self, x):
+        return True
+
+    def copy(self, x):
+        made = self.empty(x, x.shape)
+        self.assign(made, x)
+        return made
+
+    def empty(self, like, shape):
+        return GpuArray(like.gpu, like.dtype, shape)
+
+    def make(self, dtype, shape):
+        return GpuArray(_here.gpu, dtype, shape)
+
+    def assign(self, target, source):
+        keep = target, source
+        target.gpu.give(
+            current_stream(),
+            lambda: ctypes.memmove(keep[0].address, keep[1].address, source.nbytes),
+        )
+
+    def require_writable(self, x):
+        pass
+
+    def written(self, x):
+        pass
+
+    def span(self, x):
+        return Span(x.address, x.count, x.dtype, x)
+
+    def device(self, x):
+        return x.gpu.index
+
+    def wrap(self, memory, shape, device):
+        made = GpuArray(SimulatedGpu.all[device], memory.dtype, shape, _Borrowed(memory))
+        made.owner = memory.owner
+        return made
+
+    def current_device(self):
+        return _here.gpu.index
+
+    def stream(self, device):
+        return current_stream()
+
+    def on_stream(self, device, stream):
+        return on_stream(stream, SimulatedGpu.all[device])
+
+
+add_device_adapter(lambda x: type(x) is GpuArray, _Adapter())
+
+
+# --- NCCL -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class FakeNccl:
+    """Provider whose ranks meet in a folder, as threads or as processes."""
+
+    gpu: SimulatedGpu
+    folder: Path
+    version: int = 22703
+    name: str = "fake"
+
+    def unique_id(self):
+        return f"comm-{os.getpid()}-{next(_serial)}".encode()
+
+    def connect(self, unique_id, rank, size):
+        return FakeCommunicator(self.gpu, Path(self.folder), unique_id.decode(), rank, size)
+
+
+_TYPES = {code: DTYPES[name] for name, code in nccl_module.DATA_TYPES.items()}
+_OPS = {code: op for op, code in nccl_module.OPERATORS.items() if op.value != "average"}
+
+
+class FakeCommunicator:
+    """What NCCL does to memory, one call after another; ranks that call different things stick."""
+
+    def __init__(self, gpu, folder, name, rank, size):
+        self._gpu, self._folder, self._name = gpu, folder, name
+        self._rank, self._size = rank, size
+        self._n_calls = 0
+        self._group = None
+        self._peers = {}
+        self.is_aborted = False
+        self._publish("join", {})
+        deadline = time.monotonic() + 30
+        while not self._all("join"):
+            assert time.monotonic() < deadline, "not all ranks connect"
+            time.sleep(_IDLE_S)  # files of other processes
+
+    def all_reduce(self, source, target, count, dtype, op, stream):
+        def work(calls):
+            return [(target, self._reduced(calls, 0, count, dtype, op))]
+
+        self._call("all_reduce", (count, dtype, op), source, count, dtype, work, stream)
+
+    def reduce(self, source, target, count, dtype, op, root, stream):
+        def work(calls):
+            if self._rank != root:
+                return []
+            return [(target, self._reduced(calls, 0, count, dtype, op))]
+
+        self._call("reduce", (count, dtype, op, root), source, count, dtype, work, stream)
+
+    def reduce_scatter(self, source, target, count, dtype, op, stream):
+        def work(calls):
+            start = self._rank * count * _TYPES[dtype].itemsize
+            return [(target, self._reduced(calls, start, count, dtype, op))]
+
+        whole = count * self._size
+        self._call("reduce_scatter", (count, dtype, op), source, whole, dtype, work, stream)
+
+    def all_gather(self, source, target, count, dtype, stream):
+        nbytes = count * _TYPES[dtype].itemsize
+
+        def work(calls):
+            pieces = [self._read(call["source"], 0, nbytes) for call in calls]
+            return [(target, np.concatenate(pieces))]
+
+        self._call("all_gather", (count, dtype), source, count, dtype, work, stream)
+
+    def broadcast(self, source, target, count, dtype, root, stream):
+        nbytes = count * _TYPES[dtype].itemsize
+
+        def work(calls):
+            return [(target, self._read(calls[root]["source"], 0, nbytes))]
+
+        self._call("broadcast", (count, dtype, root), source, count, dtype, work, stream)
+
+    def begin_group(self):
+        self._group = []
+
+    def send(self, source, count, dtype, peer, stream):
+        self._add("send", source, count, dtype, peer, stream)
+
+    def receive(self, target, count, dtype, peer, stream):
+        self._add("receive", target, count, dtype, peer, stream)
+
+    def end_group(self):
+        entries, self._group = self._group, None
+        stream = entries[0][-1] if entries else 0
+        mine = [(kind, peer, n) for kind, _, n, peer, _ in entries]
+        sources = [self._gpu.place_of(at) for kind, at, *_ in entries if kind == "send"]
+
+        def work(calls):
+            out, n_seen = [], dict.fromkeys(range(self._size), 0)
+            for kind, at, nbytes, peer, _ in entries:
+                if kind == "receive":
+                    place, size = _sends(calls[peer], self._rank)[n_seen[peer]]
+                    assert size == nbytes, f"rank {peer} sends {size} bytes for {nbytes}"
+                    out.append((at, self._read(place, 0, nbytes)))
+                    n_seen[peer] += 1
+            return out
+
+        self._enqueue("group", mine, sources, work, stream, is_alike=False)
+
+    def abort(self):
+        self.is_aborted = True
+
+    def destroy(self):
+        pass
+
+    def _add(self, kind, address, count, dtype, peer, stream):
+        assert self._group is not None, "send and receive belong into a group"
+        self._group.append((kind, address, count * _TYPES[dtype].itemsize, peer, stream))
+
+    def _call(self, kind, what, source, count, dtype, work, stream):
+        del count, dtype
+        self._enqueue(kind, what, self._gpu.place_of(source), work, stream)
+
+    def _enqueue(self, kind, what, source, work, stream, *, is_alike=True):
+        """Put three things on the stream: show what is called, compute from all, write it."""
+        turn = self._n_calls
+        self._n_calls += 1
+        shown = {"kind": kind, "what": what, "source": source}
+        results = []
+
+        def show():
+            self._publish(f"{turn}.call", shown)
+
+        def compute():
+            if self.is_aborted:
+                return
+            calls = [self._load(f"{turn}.call", r) for r in range(self._size)]
+            kinds = {call["kind"] for call in calls}
+            alike = {json.dumps(call["what"]) for call in calls} if is_alike else {0}
+            assert len(kinds) == len(alike) == 1, f"ranks call different things: {calls}"
+            results.extend(work(calls))
+            self._publish(f"{turn}.done", {})
+
+        def write():
+            for at, data in results:
+                _bytes_at(at, data.nbytes)[:] = data
+
+        self._gpu.give(stream, show)
+        self._gpu.give(stream, compute, lambda: self.is_aborted or self._all(f"{turn}.call"))
+        self._gpu.give(stream, write, lambda: self.is_aborted or self._all(f"{turn}.done"))
+
+    def _reduced(self, calls, start, count, dtype, op):
+        nbytes = count * _TYPES[dtype].itemsize
+        pieces = [self._read(call["source"], start, nbytes) for call in calls]
+        first = self._rank_that_begins(count)
+        order = [pieces[(first + i) % self._size] for i in range(self._size)]
+        total = order[0]
+        for piece in order[1:]:
+            _core.combine(total, piece, _TYPES[dtype].kernel, _OPS[op].kernel)
+        return total
+
+    def _rank_that_begins(self, count):
+        """NCCL combines in an order of its own; the same on all ranks, as here."""
+        return count % self._size
+
+    def _read(self, place, start, nbytes):
+        name, offset = place
+        if name not in self._peers:
+            self._peers[name] = _File(self._folder / name)
+        return _bytes_at(self._peers[name].address + offset + start, nbytes).copy()
+
+    def _path(self, what, rank):
+        return self._folder / f"{self._name}.{what}.{rank}"
+
+    def _publish(self, what, content):
+        path = self._path(what, self._rank)
+        path.with_suffix(f".tmp{self._rank}").write_text(json.dumps(content))
+        path.with_suffix(f".tmp{self._rank}").rename(path)
+
+    def _load(self, what, rank):
+        return json.loads(self._path(what, rank).read_text())
+
+    def _all(self, what):
+        return all(self._path(what, rank).exists() for rank in range(self._size))
+
+
+def _sends(call, dest):
+    """Return place and bytes of what one rank's group sends to `dest`, in order."""
+    sent = [(peer, nbytes) for kind, peer, nbytes in call["what"] if kind == "send"]
+    return [
+        (place, nbytes)
+        for (peer, nbytes), place in zip(sent, call["source"], strict=True)
+        if peer == dest
+    ]
+
+
+def drivers(gpu, nccl=None):
+    """Return what Gpus.use() takes."""
+
+    def provider():
+        if nccl is None:
+            raise ConfigError("there is no NCCL in a simulation without one")
+        return nccl
+
+    return Drivers(lambda _: gpu, provider)
