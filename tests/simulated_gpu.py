@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from programs import Library
 
 from ringcomm import _core
 from ringcomm.arrays import DTYPES, Span, add_device_adapter
@@ -371,6 +372,16 @@ class _Borrowed:
     @property
     def address(self):
         return self.span.address
+
+
+class Simulated(Library):
+    """Arrays on simulated GPUs, for random programs."""
+
+    def of(self, x):
+        return array(x)
+
+    def read(self, x):
+        return x.get()
 
 
 class _Adapter:

@@ -7,7 +7,7 @@ import pytest
 import simulated_gpu as sim
 from gpu_ranks import TRANSPORTS, choose, on_gpus
 from harness import at_length
-from programs import Library, make_program, run_program
+from programs import make_program, run_program
 
 import ringcomm as rc
 from ringcomm.collectives.scaling import Scaling
@@ -32,21 +32,12 @@ def test_allreduce_has_the_bits_of_the_sum_in_rank_order(size, transport, tmp_pa
         assert np.array_equal(x, np.random.default_rng(rank).standard_normal(1000).astype("f4"))
 
 
-class Simulated(Library):
-    """Arrays on simulated GPUs."""
-
-    of = staticmethod(sim.array)
-
-    def read(self, x):
-        return x.get()
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("seed", at_length(range(12), range(3)))
 def test_random_programs_agree_with_numpy(seed, transport, tmp_path):
     size = 1 + seed % 4 if seed > 3 else 4 - seed
     program = make_program(1000 * size + seed, size)
-    body = lambda rank: run_program(program, rank, seed, Simulated())  # noqa: E731
+    body = lambda rank: run_program(program, rank, seed, sim.Simulated())  # noqa: E731
     on_gpus(size, body, tmp_path, seed=seed, **choose(transport))
 
 

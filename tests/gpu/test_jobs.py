@@ -1,0 +1,105 @@
+"""Simulated GPUs of real processes, under mpirun; NCCL is a stand-in, shared memory is not."""
+
+from pathlib import Path
+
+import pytest
+from harness import IS_MPICH, at_length, run_script
+
+TESTS = Path(__file__).parents[1]
+
+ALL_TRANSPORTS = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import numpy as np
+import ringcomm as rc
+import simulated_gpu as sim
+from gpu_ranks import TRANSPORTS, begin, choose
+from programs import make_program, run_program
+from simulated_gpu import Simulated
+
+seed = int(sys.argv[1])
+for turn, transport in enumerate(TRANSPORTS):  # each is founded anew, in the same processes
+    rc.init()
+    gpu = begin(rc.rank(), sys.argv[2], seed=seed, **choose(transport))
+    rc.barrier()
+    run_program(make_program(seed + turn, rc.size()), rc.rank(), seed, Simulated())
+    x = rc.zeros(70_000, "float32", device="cuda")
+    x.fill(rc.rank() + 1)
+    rc.allreduce_(x)
+    half = rc.allreduce(sim.array(np.full(9, rc.rank(), np.float16)), rc.AVERAGE)
+    assert (x.get() == sum(range(1, rc.size() + 1))).all()
+    assert (half.get() == np.float16((rc.size() - 1) / 2)).all()
+    chosen = str(rc.explain(1, device="cuda"))
+    assert chosen.startswith(f"arrays on GPUs: {{transport}},"), chosen
+    rc.shutdown()
+    gpu.close()
+    print(f"a rank is through {{transport}}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", at_length(range(5), range(1)))
+def test_every_transport_between_processes(seed, tmp_path):
+    job = run_script(4, ALL_TRANSPORTS, seed, tmp_path, cwd=tmp_path)
+    assert job.code == 0, job.output
+    for transport in ("ipc", "nccl", "staged"):
+        assert job.output.count(f"is through {transport}") == 4, job.output
+
+
+FAULT = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import os, signal, time
+import numpy as np
+import ringcomm as rc
+import simulated_gpu as sim
+from gpu_ranks import begin, choose
+
+transport, how, folder = sys.argv[1:]
+rc.init()
+gpu = begin(rc.rank(), folder, **choose(transport))
+rc.barrier()
+x = sim.array(np.ones(1000))
+rc.allreduce_(x)
+gpu.finish(0)
+rc.barrier()
+if rc.rank() == 2:
+    gpu.freeze()
+handle = rc.allreduce_async_(x, name="gradient")
+handle.wait()  # all hosts are in it; the streams of the others wait for rank 2's
+if rc.rank() == 2:
+    rc.barrier()
+    os.kill(os.getpid(), getattr(signal, how))
+rc.barrier()
+start = time.monotonic()
+gpu.finish(0)  # as torch.cuda.synchronize(): comes back although the peer never will
+print(f"rank {{rc.rank()}} was freed after {{time.monotonic() - start:.1f}} s", flush=True)
+try:
+    rc.allreduce_(x)
+except (rc.PeerFailedError, rc.CommTimeoutError) as error:
+    print(f"rank {{rc.rank()}} heard {{type(error).__name__}}: {{error}}", flush=True)
+    time.sleep(1)  # whoever ends first ends the others
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    at_length(
+        [(t, how) for t in ("ipc", "nccl") for how in ("SIGKILL", "SIGSTOP")],
+        [("ipc", "SIGKILL"), ("nccl", "SIGSTOP")],
+    ),
+)
+def test_a_rank_that_dies_or_stops_frees_the_streams_of_the_others(transport, how, tmp_path):
+    # Only under ULFM does a launcher leave the others the time to say what they heard of a death.
+    options = () if IS_MPICH or how == "SIGSTOP" else ("--with-ft", "ulfm")
+    env = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_GRACE_S": "1"}
+    job = run_script(3, FAULT, transport, how, tmp_path, cwd=tmp_path, options=options, env=env)
+    assert job.code != 0
+    assert job.seconds < 25, job.output
+    if IS_MPICH:  # whose launcher ends all at the first death
+        return
+    kind = "PeerFailedError" if how == "SIGKILL" else "CommTimeoutError"
+    for rank in (0, 1):
+        assert f"rank {rank} was freed" in job.output, job.output
+        assert f"rank {rank} heard {kind}" in job.output, job.output
+    assert "rank 2" in job.output
