@@ -18,7 +18,6 @@ import os
 import random
 import threading
 import time
-from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu import nccl as nccl_module
 
 _IDLE_S = 1e-4
+HOST = -1  # the stream of arrays that the host computes with: it waits, and nothing is later
 _serial = itertools.count(1)
 
 
@@ -93,8 +93,7 @@ class SimulatedGpu:
         self._lock = threading.Condition(threading.RLock())
         self._streams = {0: deque()}
         self._recorded, self._reached = {}, {}
-        self._files = []  # (address, file), ascending
-        self._mapped = {}
+        self._mapped, self._files = {}, []
         self._is_closed = False
         self._is_frozen = False
         self.failure = None
@@ -145,8 +144,7 @@ class SimulatedGpu:
 
     def allocate(self, nbytes):
         file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)
-        with self._lock:
-            insort(self._files, (file.address, file), key=lambda each: each[0])
+        self._files.append(file)  # what is used too late finds other values, and no fault
         return file
 
     def export(self, memory):
@@ -185,7 +183,12 @@ class SimulatedGpu:
 
     # --- what tests look at, and the fake NCCL uses -----------------------------------------------
     def give(self, stream, action, is_ready=lambda: True):
-        """Put something on a stream."""
+        """Put something on a stream; on HOST it happens now."""
+        if stream == HOST:
+            while not is_ready():
+                time.sleep(_IDLE_S)  # the scheduler brings it about
+            action()
+            return
         with self._lock:
             self._streams[stream].append((is_ready, action))
             self._lock.notify_all()
@@ -212,14 +215,6 @@ class SimulatedGpu:
 
     def describe(self):
         return {stream: len(queue) for stream, queue in self._streams.items() if queue}
-
-    def place_of(self, address):
-        """Return the file of an address, and the offset in it."""
-        with self._lock:
-            at = bisect_right(self._files, address, key=lambda each: each[0]) - 1
-            start, file = self._files[at]
-        assert start <= address < start + file.nbytes, "an address that is no GPU's"
-        return file.path.name, address - start
 
     def _run(self):
         while True:
@@ -473,7 +468,6 @@ class FakeCommunicator:
         self._rank, self._size = rank, size
         self._n_calls = 0
         self._group = None
-        self._peers = {}
         self.is_aborted = False
         self._publish("join", {})
         deadline = time.monotonic() + 30
@@ -507,7 +501,7 @@ class FakeCommunicator:
         nbytes = count * _TYPES[dtype].itemsize
 
         def work(calls):
-            pieces = [self._read(call["source"], 0, nbytes) for call in calls]
+            pieces = [self._read(call["source"][0], 0, nbytes) for call in calls]
             return [(target, np.concatenate(pieces))]
 
         self._call("all_gather", (count, dtype), source, count, dtype, work, stream)
@@ -516,7 +510,7 @@ class FakeCommunicator:
         nbytes = count * _TYPES[dtype].itemsize
 
         def work(calls):
-            return [(target, self._read(calls[root]["source"], 0, nbytes))]
+            return [(target, self._read(calls[root]["source"][0], 0, nbytes))]
 
         self._call("broadcast", (count, dtype, root), source, count, dtype, work, stream)
 
@@ -533,7 +527,7 @@ class FakeCommunicator:
         entries, self._group = self._group, None
         stream = entries[0][-1] if entries else 0
         mine = [(kind, peer, n) for kind, _, n, peer, _ in entries]
-        sources = [self._gpu.place_of(at) for kind, at, *_ in entries if kind == "send"]
+        sources = [(at, nbytes) for kind, at, nbytes, *_ in entries if kind == "send"]
 
         def work(calls):
             out, n_seen = [], dict.fromkeys(range(self._size), 0)
@@ -558,17 +552,20 @@ class FakeCommunicator:
         self._group.append((kind, address, count * _TYPES[dtype].itemsize, peer, stream))
 
     def _call(self, kind, what, source, count, dtype, work, stream):
-        del count, dtype
-        self._enqueue(kind, what, self._gpu.place_of(source), work, stream)
+        nbytes = count * _TYPES[dtype].itemsize
+        self._enqueue(kind, what, [(source, nbytes)], work, stream)
 
-    def _enqueue(self, kind, what, source, work, stream, *, is_alike=True):
+    def _enqueue(self, kind, what, sources, work, stream, *, is_alike=True):
         """Put three things on the stream: show what is called, compute from all, write it."""
         turn = self._n_calls
         self._n_calls += 1
-        shown = {"kind": kind, "what": what, "source": source}
+        names = [f"{self._name}.{turn}.data.{self._rank}.{i}" for i in range(len(sources))]
+        shown = {"kind": kind, "what": what, "source": names}
         results = []
 
         def show():
+            for name, (at, nbytes) in zip(names, sources, strict=True):
+                _bytes_at(at, nbytes).tofile(self._folder / name)
             self._publish(f"{turn}.call", shown)
 
         def compute():
@@ -591,7 +588,7 @@ class FakeCommunicator:
 
     def _reduced(self, calls, start, count, dtype, op):
         nbytes = count * _TYPES[dtype].itemsize
-        pieces = [self._read(call["source"], start, nbytes) for call in calls]
+        pieces = [self._read(call["source"][0], start, nbytes) for call in calls]
         first = self._rank_that_begins(count)
         order = [pieces[(first + i) % self._size] for i in range(self._size)]
         total = order[0]
@@ -603,11 +600,8 @@ class FakeCommunicator:
         """NCCL combines in an order of its own; the same on all ranks, as here."""
         return count % self._size
 
-    def _read(self, place, start, nbytes):
-        name, offset = place
-        if name not in self._peers:
-            self._peers[name] = _File(self._folder / name)
-        return _bytes_at(self._peers[name].address + offset + start, nbytes).copy()
+    def _read(self, name, start, nbytes):
+        return np.fromfile(self._folder / name, np.uint8, nbytes, offset=start)
 
     def _path(self, what, rank):
         return self._folder / f"{self._name}.{what}.{rank}"

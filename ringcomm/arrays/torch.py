@@ -29,10 +29,7 @@ class TorchTensors:
         if x.layout is not torch.strided:
             raise TypeError(f"cannot communicate a {x.layout} tensor: use .to_dense()")
         if x.device.type != self.device_type:
-            raise TypeError(
-                f"cannot communicate a tensor on {x.device}: it must be on the CPU or a CUDA "
-                "device. Use .cpu()"
-            )
+            raise TypeError(f"cannot communicate a tensor on {x.device} here. Use .cpu()")
         known = _KNOWN.get(x.dtype)
         if known is None:
             raise TypeError(f"cannot communicate dtype {x.dtype}; known: {', '.join(DTYPES)}")

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.engine import plans
 from ringcomm.engine.execution import Plan
-from ringcomm.engine.gpu_plans import placed
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.world import engine
@@ -258,5 +257,4 @@ def _start(
     *args: Any,
     **options: Any,
 ) -> Handle[R]:
-    plan = placed(plan, args)
     return engine().start(kind, name, lambda g: plan(g, name, *args, **options), group)

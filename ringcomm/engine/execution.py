@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +37,17 @@ class Deferred(ABC):
     @abstractmethod
     def take(self) -> Any:
         """Return the result."""
+
+
+class AllDeferred(Deferred):
+    """Several results as one list; some of them may be there."""
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self._results = results
+
+    def take(self) -> list[Any]:
+        """Return the results."""
+        return [each.take() if isinstance(each, Deferred) else each for each in self._results]
 
 
 @dataclass(frozen=True)

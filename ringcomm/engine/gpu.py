@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ringcomm.arrays.base import Array, DeviceAdapter, Flat, Span
 from ringcomm.engine.execution import Deferred
-from ringcomm.errors import RingcommError
+from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.base import Device
 from ringcomm.gpu.host_pool import HostPool
 from ringcomm.gpu.regions import Regions
@@ -146,6 +146,8 @@ class Gpus:
         self._lock = threading.Lock()
         self._memories: dict[int, GpuMemory] = {}
         self._teams: dict[int, GpuTeam] = {}
+        self._provider: Provider | None = None
+        self._no_provider: ConfigError | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> Gpus:
@@ -167,7 +169,15 @@ class Gpus:
     @property
     def provider(self) -> Provider:
         """The binding of NCCL. Raises ConfigError, which says why there is none."""
-        return self._drivers.provider()
+        if self._no_provider is not None:
+            raise self._no_provider
+        if self._provider is None:
+            try:
+                self._provider = self._drivers.provider()
+            except ConfigError as error:
+                self._no_provider = error  # to look again would take half a second
+                raise
+        return self._provider
 
     def memory(self, index: int) -> GpuMemory:
         """Return a GPU. Raises ConfigError, which says why it cannot be used."""
@@ -280,17 +290,6 @@ class Launched(Deferred, Generic[R]):
         with device.active():
             device.await_event(self._issue.adapter.stream(device.index), self._done.handle)
         return self._result
-
-
-class AllLaunched(Deferred, Generic[R]):
-    """Several results as one list."""
-
-    def __init__(self, each: Sequence[Launched[R]]) -> None:
-        self._each = each
-
-    def take(self) -> list[R]:
-        """Return the results; see Launched."""
-        return [launched.take() for launched in self._each]
 
 
 def same_gpu(team: int, issue: Issue, label: str) -> None:

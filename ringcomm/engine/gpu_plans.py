@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,11 +21,11 @@ from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.collectives.schedule import consecutive
-from ringcomm.engine import plans
+from ringcomm.engine import into, plans
 from ringcomm.engine.agreement import gather_counts
 from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Plan
-from ringcomm.engine.gpu import AllLaunched, Gpus, Issue, Launched
+from ringcomm.engine.gpu import Gpus, Issue, Launched
 from ringcomm.engine.gpu_team import GpuTeam, gather_alike
 from ringcomm.engine.group import Group
 from ringcomm.engine.mirrored import fetch, through_host
@@ -36,19 +36,6 @@ from ringcomm.transport.steps import To
 A = TypeVar("A", bound=Any)
 _AS_IT_IS = Scaling()
 _PLACE = "cuda"
-
-
-def placed(plan: Callable[..., Plan[Any]], args: Sequence[Any]) -> Callable[..., Plan[Any]]:
-    """Return the function that plans the same for arrays where these are.
-
-    Args:
-        plan: of ringcomm.engine.plans.
-        args: that it is called with, behind the group and the name.
-    """
-    first = args[0] if args else None
-    if isinstance(first, list | tuple):
-        first = first[0] if first else None
-    return plan if device_adapter_for(first) is None else _ON_GPU.get(plan, plan)
 
 
 @dataclass(frozen=True)
@@ -259,6 +246,42 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     return _gathering(group, name, x, "allgather", None)
 
 
+def allgather_into(
+    group: Group, name: str | None, out: A, x: Array, counts: Sequence[int] | None = None
+) -> Plan[A]:
+    """Plan to fill `out` with the elements of all ranks' x; see into.allgather_into()."""
+    adapter = _adapter_of_all("allgather_into", [out, x])
+    for what, each in (("out", out), ("x", x)):
+        if not adapter.is_contiguous(each):
+            raise ValueError(f"allgather_into: {what} must be contiguous")
+    adapter.require_writable(out)
+    target, source = adapter.span(out), adapter.span(x)
+    into.require_one_dtype("allgather_into", target.dtype, source.dtype)
+    counts = [source.count] * group.size if counts is None else list(counts)
+    parts = into.parts_of("allgather_into", counts, target.count, "out", group)
+    into.require_own(counts, source.count, group)
+    item = source.dtype.itemsize
+    pulls = tuple(
+        Pull(r, d, 0, counts[r] * item, parts[r].start * item)
+        for r, d in itertools.product(range(group.size), range(group.size))
+        if r != d or target[parts[r]].address != source.address
+    )
+    issue = Issue.of(group, adapter, out, x)
+    way = _Way(
+        group, issue, [out, x], lambda xs: into.allgather_into(group, None, xs[0], xs[1], counts)
+    )
+    call = into.call_of("allgather_into", name, None, source.dtype.name, tuple(counts), place=_PLACE)
+
+    def finish() -> A:
+        adapter.written(out)
+        return out
+
+    async def run(t: Channel) -> Any:
+        return await way.run(t, [out], lambda _: [Job(Move(source, target, pulls))], finish)
+
+    return _plan(call, target.nbytes, run)
+
+
 def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     """Plan the concatenation of all ranks' rows on root."""
     plans.require_root(root, group)
@@ -461,8 +484,7 @@ def grouped_allreduce(
     async def run(t: Channel) -> Any:
         return await way.run(t, work, jobs, finish)
 
-    call = replace(plans.grouped_call(kind, name, calls), place=_PLACE)
-    return _plan(call, sum(item.nbytes for item in items), run)
+    return _plan(plans.grouped_call(kind, name, calls), sum(item.nbytes for item in items), run)
 
 
 def _fused(
@@ -486,53 +508,7 @@ def _fused(
     )
 
 
-def grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
-    """Plan several allgathers as one."""
-    _adapter_of_all("grouped_allgather", xs)
-    return _in_turn("grouped_allgather", name, [allgather(group, None, x) for x in xs])
-
-
-def grouped_reduce_scatter(
-    group: Group,
-    name: str | None,
-    xs: Sequence[A],
-    op: Op,
-    *,
-    deterministic: bool = False,
-    scaling: Scaling = _AS_IT_IS,
-) -> Plan[list[A]]:
-    """Plan several reduce_scatters as one."""
-    _adapter_of_all("grouped_reduce_scatter", xs)
-    each = [
-        reduce_scatter(group, None, x, op, deterministic=deterministic, scaling=scaling) for x in xs
-    ]
-    return _in_turn("grouped_reduce_scatter", name, each)
-
-
-def _in_turn(kind: str, name: str | None, several: list[Plan[A]]) -> Plan[Any]:
-    """Plan several operations, with one agreement for all of them."""
-
-    async def run(t: Channel) -> Any:
-        return AllLaunched([await plan.run(t) for plan in several])
-
-    call = replace(plans.grouped_call(kind, name, [plan.call for plan in several]), place=_PLACE)
-    return _plan(call, sum(plan.nbytes for plan in several), run)
-
-
 _NO_FACTORS = "factors before and after a reduction are applied there"
-_ON_GPU: dict[Callable[..., Plan[Any]], Callable[..., Plan[Any]]] = {
-    plans.allreduce: allreduce,
-    plans.reduce: reduce,
-    plans.reduce_scatter: reduce_scatter,
-    plans.allgather: allgather,
-    plans.gather: gather,
-    plans.scatter: scatter,
-    plans.alltoall: alltoall,
-    plans.broadcast: broadcast,
-    plans.grouped_allreduce: grouped_allreduce,
-    plans.grouped_allgather: grouped_allgather,
-    plans.grouped_reduce_scatter: grouped_reduce_scatter,
-}
 
 
 def _plan(call: Call, nbytes: int, run: Callable[[Channel], Coroutine[Any, Any, Any]]) -> Plan[Any]:

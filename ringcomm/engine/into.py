@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringcomm.arrays import DTYPES, Array, ArrayAdapter, Flat, adapter_for
+from ringcomm.arrays import DTYPES, Array, ArrayAdapter, DType, Flat, adapter_for
 from ringcomm.collectives import circulant, exchange
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
@@ -30,6 +30,7 @@ from ringcomm.transport.steps import NodeCopy
 A = TypeVar("A", bound=Any)
 
 
+@plans.wherever
 def allgather_into(
     group: Group, name: str | None, out: A, x: Array, counts: Sequence[int] | None = None
 ) -> Plan[A]:
@@ -45,12 +46,9 @@ def allgather_into(
     adapter, target, source = _pair("allgather_into", out, x)
     adapter.require_writable(out)
     counts = [source.count] * group.size if counts is None else list(counts)
-    parts = _parts("allgather_into", counts, target, "out", group)
+    parts = parts_of("allgather_into", counts, target.count, "out", group)
+    require_own(counts, source.count, group)
     own = target[parts[group.index]]
-    if own.count != source.count:
-        raise ValueError(
-            f"allgather_into: x has {source.count} elements, and this rank is to give {own.count}"
-        )
     if own.bytes.ctypes.data != source.bytes.ctypes.data:
         own.bytes[:] = source.bytes
     choose = group.engine.selection.algorithm
@@ -66,7 +64,7 @@ def allgather_into(
 
     others = [(group.index + shift) % group.size for shift in range(1, group.size)]
     step = NodeCopy(own.bytes, [(r, 0, target[parts[r]].bytes) for r in others])
-    call = _call("allgather_into", name, None, source.dtype.name, tuple(counts))
+    call = call_of("allgather_into", name, None, source.dtype.name, tuple(counts))
     return Plan(call, target.bytes.nbytes, run, step, finish)
 
 
@@ -95,7 +93,7 @@ def reduce_scatter_into(
         raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
     op.require(source.dtype)
     counts = [target.count] * group.size if counts is None else list(counts)
-    parts = _parts("reduce_scatter_into", counts, source, "x", group)
+    parts = parts_of("reduce_scatter_into", counts, source.count, "x", group)
     if counts[group.index] != target.count:
         raise ValueError(
             f"reduce_scatter_into: out has {target.count} elements, and "
@@ -117,7 +115,7 @@ def reduce_scatter_into(
         return finish()
 
     step = plans.reduction_in_node(source, target.bytes, op, group, parts)
-    call = _call("reduce_scatter_into", name, op.name, source.dtype.name, tuple(counts))
+    call = call_of("reduce_scatter_into", name, op.name, source.dtype.name, tuple(counts))
     return Plan(call, source.bytes.nbytes, run, step, finish)
 
 
@@ -143,8 +141,8 @@ def alltoall_into(
     """
     adapter, target, source = _pair("alltoall_into", out, x)
     adapter.require_writable(out)
-    outgoing = _parts("alltoall_into", list(sent), source, "x", group)
-    incoming = _parts("alltoall_into", list(received), target, "out", group)
+    outgoing = parts_of("alltoall_into", list(sent), source.count, "x", group)
+    incoming = parts_of("alltoall_into", list(received), target.count, "out", group)
 
     async def run(t: Channel) -> A:
         await _require_alike(list(sent), list(received), t)
@@ -183,24 +181,45 @@ def _pair(kind: str, out: Array, x: Array) -> tuple[ArrayAdapter, Flat, Flat]:
         if not of.is_contiguous(each):
             raise ValueError(f"{kind}: {what} must be contiguous")
     target, source = adapter.flat(out), other.flat(x)
-    if target.dtype != source.dtype:
-        raise TypeError(f"{kind}: out is {target.dtype}, x is {source.dtype}. Pass one dtype.")
+    require_one_dtype(kind, target.dtype, source.dtype)
     return adapter, target, source
 
 
-def _parts(kind: str, counts: list[int], flat: Flat, what: str, group: Group) -> list[slice]:
-    if len(counts) != group.size or sum(counts) != flat.count or min(counts) < 0:
+def require_one_dtype(kind: str, out: DType, x: DType) -> None:
+    """Raise TypeError if they are not."""
+    if out != x:
+        raise TypeError(f"{kind}: out is {out}, x is {x}. Pass one dtype.")
+
+
+def require_own(counts: Sequence[int], count: int, group: Group) -> None:
+    """Raise ValueError if this rank's x has another number of elements than it is to give."""
+    due = counts[group.index]
+    if due != count:
+        raise ValueError(f"allgather_into: x has {count} elements, and this rank is to give {due}")
+
+
+def parts_of(kind: str, counts: list[int], count: int, what: str, group: Group) -> list[slice]:
+    """Return whose which elements are. Raises ValueError if the counts do not fit."""
+    if len(counts) != group.size or sum(counts) != count or min(counts) < 0:
         raise ValueError(
             f"{kind}: the parts {counts} must be {group.size} numbers >= 0, one per rank, with the "
-            f"sum {flat.count}, the elements of {what}"
+            f"sum {count}, the elements of {what}"
         )
     return consecutive(counts)
 
 
 @functools.lru_cache(maxsize=4096)
-def _call(kind: str, name: str | None, op: str | None, dtype: str, counts: tuple[int, ...]) -> Call:
+def call_of(
+    kind: str,
+    name: str | None,
+    op: str | None,
+    dtype: str,
+    counts: tuple[int, ...],
+    *,
+    place: str | None = None,
+) -> Call:
     """Return the same Call each time, so that its fingerprint is computed once."""
     if len(set(counts)) == 1:
-        return Call(kind, name, op=op, dtype=dtype, shape=(counts[0],))
+        return Call(kind, name, op=op, dtype=dtype, shape=(counts[0],), place=place)
     members = tuple((dtype, (n,)) for n in counts)
-    return Call(kind, name, op=op, dtype=dtype, shape=(sum(counts),), members=members)
+    return Call(kind, name, op=op, dtype=dtype, shape=(sum(counts),), members=members, place=place)

@@ -27,7 +27,6 @@ from typing import Any, TypeVar, cast
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.engine import plans
 from ringcomm.engine.execution import Plan
-from ringcomm.engine.gpu_plans import placed
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 
@@ -421,7 +420,6 @@ def _run(
     *args: Any,
     **options: Any,
 ) -> R:
-    plan = placed(plan, args)
     return engine().execute(kind, name, lambda g: plan(g, name, *args, **options), group)
 
 

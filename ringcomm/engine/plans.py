@@ -7,13 +7,14 @@ arguments are those of the public function (ringcomm.engine.ops), behind the gro
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
 import operator
 import pickle
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from ringcomm.arrays import (
     Flat,
     adapter_for,
     adapter_of_kind,
+    device_adapter_for,
     is_device_kind,
 )
 from ringcomm.arrays.base import Bytes
@@ -37,17 +39,35 @@ from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine import mirrored
 from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.call import Call, call_of_reduction
-from ringcomm.engine.execution import Plan
+from ringcomm.engine.execution import AllDeferred, Plan
 from ringcomm.engine.group import Group
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.steps import MEET, NodeCopy, NodeReduction, To
 
 A = TypeVar("A", bound=Any)
+P = TypeVar("P", bound=Callable[..., Plan[Any]])
 MIB = 1 << 20
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 _AS_IT_IS = Scaling()
 
 
+def wherever(plan: P) -> P:
+    """Let a function plan for arrays in host memory, and its namesake in gpu_plans for others."""
+
+    @functools.wraps(plan)
+    def choose(group: Group, name: str | None, x: Any, *args: Any, **options: Any) -> Plan[Any]:
+        first = (x[0] if x else None) if isinstance(x, list | tuple) else x
+        if device_adapter_for(first) is None:
+            return plan(group, name, x, *args, **options)
+        from ringcomm.engine import gpu_plans  # which stands on this module
+
+        made: Plan[Any] = getattr(gpu_plans, plan.__name__)(group, name, x, *args, **options)
+        return made
+
+    return cast(P, choose)
+
+
+@wherever
 def allreduce(
     group: Group,
     name: str | None,
@@ -97,6 +117,7 @@ def allreduce(
     return Plan(call, flat.bytes.nbytes, run, step, finish)
 
 
+@wherever
 def reduce(
     group: Group,
     name: str | None,
@@ -134,6 +155,7 @@ def reduce(
     return Plan(call, flat.bytes.nbytes, run)
 
 
+@wherever
 def reduce_scatter(
     group: Group,
     name: str | None,
@@ -191,6 +213,7 @@ def reduce_scatter(
     return Plan(call, source.bytes.nbytes, run, step, finish)
 
 
+@wherever
 def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     """Plan the concatenation of all ranks' rows."""
     adapter, call, mine = _rows_of(x, "allgather", name)
@@ -211,6 +234,7 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
     return Plan(call, mine.bytes.nbytes, run)
 
 
+@wherever
 def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     """Plan the concatenation of all ranks' rows on root."""
     require_root(root, group)
@@ -233,6 +257,7 @@ def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     return Plan(call, mine.bytes.nbytes, run)
 
 
+@wherever
 def scatter(
     group: Group, name: str | None, x: A | None, root: int, *, kind: str | None = None
 ) -> Plan[A]:
@@ -274,6 +299,7 @@ def scatter(
     return Plan(call, 0 if whole is None else whole.bytes.nbytes, run)
 
 
+@wherever
 def alltoall(
     group: Group,
     name: str | None,
@@ -304,6 +330,7 @@ def alltoall(
     return Plan(call, mine.bytes.nbytes, run)
 
 
+@wherever
 def broadcast(
     group: Group, name: str | None, x: A, root: int, *, in_place: bool = False
 ) -> Plan[A]:
@@ -387,6 +414,7 @@ def grouped_reduce_scatter(
     return grouped(kind, name, plans)
 
 
+@wherever
 def grouped_allreduce(
     group: Group,
     name: str | None,
@@ -446,11 +474,14 @@ def grouped_allreduce(
 def grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
     """Plan several collectives as one, with one agreement for all of them."""
 
-    async def run(t: Channel) -> list[A]:
-        return [await plan.run(t) for plan in plans]
+    waits = any(plan.agrees_first for plan in plans)
+
+    async def run(t: Channel) -> Any:
+        results = [await plan.run(t) for plan in plans]
+        return AllDeferred(results) if waits else results
 
     call = grouped_call(kind, name, [plan.call for plan in plans])
-    return Plan(call, sum(plan.nbytes for plan in plans), run)
+    return Plan(call, sum(plan.nbytes for plan in plans), run, agrees_first=waits)
 
 
 def _fused(flats: list[Flat]) -> Flat:
@@ -516,7 +547,13 @@ def grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
     """Return what all ranks must agree on before several collectives."""
     ops = {call.op for call in calls}
     members = tuple((call.dtype or "", call.shape or ()) for call in calls)
-    return Call(kind, name, op=ops.pop() if ops else None, members=members)
+    places = {call.place for call in calls}
+    if len(places) > 1:
+        raise TypeError(
+            f"{kind}: some arrays are on a GPU, some in host memory. Pass arrays of one."
+        )
+    op, place = (each.pop() if each else None for each in (ops, places))
+    return Call(kind, name, op=op, members=members, place=place)
 
 
 def splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:

@@ -16,7 +16,6 @@ from ringcomm.collectives.scaling import Scaling
 from ringcomm.engine import adasum, plans
 from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Plan
-from ringcomm.engine.gpu_plans import placed
 from ringcomm.engine.group import Group
 from ringcomm.engine.mirrored import copied
 
@@ -55,7 +54,7 @@ def _reduction(plan: Callable[..., Plan[Any]]) -> Callable[[Group, Call], Plan[A
         if call.kind.endswith("_"):
             options["in_place"] = True
         root = () if call.root is None else (call.root,)
-        return placed(plan, [x])(group, call.name, x, op, *root, **options)
+        return plan(group, call.name, x, op, *root, **options)
 
     return make
 
@@ -67,7 +66,7 @@ def _grouped_reduction(plan: Callable[..., Plan[Any]]) -> Callable[[Group, Call]
         xs = [_placed(group, call, _neutral(DTYPES[d], shape, op)) for d, shape in members]
         if call.kind.endswith("_"):
             options["in_place"] = True
-        return placed(plan, [xs])(group, call.name, xs, op, **options)
+        return plan(group, call.name, xs, op, **options)
 
     return make
 
@@ -81,32 +80,29 @@ def _adasum(group: Group, call: Call) -> Plan[Any]:
 
 def _allgather(group: Group, call: Call) -> Plan[Any]:
     rows = _placed(group, call, _no_rows(call.dtype, call.shape))
-    return placed(plans.allgather, [rows])(group, call.name, rows)
+    return plans.allgather(group, call.name, rows)
 
 
 def _grouped_allgather(group: Group, call: Call) -> Plan[Any]:
     xs = [_placed(group, call, _no_rows(dtype, shape)) for dtype, shape in call.members or ()]
-    if call.place is not None:
-        return placed(plans.grouped_allgather, [xs])(group, call.name, xs)
     return plans.grouped(call.kind, call.name, [plans.allgather(group, None, x) for x in xs])
 
 
 def _gather(group: Group, call: Call) -> Plan[Any]:
     rows = _placed(group, call, _no_rows(call.dtype, call.shape))
-    return placed(plans.gather, [rows])(group, call.name, rows, call.root or 0)
+    return plans.gather(group, call.name, rows, call.root or 0)
 
 
 def _alltoall(group: Group, call: Call) -> Plan[Any]:
     rows = _placed(group, call, _no_rows(call.dtype, call.shape))
     none = [0] * group.size
-    return placed(plans.alltoall, [rows])(group, call.name, rows, none, return_splits=False)
+    return plans.alltoall(group, call.name, rows, none, return_splits=False)
 
 
 def _broadcast(group: Group, call: Call) -> Plan[Any]:
     x = _placed(group, call, _empty(DTYPES[call.dtype or ""], call.shape or ()))
     in_place = call.kind.endswith("_")
-    plan = placed(plans.broadcast, [x])
-    return plan(group, call.name, x, call.root or 0, in_place=in_place)
+    return plans.broadcast(group, call.name, x, call.root or 0, in_place=in_place)
 
 
 def _scatter(group: Group, call: Call) -> Plan[Any]:

@@ -12,7 +12,7 @@ from programs import make_program, run_program
 import ringcomm as rc
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.config import Settings
-from ringcomm.engine import gpu_plans
+from ringcomm.engine import gpu_plans, into
 from ringcomm.engine.world import engine
 
 
@@ -158,3 +158,20 @@ def test_what_the_user_wants_and_cannot_be_is_an_error_on_all_ranks(tmp_path):
         return rc.allreduce(np.ones(3))[0]  # the engine works on
 
     assert on_gpus(2, body, tmp_path, settings=Settings(gpu_transport="nccl")) == [2, 2]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_own_part", [False, True])
+def test_allgather_into_fills_what_is_passed(is_own_part, transport, tmp_path):
+    counts = [3, 0, 500]
+
+    def body(rank):
+        whole = sim.array(np.full(503, -1.0))
+        start = sum(counts[:rank])
+        part = whole[start : start + counts[rank]]
+        x = part.fill(rank) if is_own_part else sim.array(np.full(counts[rank], float(rank)))
+        plan = lambda g: into.allgather_into(g, None, whole, x, counts)  # noqa: E731
+        return engine().execute("allgather_into", None, plan).get()
+
+    for got in on_gpus(3, body, tmp_path, **choose(transport)):
+        assert np.array_equal(got, np.repeat([0.0, 1.0, 2.0], counts))
