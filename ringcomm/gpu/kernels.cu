@@ -1,10 +1,10 @@
-// All that runs on a GPU, in one file without any #include: NVRTC, which compiles it at run time, has
-// no standard headers, and CuPy's wheels lack those of CUDA for 16-bit floats. g++ compiles it, too,
-// behind tests/gpu_emulation.hpp: the tests run this very source on the CPU.
+// All that runs on a GPU, in one file without any #include: NVRTC, which compiles it at run time,
+// has no standard headers, and CuPy's wheels lack those of CUDA for 16-bit floats. g++ compiles it,
+// too, behind tests/gpu_emulation.hpp: the tests run this very source on the CPU.
 //
-// Macros select one kernel, whose name is always rc_entry. ringcomm/gpu/kernels.py knows which there
-// are, what to pass them, and the options that keep the bits: no product is fused with a sum but
-// where fmaf() says so.
+// Macros select one kernel, whose name is always rc_entry. ringcomm/gpu/kernels.py knows which
+// there are, what to pass them, and the options that keep the bits: no product is fused with a sum
+// but where fmaf() says so.
 #define REDUCE 1      // RC_TYPE, RC_OP, RC_SOURCES, RC_TARGETS
 #define PACK 2        // RC_SOURCE and RC_TARGET, types; RC_TENSORS
 #define UNPACK 3      // as PACK
@@ -13,8 +13,8 @@
 #define DEQUANTISE 6  // RC_TYPE, RC_CODE, RC_BLOCK, RC_ACCUMULATE
 
 #define RC_INLINE __device__ __forceinline__
-// 2 blocks of a processor: up to 128 registers. Left to itself, ptxas of CUDA 13 spills some to have
-// more blocks.
+// 2 blocks per processor: up to 128 registers. Left to itself, ptxas of CUDA 13 spills a few to run
+// more blocks, and waits for some loads before it issues the others.
 #define RC_GLOBAL extern "C" __global__ void __launch_bounds__(256, 2)
 
 namespace ringcomm {
@@ -114,7 +114,7 @@ RC_INLINE float widen(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) 
 template <class T>
 using Wide = decltype(widen(T()));
 
-// An element of a number: rounded once, also from float64 to 16 bits. NaN becomes the canonical one.
+// An element of a number: rounded once, also from float64 to 16 bits; NaN is made canonical.
 template <class T>
 struct To {
   static RC_INLINE T from(T x) { return canonical(x); }
@@ -141,8 +141,8 @@ struct To<bf16> {
 
 // --- memory --------------------------------------------------------------------------------------
 
-// Addresses of N arrays, by value. A thread may load elements of an array and store to the very same
-// elements of another that is the same memory, so no load may go through the non-coherent cache.
+// Addresses of N arrays, by value. A thread may load elements of an array and store to those of
+// another that is the same memory, so no load may go through the non-coherent cache.
 template <int N>
 struct Pointers {
   void* at[N];
@@ -393,8 +393,8 @@ RC_INLINE constexpr int at_most(int most, int n) { return n < most ? n : most; }
 template <int kSources>
 constexpr int kPositionsOf = at_most(4, kInFlight / at_most(kInFlight, kSources));
 
-// total[u] = the elements at i + u * step of all sources, combined in their order. Where that is not
-// below end, it is of no meaning.
+// total[u] = the elements at i + u * step of all sources, combined in their order. Where that is
+// not below end, it is of no meaning.
 template <class T, class O, bool kIsVector, int kWidth, int kPositions, int kSources>
 RC_INLINE void combine(Wide<T> (&total)[kPositions][kWidth], const Pointers<kSources>& sources,
                        u64 i, u64 step, u64 end) {
@@ -687,8 +687,8 @@ struct Int8 {
   static RC_INLINE float value(u8 code) { return static_cast<float>(static_cast<i8>(code)); }
 };
 
-// 4 bits of exponent, 3 of fraction (Micikevicius et al. 2022, arXiv:2209.05433), to nearest, ties to
-// even. In software: what GPUs have for it does not assemble below sm_89.
+// 4 bits of exponent, 3 of fraction (Micikevicius et al. 2022, arXiv:2209.05433), to nearest, ties
+// to even. In software: what GPUs have for it does not assemble below sm_89.
 struct E4M3 {
   static constexpr float kMost = 448;
   static constexpr bool kIsRandom = false;
@@ -775,7 +775,7 @@ RC_INLINE u32 largest_of_warp(u32 x) {
 
 constexpr int kWarp = 32, kRun = 256;  // threads; elements that get their random numbers together
 
-// Elements that a warp encodes at a time: whole blocks, whole runs. Lane l has those at l, l + 32...
+// Elements that a warp encodes at a time: whole blocks, whole runs. Lane l has l, l + 32 and so on.
 template <int kBlock>
 constexpr int kTileOf = kBlock < kRun ? kRun : kBlock;
 

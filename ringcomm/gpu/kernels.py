@@ -1,9 +1,9 @@
 """The kernels of kernels.cu: which there are, what they take, and how they are launched. Pure.
 
-A kernel is compiled from source() with OPTIONS and its defines; its name is ENTRY. To launch one:
+A kernel is compiled from source() with OPTIONS and its defines, by ringcomm.gpu.compiling; its
+name is ENTRY. To launch one:
 
     kernel = ReduceKernel(DTYPES["float32"], SUM, n_sources=4, n_targets=4)
-    module = cupy.RawModule(code=source(), options=(*OPTIONS, *kernel.defines))
     arguments = kernel.pack_arguments(sources, targets, hi=count)
     grid = kernel.grid(count, n_processors)
     module.get_function(ENTRY)((grid,), (BLOCK,), arguments)
@@ -27,8 +27,12 @@ from numpy.typing import NDArray
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
 
-# No product is fused with a sum, and quotients and roots are rounded as IEEE 754 says.
-OPTIONS: Final = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true")
+# No product is fused with a sum, and quotients and roots are rounded as IEEE 754 says. The NVRTC of
+# CUDA 12 takes the lambdas of a kernel for host functions without the option on execution spaces.
+OPTIONS: Final = (
+    *("--std=c++17", "--device-as-default-execution-space"),
+    *("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"),
+)
 ENTRY: Final = "rc_entry"
 BLOCK: Final = 256  # threads per block of a grid
 
@@ -127,7 +131,7 @@ class ReduceKernel(Kernel):
         dtype: of all arrays.
         op: AVERAGE is SUM here, with a divisor.
         n_sources: 1 or more.
-        n_targets: 1 or more; together at most 500 or so.
+        n_targets: 1 or more; together at most 496.
     """
 
     dtype: DType
@@ -278,7 +282,7 @@ class UpdateKernel(Kernel):
         weight: likewise; of the targets.
         rule: what numbers it takes, sgd_numbers() and adam_numbers() say.
         n_sources: 1 or more.
-        n_targets: 1 or more; together at most 500 or so.
+        n_targets: 1 or more; together at most 496.
     """
 
     gradient: DType

@@ -155,3 +155,28 @@ def test_each_missing_order_is_seen(fault, tmp_path, monkeypatch):
                 continue
         return
     raise AssertionError(f"no schedule of {SEEDS} shows that {fault}")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_no_host_waits_for_a_gpu(transport, tmp_path):
+    """With all GPUs standing still calls and waits return: what is to be done is on streams."""
+
+    def body(rank):
+        x = sim.array(np.full(600, rank + 1.0))
+        rc.allreduce_(x)  # the first one founds the team
+        x.gpu.finish()
+        rc.barrier()
+        x.gpu.freeze()
+        handles = [rc.allreduce_async_(x, name=f"bucket {i}") for i in range(3)]
+        rows = rc.allgather(x)
+        for handle in handles:
+            handle.wait()
+        n_done = x.gpu.n_done
+        rc.barrier()
+        assert x.gpu.n_done == n_done
+        x.gpu.thaw()
+        return x.get()[0], rows.get()[-1]
+
+    for first, last in on_gpus(SIZE, body, tmp_path, **choose(transport)):
+        assert first == 6 * SIZE**3
+        assert last in {6 * SIZE**k for k in range(4)}  # by the order in which they were launched

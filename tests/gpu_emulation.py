@@ -1,0 +1,110 @@
+"""Kernels of ringcomm/gpu/kernels.cu on the CPU: compiled by g++, run over a whole grid.
+
+What stands there is executed as it is, but for the conversions of float16, which are the CPU's
+(csrc/kernels/half.hpp). Threads run one after the other, so what would race is not seen here.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringcomm.gpu.kernels import BLOCK, source
+
+HERE = Path(__file__).parent
+FLAGS = [
+    *("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+    *(f"-I{HERE}", f"-I{HERE.parent / 'csrc' / 'kernels'}"),
+]
+LAUNCHER = """
+extern "C" void launch(unsigned grid, unsigned block, void** arguments) {
+  emulated::run(ringcomm::rc_entry, grid, block, arguments, RC_KERNEL == QUANTISE);
+}
+extern "C" std::size_t parameters(std::size_t* sizes) {
+  return emulated::parameters(ringcomm::rc_entry, sizes);
+}
+"""
+MOST_PARAMETERS = 16
+GUARD = 64  # bytes before and after an array
+
+
+@cache
+def folder():
+    """Return where libraries are built; it is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="gpu-emulation-")
+
+
+serial = count()
+
+
+@cache
+def build(defines, text):
+    """Return the library of one kernel."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ here: kernels.cu is compiled for the CPU by the tests")
+    library = Path(folder().name) / f"{next(serial)}.so"
+    unit = library.with_suffix(".cpp")
+    unit.write_text(f'#include "gpu_emulation.hpp"\n{text}\n{LAUNCHER}')
+    command = [compiler, *FLAGS, *defines, unit, "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+def launch(kernel, arguments, *, grid=3, text=None):
+    """Run a kernel as CuPy would: every argument is an array of one element, passed by value.
+
+    Args:
+        kernel: of ringcomm.gpu.kernels.
+        arguments: what its pack_arguments() returned.
+        grid: number of blocks.
+        text: of the source, if it is not that of the package.
+    """
+    library = build(kernel.defines, source() if text is None else text)
+    sizes = (ctypes.c_size_t * MOST_PARAMETERS)()
+    n = library.parameters(sizes)
+    assert [a.nbytes for a in arguments] == sizes[:n], kernel
+    assert all(a.size == 1 for a in arguments), kernel
+    pointers = (ctypes.c_void_p * n)(*(a.ctypes.data for a in arguments))
+    library.launch(grid, BLOCK, pointers)
+
+
+class Memory:
+    """Memory of a GPU: arrays at any distance from multiples of 16 bytes, with guards around them.
+
+    Whoever writes to a guard is told of by check().
+    """
+
+    def __init__(self):
+        self._guarded = []
+
+    def place(self, values, shift=0):
+        """Return a copy of an array that begins `shift` bytes after a multiple of 256.
+
+        Views of arrays of bytes: their addresses need not suit their dtype to numpy.
+        """
+        raw = np.full(values.nbytes + 2 * GUARD + 512, 0xA5, np.uint8)
+        start = -(raw.ctypes.data + GUARD) % 256 + GUARD + shift
+        self._guarded.append((raw, start, start + values.nbytes))
+        array = raw[start : start + values.nbytes].view(values.dtype)
+        array[:] = values
+        return array
+
+    def check(self):
+        """Fail if anything around the arrays has changed."""
+        for raw, start, stop in self._guarded:
+            assert (raw[:start] == 0xA5).all(), "written before an array"
+            assert (raw[stop:] == 0xA5).all(), "written behind an array"
+
+
+def addresses(arrays):
+    """Return where arrays stand."""
+    return [array.ctypes.data for array in arrays]
