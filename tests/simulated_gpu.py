@@ -448,6 +448,7 @@ class FakeNccl:
     folder: Path
     version: int = 22703
     name: str = "fake"
+    shares_gpus: bool = False
 
     def unique_id(self):
         return f"comm-{os.getpid()}-{next(_serial)}".encode()

@@ -613,6 +613,7 @@ class Engine:
         """
         while self._closers:
             self._closers.pop()(is_clean=is_clean)
+        self._beside.clear()
         self._transport.close(is_clean=is_clean)
         self.world.quick = None
         self.watch.whereabouts = self.watch.host = None  # no cycle may keep the page's descriptor
@@ -792,6 +793,11 @@ class Engine:
         if self._is_closed:
             raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
         self.require_unbroken()
+
+    @property
+    def is_broken(self) -> bool:
+        """True once it cannot be used any more."""
+        return self._broken is not None
 
     def require_unbroken(self) -> None:
         """Raise what ended the engine, if anything did."""

@@ -220,6 +220,7 @@ class Gpus:
             for memory in self._memories.values():
                 memory.device.close()
         self._teams.clear()
+        self._engine.extras.pop(_NAME, None)  # no cycle may keep the engine alive
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,7 @@ class _Way:
             finish: called with the stream current, behind all that; returns the result.
         """
         team = Gpus.of(self.group.engine).team(self.group)
-        await team.line_up(t, self.issue)
-        try:
+        async with team.turn(t, self.issue):
             if team.mover is not None and not self.host_only:
                 stream = team.begin(self.issue)
                 todo = jobs(team)
@@ -85,8 +84,6 @@ class _Way:
                     result = finish()
                 keeps = (*todo, *self.sources)
                 return team.follow(t, self.issue, stream, result, keeps=keeps)
-        finally:
-            team.end_turn()
         if team.mover is not None:
             team.announce(self.host_only)
         return await through_host(
@@ -270,7 +267,9 @@ def allgather_into(
     way = _Way(
         group, issue, [out, x], lambda xs: into.allgather_into(group, None, xs[0], xs[1], counts)
     )
-    call = into.call_of("allgather_into", name, None, source.dtype.name, tuple(counts), place=_PLACE)
+    call = into.call_of(
+        "allgather_into", name, None, source.dtype.name, tuple(counts), place=_PLACE
+    )
 
     def finish() -> A:
         adapter.written(out)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringcomm")
 _RELEASE_EVERY_S, _RELEASE_FOR_S = 0.005, 60.0
+_TOLD_WITHIN_S = 1.0
 _END: Final = object()
 R = TypeVar("R")
 
@@ -74,8 +75,11 @@ class GpuTeam:
         self._engine.enter_beside(self._base, self)
 
     # --- order ------------------------------------------------------------------------------------
-    async def line_up(self, t: Channel, issue: Issue) -> None:
-        """Return when it is this operation's turn, with the transport chosen; see end_turn().
+    @contextlib.asynccontextmanager
+    async def turn(self, t: Channel, issue: Issue) -> AsyncIterator[None]:
+        """Return when it is this operation's turn, with the transport chosen.
+
+        The turn is the next one's once the block is left.
 
         Raises:
             ConfigError: RINGCOMM_GPU_TRANSPORT wants what cannot be; on all ranks.
@@ -86,14 +90,14 @@ class GpuTeam:
         place = await self._place(t)
         if self._turn != place:
             await Wait((_Turn(self, place),))
-        if self._memory is None:
-            await self._found(t, issue)
-        else:
-            same_gpu(self._memory.device.index, issue, "collective")
-
-    def end_turn(self) -> None:
-        """Let the next operation have its turn."""
-        self._turn += 1
+        try:
+            if self._memory is None:
+                await self._found(t, issue)
+            else:
+                same_gpu(self._memory.device.index, issue, self._engine.label_of(t.key))
+            yield
+        finally:
+            self._turn += 1
 
     def is_turn_of(self, place: int) -> bool:
         """Return True if the operation of this place is next."""
@@ -220,7 +224,10 @@ class GpuTeam:
             return
 
         def release() -> None:
-            deadline = time.monotonic() + _RELEASE_FOR_S
+            begin = time.monotonic()
+            while not self._engine.is_broken and time.monotonic() < begin + _TOLD_WITHIN_S:
+                time.sleep(_RELEASE_EVERY_S)  # who finds the stream free must also find the error
+            deadline = begin + _RELEASE_FOR_S
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
                 while not done.is_reached and time.monotonic() < deadline:
                     mover.release()
@@ -262,15 +269,22 @@ class GpuTeam:
             _log.warning("arrays on GPUs go through host memory: %s", choice)
 
     def _facts(self, t: Channel, device: Device) -> Facts:
-        nccl, no_nccl = 0, ""
+        nccl, no_nccl, shares_gpus = 0, "", False
         try:
-            nccl = self._gpus.provider.version
+            nccl, shares_gpus = self._gpus.provider.version, self._gpus.provider.shares_gpus
         except ConfigError as error:
             no_nccl = str(error)
         shares_memory = self._engine.transport.node is not None or t.size == 1
         node = t.nodes[t.rank] if shares_memory else -1 - t.rank
         return Facts(
-            device.uuid, device.name, node, device.reaches, device.can_export, nccl, no_nccl
+            uuid=device.uuid,
+            name=device.name,
+            node=node,
+            reaches=device.reaches,
+            can_export=device.can_export,
+            nccl=nccl,
+            no_nccl=no_nccl,
+            shares_gpus=shares_gpus,
         )
 
     async def _set_up(

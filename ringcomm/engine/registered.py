@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 from ringcomm.arrays import (
     DTYPES,
     Array,
+    DeviceAdapter,
     DType,
     Span,
     device_adapter_of_kind,
@@ -81,7 +82,9 @@ def empty(
     lengths = _lengths(shape)
     nbytes = math.prod(lengths) * kind.itemsize
     if device == "cuda":
-        return on_gpu(current, DTYPES[kind.name], lengths)
+        on_device = device_adapter_of_kind(first_device_kind())
+        index = on_device.current_device()
+        return on_gpu(current, DTYPES[kind.name], lengths, on_device, index)
     data = _memory(current, nbytes)
     return np.empty(lengths, kind) if data is None else data.view(kind).reshape(lengths)
 
@@ -99,17 +102,18 @@ def zeros(
     return x
 
 
-def on_gpu(current: Engine, dtype: DType, shape: tuple[int, ...], kind: str | None = None) -> Array:
-    """Return a registered array on the current GPU; see empty().
+def on_gpu(
+    current: Engine, dtype: DType, shape: tuple[int, ...], adapter: DeviceAdapter, index: int
+) -> Array:
+    """Return a registered array on a GPU; see empty().
 
     Args:
         current: the engine.
         dtype: of the elements.
         shape: of the array.
-        kind: of the adapter whose library makes the array; None: cupy's.
+        adapter: of the library that makes the array.
+        index: of the GPU.
     """
-    adapter = device_adapter_of_kind(kind or first_device_kind())
-    index = adapter.current_device()
     memory = Gpus.of(current).memory(index).regions.take(math.prod(shape) * dtype.itemsize)
     span = Span(memory.address, math.prod(shape), dtype, memory.owner)
     return adapter.wrap(span, shape, index)

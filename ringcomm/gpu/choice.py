@@ -24,6 +24,7 @@ class Facts:
         can_export: its memory can be mapped by other processes.
         nccl: version of NCCL as a number, 22703; 0: it cannot be used.
         no_nccl: why not.
+        shares_gpus: NCCL lets ranks share one.
     """
 
     uuid: str
@@ -33,6 +34,7 @@ class Facts:
     can_export: bool = True
     nccl: int = 0
     no_nccl: str = ""
+    shares_gpus: bool = False
 
     def pack(self) -> bytes:
         """Return the wire form."""
@@ -87,7 +89,11 @@ def choose_transport(facts: Sequence[Facts], forced: str = "auto") -> GpuChoice:
         facts: of each rank.
         forced: RINGCOMM_GPU_TRANSPORT.
     """
-    unfit = {name: why for name, why in (("nccl", _no_nccl(facts)), ("ipc", _no_ipc(facts))) if why}
+    unfit = {
+        name: why
+        for name, why in (("nccl", _no_nccl(facts, forced)), ("ipc", _no_ipc(facts)))
+        if why
+    }
     if forced != "auto":
         return GpuChoice(forced, unfit, is_forced=True)
     for name in TRANSPORTS:
@@ -96,7 +102,7 @@ def choose_transport(facts: Sequence[Facts], forced: str = "auto") -> GpuChoice:
     raise AssertionError("staged can always be")
 
 
-def _no_nccl(facts: Sequence[Facts]) -> str:
+def _no_nccl(facts: Sequence[Facts], forced: str) -> str:
     for rank, each in enumerate(facts):
         if each.no_nccl:
             return f"rank {rank}: {each.no_nccl}"
@@ -107,7 +113,8 @@ def _no_nccl(facts: Sequence[Facts]) -> str:
             f"{version_text(facts[other].nccl)}: install the same on all"
         )
     shared = _shared_gpu(facts)
-    if shared:
+    may_share = forced == "nccl" and all(each.shares_gpus for each in facts)
+    if shared and not may_share:
         return f"ranks {shared[0]} and {shared[1]} share a GPU, and NCCL wants one for each"
     return ""
 

@@ -97,10 +97,12 @@ class Provider(Protocol):
     Attributes:
         name: "cupy".
         version: 22703.
+        shares_gpus: several ranks of a communicator may be on one GPU.
     """
 
     name: str
     version: int
+    shares_gpus: bool
 
     def unique_id(self) -> bytes:
         """Return what all ranks of a new communicator must know. See ncclGetUniqueId."""

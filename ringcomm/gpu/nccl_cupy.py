@@ -7,10 +7,13 @@ from typing import Any
 
 from cupy.cuda import nccl
 
+from ringcomm.config import environment
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.nccl import Communicator
 from ringcomm.gpu.presence import nccl_problem
 from ringcomm.gpu.probing import probe
+
+_SHARES_FROM = 23000  # an experiment of NCCL's, which wants NCCL_NVLS_ENABLE=0 besides
 
 
 class CupyProvider:
@@ -27,6 +30,8 @@ class CupyProvider:
         if problem is not None:
             raise ConfigError(problem)
         self.version: int = nccl.get_version()
+        is_wanted = environment().get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        self.shares_gpus = is_wanted and self.version >= _SHARES_FROM
 
     def unique_id(self) -> bytes:
         """See Provider."""

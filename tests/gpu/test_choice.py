@@ -50,6 +50,15 @@ def test_a_set_up_that_fails_leads_to_the_next_unless_it_is_wanted():
         wanted.without("x")
 
 
+def test_nccl_may_share_a_gpu_where_it_can_and_is_wanted():
+    able = [replace(each, nccl=23001, shares_gpus=True) for each in SHARED]
+    assert choose_transport(able).transport == "ipc"
+    assert "nccl" not in choose_transport(able, "nccl").unfit
+    assert (
+        "share a GPU" in choose_transport(changed(able, 1, shares_gpus=False), "nccl").unfit["nccl"]
+    )
+
+
 def test_facts_survive_the_wire():
     for facts in (*APART, *SHARED):
         assert Facts.unpack(facts.pack()) == facts

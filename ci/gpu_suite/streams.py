@@ -1,0 +1,96 @@
+"""What surrounds a collective on the caller's stream: nobody waits, and nothing is too early.
+
+usage: mpirun -np N python -m gpu_suite.streams
+Before each call the stream is busy for a while, and only then writes the array; right behind it
+the stream reads the result, and writes over what was passed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+from gpu_suite.gpu import LIBRARIES, Arrays, current, detail, figure, highest, sleep, start
+
+import ringcomm as rc
+
+BUSY_S = 0.2
+COUNT = (1 << 22) + 5
+Streams = Sequence[cupy.cuda.Stream]
+Form = Callable[[Any, Streams], Any]
+
+
+def blocking_in_place(x: Any, streams: Streams) -> Any:
+    return rc.allreduce_(x)
+
+
+def blocking(x: Any, streams: Streams) -> Any:
+    return rc.allreduce(x)
+
+
+def waited_for_at_once(x: Any, streams: Streams) -> Any:
+    return rc.allreduce_async(x).wait()
+
+
+def waited_for_on_another_stream(x: Any, streams: Streams) -> Any:
+    handle = rc.allreduce_async_(x)
+    with current(streams[1]):
+        y = handle.wait() * 1
+    cupy.cuda.get_current_stream().wait_event(streams[1].record())
+    return y
+
+
+FORMS = (blocking_in_place, blocking, waited_for_at_once, waited_for_on_another_stream)
+
+
+def main() -> None:
+    start()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    longest = 0.0
+    for library, form in itertools.product(LIBRARIES, FORMS):
+        what = f"{library.name}, {form.__name__}"
+        check(library, form, streams)  # kernels are compiled, memory is taken: that may wait
+        call_s, has_waited = check(library, form, streams)
+        assert not has_waited, f"{what}: the call waited for the GPU"
+        call_s = highest(call_s)
+        longest = max(longest, call_s)
+        if rc.rank() == 0:
+            detail(f"{what:<42} {call_s * 1e3:6.2f} ms")
+    if rc.rank() == 0:
+        figure(f"longest call {longest * 1e3:.2f} ms, on a stream that was busy {BUSY_S:g} s")
+
+
+def check(library: Arrays, form: Form, streams: Streams) -> tuple[float, bool]:
+    """Return how long the call took, and if the GPU was through then; fail if its result is wrong.
+
+    Args:
+        library: whose array is passed.
+        form: of the call.
+        streams: the caller's, and another.
+    """
+    x = library.of(np.full(COUNT, -7, np.float32))
+    torch.cuda.synchronize()
+    rc.barrier()
+    with current(streams[0]):
+        sleep(BUSY_S)
+        x[...] = rc.rank() + 1.0
+        written = streams[0].record()
+        begin = time.perf_counter()
+        y = form(x, streams)
+        call_s = time.perf_counter() - begin
+        has_waited = written.done
+        z = y * 2
+        x[...] = -1.0
+    torch.cuda.synchronize()
+    total = rc.size() * (rc.size() + 1.0)
+    assert (library.read(z) == total).all(), f"{library.name}, {form.__name__}: wrong numbers"
+    return call_s, has_waited
+
+
+if __name__ == "__main__":
+    main()
