@@ -2,7 +2,7 @@
 
     import ringcomm as rc
     rc.init()
-    total = rc.allreduce(x)         # numpy arrays and torch CPU tensors
+    total = rc.allreduce(x)         # numpy, torch, cupy
 
 Run with `mpirun -np 4 python train.py`. For torch: `import ringcomm.torch as hvd`.
 """

@@ -30,6 +30,9 @@ class Handle(Generic[R]):
     def wait(self, timeout_s: float | None = None) -> R:
         """Return the result of the operation.
 
+        On a GPU that is not when it is computed: this returns once the work is on a stream, and
+        what the current stream is given from then on comes behind it.
+
         Args:
             timeout_s: how long this call waits, in seconds, and up to 0.5 s more to learn who is
                 missing; 0 only looks. None: until RINGCOMM_TIMEOUT_S ends the operation. After a

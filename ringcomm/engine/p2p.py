@@ -34,7 +34,8 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
     """Send x to another rank; returns when that rank has received it.
 
     Args:
-        x: numpy array or torch CPU tensor; a strided one is copied.
+        x: numpy array, torch tensor or cupy array; a strided one is copied. What is on a GPU goes
+            through host memory.
         dest: rank within the group, not this one.
         tag: any int; recv() names the same one.
         group: None: all ranks.
