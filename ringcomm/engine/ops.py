@@ -3,9 +3,10 @@
 Common to all: `x` is a numpy array, a torch tensor on the CPU or a CUDA device, or a cupy array, of
 any dtype among float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, complex64
 and complex128, and what comes back is of the same kind. On a GPU a call returns once its work is on
-a stream: behind what the caller's stream was given before, and before what it is given after. What is passed in is left alone, except by the functions whose name ends
-in `_`. A strided array is copied. `group` is a rc.Group, None for all ranks; `root` is a rank
-within it. The operators of reductions are those of rc.Op, which see.
+a stream: behind what the caller's stream was given before, and before what it is given after. What
+is passed in is left alone, except by the functions whose name ends in `_`. A strided array is
+copied. `group` is a rc.Group, None for all ranks; `root` is a rank within it. The operators of
+reductions are those of rc.Op, which see.
 
 Operations without a name are matched by their order in each group. A `name` matches those of the
 same name, in whatever order each rank starts them (in async_ops.py are the forms that do not

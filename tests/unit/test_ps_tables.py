@@ -511,3 +511,22 @@ def test_a_table_may_have_thousands_of_blocks():
         return t.pull().wait().sum()
 
     assert run_workers(1, body, 2) == [9000.0]
+
+
+def test_large_pushes_that_nobody_has_answered_keep_their_values(monkeypatch):
+    """The memory of an answered push serves the next one, and of no other."""
+
+    def body(rank):
+        t = ps.table("w", 10_000, updater=ps.optim.Add())
+        t.push(np.zeros(10_000, np.float32)).wait()  # leaves memory for the next
+        held, client_of = [], session().client
+        push = client_of.push
+        monkeypatch.setattr(client_of, "push", held.append)
+        pushes = [t.push(np.full(10_000, 10.0**k, np.float32)) for k in range(4)]
+        for each in held:
+            push(each)
+        for each in pushes:
+            each.wait()
+        return np.unique(t.pull().wait()).tolist()
+
+    assert run_workers(1, body) == [[1111.0]]
