@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import gpu_emulation
 import numpy as np
 from programs import Library
 
@@ -31,10 +32,12 @@ from ringcomm.arrays import DTYPES, Span, add_device_adapter
 from ringcomm.engine.gpu import Drivers
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu import nccl as nccl_module
+from ringcomm.gpu.kernels import UpdateKernel
 
 _IDLE_S = 1e-4
 HOST = -1  # the stream of arrays that the host computes with: it waits, and nothing is later
 _serial = itertools.count(1)
+_emulating = threading.Lock()
 
 
 def _bytes_at(address, nbytes):
@@ -141,6 +144,19 @@ class SimulatedGpu:
 
     def reduce(self, stream, what):
         self.give(stream, lambda: _reduce(what))
+
+    def update(self, stream, what):
+        counts = len(what.sources), len(what.targets)
+        kernel = UpdateKernel(what.gradient, what.weight, what.rule, *counts)
+        arguments = kernel.pack_arguments(
+            what.sources, what.targets, what.owned, what.numbers, hi=what.count, scale=what.scale
+        )
+
+        def work():
+            with _emulating:
+                gpu_emulation.launch(kernel, arguments)
+
+        self.give(stream, work)
 
     def allocate(self, nbytes):
         file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)

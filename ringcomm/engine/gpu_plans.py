@@ -29,7 +29,8 @@ from ringcomm.engine.gpu import Gpus, Issue, Launched
 from ringcomm.engine.gpu_team import GpuTeam, gather_alike
 from ringcomm.engine.group import Group
 from ringcomm.engine.mirrored import fetch, through_host
-from ringcomm.gpu.base import Job, Move, Pull, Reduce
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.base import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.steps import To
 
@@ -279,6 +280,37 @@ def allgather_into(
         return await way.run(t, [out], lambda _: [Job(Move(source, target, pulls))], finish)
 
     return _plan(call, target.nbytes, run)
+
+
+def update(
+    group: Group,
+    name: str | None,
+    gradients: Array,
+    weights: Array,
+    pieces: Sequence[UpdatePiece],
+    *,
+    scale: float,
+) -> Plan[None]:
+    """Plan a step of an optimizer whose state is spread over the ranks; see gpu.base.Update.
+
+    Both arrays are registered, and the group's transport is "ipc".
+    """
+    adapter = _adapter_of_all("update", [gradients, weights])
+    source, target = adapter.span(gradients), adapter.span(weights)
+    issue = Issue.of(group, adapter, gradients, weights)
+
+    def refuse(_: list[Any]) -> Plan[Any]:
+        raise RingcommError("update: the ranks' transport is not ipc; see rc.explain()")
+
+    way = _Way(group, issue, [gradients, weights], refuse)
+    job = Job(Update(source, target, tuple(pieces), scale))
+    members = ((source.dtype.name, (source.count,)), (target.dtype.name, (target.count,)))
+    call = Call("update", name, op=f"scale={scale!r}", members=members, place=_PLACE)
+
+    async def run(t: Channel) -> Any:
+        return await way.run(t, [], lambda _: [job], lambda: adapter.written(weights))
+
+    return _plan(call, source.nbytes, run)
 
 
 def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:

@@ -10,6 +10,7 @@ from typing import Protocol
 from ringcomm.arrays.base import Bytes, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
+from ringcomm.gpu.kernels import Argument, Rule
 from ringcomm.transport.steps import To
 
 
@@ -90,6 +91,10 @@ class Device(Protocol):
         """Combine values of several ranks; see KernelReduction."""
         ...
 
+    def update(self, stream: int, what: KernelUpdate) -> None:
+        """Take a step of an optimizer; see KernelUpdate."""
+        ...
+
     def allocate(self, nbytes: int) -> Memory:
         """Return memory. Raises MemoryError."""
         ...
@@ -151,6 +156,33 @@ class KernelReduction:
 
 
 @dataclass(frozen=True)
+class KernelUpdate:
+    """What UpdateKernel is asked for, for elements [0, count); see ringcomm.gpu.kernels.
+
+    Attributes:
+        sources: addresses of gradients, in the order in which they are summed.
+        targets: addresses of weights.
+        owned: addresses of float32 arrays.
+        count: elements.
+        gradient: dtype of the sources.
+        weight: dtype of the targets.
+        rule: of the optimizer.
+        numbers: of the rule.
+        scale: of the sum.
+    """
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    owned: tuple[int, ...]
+    count: int
+    gradient: DType
+    weight: DType
+    rule: Rule
+    numbers: Argument
+    scale: float
+
+
+@dataclass(frozen=True)
 class Reduce:
     """A reduction over the ranks of a team, as one of them sees it.
 
@@ -204,7 +236,47 @@ class Move:
     pulls: tuple[Pull, ...]
 
 
-Work = Reduce | Move
+@dataclass(frozen=True)
+class UpdatePiece:
+    """Elements of the weights that this rank updates with one set of numbers.
+
+    Attributes:
+        start: first element, in gradients and weights alike.
+        stop: behind the last.
+        owned: float32 arrays of as many elements, this rank's alone: master weights, then the
+            rule's states.
+        rule: of the optimizer.
+        numbers: of the rule, for this step; see ringcomm.gpu.kernels.
+    """
+
+    start: int
+    stop: int
+    owned: tuple[Span, ...]
+    rule: Rule
+    numbers: Argument
+
+
+@dataclass(frozen=True)
+class Update:
+    """A step of an optimizer whose state is spread over the ranks: reduce, update, push, in one.
+
+    Every element is read from the gradients of all ranks, summed in float32 in rank order, scaled,
+    and its new weight is written to all ranks, by the one that owns it.
+
+    Attributes:
+        source: this rank's gradients.
+        target: this rank's weights, all of them, updated by whoever owns them.
+        pieces: of this rank. Those of all ranks do not overlap.
+        scale: of the sum of gradients.
+    """
+
+    source: Span
+    target: Span
+    pieces: tuple[UpdatePiece, ...]
+    scale: float
+
+
+Work = Reduce | Move | Update
 
 
 @dataclass(frozen=True)

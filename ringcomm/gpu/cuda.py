@@ -12,11 +12,11 @@ import cupy
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.base import KernelReduction, Memory
+from ringcomm.gpu.base import KernelReduction, KernelUpdate, Memory
 from ringcomm.gpu.compiling import Kernels
 from ringcomm.gpu.driver import CAN_FLUSH_REMOTE_WRITES, Driver
 from ringcomm.gpu.host_pool import PAGE_NBYTES, whole_pages
-from ringcomm.gpu.kernels import ReduceKernel
+from ringcomm.gpu.kernels import ReduceKernel, UpdateKernel
 from ringcomm.gpu.presence import require
 from ringcomm.gpu.probing import probe
 
@@ -117,6 +117,15 @@ class CudaDevice:
         kernel = ReduceKernel(what.dtype, what.op, len(what.sources), len(what.targets))
         arguments = kernel.pack_arguments(
             what.sources, what.targets, hi=what.count, divisor=what.divisor
+        )
+        self.kernels.launch(stream, kernel, arguments, what.count)
+
+    def update(self, stream: int, what: KernelUpdate) -> None:
+        """See Device."""
+        counts = len(what.sources), len(what.targets)
+        kernel = UpdateKernel(what.gradient, what.weight, what.rule, *counts)
+        arguments = kernel.pack_arguments(
+            *(what.sources, what.targets, what.owned, what.numbers), hi=what.count, scale=what.scale
         )
         self.kernels.launch(stream, kernel, arguments, what.count)
 

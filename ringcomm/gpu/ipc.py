@@ -20,7 +20,17 @@ import numpy as np
 
 from ringcomm.arrays.base import Bytes, Span
 from ringcomm.collectives.op import AVERAGE, SUM
-from ringcomm.gpu.base import Device, KernelReduction, Move, Pull, Reduce, Work
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.base import (
+    Device,
+    KernelReduction,
+    KernelUpdate,
+    Move,
+    Pull,
+    Reduce,
+    Update,
+    Work,
+)
 from ringcomm.gpu.regions import NOWHERE, Address, Neighbour, Regions
 from ringcomm.gpu.slices import Slice, even_parts, passes
 from ringcomm.transport.steps import To
@@ -132,6 +142,8 @@ class IpcMover:
     def outline(self, work: Work) -> bytes:
         """Return where this rank's arrays are."""
         source = self._find(work.source)
+        if isinstance(work, Update):
+            return _Outline(source, self._find(work.target)).pack()
         if isinstance(work, Reduce):
             target = self._find(work.target)
             is_private = not source.region or (_is_written_by_others(work) and not target.region)
@@ -144,6 +156,8 @@ class IpcMover:
         known = [_Outline.unpack(each) for each in outlines]
         if isinstance(work, Reduce):
             yield from self._reduce(work, known)
+        elif isinstance(work, Update):
+            yield from self._update(work, known)
         else:
             yield from self._move(work, known)
 
@@ -222,6 +236,38 @@ class IpcMover:
         if address.region:
             return self._neighbours[rank].find(address) + piece.start * item
         return self._neighbours[rank].find(outline.staging) + piece.staged_at
+
+    # --- steps of an optimizer --------------------------------------------------------------------
+    def _update(self, work: Update, outlines: Sequence[_Outline]) -> Iterator[None]:
+        sources = self._wholes(work.source, [outline.source for outline in outlines])
+        targets = self._wholes(work.target, [outline.target for outline in outlines])
+        yield
+        for piece in work.pieces:
+            read = piece.start * work.source.dtype.itemsize
+            write = piece.start * work.target.dtype.itemsize
+            step = KernelUpdate(
+                sources=tuple(at + read for at in sources),
+                targets=tuple(at + write for at in targets),
+                owned=tuple(span.address for span in piece.owned),
+                count=piece.stop - piece.start,
+                gradient=work.source.dtype,
+                weight=work.target.dtype,
+                rule=piece.rule,
+                numbers=piece.numbers,
+                scale=work.scale,
+            )
+            if step.count:
+                self._device.update(self.stream, step)
+        yield
+
+    def _wholes(self, own: Span, addresses: Sequence[Address]) -> list[int]:
+        """Return where this rank finds an array of each rank, which the others can reach."""
+        if own.count and not all(address.region for address in addresses):
+            raise RingcommError("an update needs gradients and weights of rc.zeros(device='cuda')")
+        return [
+            own.address if r == self._rank or not own.count else self._neighbours[r].find(address)
+            for r, address in enumerate(addresses)
+        ]
 
     # --- moves ------------------------------------------------------------------------------------
     def _move(self, work: Move, outlines: Sequence[_Outline]) -> Iterator[None]:

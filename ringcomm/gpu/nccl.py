@@ -14,7 +14,8 @@ from typing import Protocol
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.op import AVERAGE, MAX, MIN, PRODUCT, SUM
-from ringcomm.gpu.base import Device, KernelReduction, Memory, Move, Reduce, Work
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.base import Device, KernelReduction, Memory, Move, Reduce, Update, Work
 from ringcomm.gpu.slices import even_parts
 from ringcomm.transport.steps import To
 
@@ -153,6 +154,8 @@ class NcclMover:
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         """See Mover; nothing is left to wait for."""
         del outlines
+        if isinstance(work, Update):
+            raise RingcommError("NCCL takes no step of an optimizer: ipc alone does")
         if isinstance(work, Move):
             self._move(work)
         elif work.source.count == 0:
