@@ -4,7 +4,7 @@
     hvd.init()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-The collectives of ringcomm itself (`import ringcomm as rc`) take torch CPU tensors as they are.
+The collectives of ringcomm itself (`import ringcomm as rc`) take torch tensors as they are.
 """
 
 try:
@@ -38,6 +38,7 @@ from ringcomm.torch.compression import Compression
 from ringcomm.torch.distributed.entry import init_process_group, register
 from ringcomm.torch.distributed.hook import node_hook
 from ringcomm.torch.elastic import HostsUpdatedInterrupt
+from ringcomm.torch.grad_scaler import GradScaler
 from ringcomm.torch.handles import poll, synchronize
 from ringcomm.torch.job import (
     ccl_built,
@@ -111,6 +112,7 @@ __all__ = [
     "Checkpoint",
     "Compression",
     "DistributedOptimizer",
+    "GradScaler",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",

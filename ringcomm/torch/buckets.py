@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcomm.arrays import DTYPES, device_adapter_for
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.engine import async_ops
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
-from ringcomm.engine.registered import zeros
+from ringcomm.engine.registered import on_gpu, zeros
+from ringcomm.engine.world import engine
+from ringcomm.torch.pieces import within
 from ringcomm.torch.recipe import Recipe
+from ringcomm.torch.streams import Streams
 
 MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -25,7 +30,7 @@ def plan_buckets(
     """Return which tensors share a bucket; pure, so that every rank comes to the same plan.
 
     Args:
-        sizes: (bytes, dtype) of each tensor.
+        sizes: (bytes, what must be alike) of each tensor.
         order: indices of tensors, in the order in which they are expected to be ready.
         max_nbytes: a bucket is closed when the next tensor would take it beyond; a tensor that is
             larger has a bucket of its own.
@@ -68,10 +73,15 @@ class Member:
         index: of the parameter.
         view: of the bucket's buffer, in the parameter's shape and, if it is dense, strides. Its
             version counter is its own.
+        place: which elements of the buffer these are.
+        own: which of the parameter's elements, in the order in which they lie in memory, this rank
+            gets the result of.
     """
 
     index: int
     view: torch.Tensor
+    place: slice
+    own: slice
 
 
 @dataclass(frozen=True, order=True)
@@ -82,11 +92,13 @@ class Stray:
     count: int
     dtype: str
     op: str
+    is_scattered: bool
+    device: str  # "cpu" or "cuda"
 
     def launch_zeros(self, group: Group) -> Handle[torch.Tensor]:
         """Take part with zeros, so that those ranks do not wait for this one."""
-        zeros = torch.zeros(self.count, dtype=getattr(torch, self.dtype))
-        return async_ops.allreduce_async_(zeros, Op(self.op), name=self.name, group=group)
+        zeros = torch.zeros(self.count, dtype=getattr(torch, self.dtype), device=self.device)
+        return _launch(zeros, Op(self.op), self.name, group, is_scattered=self.is_scattered)
 
 
 class Bucket:
@@ -97,10 +109,13 @@ class Bucket:
         parameters: (index, name, parameter) of each, of one dtype.
         group: whose gradients they are.
         suffix: of the name.
+        is_scattered: each rank gets its chunk of the result alone; the rest becomes zeros.
 
     Attributes:
+        whose: names its parameters.
         name: says whose gradients it holds; by it the ranks know the bucket.
         buffer: shape (elements of all members,).
+        own: which elements of it this rank gets the result of.
         members: who is in it, in order.
         waiting: indices of members that are not ready.
         handles: of the reduction under way, if any: until land() returns the engine owns the
@@ -113,16 +128,22 @@ class Bucket:
         parameters: Sequence[tuple[int, str, torch.nn.Parameter]],
         group: Group,
         suffix: str = "",
+        *,
+        is_scattered: bool = False,
     ) -> None:
         more = len(parameters) - 1
-        self.name = f"{kind} of {parameters[0][1]}" + (f"+{more}" if more else "") + suffix
-        counts = [p.numel() for _, _, p in parameters]
-        self.buffer = _registered(sum(counts), parameters[0][2].dtype, group)
-        pieces = torch.split(self.buffer, counts)
+        self.whose = parameters[0][1] + (f"+{more}" if more else "") + suffix
+        self.name = f"{kind} of {self.whose}"
+        places = consecutive([p.numel() for _, _, p in parameters])
+        count = places[-1].stop
+        self.buffer = registered(count, parameters[0][2], group)
+        self._streams = Streams(self.buffer)
+        self.own = chunks(count, group.size)[group.index] if is_scattered else slice(0, count)
         self.members = [
-            Member(index, view_like(piece, p))
-            for (index, _, p), piece in zip(parameters, pieces, strict=True)
+            Member(index, view_like(self.buffer[place], p), place, within(place, self.own))
+            for (index, _, p), place in zip(parameters, places, strict=True)
         ]
+        self.is_scattered = is_scattered
         self._wide: torch.Tensor | None = None
         self._wire, self._op = self.buffer, AVERAGE
         self._restore: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
@@ -134,7 +155,9 @@ class Bucket:
     def outline(self) -> Stray:
         """What another rank needs to take part in the reduction under way."""
         kind = str(self._wire.dtype).removeprefix("torch.")
-        return Stray(self.name, self._wire.numel(), kind, self._op.value)
+        count = self._wire.numel()
+        place = self._wire.device.type
+        return Stray(self.name, count, kind, self._op.value, self.is_scattered, place)
 
     @property
     def is_under_way(self) -> bool:
@@ -145,8 +168,13 @@ class Bucket:
         """Wait for every member anew."""
         self.waiting = {member.index for member in self.members}
 
+    def note_loaded(self) -> None:
+        """A gradient was put into it, on the current stream if that is on a GPU."""
+        self._streams.note()
+
     def launch(self, scaling: Scaling) -> None:
         """Start to reduce the buffer."""
+        self._streams.join()
         recipe = scaling.recipe
         scaled = self._weighted(scaling.samples)
         if recipe.predivide != 1.0:
@@ -154,8 +182,8 @@ class Bucket:
         self._wire, ctx = recipe.compression.compress(scaled)
         self._restore = lambda wire: recipe.compression.decompress(wire, ctx)
         self._op = scaling.wire_op
-        handle = async_ops.allreduce_async_(
-            self._wire, self._op, name=self.name, group=scaling.group
+        handle = _launch(
+            self._wire, self._op, self.name, scaling.group, is_scattered=self.is_scattered
         )
         self.handles = (handle,)
         self._factor = recipe.predivide
@@ -169,10 +197,14 @@ class Bucket:
         (handle,), self.handles = self.handles, ()
         handle.wait()
         result = self._restore(self._wire)
+        own = result[self.own]
         if total is not None or self._factor != 1.0:
-            result.mul_(self._factor / (1.0 if total is None else total))
+            own.mul_(self._factor / (1.0 if total is None else total))
         if result is not self.buffer:
-            self.buffer.copy_(result)
+            self.buffer[self.own].copy_(own)
+        if self.is_scattered:
+            self.buffer[: self.own.start].zero_()
+            self.buffer[self.own.stop :].zero_()
 
     def _weighted(self, samples: float | None) -> torch.Tensor:
         """Return what to send; float32 for 16-bit gradients, which a factor could overflow."""
@@ -191,18 +223,27 @@ def make_buckets(
     max_nbytes: float,
     group: Group,
     suffix: str = "",
+    *,
+    is_scattered: bool = False,
 ) -> list[Bucket]:
     """Return the buckets of these (index, name, parameter), in the order of the list."""
-    sizes = [(p.numel() * p.element_size(), p.dtype) for _, _, p in parameters]
+    sizes = [(p.numel() * p.element_size(), (p.dtype, p.device)) for _, _, p in parameters]
     return [
-        Bucket(kind, [parameters[place] for place in places], group, suffix)
+        Bucket(
+            kind, [parameters[place] for place in places], group, suffix, is_scattered=is_scattered
+        )
         for places in plan_buckets(sizes, range(len(parameters)), max_nbytes)
     ]
 
 
+def is_16_bit(x: torch.Tensor) -> bool:
+    """Return True for float16 and bfloat16."""
+    return x.dtype in _16_BIT
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a float32 copy if it has 16 bits: room for sums and factors."""
-    return x.float() if x.dtype in _16_BIT else x
+    return x.float() if is_16_bit(x) else x
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -224,9 +265,46 @@ def view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return view.data  # .detach() would share the version counter of the whole buffer
 
 
-def _registered(count: int, dtype: torch.dtype, group: Group) -> torch.Tensor:
-    """Return zeros that the ranks of this node reduce where they stand."""
-    return torch.from_numpy(zeros(count * dtype.itemsize, "uint8", group=group)).view(dtype)
+def line_of(x: torch.Tensor) -> torch.Tensor:
+    """Return a view of all elements of a tensor without gaps, in the order in which they lie."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+def line_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return the elements of x, flat, in the order in which those of `view` lie; a view if it can.
+
+    Args:
+        x: dense, of view's shape.
+        view: without gaps.
+    """
+    x = x.detach()
+    if x.stride() != view.stride():
+        x = torch.empty_strided(view.shape, view.stride(), dtype=x.dtype, device=x.device).copy_(x)
+    return line_of(x)
+
+
+def registered(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return zeros that the ranks of this node reduce, and read, where they stand.
+
+    Args:
+        count: elements.
+        like: has their dtype, and is where they are to be.
+        group: of the ranks.
+    """
+    nbytes = count * like.dtype.itemsize
+    adapter = device_adapter_for(like)
+    if adapter is None:
+        return torch.from_numpy(zeros(nbytes, "uint8", group=group)).view(like.dtype)
+    x: torch.Tensor = on_gpu(engine(), DTYPES["uint8"], (nbytes,), adapter, adapter.device(like))
+    return x.zero_().view(like.dtype)
+
+
+def _launch(
+    wire: torch.Tensor, op: Op, name: str, group: Group, *, is_scattered: bool
+) -> Handle[torch.Tensor]:
+    if is_scattered:
+        return async_ops.reduce_scatter_async_(wire, op, name=name, group=group)
+    return async_ops.allreduce_async_(wire, op, name=name, group=group)
 
 
 def _as_it_is(wire: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.files import BrokenFileError, checksum
 from ringcomm.torch import checkpoint_files as files
 from ringcomm.torch.random_state import random_state, set_random_state
+from ringcomm.torch.sharding import Sharding
 from ringcomm.torch.state import broadcast_tree
 
 P = ParamSpec("P")
@@ -111,6 +112,7 @@ class Checkpoint:
         """
         step = _natural(step)
         _refuse_our_name(parts)
+        states = _collected(parts)
         attempts = _Attempts(f"{self.folder}, step {step}")
         mine = {
             "step": step,
@@ -122,7 +124,7 @@ class Checkpoint:
         _require_same([theirs.pop("step") for theirs in ranks], self.folder)
         path = files.main_path(self.folder, step)
         if rank() == 0:
-            attempts.do(self._write_main, path, step, ranks, parts)
+            attempts.do(self._write_main, path, step, ranks, parts, states)
         attempts.gather(None)
         return path
 
@@ -175,13 +177,21 @@ class Checkpoint:
         return Restored(ours["step"], ours["size"], values, shard, paths)
 
     def _write_main(
-        self, path: Path, step: int, ranks: list[Any], parts: Mapping[str, Any]
+        self,
+        path: Path,
+        step: int,
+        ranks: list[Any],
+        parts: Mapping[str, Any],
+        states: Mapping[str, Any],
     ) -> None:
         """Write what makes it a checkpoint; of rank 0, while the others wait."""
         ours: dict[str, Any] = {"format": _FORMAT, "step": step, "size": size()}
         ours |= {what: [each[what] for each in ranks] for what in ("sampler", "rng", "shard")}
         ours["values"] = [name for name, part in parts.items() if not _has_state(part)]
-        content = {name: p.state_dict() if _has_state(p) else p for name, p in parts.items()}
+        content = {
+            name: states[name] if name in states else p.state_dict() if _has_state(p) else p
+            for name, p in parts.items()
+        }
         files.write(path, {**content, _OURS: ours})
         files.tidy(self.folder, self.keep)
 
@@ -280,6 +290,12 @@ def _words(error: Exception) -> str:
     if isinstance(error, BrokenFileError | TypeError):
         return str(error)
     return f"{type(error).__name__}: {error}. What was saved before is as it was"
+
+
+def _collected(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, on rank 0, the states of which each rank has a share. Collective."""
+    shared = {name: part for name, part in parts.items() if isinstance(part, Sharding)}
+    return {name: part.state_dict(root_rank=0) for name, part in shared.items()}
 
 
 def _has_state(part: Any) -> bool:

@@ -58,6 +58,7 @@ class Exchange:
             MismatchError: on every rank: a backward() failed somewhere, ranks are in different
                 steps, disagree on set_samples(), or on what a bucket is. Nothing is under way.
             ValueError: all ranks have called set_samples(0). Nothing is under way.
+            TypeError: on every rank: a gradient is sparse, and each rank is to update a share.
             PeerFailedError, CommTimeoutError: the engine may still write to what is under way.
         """
         presence = yield from self._agree(has_failed=has_failed)
@@ -101,6 +102,12 @@ class Exchange:
             return ValueError(
                 "DistributedOptimizer: set_samples(0) on every rank: there is no mean over 0 "
                 "samples. Skip this step on all ranks"
+            )
+        sparse = [slot.name for slot in self.slots if presence.codes[slot.index] == SPARSE]
+        if sparse and self.scaling.recipe.is_sharded:
+            return TypeError(
+                f"DistributedOptimizer: the gradient of {sparse[0]} is sparse, and shard_state=1 "
+                "takes dense ones only: pass sparse_as_dense=True, or shard_state=0"
             )
         return None
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine.world import engine
-from ringcomm.errors import NotInitializedError
 from ringcomm.torch.adasum import with_adasum
+from ringcomm.torch.averaging import Averaging, averaging
 from ringcomm.torch.compression import Compression
+from ringcomm.torch.elementwise import require_elementwise
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
-from ringcomm.torch.recipe import Recipe, recipe_of, require_own
+from ringcomm.torch.recipe import recipe_of, require_own
 from ringcomm.torch.reducer import GradientReducer
 from ringcomm.torch.reducing import AnyOp, op_of
-from ringcomm.torch.wrapping import dressed, named_in_order
+from ringcomm.torch.sharding import sharding
+from ringcomm.torch.wrapping import named_in_order
 
 T = TypeVar("T", bound=Optimizer)
-_OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
 
 
 def DistributedOptimizer(
@@ -37,6 +35,8 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.nn.Parameter]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    shard_state: int = 0,
 ) -> T:
     """Return `optimizer` with gradients averaged over all ranks when backward() returns.
 
@@ -48,6 +48,7 @@ def DistributedOptimizer(
     - skip_synchronize(): context in which step() uses .grad as it is.
     - set_samples(n): weigh this rank's gradient of this step by n, e.g. its batch size.
     - set_backward_passes_per_step(n): from the next step on.
+    - clip_grad_norm_(max_norm): torch's, also right where ranks have parts of the gradients.
 
     Every rank must wrap the same parameters in the same order, and run as many backward() and
     step() as the others. A rank may leave parameters out, or have no backward() for a step: what is
@@ -55,7 +56,8 @@ def DistributedOptimizer(
     memory that the next backward() overwrites: clone what is to be kept.
 
     Args:
-        optimizer: any torch.optim.Optimizer over CPU parameters; closures work.
+        optimizer: any torch.optim.Optimizer over parameters on the CPU or a CUDA device; closures
+            work.
         named_parameters: model.named_parameters(), for error messages. It may name more
             parameters than the optimizer holds.
         compression: what is sent: Compression.none, fp16 or bf16.
@@ -70,11 +72,16 @@ def DistributedOptimizer(
         groups: lists of parameters that travel as one message each, or their number.
         sparse_as_dense: sparse gradients are made dense first.
         process_set: the ranks that take part; on others the optimizer works alone.
+        shard_state: 1: each rank keeps the state of its share of the parameters alone, and updates
+            that (ZeRO-1). It changes no result, but .grad is this rank's part of the mean, and zero
+            elsewhere; state_dict() is collective. See ringcomm.torch.sharding.Sharding, and
+            docs/sharded_optimizer.md.
 
     Raises:
         NotInitializedError: init() has not run.
-        TypeError: a parameter is not in host memory, or of a dtype that cannot be reduced, or
-            named_parameters has none of the names.
+        TypeError: a parameter is on another device, or of a dtype that cannot be reduced, or
+            named_parameters has none of the names; or shard_state=1 with an optimizer that is not
+            known to go by element.
         ValueError: names are not unique, a parameter of the optimizer has none or belongs to
             another DistributedOptimizer, one in groups is not the optimizer's, or an argument is
             out of range.
@@ -87,7 +94,7 @@ def DistributedOptimizer(
     parameter. The sum over ranks of N batches of b equals one process with a batch of N * b as far
     as floating point allows.
     """
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, Averaging):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     engine()
     given = None if named_parameters is None else list(named_parameters)
@@ -102,139 +109,13 @@ def DistributedOptimizer(
             groups,
             sparse_as_dense,
             process_set,
+            shard_state,
         )
         require_own(recipe, named, given or ())
-        return _wrapped(optimizer, GradientReducer(named, recipe, backward_passes_per_step))
+        if recipe.is_sharded:
+            require_elementwise(optimizer)
+        reducer = GradientReducer(named, recipe, backward_passes_per_step)
+        return (sharding if recipe.is_sharded else averaging)(optimizer, reducer)
+    if shard_state:
+        raise ValueError("op=hvd.Adasum combines what whole steps add: it needs shard_state=0")
     return with_adasum(optimizer, named, compression, process_set)
-
-
-def _wrapped(optimizer: T, reducer: GradientReducer) -> T:
-    return cast(
-        T,
-        dressed(
-            optimizer,
-            _Distributed,
-            _reducer=reducer,
-            _is_skipping=False,
-            _has_synchronized=False,
-            _has_warned=False,
-        ),
-    )
-
-
-class _Distributed(Optimizer):
-    """The part of the new class that knows of other ranks; the optimizer's own class follows it."""
-
-    _reducer: GradientReducer
-    _is_skipping: bool
-    _has_synchronized: bool  # by the user, since the last step
-    _has_warned: bool
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; takes part in the reduction if no backward() has here."""
-        if self._has_synchronized and not self._is_skipping and not self._has_warned:
-            self._has_warned = True
-            _warn_of_synchronize()
-        self._has_synchronized = False
-        if closure is None:
-            self._flush()
-            result = super().step()
-        else:
-            result = super().step(functools.partial(self._evaluate, closure))
-        self._reducer.complete_step()
-        engine().note_step(self._reducer.step)
-        return result
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch does; after a backward() that failed, mend what can be."""
-        self._reducer.restart()
-        super().zero_grad(set_to_none)
-        if not set_to_none:
-            self._reducer.note_zeroed()
-
-    def synchronize(self) -> None:
-        """Make .grad final now. Collective if this rank has run too few backward(), else free."""
-        self._reducer.flush()
-        self._has_synchronized = True
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Send nothing before the n-th backward() of a step; on every rank alike, between steps."""
-        self._reducer.set_passes_per_step(passes)
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use .grad as it is, without taking part in a reduction."""
-        self._is_skipping = True
-        try:
-            yield
-        finally:
-            self._is_skipping = False
-
-    def set_samples(self, n: float) -> None:
-        """Weigh this rank's gradient of this step by n: the result is sum(n * g) / sum(n).
-
-        To be called on every rank before backward(), for each step or never.
-
-        Args:
-            n: how many samples the loss is the mean of; 0 for a rank whose batch is empty.
-
-        Raises:
-            ValueError: n is negative or no number, or op is SUM.
-
-        backward() raises MismatchError if not every rank has called this, and ValueError if all
-        have passed 0.
-        """
-        self._reducer.set_samples(n)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike, between two steps; they are reduced from now on."""
-        super().add_param_group(param_group)
-        reducer = self.__dict__.get("_reducer")
-        if reducer is not None:
-            g = len(self.param_groups) - 1
-            added = self.param_groups[g]["params"]
-            reducer.extend([(f"group{g}.{i}", p) for i, p in enumerate(added)])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Optimizer = object.__new__(type(self).__bases__[1])
-        plain.__dict__ = {k: v for k, v in self.__dict__.items() if k not in _OURS}
-        reducer = self._reducer
-        names = [slot.name for slot in reducer.slots]
-        return _rewrap, (plain, names, reducer.recipe, reducer.passes_per_step)
-
-    def _flush(self) -> None:
-        if not self._is_skipping:
-            self._reducer.flush()
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._flush()
-        return loss
-
-
-# torch wraps the step() of a class to run its step hooks, and the base class's is wrapped already.
-_Distributed.step.hooked = True  # type: ignore[attr-defined]
-
-
-def _warn_of_synchronize() -> None:
-    """Say once what Horovod's users forget; here it costs nothing."""
-    warnings.warn(
-        "optimizer.step() after optimizer.synchronize(): in Horovod that reduces gradients twice. "
-        "Here it does not, but `with optimizer.skip_synchronize(): optimizer.step()` is right in "
-        "both",
-        stacklevel=3,
-    )
-
-
-def _rewrap(optimizer: Optimizer, names: Sequence[str], recipe: Recipe, passes: int) -> Optimizer:
-    """Make a DistributedOptimizer of a copy."""
-    try:
-        engine()
-    except NotInitializedError as error:
-        raise NotInitializedError(
-            "a DistributedOptimizer can be unpickled after ringcomm.init() only. To read it "
-            "elsewhere, save optimizer.state_dict(), which is plain torch"
-        ) from error
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    named = list(zip(names, parameters, strict=True))
-    return _wrapped(optimizer, GradientReducer(named, recipe, passes))

@@ -33,6 +33,7 @@ class Recipe:
         groups: parameters that travel together: how many groups, or the groups.
         sparse_as_dense: sparse gradients are made dense first.
         process_set: the ranks that take part.
+        shard_state: 1: each rank gets, and updates, its share alone.
 
     Raises:
         ValueError: one of them is out of range, or they do not fit together.
@@ -44,6 +45,7 @@ class Recipe:
     groups: int | Sequence[Sequence[torch.nn.Parameter]] = 0
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
+    shard_state: int = 0
 
     def __post_init__(self) -> None:
         if self.op not in (AVERAGE, SUM):
@@ -57,6 +59,16 @@ class Recipe:
                 "gradient_predivide_factor splits the division of a mean in two: it needs "
                 f"op=hvd.Average, not {self.op}"
             )
+        if self.shard_state not in (0, 1):
+            raise ValueError(
+                f"shard_state is 0, or 1 for ZeRO-1, not {self.shard_state!r}. FSDP spreads "
+                "gradients and weights, too: docs/torch_distributed.md"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if each rank updates its share alone."""
+        return self.shard_state == 1
 
     @property
     def group(self) -> Group:
@@ -96,6 +108,7 @@ class Recipe:
             "gradient_predivide_factor": self.predivide,
             "groups": together,
             "sparse_as_dense": self.sparse_as_dense,
+            "shard_state": int(self.shard_state),
         }
 
 
@@ -120,6 +133,7 @@ def recipe_of(
     groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
     sparse_as_dense: bool,
     process_set: ProcessSet,
+    shard_state: int = 0,
 ) -> Recipe:
     """Return the recipe of these arguments of DistributedOptimizer. Raises as Recipe does."""
     if groups is not None and num_groups:
@@ -134,7 +148,9 @@ def recipe_of(
             raise ValueError("groups must be lists of parameters")
         if len({id(p) for p in listed}) < len(listed):
             raise ValueError("groups: a parameter is in two groups, or twice in one")
-    return Recipe(op, compression, float(predivide), which, sparse_as_dense, process_set)
+    return Recipe(
+        op, compression, float(predivide), which, sparse_as_dense, process_set, shard_state
+    )
 
 
 def require_own(recipe: Recipe, own: Named, known: Named) -> None:

@@ -19,7 +19,7 @@ from typing import ParamSpec
 import numpy as np
 import torch
 
-from ringcomm.arrays.torch import TORCH
+from ringcomm.arrays import any_adapter_for
 from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine import async_ops, ops
 from ringcomm.engine.world import engine
@@ -115,6 +115,12 @@ class GradientReducer:
         for slot in self.slots:
             release(slot.parameter, self)
 
+    def laid_out(self) -> list[Bucket]:
+        """Return the buckets, made now if there are none; alike on every rank between two steps."""
+        if self.buckets is None:
+            self.buckets = self._make_buckets()
+        return self.buckets
+
     def flush(self) -> None:
         """Take part in the reduction if no backward() has done so since the step began."""
         self._refuse_spoiled()
@@ -153,7 +159,7 @@ class GradientReducer:
         self._step_ended_at = now
         if before and tuner.note_step(now - before):
             if tuner.is_over:
-                name, group = f"bucket size{self._suffix}", self.recipe.group
+                name, group = f"bucket size{self.suffix}", self.recipe.group
                 tuner.mib = ops.broadcast_object(tuner.choose(), 0, name=name, group=group)
             self._drop_buckets()
 
@@ -206,6 +212,7 @@ class GradientReducer:
         bucket = slot.bucket
         assert bucket is not None
         slot.pack()
+        bucket.note_loaded()
         if self._fired is not None:
             self._fired.setdefault(slot.index)
         if slot.index in bucket.waiting:
@@ -230,7 +237,7 @@ class GradientReducer:
         return (engine().settings.fusion_mib if tuner is None else tuner.mib) * MIB
 
     @property
-    def _suffix(self) -> str:
+    def suffix(self) -> str:
         """Of the names of messages: other optimizers, and users, may have names of their own."""
         return f" (optimizer {self.number})"
 
@@ -245,12 +252,10 @@ class GradientReducer:
             enrol(self, self.recipe.group)
             self._replan()
         if self._check is None:
-            name = f"parameters{self._suffix}"
+            name = f"parameters{self.suffix}"
             self._check = Check(self._outline(), name, self.recipe.group)
-        if self.buckets is None:
-            self.buckets = self._make_buckets()
         self._full.clear()
-        for bucket in self.buckets:
+        for bucket in self.laid_out():
             bucket.expect_all()
 
     def _has_agreed(self) -> bool:
@@ -288,16 +293,25 @@ class GradientReducer:
 
     def _buckets_of(self, indices: Sequence[int], max_nbytes: float) -> list[Bucket]:
         named = [(i, self.slots[i].name, self.slots[i].parameter) for i in indices]
-        return make_buckets("gradients", named, max_nbytes, self.recipe.group, self._suffix)
+        return make_buckets(
+            "gradients",
+            named,
+            max_nbytes,
+            self.recipe.group,
+            self.suffix,
+            is_scattered=self.recipe.is_sharded,
+        )
 
     def _exchange(self) -> Exchange:
         return Exchange(
-            self.slots, self.buckets or (), self._scaling, self.step, self._max_nbytes, self._suffix
+            self.slots, self.buckets or (), self._scaling, self.step, self._max_nbytes, self.suffix
         )
 
     def _finish(self) -> Work:
         """End a pass that communicates."""
         try:
+            for slot in self.slots:
+                slot.require_placed()
             assert self._check is not None
             yield self._check.handle
             self._has_agreed()
@@ -325,7 +339,7 @@ class GradientReducer:
             self._drop_buckets()
         if self._fired is not None:
             mine = np.array(ready_order(list(self._fired), len(self.slots)), np.int32)
-            name, group = f"order of gradients{self._suffix}", self.recipe.group
+            name, group = f"order of gradients{self.suffix}", self.recipe.group
             handle = async_ops.broadcast_async(mine, name=name, group=group)
             yield handle
             self._order = handle.wait().tolist()
@@ -421,12 +435,7 @@ class GradientReducer:
 
 
 def _require_reducible(slot: Slot, op: Op) -> None:
-    if slot.parameter.device.type != "cpu":
-        raise TypeError(
-            f"DistributedOptimizer: {slot.name} is on {slot.parameter.device}; this version "
-            "reduces gradients in host memory only. Keep the model on the CPU"
-        )
     try:
-        op.require(TORCH.dtype(slot.parameter))
+        op.require(any_adapter_for(slot.parameter).dtype(slot.parameter))
     except TypeError as error:
         raise TypeError(f"DistributedOptimizer: {slot.name}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -9,7 +10,8 @@ import torch
 
 from ringcomm._core import copy_memory
 from ringcomm.arrays.torch import TORCH
-from ringcomm.torch.buckets import Bucket, Member
+from ringcomm.errors import RingcommError
+from ringcomm.torch.buckets import Bucket, Member, line_of
 from ringcomm.torch.presence import DENSE, LATE, SPARSE
 
 WORTH_KEEPING = 128 << 10  # bytes; what malloc asks the system for by itself
@@ -49,11 +51,18 @@ class Slot:
         self._base: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None  # kept, see pack()
         self._zeroed_version = -1
+        self._own: slice | None = None  # of the elements, what this rank updates; None: all
+        self._reduced: _Mark | None = None  # .grad as settle() left it
+        self._displaced: _Mark | None = None  # .grad of which another rank's share was elsewhere
 
     def place(self, bucket: Bucket | None, member: Member | None) -> None:
         """Let its dense gradients travel in this bucket."""
+        gradient = self.parameter.grad
+        if self._own is not None and gradient is not None and self.state is State.SETTLED:
+            self._displaced = _Mark(gradient)
         self.bucket = bucket
         self._view = None if member is None else member.view
+        self._own = member.own if bucket is not None and bucket.is_scattered and member else None
 
     def open(self) -> None:
         """Make room in .grad for what this rank computes; what was there is added at the end."""
@@ -61,6 +70,7 @@ class Slot:
             self.parameter.grad = None
             self.state = State.LATE
         elif self.state is State.SETTLED:
+            self.require_placed()
             self.state = State.OPEN
             if not self._is_zeroed():
                 self._base, self.parameter.grad = self._apart(), None
@@ -78,8 +88,50 @@ class Slot:
     def restart(self) -> None:
         """.grad, whatever it is now, is the user's."""
         self.state = State.SETTLED
-        self._base = None
+        self._base = self._reduced = None
         self._zeroed_version = -1  # what a reduction writes to the view does not count as a change
+
+    def require_placed(self) -> None:
+        """Refuse a gradient of which each rank has the share that it had before buckets changed.
+
+        Raises:
+            RingcommError: .grad is what the last step() has used, and shares have changed since.
+        """
+        if self._displaced is not None and self._displaced.fits(self.parameter.grad):
+            raise RingcommError(
+                f"DistributedOptimizer: {self.name}.grad is of an earlier step, and with "
+                "shard_state=1 each rank has a part of it, which is another one now: call "
+                "optimizer.zero_grad() between step() and backward()"
+            )
+
+    def own_gradient(self) -> torch.Tensor | None:
+        """Return the part of .grad that this rank updates: a flat view, after it was laid out so.
+
+        Raises:
+            RingcommError: see require_placed().
+        """
+        gradient, view = self.parameter.grad, self._view
+        if gradient is None or view is None:
+            return None
+        self.require_placed()
+        if gradient.layout is not torch.strided or gradient.stride() != view.stride():
+            aligned = torch.empty_strided(
+                view.shape, view.stride(), dtype=gradient.dtype, device=gradient.device
+            )
+            gradient = self.parameter.grad = aligned.copy_(_strided(gradient))
+        return line_of(gradient.detach())[self._own or slice(None)]
+
+    def accept(self) -> None:
+        """.grad was changed in a way that is right for a part of it."""
+        gradient = self.parameter.grad
+        self._reduced = None if gradient is None else _Mark(gradient)
+
+    @property
+    def is_changed(self) -> bool:
+        """True if somebody has written to .grad since it became this rank's part of the result."""
+        gradient = self.parameter.grad
+        reduced = self._reduced
+        return reduced is not None and gradient is not None and not reduced.fits(gradient)
 
     @property
     def code(self) -> int:
@@ -133,7 +185,8 @@ class Slot:
             return
         _copy(self._view, _strided(gradient))
         self.parameter.grad = self._view
-        self._packed = gradient if self._view.nbytes >= WORTH_KEEPING else None
+        is_large = gradient.is_cpu and self._view.nbytes >= WORTH_KEEPING
+        self._packed = gradient if is_large else None
 
     def spare(self, target: torch.Tensor) -> None:
         """Write what this rank has beside its bucket, or zeros, to `target`."""
@@ -159,6 +212,18 @@ class Slot:
         if parts:
             self.parameter.grad = _total(parts)
         self.restart()
+        if self._own is not None:
+            self._keep_own(len(parts))
+
+    def _keep_own(self, n_parts: int) -> None:
+        """Set to zero what other ranks update; the bucket has done so for the part that it held."""
+        view = self._view
+        if n_parts > 1 and self._own is not None and view is not None:
+            assert self.parameter.grad is view
+            line = line_of(view)
+            line[: self._own.start].zero_()
+            line[self._own.stop :].zero_()
+        self.accept()
 
     def _is_zeroed(self) -> bool:
         view = self._view
@@ -175,6 +240,18 @@ class Slot:
             return gradient
         own, bucket = gradient.untyped_storage(), self._view.untyped_storage()
         return gradient.detach().clone() if own.data_ptr() == bucket.data_ptr() else gradient
+
+
+class _Mark:
+    """Knows a tensor again, as long as nobody writes to it; does not keep it alive."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = weakref.ref(x)
+        self._version = x._version
+
+    def fits(self, x: torch.Tensor | None) -> bool:
+        """Return True if x is that tensor, as it was."""
+        return x is not None and self._x() is x and x._version == self._version
 
 
 def _copy(view: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -59,7 +59,8 @@ def _rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows touched, shape (n,), and their values, shape (n, *parameter.shape[1:])."""
     if gradient is None:
-        return torch.empty(0, dtype=torch.int64), parameter.new_empty((0, *parameter.shape[1:]))
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return rows, parameter.new_empty((0, *parameter.shape[1:]))
     if gradient.sparse_dim() != 1:
         gradient = gradient.to_dense().to_sparse(1)
     gradient = gradient.detach().coalesce()

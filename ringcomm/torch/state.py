@@ -14,7 +14,9 @@ from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine, rank
 from ringcomm.errors import MismatchError
+from ringcomm.torch.chunk_update import settings_of
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
+from ringcomm.torch.sharding import Sharding
 
 _Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -101,13 +103,41 @@ def broadcast_optimizer_state(
         root_rank: the rank of the job whose state, hyper-parameters included, all get.
         model: ignored; Horovod needs it for some optimizers.
         process_set: the ranks that take part.
+
+    With shard_state=1, once there was a step, each rank has its share of one state already: then
+    only hyper-parameters are sent.
     """
     del model
+    if isinstance(optimizer, Sharding) and _is_spread(optimizer, root_rank, process_set):
+        settings = broadcast_tree(
+            settings_of(optimizer), root_rank, name="optimizer settings", process_set=process_set
+        )
+        for group, root_s in zip(optimizer.param_groups, settings, strict=True):
+            group.update(root_s)
+        return
     is_root = rank() == root_rank
     state = optimizer.state_dict() if is_root else None
     state = broadcast_tree(state, root_rank, name="optimizer state", process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _is_spread(optimizer: Sharding, root_rank: int, process_set: ProcessSet) -> bool:
+    """Return True if each rank has its share of root's state, so that the settings are all to send.
+
+    Raises:
+        MismatchError: on every rank: root has a share, and another rank has loaded a whole state.
+    """
+    root, group = process_set.root(root_rank), process_set.group
+    are_spread = ops.allgather_object(optimizer.is_spread, name="whose state", group=group)
+    if are_spread[root] and not all(are_spread):
+        other = group.ranks[are_spread.index(False)]
+        raise MismatchError(
+            f"broadcast_optimizer_state: rank {root_rank} has its share of the state, and rank "
+            f"{other} has loaded a whole one. Call load_state_dict() on every rank, or on rank "
+            f"{root_rank}"
+        )
+    return bool(are_spread[root])
 
 
 def broadcast_tree(
@@ -132,7 +162,9 @@ def broadcast_tree(
     outline = _without_tensors(tree, tensors) if is_root else None
     outline = ops.broadcast_object(outline, root, name=f"{name}, outline", group=group)
     if not is_root:
-        tensors = [torch.empty(t.shape, dtype=t.dtype) for t in _placeholders(outline)]
+        tensors = [
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _placeholders(outline)
+        ]
     for index, tensor in enumerate(tensors):
         ops.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
     return tree if is_root else _with_tensors(outline, tensors)
@@ -164,6 +196,7 @@ class _Placeholder:
         self.index = index
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
+        self.device = tensor.device.type  # on this rank the current one of that type
 
 
 def _map(tree: Any, leaf: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,16 @@ def dressed(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
     if hasattr(earlier_step, "_wrapped_by_lr_sched"):
         _let_scheduler_see_steps(wrapped)
     return wrapped
+
+
+def undressed(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:
+    """Return an optimizer of the class that `wrapped` had, with all it has but these attributes.
+
+    What is changed in it (state, param_groups) changes in `wrapped`; what is replaced does not.
+    """
+    plain: Optimizer = object.__new__(type(wrapped).__bases__[1])
+    plain.__dict__ = {k: v for k, v in wrapped.__dict__.items() if k not in attributes}
+    return plain
 
 
 def named_in_order(

@@ -1,4 +1,4 @@
-"""What docs/data.md shows must run: each python block is a job (on one rank only at length)."""
+"""What these pages show must run: each python block is a job (on one rank only at length)."""
 
 import re
 from pathlib import Path
@@ -8,16 +8,22 @@ from harness import at_length, run_script
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks_of(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+DATA, SHARDED = blocks_of("data.md"), blocks_of("sharded_optimizer.md")
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 3
+    assert (len(DATA), len(SHARDED)) == (3, 1)
 
 
 @pytest.mark.parametrize("size", at_length([1, 2], [2]))
-@pytest.mark.parametrize("block", at_length(BLOCKS, BLOCKS[:1]))
+@pytest.mark.parametrize("block", at_length(DATA, DATA[:1]) + SHARDED)
 def test_block_runs(block, size, tmp_path):
     job = run_script(size, block, cwd=tmp_path)
     assert job.code == 0, job.output

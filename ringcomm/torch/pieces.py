@@ -1,0 +1,37 @@
+"""Which part of which parameter each rank updates. Pure: every rank comes to the same answer.
+
+A bucket holds the elements of its parameters one after another, and is cut into one chunk per rank,
+wherever that cuts a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ringcomm.collectives.schedule import chunks, consecutive
+
+Plan = Sequence[tuple[int, int]]  # (index of the parameter, its elements) of a bucket, in order
+
+
+def within(place: slice, own: slice) -> slice:
+    """Return which elements of the range `place`, counted from its start, are in `own`."""
+    n = place.stop - place.start
+    start, stop = (min(max(end - place.start, 0), n) for end in (own.start, own.stop))
+    return slice(start, stop)
+
+
+def shares_of(plans: Iterable[Plan], size: int) -> dict[int, list[int]]:
+    """Return for each parameter how many of its elements are each rank's, in rank order.
+
+    Args:
+        plans: of all buckets.
+        size: number of ranks.
+    """
+    shares = {}
+    for plan in plans:
+        places = consecutive([count for _, count in plan])
+        cut = chunks(places[-1].stop, size)
+        for (index, _), place in zip(plan, places, strict=True):
+            parts = [within(place, chunk) for chunk in cut]
+            shares[index] = [part.stop - part.start for part in parts]
+    return shares
