@@ -33,6 +33,7 @@ from ringcomm.engine.gpu import Drivers
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu import nccl as nccl_module
 from ringcomm.gpu.kernels import UpdateKernel
+from ringcomm.gpu.regions import Regions
 
 _IDLE_S = 1e-4
 HOST = -1  # the stream of arrays that the host computes with: it waits, and nothing is later
@@ -90,13 +91,14 @@ class SimulatedGpu:
         self.all[self.index] = self
         self.uuid, self.can_export, self.has_stream_values = uuid, can_export, has_stream_values
         self.reaches = (uuid,) if reaches is None else tuple(reaches)
+        self.regions = Regions(self)
         self._folder = Path(folder)
         self._random = random.Random(seed)
         self._slow = slow
         self._lock = threading.Condition(threading.RLock())
         self._streams = {0: deque()}
         self._recorded, self._reached = {}, {}
-        self._mapped, self._files = {}, []
+        self._mapped, self._files, self.pool = {}, [], {}
         self._is_closed = False
         self._is_frozen = False
         self.failure = None
@@ -163,6 +165,11 @@ class SimulatedGpu:
         self._files.append(file)  # what is used too late finds other values, and no fault
         return file
 
+    def pooled(self, nbytes):
+        """Return memory; on stream 0, as pools do, that of an array of it that was dropped."""
+        kept = self.pool.get(nbytes) if current_stream() == 0 else None
+        return kept.pop() if kept else self.allocate(nbytes)
+
     def export(self, memory):
         assert self.can_export
         return os.fsencode(memory.path.name)
@@ -178,6 +185,9 @@ class SimulatedGpu:
     def register(self, memory):
         assert memory.ctypes.data % 4096 == 0, "only whole pages can be registered"
         return memory.ctypes.data
+
+    def unregister(self, memory):
+        pass
 
     def write_value(self, stream, address, value):
         assert self.has_stream_values
@@ -285,7 +295,8 @@ class GpuArray:
         self.count = math.prod(self.shape)
         self.nbytes = self.count * dtype.itemsize
         self.owns = memory is None
-        self.memory = gpu.allocate(self.nbytes) if memory is None else memory
+        self.is_pooled = self.owns and current_stream() == 0
+        self.memory = gpu.pooled(self.nbytes) if memory is None else memory
         self.address = self.memory.address + offset
 
     def __getitem__(self, rows):
@@ -320,14 +331,10 @@ class GpuArray:
     def __del__(self):
         if not self.__dict__.get("owns") or not self.nbytes:
             return
-        memory, at, nbytes = self.memory, self.address, self.nbytes  # a pool hands it out again
-
-        def overwrite():
-            del_bytes = _bytes_at(at, nbytes)
-            del_bytes[:] = 0xA5
-            return memory
-
-        self.gpu.give(0, overwrite)
+        at, nbytes = self.address, self.nbytes
+        self.gpu.give(0, lambda: _bytes_at(at, nbytes).fill(0xA5))
+        if self.is_pooled:
+            self.gpu.pool.setdefault(nbytes, []).append(self.memory)
 
 
 def _numpy_dtype(dtype):

@@ -44,6 +44,8 @@ class TorchCudaAdapter(TorchTensors):
 
     def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
         """Return a context in which `stream` is torch's current one."""
+        if stream == 0:  # of which ExternalStream makes any of torch's pool, pytorch#182960
+            return torch.cuda.stream(torch.cuda.default_stream(device))
         external = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(external)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +13,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ringcomm.arrays.base import Array, DeviceAdapter, Flat, Span
 from ringcomm.engine.execution import Deferred
+from ringcomm.engine.forks import n_forks
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.base import Device
 from ringcomm.gpu.host_pool import HostPool
-from ringcomm.gpu.regions import Regions
 
 if TYPE_CHECKING:
     from ringcomm.engine.engine import Engine
@@ -43,17 +45,19 @@ class Drivers:
 def cuda_drivers() -> Drivers:
     """Return those of CUDA; imports nothing yet."""
 
-    def open_device(index: int) -> Device:
-        from ringcomm.gpu.cuda import CudaDevice
-
-        return CudaDevice(index)
-
     def provider() -> Provider:
         from ringcomm.gpu.nccl_cupy import CupyProvider
 
         return CupyProvider()
 
-    return Drivers(open_device, provider)
+    return Drivers(_cuda_device, provider)
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    from ringcomm.gpu.cuda import CudaDevice
+
+    return CudaDevice(index)
 
 
 class GpuMemory:
@@ -70,16 +74,17 @@ class GpuMemory:
         self.device = device
         with device.active():
             self.copy_stream = device.new_stream()
-        self.regions = Regions(device)
+        self.regions = device.regions
         self.host = HostPool(device, engine.shared_memory)
 
-    def upload(self, x: Flat, target: Span) -> None:
-        """Copy host memory to the GPU; blocks until it is there."""
+    def upload(self, x: Flat, target: Span, ready: Event) -> None:
+        """Copy host memory to the GPU, once `ready` is reached; blocks until it is there."""
         if not target.nbytes:
             return
         block = self.host.take(target.nbytes)
         block.bytes[:] = x.bytes
         with self.device.active():
+            self.device.await_event(self.copy_stream, ready.handle)
             self.device.copy(self.copy_stream, target.address, block.address, target.nbytes)
         here = Event(self.device, self.copy_stream)
         while not here.is_reached:
@@ -97,6 +102,7 @@ class Event:
 
     def __init__(self, device: Device, stream: int) -> None:
         self._device = device
+        self._n_forks = n_forks()
         with device.active():
             self.handle = device.new_event()
             device.record(self.handle, stream)
@@ -108,8 +114,9 @@ class Event:
             return self._device.is_reached(self.handle)
 
     def __del__(self) -> None:
-        if hasattr(self, "handle"):
-            self._device.free_event(self.handle)
+        if hasattr(self, "handle") and n_forks() == self._n_forks and not sys.is_finalizing():
+            with self._device.active():
+                self._device.free_event(self.handle)
 
 
 class Reached:
@@ -216,9 +223,8 @@ class Gpus:
         """
         for team in self._teams.values():
             team.close(is_clean=is_clean)
-        if is_clean:
-            for memory in self._memories.values():
-                memory.device.close()
+        for memory in self._memories.values():
+            memory.host.close(is_clean=is_clean)
         self._teams.clear()
         self._engine.extras.pop(_NAME, None)  # no cycle may keep the engine alive
 
@@ -231,13 +237,13 @@ class Issue:
         adapter: of the arrays' library.
         memory: of their GPU.
         stream: the caller's, as the library counts it.
-        ready: is reached once the arrays have their contents.
+        ready: are reached once the arrays have their contents, or can be written to.
     """
 
     adapter: DeviceAdapter
     memory: GpuMemory
     stream: int
-    ready: Event
+    ready: list[Event]
 
     @classmethod
     def of(cls, group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
@@ -252,16 +258,28 @@ class Issue:
             raise ValueError(f"the arrays are on GPUs {indices}: one call takes those of one GPU")
         memory = Gpus.of(group.engine).memory(indices[0])
         stream = adapter.stream(indices[0])
-        return cls(adapter, memory, stream, Event(memory.device, stream))
+        return cls(adapter, memory, stream, [Event(memory.device, stream)])
 
     def on(self, stream: int) -> AbstractContextManager[object]:
         """Return a context in which the library's current stream is this one, on the GPU."""
         return self.adapter.on_stream(self.memory.device.index, stream)
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
-        """Return an array that belongs to the caller's stream."""
+        """Return an array that belongs to the caller's stream.
+
+        Its memory may be what that stream was given since the call, and has not done with.
+        """
         with self.on(self.stream):
-            return self.adapter.empty(like, shape)
+            made = self.adapter.empty(like, shape)
+        self.ready.append(Event(self.memory.device, self.stream))
+        return made
+
+    def let_wait(self, stream: int) -> None:
+        """Let a stream wait until the arrays are ready."""
+        device = self.memory.device
+        with device.active():
+            for event in self.ready:
+                device.await_event(stream, event.handle)
 
 
 class Launched(Deferred, Generic[R]):

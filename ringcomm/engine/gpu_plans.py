@@ -79,11 +79,15 @@ class _Way:
             if team.mover is not None and not self.host_only:
                 stream = team.begin(self.issue)
                 todo = jobs(team)
-                for job in todo:
-                    await team.put(t, job)
-                with self.issue.on(stream):
-                    result = finish()
                 keeps = (*todo, *self.sources)
+                try:
+                    for job in todo:
+                        await team.put(t, job)
+                    with self.issue.on(stream):
+                        result = finish()
+                except BaseException:  # a death, or what CUDA refuses: nobody follows the stream
+                    team.break_off(keeps)
+                    raise
                 return team.follow(t, self.issue, stream, result, keeps=keeps)
         if team.mover is not None:
             team.announce(self.host_only)

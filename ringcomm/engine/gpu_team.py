@@ -10,6 +10,7 @@ if a rank dies it frees the stream.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -30,13 +31,16 @@ from ringcomm.gpu.choice import Facts, GpuChoice, choose_transport
 from ringcomm.gpu.host_pool import whole_pages
 from ringcomm.gpu.ipc import IpcMover, flags_nbytes
 from ringcomm.gpu.nccl import Communicator, NcclMover
+from ringcomm.gpu.regions import Address
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
     from ringcomm.engine.group import Group
 
 _log = logging.getLogger("ringcomm")
-_RELEASE_EVERY_S, _RELEASE_FOR_S = 0.005, 60.0
+_RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2
+# A stream takes about 1000 entries, then it blocks who gives it more: a phase are 4 per rank.
+_PHASES_AHEAD = 16
 _TOLD_WITHIN_S = 1.0
 _END: Final = object()
 R = TypeVar("R")
@@ -120,24 +124,28 @@ class GpuTeam:
         with device.active():
             self._copy(mover, job.before)
         phases = mover.phases(job.work, outlines)
-        while True:
+        for number in itertools.count(1):
             with device.active():
                 if next(phases, _END) is _END:
                     break
                 if mover.meets_on_stream:
                     mover.meet()
-                    continue
-            await Wait((Reached(Event(device, mover.stream)),))
-            await gather_alike(b"here", t)
+            if not mover.meets_on_stream or number % _PHASES_AHEAD == 0:
+                await Wait((Reached(Event(device, mover.stream)),))
+            if not mover.meets_on_stream:
+                await gather_alike(b"here", t)
         with device.active():
             self._copy(mover, job.after)
 
     def begin(self, issue: Issue) -> int:
         """Let the stream wait for the arrays of an operation; return the stream."""
-        mover = self._own_mover
-        with self._gpu.device.active():
-            self._gpu.device.await_event(mover.stream, issue.ready.handle)
-        return mover.stream
+        stream = self._own_mover.stream
+        issue.let_wait(stream)
+        return stream
+
+    def break_off(self, keeps: object) -> None:
+        """Free the stream of an operation of which a part has been put on it."""
+        self._free_stream(Event(self._gpu.device, self._own_mover.stream), keeps)
 
     def follow(
         self,
@@ -227,11 +235,12 @@ class GpuTeam:
             begin = time.monotonic()
             while not self._engine.is_broken and time.monotonic() < begin + _TOLD_WITHIN_S:
                 time.sleep(_RELEASE_EVERY_S)  # who finds the stream free must also find the error
-            deadline = begin + _RELEASE_FOR_S
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
-                while not done.is_reached and time.monotonic() < deadline:
+                while not done.is_reached:
                     mover.release()
-                    time.sleep(_RELEASE_EVERY_S)  # the stream may come to its next wait
+                    has_time = time.monotonic() > begin + _RELEASE_OFTEN_FOR_S
+                    # The stream may come to its next wait.
+                    time.sleep(_RELEASE_SELDOM_S if has_time else _RELEASE_EVERY_S)
             del keeps_alive[:]
 
         keeps_alive = [keeps]
@@ -298,8 +307,8 @@ class GpuTeam:
                 mover = await self._nccl(memory.device, t)
             else:
                 mover = await self._ipc(memory, t)
-        except (RingcommError, OSError) as error:
-            problem = f"rank {t.members[t.rank]}: {error}"
+        except Exception as error:  # noqa: BLE001 - CUDA's own: the next transport may do
+            problem = f"rank {t.members[t.rank]}: {type(error).__name__}: {error}"
         problems = [each.decode() for each in await gather_bytes(problem.encode(), t)]
         return mover, next((each for each in problems if each), None)
 
@@ -317,7 +326,8 @@ class GpuTeam:
             raise ConfigError(problem.decode() or "the first rank cannot make an id for NCCL")
         connecting = _InThread(lambda: provider.connect(unique_id, t.rank, t.size), device)
         await Wait((connecting,))
-        return NcclMover(device, connecting.result(), t.rank, t.size)
+        with device.active():
+            return NcclMover(device, connecting.result(), t.rank, t.size)
 
     async def _ipc(self, memory: GpuMemory, t: Channel) -> Mover:
         nbytes = flags_nbytes(t.size)
@@ -333,7 +343,12 @@ class GpuTeam:
             assert node is not None
             flags = node.view(t.members[0], int.from_bytes(offset, "little"), nbytes)
         with memory.device.active():
-            return IpcMover(memory.device, t.rank, t.size, flags=flags, regions=memory.regions)
+            memory.host.page(flags)
+            mover = IpcMover(memory.device, t.rank, t.size, flags=flags, regions=memory.regions)
+        mine = memory.regions.take(1)
+        told = await gather_alike(memory.regions.find(mine).pack(), t)
+        mover.try_out([Address.unpack(each) for each in told])
+        return mover
 
 
 class _Turn:

@@ -91,8 +91,8 @@ async def through_host(
     whole = _Piece(mirrors, spans, targets)
     pieces = whole.cut() if is_elementwise else [whole]
     device = issue.memory.device
+    issue.let_wait(stream)
     with device.active():
-        device.await_event(stream, issue.ready.handle)
         fetched = [piece.fetch(device, stream, lease) for piece in pieces]
     for piece, here in zip(pieces, fetched, strict=True):
         await Wait((Reached(here),))
@@ -111,8 +111,8 @@ async def fetch(issue: Issue, x: Array) -> tuple[Mirror, object]:
     span = issue.adapter.span(x)
     mirror = Mirror.make(span.dtype, issue.adapter.shape(x), lease.take)
     device, stream = issue.memory.device, issue.memory.copy_stream
+    issue.let_wait(stream)
     with device.active():
-        device.await_event(stream, issue.ready.handle)
         here = _Piece([mirror], [span], []).fetch(device, stream, lease)
     await Wait((Reached(here),))
     return mirror, lease
@@ -134,7 +134,7 @@ def copied(group: Group, x: Array) -> Array:
     """Return a copy, on this rank's GPU, of an array in host memory; see make()."""
     host = adapter_for(x)
     out, issue = make(group, first_device_kind(), host.dtype(x), host.shape(x))
-    issue.memory.upload(host.flat(x), issue.adapter.span(out))
+    issue.memory.upload(host.flat(x), issue.adapter.span(out), issue.ready[0])
     return out
 
 
@@ -162,8 +162,8 @@ async def bring(
     mirror = Mirror.make(span.dtype, issue.adapter.shape(out), lease.take)
     await fill(mirror)
     device, stream = issue.memory.device, issue.memory.copy_stream
+    issue.let_wait(stream)
     with device.active():
-        device.await_event(stream, issue.ready.handle)
         _Piece([], [], [span]).bring(mirror, device, stream, lease)
     with issue.on(stream):
         result = finish()

@@ -181,6 +181,11 @@ class _Side:
             shape = (math.prod(shape),)
         return f"{self.adapter.dtype(x)} {shape_text(shape)}"
 
+    def empty(self, like: Array) -> Array:
+        """Return a contiguous array of this shape."""
+        of = self.adapter if self.issue is None else self.issue
+        return of.empty(like, self.adapter.shape(like))
+
     @property
     def where(self) -> str:
         """Return the group for a label, "" for all ranks."""
@@ -299,7 +304,7 @@ async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Launc
         )
         t.tell(sender, Kind.ANSWER, text, key=serial, flag=False)
         raise MismatchError(text)
-    work = out if side.adapter.is_contiguous(out) else side.adapter.copy(out)
+    work = out if side.adapter.is_contiguous(out) else side.empty(out)
     data = side.channel(task, serial)
     t.tell(sender, Kind.ANSWER, key=serial, flag=True)
 

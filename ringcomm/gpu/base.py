@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ringcomm.arrays.base import Bytes, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
 from ringcomm.gpu.kernels import Argument, Rule
 from ringcomm.transport.steps import To
+
+if TYPE_CHECKING:
+    from ringcomm.gpu.regions import Regions
 
 
 class Memory(Protocol):
@@ -46,6 +49,7 @@ class Device(Protocol):
         reaches: uuids of the GPUs of this host whose memory it can reach, its own among them.
         can_export: its memory can be mapped by other processes.
         has_stream_values: a stream can write and await values in host memory.
+        regions: its memory that other processes can map.
     """
 
     index: int
@@ -54,6 +58,11 @@ class Device(Protocol):
     reaches: tuple[str, ...]
     can_export: bool
     has_stream_values: bool
+
+    @property
+    def regions(self) -> Regions:
+        """See Attributes."""
+        ...
 
     def active(self) -> AbstractContextManager[object]:
         """Return a context in which this is the calling thread's GPU."""
@@ -127,8 +136,8 @@ class Device(Protocol):
         """Return once everything is done that any stream has been given."""
         ...
 
-    def close(self) -> None:
-        """Give everything back; nothing is under way."""
+    def unregister(self, memory: Bytes) -> None:
+        """Let the GPU reach it no more; no stream uses it."""
         ...
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from ringcomm.gpu.host_pool import PAGE_NBYTES, whole_pages
 from ringcomm.gpu.kernels import ReduceKernel, UpdateKernel
 from ringcomm.gpu.presence import require
 from ringcomm.gpu.probing import probe
+from ringcomm.gpu.regions import Regions
 
 # As the headers of CUDA number them.
 _NON_BLOCKING, _HIGHEST_PRIORITY = 1, -100  # the latter is clamped to what there is
@@ -38,7 +37,7 @@ class CudaMemory:
 
 
 class CudaDevice:
-    """Device of CUDA.
+    """Device of CUDA; one per GPU and process, for as long as that lives.
 
     Args:
         index: as CUDA counts in this process.
@@ -60,9 +59,9 @@ class CudaDevice:
         self.index = index
         self.name = stack.driver.gpus[index].name
         self.uuid = self._driver.uuid(index)
+        self._context = self._driver.context(index)
         self._registered: dict[int, tuple[Bytes, int]] = {}
-        self._streams: list[int] = []
-        self._memories: list[int] = []
+        self.regions = Regions(self)
         with self.active():
             self.kernels = Kernels(index)
             self.reaches = self._neighbours()
@@ -72,12 +71,11 @@ class CudaDevice:
 
     def active(self) -> AbstractContextManager[object]:
         """Return a context in which this is the calling thread's GPU."""
-        return _active(self._runtime, self.index)
+        return self._context
 
     def new_stream(self) -> int:
         """Return a stream of the highest priority, beside the default stream."""
         stream: int = self._runtime.streamCreateWithPriority(_NON_BLOCKING, _HIGHEST_PRIORITY)
-        self._streams.append(stream)
         return stream
 
     def new_event(self) -> int:
@@ -140,7 +138,6 @@ class CudaDevice:
                 f"({error}). Pools of torch and cupy may hold more than they use: "
                 "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()"
             ) from error
-        self._memories.append(address)
         return CudaMemory(address, nbytes)
 
     def export(self, memory: Memory) -> bytes:
@@ -181,18 +178,12 @@ class CudaDevice:
         with self.active():
             self._runtime.deviceSynchronize()
 
-    def close(self) -> None:
+    def unregister(self, memory: Bytes) -> None:
         """See Device."""
-        with self.active():
-            for stream in self._streams:
-                self._runtime.streamDestroy(stream)
-            for at in self._registered:
+        at = memory.ctypes.data
+        if self._registered.pop(at, None) is not None:
+            with self.active():
                 self._runtime.hostUnregister(at)
-            for address in self._memories:
-                self._runtime.free(address)
-        self._streams.clear()
-        self._registered.clear()
-        self._memories.clear()
 
     def _neighbours(self) -> tuple[str, ...]:
         """Return the uuids of the GPUs whose memory this one can reach."""
@@ -214,16 +205,3 @@ class CudaDevice:
     def _try_values(self) -> bool:
         page = whole_pages(lambda _: None, PAGE_NBYTES)
         return self._driver.can_write_values(self.new_stream(), self.register(page))
-
-
-@contextlib.contextmanager
-def _active(runtime: Any, index: int) -> Iterator[None]:
-    before = runtime.getDevice()
-    if before == index:
-        yield
-        return
-    runtime.setDevice(index)
-    try:
-        yield
-    finally:
-        runtime.setDevice(before)

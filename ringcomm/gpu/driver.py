@@ -30,6 +30,9 @@ class Driver:
             self._wait = self._cuda.cuStreamWaitValue32_v2
             self._uuid = self._cuda.cuDeviceGetUuid_v2
             self._device_pointer = self._cuda.cuMemHostGetDevicePointer_v2
+            self._retain = self._cuda.cuDevicePrimaryCtxRetain
+            self._push = self._cuda.cuCtxPushCurrent_v2
+            self._pop = self._cuda.cuCtxPopCurrent_v2
         except (OSError, AttributeError) as error:
             raise ConfigError(
                 f"a GPU array needs NVIDIA's driver for CUDA 12 or newer: {error}. Run `ringcomm "
@@ -54,6 +57,23 @@ class Driver:
         code: int = self._write(stream, address, 0, _WRITE_WITH_BARRIER)
         return code != _ERROR_NOT_SUPPORTED
 
+    def context(self, index: int) -> Context:
+        """Return the primary context of a GPU: that of the runtime, torch and cupy."""
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._require("cuInit", self._cuda.cuInit(0))
+        self._require("cuDeviceGet", self._cuda.cuDeviceGet(ctypes.byref(device), index))
+        code = self._retain(ctypes.byref(context), device)
+        self._require("cuDevicePrimaryCtxRetain", code)
+        return Context(self, context)
+
+    def push(self, context: ctypes.c_void_p) -> None:
+        """Let a context be the calling thread's. Raises RingcommError."""
+        self._require("cuCtxPushCurrent", self._push(context))
+
+    def pop(self) -> None:
+        """Let the one before be it again. Raises RingcommError."""
+        self._require("cuCtxPopCurrent", self._pop(ctypes.byref(ctypes.c_void_p())))
+
     def device_pointer(self, address: int) -> int:
         """Return where the current GPU finds registered host memory. Raises RingcommError."""
         found = ctypes.c_uint64()
@@ -76,3 +96,22 @@ class Driver:
         self._cuda.cuGetErrorName(code, ctypes.byref(name))
         text = (name.value or b"").decode() or f"error {code}"
         raise RingcommError(f"{what} failed with {text}: the GPU cannot be used any more")
+
+
+class Context:
+    """A context of CUDA, to be entered: by any thread, any number of times.
+
+    The runtime works in the context that is current, and the driver in no other. To choose the GPU
+    by cudaSetDevice() and to choose back would make a context on the one that was there before,
+    which in a thread of ours is GPU 0, whichever this rank uses.
+    """
+
+    def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
+        self._driver = driver
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        self._driver.push(self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.pop()

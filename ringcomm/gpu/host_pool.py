@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.gpu.base import Device
 
 PAGE_NBYTES = 4096
+_for_ever: list[Bytes] = []
 _SMALLEST = 1 << 20  # to register memory takes a millisecond, however little it is
 
 
@@ -41,22 +43,50 @@ class HostPool:
         self._take = take
         self._lock = threading.Lock()
         self._free: dict[int, list[Block]] = {}
+        self._returned: deque[Block] = deque()  # by __del__, which may run while the lock is held
+        self._all: list[Bytes] = []
 
     def take(self, nbytes: int) -> Block:
         """Return memory of undefined content. Raises MemoryError."""
         size = max(_SMALLEST, 1 << max(nbytes - 1, 0).bit_length())
         with self._lock:
+            while self._returned:
+                given = self._returned.popleft()
+                self._free.setdefault(given.whole.nbytes, []).append(given)
             kept = self._free.get(size)
             block = kept.pop() if kept else None
         if block is None:
-            whole = whole_pages(self._take, size)
-            return Block(whole, nbytes, self._device.register(whole))
+            return self._new(size, nbytes)
         return Block(block.whole, nbytes, block.address)
 
     def give_back(self, block: Block) -> None:
-        """Let it be used again; no stream does any more."""
-        with self._lock:
-            self._free.setdefault(block.whole.nbytes, []).append(block)
+        """Let it be used again; no stream does any more. Takes no lock."""
+        self._returned.append(block)
+
+    def page(self, memory: Bytes) -> Bytes:
+        """Return memory of somebody else that is to be given up with the pool, registered."""
+        self._all.append(memory)
+        self._device.register(memory)
+        return memory
+
+    def close(self, *, is_clean: bool) -> None:
+        """Let the GPU reach none of it any more.
+
+        Args:
+            is_clean: no stream uses it. Else it stays as it is, for ever: an address that is
+                registered must not become that of other memory.
+        """
+        if not is_clean:
+            _for_ever.extend(self._all)
+            return
+        for memory in self._all:
+            self._device.unregister(memory)
+
+    def _new(self, size: int, nbytes: int) -> Block:
+        whole = whole_pages(self._take, size)
+        address = self._device.register(whole)
+        self._all.append(whole)
+        return Block(whole, nbytes, address)
 
 
 def whole_pages(take: Callable[[int], Bytes | None], nbytes: int) -> Bytes:

@@ -112,6 +112,11 @@ class IpcMover:
         self.stream = device.new_stream()
         self.meets_on_stream = device.has_stream_values
 
+    def try_out(self, addresses: Sequence[Address]) -> None:
+        """Map memory of each rank: what may be exported may still not be mapped, in containers."""
+        for neighbour, address in self._others(list(zip(self._neighbours, addresses, strict=True))):
+            neighbour.find(address)
+
     def meet(self) -> None:
         """Let the stream write this rank's number, and wait for the others'."""
         self._phase = (self._phase + 1) % (1 << 32)
@@ -147,6 +152,7 @@ class IpcMover:
         if isinstance(work, Reduce):
             target = self._find(work.target)
             is_private = not source.region or (_is_written_by_others(work) and not target.region)
+            is_private = is_private and work.source.count > 0
             return _Outline(source, target, self._staging_if(is_private)).pack()
         shown = work.source.nbytes if work.source is not None and not source.region else 0
         return _Outline(source, NOWHERE, self._staging_if(shown > 0), shown).pack()

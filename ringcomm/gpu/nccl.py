@@ -311,7 +311,8 @@ class NcclMover:
         if memory is None or memory.nbytes < nbytes:
             if memory is not None:
                 self._outgrown.append(memory)
-            memory = self._memory[what] = self._device.allocate(max(nbytes, 1 << 20))
+            grown = 2 * memory.nbytes if memory is not None else 1 << 20
+            memory = self._memory[what] = self._device.allocate(max(nbytes, grown))
         return Span(memory.address, nbytes, _BYTE, memory)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from bisect import bisect_right, insort
+from collections import deque
 from dataclasses import dataclass
 
 from ringcomm.arrays.base import Span
@@ -49,8 +50,8 @@ NOWHERE = Address(0, 0, b"")
 class Regions:
     """Allocations of this process that can be exported.
 
-    What is given back is kept for the next allocation, for others may still map it: the driver must
-    not free it before all have unmapped it.
+    What is given back is kept for the next allocation, for as long as the process lives: the driver
+    must not free what others may still map, and arrays outlive the engine that made them.
 
     Args:
         device: whose memory it is.
@@ -63,6 +64,7 @@ class Regions:
         self._memories: dict[int, Memory] = {}
         self._exported: dict[int, bytes] = {}
         self._free: list[tuple[int, int]] = []  # (bytes, serial number), ascending
+        self._returned: deque[int] = deque()  # by __del__, which may run while the lock is held
 
     def take(self, nbytes: int) -> Span:
         """Return memory of its own; it is given back with the last reference to its owner.
@@ -72,6 +74,9 @@ class Regions:
         """
         wanted = max(_GRAIN, -(-nbytes // _GRAIN) * _GRAIN)
         with self._lock:
+            while self._returned:
+                serial = self._returned.popleft()
+                insort(self._free, (self._memories[serial].nbytes, serial))
             at = bisect_right(self._free, (wanted, 0))
             is_kept = at < len(self._free) and self._free[at][0] <= 2 * wanted
             serial = self._free.pop(at)[1] if is_kept else self._allocate(wanted)
@@ -109,9 +114,8 @@ class Regions:
         return serial
 
     def give_back(self, serial: int) -> None:
-        """Let an allocation be used again."""
-        with self._lock:
-            insort(self._free, (self._memories[serial].nbytes, serial))
+        """Let an allocation be used again; takes no lock."""
+        self._returned.append(serial)
 
 
 class _Held:

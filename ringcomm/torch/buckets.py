@@ -296,7 +296,10 @@ def registered(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
     if adapter is None:
         return torch.from_numpy(zeros(nbytes, "uint8", group=group)).view(like.dtype)
     x: torch.Tensor = on_gpu(engine(), DTYPES["uint8"], (nbytes,), adapter, adapter.device(like))
-    return x.zero_().view(like.dtype)
+    x.zero_()
+    if x.is_cuda:  # once: gradients come on any stream
+        torch.cuda.current_stream(x.device).synchronize()
+    return x.view(like.dtype)
 
 
 def _launch(

@@ -1,6 +1,7 @@
 """What is ordered by events and flags: right under any schedule, and wrong without each of them."""
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -121,6 +122,15 @@ def _unkept(follow):
     return wrapper
 
 
+def _no_event(empty):
+    def wrapper(self, like, shape):
+        made = empty(self, like, shape)
+        del self.ready[1:]
+        return made
+
+    return wrapper
+
+
 MUTANTS = {
     "the stream does not wait for the caller's": ("ipc", gpu_team.GpuTeam, "begin", lambda f: (
         lambda self, issue: self.mover.stream)),
@@ -180,3 +190,42 @@ def test_no_host_waits_for_a_gpu(transport, tmp_path):
     for first, last in on_gpus(SIZE, body, tmp_path, **choose(transport)):
         assert first == 6 * SIZE**3
         assert last in {6 * SIZE**k for k in range(4)}  # by the order in which they were launched
+
+
+def gather_into_dropped_memory(folder, seed):
+    """Return what is gathered, when the result's memory is of an array that is still written to."""
+    is_dropped = threading.Event()
+
+    def body(rank):
+        x = sim.array(np.full(300, float(rank)))
+        rc.allgather(x)
+        x.gpu.finish()
+        if rank == 1:
+            assert is_dropped.wait(10)
+            return rc.allgather(x).get()
+        x.gpu.freeze()
+        late = rc.allgather_async(x)  # has no memory yet: rank 1 has not come
+        dropped = sim.array(np.zeros(600))
+        for value in range(5):
+            dropped.fill(value)
+        del dropped
+        is_dropped.set()
+        result = late.wait()
+        x.gpu.thaw()
+        return result.get()
+
+    return on_gpus(2, body, folder, seed=seed, **choose("ipc"))
+
+
+@pytest.mark.parametrize("has_event", [True, False])
+def test_results_come_behind_what_their_memory_was_before(has_event, tmp_path, monkeypatch):
+    if not has_event:
+        monkeypatch.setattr(gpu.Issue, "empty", _no_event(gpu.Issue.empty))
+    wanted, seen = np.repeat([0.0, 1.0], 300), []
+    for seed in range(20):
+        (tmp_path / str(seed)).mkdir()
+        got = gather_into_dropped_memory(tmp_path / str(seed), seed)
+        seen.append(all(np.array_equal(each, wanted) for each in got))
+        if not all(seen):
+            break
+    assert all(seen) == has_event
