@@ -91,8 +91,8 @@ def DistributedOptimizer(
 
     Cost: the buckets, as large as the gradients; one copy of each gradient; per backward()
     2 (size - 1) / size of their bytes sent while it runs, and at its end one message of a byte per
-    parameter. The sum over ranks of N batches of b equals one process with a batch of N * b as far
-    as floating point allows.
+    parameter; with shard_state=1 half of that, and as much again in step(). The sum over ranks of N
+    batches of b equals one process with a batch of N * b as far as floating point allows.
     """
     if isinstance(optimizer, Averaging):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")

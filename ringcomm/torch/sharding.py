@@ -27,7 +27,8 @@ from ringcomm.torch.shards import Shards
 from ringcomm.torch.wrapping import dressed, undressed
 
 T = TypeVar("T", bound=Optimizer)
-_OURS = (*averaging.OURS, "_shards", "_has_told_of_changes", "_is_unscaled", "found_inf")
+_SCALERS = ("grad_scale", "found_inf")  # what a GradScaler tells an optimizer
+_OURS = (*averaging.OURS, "_shards", "_has_told_of_changes", "_is_unscaled", *_SCALERS)
 
 
 def sharding(optimizer: T, reducer: GradientReducer) -> T:
@@ -193,7 +194,7 @@ class Sharding(Averaging):
             ".grad was changed between backward() and step(). With shard_state=1 it is this rank's "
             "part of the gradient, so torch.nn.utils.clip_grad_norm_ would scale each rank's by "
             "another factor: use optimizer.clip_grad_norm_(). What goes by element is right",
-            stacklevel=4,
+            stacklevel=6,
         )
 
     def _restore_wide(self, state_dict: dict[str, Any]) -> None:

@@ -37,8 +37,7 @@ def gathered(
     Memory: the lines of one parameter beside what the caller keeps.
 
     Raises:
-        RingcommError: on every rank: ranks hold different things, so the optimizer's class does not
-            go by element.
+        RingcommError: on every rank: ranks hold different things of a parameter.
     """
     mine = {index: mine[index] for index in shares if mine.get(index)}
     told: list[dict[int, _Outline]] = ops.allgather_object(
@@ -74,7 +73,8 @@ def _agreed(outlines: Sequence[_Outline | None], name: str) -> _Outline | None:
         if first is None or other is None or not _is_same(first, other):
             raise RingcommError(
                 f"DistributedOptimizer: ranks hold different states of their parts of {name}: "
-                f"{first} and {other}. The optimizer does not go by element: use shard_state=0"
+                f"{first} and {other}. Its class does not go by element (use shard_state=0), or "
+                "some ranks alone have set .grad to None"
             )
     return first
 
