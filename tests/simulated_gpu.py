@@ -139,6 +139,8 @@ class SimulatedGpu:
     def is_reached(self, event):
         if self.failure is not None:
             raise RingcommError(f"the simulated GPU failed: {self.failure!r}") from self.failure
+        if self._is_closed:
+            return True
         return self._reached[event] >= self._recorded[event]
 
     def copy(self, stream, target, source, nbytes):
@@ -206,6 +208,9 @@ class SimulatedGpu:
             self._is_closed = True
             self._lock.notify_all()
         self._thread.join(10)
+        self.all.pop(self.index, None)  # its files are open as long as anybody knows of them
+        for kept in (self._files, self._mapped, self.pool, self._streams):
+            kept.clear()
 
     # --- what tests look at, and the fake NCCL uses -----------------------------------------------
     def give(self, stream, action, is_ready=lambda: True):
@@ -216,8 +221,9 @@ class SimulatedGpu:
             action()
             return
         with self._lock:
-            self._streams[stream].append((is_ready, action))
-            self._lock.notify_all()
+            if not self._is_closed:
+                self._streams[stream].append((is_ready, action))
+                self._lock.notify_all()
 
     def synchronize(self):
         for stream in tuple(self._streams):

@@ -80,7 +80,7 @@ def test_a_gpu_that_stands_still_is_a_timeout(transport, tmp_path):
         handle = rc.allreduce_async_(x, name="gradient")
         handle.wait()  # the hosts have met: the rest is up to the streams
         if rank == 1:
-            time.sleep(4)  # what stands still does not end by itself
+            time.sleep(2.5)  # what stands still does not end by itself
             gpu.thaw()
         seconds = synchronize(gpu)
         with pytest.raises(rc.CommTimeoutError, match=r"allreduce_\[gradient\] on the GPU") as e:
@@ -99,7 +99,7 @@ def test_a_rank_that_never_comes_is_named_before_anything_is_launched(tmp_path):
         x = sim.array(np.ones(10))
         rc.allreduce_(x)
         if rank == 2:
-            time.sleep(3)  # somewhere else
+            time.sleep(2.5)  # somewhere else
             return None
         with pytest.raises(rc.CommTimeoutError, match=r"allreduce\[late\].* rank 2"):
             rc.allreduce(x, name="late")

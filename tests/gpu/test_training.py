@@ -70,7 +70,7 @@ print("equal", round(time.monotonic() - began, 1), flush=True)
     ("transport", "shard_state"),
     at_length(
         [(t, s) for t in ("ipc", "nccl", "staged") for s in (0, 1)],
-        [("ipc", 0), ("nccl", 1)],
+        [("ipc", 1)],
     ),
 )
 def test_training_on_gpus_equals_one_process(transport, shard_state, tmp_path):
