@@ -315,7 +315,7 @@ class DensePartition:
             self.advance()
 
     def advance(self) -> None:
-        """Carry out the rounds that are complete."""
+        """Carry out the rounds that are complete, and may end."""
         assert self.rounds is not None
         while self.held is None and (came := self.rounds.take()) is not None:
             parts = [part for _, part in came]

@@ -97,7 +97,6 @@ class Shard:
         stamp: of the last change; each change of rows has the next one.
         life: no other shard has this number, in any job.
         renewed: of partitions whose rows were replaced: the stamp of that.
-        may_end: as many rounds may end; None: any.
     """
 
     def __init__(self, spec: Spec, owners: list[int], index: int, workers: Iterable[int]) -> None:
@@ -131,7 +130,6 @@ class Shard:
         self._along_last: dict[int, tuple[int, int]] = {}  # of them all: pushes are soon beyond it
         self._held: dict[int, int] = {}  # number of a snapshot -> version
         self.n_admitted = self.n_rejected = self.n_evicted = 0
-        self.may_end: int | None = None
         self.rounds: Rounds[Contribution] | None = None
         if spec.mode.has_rounds:
             k = spec.mode.bound if spec.mode.name == "first_of" else None
@@ -179,10 +177,7 @@ class Shard:
 
     def advance(self) -> None:
         """Carry out the rounds that are complete, and may end."""
-        while self.rounds is not None and (self.may_end is None or self.version < self.may_end):
-            came = self.rounds.take()
-            if came is None:
-                return
+        while self.rounds is not None and (came := self.rounds.take()) is not None:
             parts = [part for _, part in came]
             is_plain = all(part.weight == parts[0].weight for part in parts)
             weights = [1.0 if is_plain else part.weight for part in parts]

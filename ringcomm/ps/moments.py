@@ -15,9 +15,9 @@ from ringcomm.ps.job import Session
 from ringcomm.ps.link import Delivery
 from ringcomm.ps.messages import packed_json
 from ringcomm.ps.serving import LEADER
-from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, VERSIONS
+from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, STOP
 
-_TRIES = 100  # of a snapshot: rounds may be over before all servers have heard of it
+_TRIES = 10  # of a snapshot: rounds of a table that is new are over before all servers know it
 _ids = itertools.count(1)
 
 
@@ -55,12 +55,12 @@ def hold(current: Session, number: int, *, save_to: str | None = None) -> Moment
         save_to: for a checkpoint in this folder; None: for pulls.
 
     Raises:
-        RingcommError: rounds were over too fast, a hundred times in a row.
+        RingcommError: rounds of new tables were over too soon, each time.
     """
     moment = pause(current, number)
     for _ in range(_TRIES):
         rounds: Counter[str] = Counter()
-        for told in ask_all(current, Kind.SNAPSHOT, {"do": VERSIONS}):
+        for told in ask_all(current, Kind.SNAPSHOT, {"do": STOP, "id": number}):
             for table, version in told.items():
                 rounds[table] = max(rounds[table], version)
         what = {"do": HOLD, "id": number, "rounds": rounds, "save_to": save_to}
@@ -69,7 +69,8 @@ def hold(current: Session, number: int, *, save_to: str | None = None) -> Moment
             return moment._replace(rounds=dict(rounds))
         ask_all(current, Kind.SNAPSHOT, {"do": RELEASE, "id": number, "moves": False})
     raise RingcommError(
-        f"ps.snapshot: in {_TRIES} attempts rounds were over before all servers had heard of it"
+        f"ps.snapshot: in {_TRIES} attempts there were new tables, with rounds that were over "
+        "before all servers had stopped. Take it once all tables are there"
     )
 
 

@@ -73,6 +73,7 @@ class Rounds(Generic[T]):
         self._live = set(workers)
         self._first_of = math.inf if first_of is None else first_of
         self._came: defaultdict[int, dict[int, T]] = defaultdict(dict)
+        self._limits: dict[int, int] = {}
         self.current = 0
 
     def add(self, worker: int, number: int, contribution: T) -> bool:
@@ -91,11 +92,21 @@ class Rounds(Generic[T]):
         """The workers that the round waits for."""
         return sorted(self._live - self._came[self.current].keys())
 
+    def limit(self, who: int, count: int) -> None:
+        """Let no round end that would be more than the first `count`, until unlimit(who)."""
+        self._limits[who] = count
+
+    def unlimit(self, who: int) -> None:
+        """Let rounds end again, as far as `who` is concerned."""
+        self._limits.pop(who, None)
+
     def take(self) -> list[tuple[int, T]] | None:
         """Return what the current round consists of, by worker, and begin the next; None: not yet.
 
         Worker order makes the sum the same whatever the order of arrival.
         """
+        if self.current >= min(self._limits.values(), default=math.inf):
+            return None
         came = self._came[self.current]
         if not came or (len(came) < self._first_of and not self._live <= came.keys()):
             return None

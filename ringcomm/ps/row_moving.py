@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.placement import Move
     from ringcomm.ps.serving import Server
 
+_MOVE: Final = 0  # in whose name rounds stop; snapshots have higher numbers
 _FAIR_S: Final = 0.5  # a client that computes for so long is not waited for
 ROWS_AT_ONCE: Final = 64  # partitions: the table stands still until they are there
 _NOTHING: Final = np.empty(0, np.uint8)
@@ -277,7 +278,8 @@ class RowMover:
         shard = table.shard
         assert shard is not None
         self._frozen[table.number] = _Frozen()
-        shard.may_end = -1
+        if shard.rounds is not None:
+            shard.rounds.limit(_MOVE, 0)
         pending = [] if shard.rounds is None else [w for _, w, _ in shard.rounds.pending()]
         self._tell(request, "freeze", {
             "rounds": 0 if shard.rounds is None else shard.rounds.current,
@@ -288,7 +290,9 @@ class RowMover:
     def _drain(self, table: Table, said: dict[str, Any], request: Delivery) -> None:
         shard, frozen = table.shard, self._frozen[table.number]
         assert shard is not None
-        frozen.until = shard.may_end = said["until"]
+        frozen.until = said["until"]
+        if shard.rounds is not None:
+            shard.rounds.limit(_MOVE, said["until"])
         if shard.version == said["until"]:
             self._drained(frozen, request)
             return
@@ -321,7 +325,8 @@ class RowMover:
 
     def _go_on(self, table: Table) -> None:
         assert table.shard is not None
-        table.shard.may_end = None
+        if table.shard.rounds is not None:
+            table.shard.rounds.unlimit(_MOVE)
         self._thawing.add(table.number)
         for each in self._frozen.pop(table.number).kept:
             self._server.on_request(each)

@@ -43,7 +43,7 @@ from ringcomm.ps.opening import Opener, Table
 from ringcomm.ps.placement import Partition, View
 from ringcomm.ps.rounds import Clocks
 from ringcomm.ps.row_requests import RowRequests, was_applied
-from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, VERSIONS, Held, Moment
+from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, STOP, Held, Moment
 from ringcomm.ps.storing import Store
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Server:
         self._clocks = Clocks(layout.workers)
         self._waiting: list[Waiting] = []
         self._held: dict[int, Held | Moment] = {}  # Moment: of a checkpoint
+        self._stopped: set[int] = set()  # moments that rounds wait for
         self.job = uuid.uuid4().hex
         self.opener = Opener(self)
         self.mover = Mover(self)
@@ -457,18 +458,14 @@ class Server:
         said = json.loads(request.meta)
         if said["do"] == PAUSE:
             self.mover.pause(said["id"], lambda: self._tell_tables(request))
-        elif said["do"] == VERSIONS:
-            told = {
-                str(table.number): max((p.version for p in table.held_alike()), default=0)
-                for table in self.tables.values()
-                if table.spec.mode.has_rounds
-            }
-            self.reply(request, meta=packed_json(told))
+        elif said["do"] == STOP:
+            self.reply(request, meta=packed_json(self._stop_rounds(said["id"])))
         elif said["do"] == RELEASE:
             if (held := self._held.pop(said["id"], None)) is not None:
                 held.release()
             if not said.get("is_taken"):
                 self.store.drop(said["id"])
+            self._let_rounds_end({said["id"]})
             if said["moves"]:
                 self.mover.release(said["id"])
             self.reply(request, meta=b"{}")
@@ -484,9 +481,37 @@ class Server:
             else:
                 moment = self.store.take(said["id"], said["save_to"], rounds, done)
             self._held[said["id"]] = moment
+            self._let_rounds_end({said["id"]})
             self._end_rounds(moment)
         else:
             raise ValueError(f"ps.snapshot: cannot {said['do']!r}")
+
+    def _stop_rounds(self, number: int) -> dict[str, int]:
+        """Let rounds end no more, until a moment is held; return how many have, by table.
+
+        Else training that is fast would be ahead of every moment that a client chooses.
+        """
+        told = {}
+        for table in self.tables.values():
+            rounds = [part.rounds for part in table.held_alike() if part.rounds is not None]
+            count = max((each.current for each in rounds), default=0)
+            for each in rounds:
+                each.limit(number, count)
+            if table.spec.mode.has_rounds:
+                told[str(table.number)] = count
+        self._stopped.add(number)
+        return told
+
+    def _let_rounds_end(self, numbers: set[int]) -> None:
+        """Wait no more for moments that _stop_rounds() knows."""
+        for number in numbers & self._stopped:
+            self._stopped.discard(number)
+            for table in self.tables.values():
+                for part in table.held_alike():
+                    if part.rounds is not None:
+                        part.rounds.unlimit(number)
+                        part.advance()
+        self.look_at_waiting()
 
     def _tell_tables(self, request: Delivery) -> None:
         tables = {table.number: table.spec.to_json() for table in self.opener.known()}
@@ -508,6 +533,7 @@ class Server:
             if table.shard is not None:
                 table.shard.leave(rank)
         self.mover.leave(rank)
+        self._let_rounds_end({number for number in self._stopped if number >> 32 == rank})
         self._end_rounds(*self._held.values())
         self.look_at_waiting()
         self.reply(request)

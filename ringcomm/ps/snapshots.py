@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from ringcomm.ps.opening import Table
     from ringcomm.ps.placement import Partition
 
-# What is asked for: of the leader, that nothing moves; then of all of them, to hold what they have.
-PAUSE, VERSIONS, HOLD, RELEASE = "pause", "versions", "hold", "release"
+# What is asked for: of the leader, that nothing moves; then of all of them, that no round ends any
+# more, and to say how many have; then to hold what they have after as many as the first of them.
+PAUSE, STOP, HOLD, RELEASE = "pause", "stop", "hold", "release"
 
 SHARD = -1  # stands for all partitions of a hash table that a server has
 

@@ -9,7 +9,9 @@ from ps_jobs import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps import job
+from ringcomm.ps import job, moments
+from ringcomm.ps.frames import Kind
+from ringcomm.ps.snapshots import STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -117,6 +119,41 @@ def test_a_mark_behind_init_is_refused():
         return True
 
     assert run_workers(1, body) == [True]
+
+
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_servers):
+    monkeypatch.setattr(moments, "_TRIES", 1)
+    seen = []
+
+    @ps.evaluator(every=1)
+    def evaluate(step):
+        t = ps.table("w", 30, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=40)
+        values = t.pull().wait()
+        assert len(set(values.tolist())) == 1
+        seen.append(values[0])
+        ps.report(len(seen), {})
+
+    def body(rank):
+        t = ps.table("w", 30, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=40)
+        while not any(each.step == 30 for each in ps.reports()):
+            train(t, 1, 30)
+
+    run_workers(1, body, n_servers, evaluators=1)
+    assert len(set(seen)) > 10
+
+
+def test_rounds_that_a_rank_has_stopped_go_on_once_it_has_left():
+    def body(rank):
+        t = ps.table("w", 30, updater=ps.optim.SGD(1.0), mode="sync")
+        if rank == 1:
+            current = job.session()
+            moments.ask_all(current, Kind.SNAPSHOT, {"do": STOP, "id": moments.new_id(current)})
+            return None
+        train(t, 5, 30)
+        return t.pull().wait()[0]
+
+    assert run_workers(2, body, 2) == [5.0, None]
 
 
 def test_an_evaluator_that_raises_ends_the_job():

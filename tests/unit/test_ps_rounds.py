@@ -55,6 +55,21 @@ def test_fewer_than_k_that_live_are_enough():
     assert rounds.take() == [(0, "a")]
 
 
+def test_no_round_ends_beyond_the_least_limit_of_those_that_count():
+    rounds = Rounds([0])
+    for number in range(3):
+        rounds.add(0, number, number)
+    rounds.limit(7, 1)
+    rounds.limit(8, 2)
+    assert rounds.take() == [(0, 0)]
+    assert rounds.take() is None
+    rounds.unlimit(7)
+    assert rounds.take() == [(0, 1)]
+    assert rounds.take() is None
+    rounds.unlimit(8)
+    assert rounds.take() == [(0, 2)]
+
+
 def test_clocks_know_the_slowest_until_it_leaves():
     clocks = Clocks([0, 1])
     clocks.tick(0, 5)
