@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from ringcomm._core import NodeStep, StatusPage
@@ -18,6 +18,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
 from ringcomm.engine.agreement import broadcast_bytes
+from ringcomm.engine.attached import Attached
 from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Deferred, Execution, Plan, end_turn
 from ringcomm.engine.forks import n_forks
@@ -28,7 +29,7 @@ from ringcomm.engine.joining import Joining
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.patience import ANSWER_S, Farewell, ask_around, describe_wait
 from ringcomm.engine.pending import Pending, Work
-from ringcomm.engine.progress import Over, Progress, Service, Strand, Task
+from ringcomm.engine.progress import Over, Progress, Strand, Task
 from ringcomm.engine.selection import Selection
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import (
@@ -48,22 +49,6 @@ from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")
 R = TypeVar("R")
-
-
-class Closer(Protocol):
-    """Frees something when the engine closes."""
-
-    def __call__(self, *, is_clean: bool) -> None:
-        """Free it; `is_clean`: all ranks do, and nothing is under way."""
-        ...
-
-
-class Beside(Protocol):
-    """What counts operations that no ledger knows."""
-
-    def has_entered(self, base: int, number: int) -> bool:
-        """Return True if this rank is, or was, in that operation."""
-        ...
 
 
 class _Entry(NamedTuple):
@@ -114,7 +99,7 @@ class Engine:
         timeline: where its operations are recorded, or None.
         selection: which algorithm carries out which collective.
         broke_while_leaving: what kept leave() from completing what was started, or None.
-        extras: what others keep as long as this engine lives, by name.
+        attached: what other modules have attached to it.
     """
 
     def __init__(
@@ -149,10 +134,7 @@ class Engine:
         self._broken: RingcommError | None = None
         self._is_closed = False
         self.broke_while_leaving: RingcommError | None = None
-        self.extras: dict[str, Any] = {}
-        self._goodbyes: list[Callable[[], None]] = []
-        self._closers: list[Closer] = []
-        self._beside: dict[int, Beside] = {}
+        self.attached = Attached(self, self._pending, self._lock, self._progress)
         self._has_warned_of_names = False
 
     @property
@@ -319,37 +301,6 @@ class Engine:
             self._progress.submit(task, is_awaited=is_awaited)
         return task
 
-    def follow_up(
-        self,
-        label: str,
-        members: tuple[int, ...],
-        strand: Strand,
-        ticket: Ticket,
-        *,
-        late: Callable[[], tuple[int, ...]],
-    ) -> None:
-        """Let something be watched over that an operation has left behind, as if it were one.
-
-        Args:
-            label: "allreduce #3 on the GPU".
-            members: ranks of the job whose death ends it.
-            strand: returns once it is over.
-            ticket: which it is; see enter_beside().
-            late: returns the ranks of the job that hold it up.
-        """
-        task = Task(label, ticket, members)
-        task.late_elsewhere = late
-        task.is_asked = True
-        task.start(strand)
-        with self._lock:
-            self._pending.add(Work(task, None, ticket, 0), self.timeline)
-        self._progress.work_in_background()
-        self._progress.submit(task, is_awaited=False)
-
-    def enter_beside(self, base: int, beside: Beside) -> None:
-        """Let `beside` say which operations of this base this rank has entered."""
-        self._beside[base] = beside
-
     def label_of(self, key: int) -> str:
         """Return the label of an operation that is pending."""
         return self._pending.get(key).task.label
@@ -484,22 +435,6 @@ class Engine:
         """The wire, for services; only their poll() may use it."""
         return self._transport
 
-    def attach(self, service: Service) -> None:
-        """Let whoever drives poll a service beside the operations, until detach()."""
-        self._progress.attach(service)
-
-    def before_leaving(self, goodbye: Callable[[], None]) -> None:
-        """Let `goodbye` be called when this rank is about to leave in order, the last one first."""
-        self._goodbyes.append(goodbye)
-
-    def before_closing(self, closer: Closer) -> None:
-        """Let `closer` be called when nothing is done any more, before the wire is closed."""
-        self._closers.append(closer)
-
-    def detach(self, service: Service) -> None:
-        """Poll it no more."""
-        self._progress.detach(service)
-
     def nudge(self) -> None:
         """Let services be polled, at once if nobody drives; any thread."""
         self.require_usable()
@@ -546,11 +481,11 @@ class Engine:
         """
         if self._is_closed or self._n_forks != n_forks():
             return False
-        unsaid = self._say_goodbye()
+        unsaid = self.attached.say_goodbye()
         with self._lock:
             self._is_closed = True
         was_broken = self._broken is not None
-        while tasks := self._pending.tasks():  # some leave others behind; see follow_up()
+        while tasks := self._pending.tasks():  # some leave others behind; see Attached.follow_up()
             for task in tasks:
                 self._progress.wait(task)
         self.broke_while_leaving = unsaid if was_broken else self._broken or unsaid
@@ -564,15 +499,6 @@ class Engine:
         if not (keeps_wire and self.has_waited_in_vain):
             self.close(is_clean=is_clean)
         return is_clean
-
-    def _say_goodbye(self) -> RingcommError | None:
-        """Let those leave who have others to tell; return what kept them from it."""
-        try:
-            while self._goodbyes:
-                self._goodbyes.pop()()
-        except RingcommError as error:
-            return error
-        return None
 
     @property
     def has_waited_in_vain(self) -> bool:
@@ -611,9 +537,7 @@ class Engine:
         Args:
             is_clean: all ranks do, and no message is under way.
         """
-        while self._closers:
-            self._closers.pop()(is_clean=is_clean)
-        self._beside.clear()
+        self.attached.close(is_clean=is_clean)
         self._transport.close(is_clean=is_clean)
         self.world.quick = None
         self.watch.whereabouts = self.watch.host = None  # no cycle may keep the page's descriptor
@@ -629,8 +553,8 @@ class Engine:
         """Return True if this rank is, or was, in that operation; see Whereabouts."""
         if key in self._pending:
             return True
-        if base in self._beside:
-            return self._beside[base].has_entered(base, number)
+        if self.attached.has_entered(base, number):
+            return True
         return any(ledger.has_entered(base, number) for ledger in list(self._ledgers.values()))
 
     def is_in(self) -> str:

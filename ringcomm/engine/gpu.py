@@ -159,18 +159,18 @@ class Gpus:
     @classmethod
     def of(cls, engine: Engine) -> Gpus:
         """Return those of this engine."""
-        found = engine.extras.get(_NAME)
+        found = engine.attached.by_name.get(_NAME)
         if found is None:
-            found = engine.extras.setdefault(_NAME, cls(engine, cuda_drivers()))
-            engine.before_closing(found.close)
+            found = engine.attached.by_name.setdefault(_NAME, cls(engine, cuda_drivers()))
+            engine.attached.before_closing(found.close)
         assert isinstance(found, cls)
         return found
 
     @classmethod
     def use(cls, engine: Engine, drivers: Drivers) -> Gpus:
         """Let this engine come to its GPUs by other drivers; before anything is on one."""
-        found = engine.extras[_NAME] = cls(engine, drivers)
-        engine.before_closing(found.close)
+        found = engine.attached.by_name[_NAME] = cls(engine, drivers)
+        engine.attached.before_closing(found.close)
         return found
 
     @property
@@ -226,7 +226,7 @@ class Gpus:
         for memory in self._memories.values():
             memory.host.close(is_clean=is_clean)
         self._teams.clear()
-        self._engine.extras.pop(_NAME, None)  # no cycle may keep the engine alive
+        self._engine.attached.by_name.pop(_NAME, None)  # no cycle may keep the engine alive
 
 
 @dataclass(frozen=True)

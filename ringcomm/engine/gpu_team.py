@@ -76,7 +76,7 @@ class GpuTeam:
         self.mover: Mover | None = None
         self.n_launched = 0
         self._announced: set[str] = set()
-        self._engine.enter_beside(self._base, self)
+        self._engine.attached.enter_beside(self._base, self)
 
     # --- order ------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
@@ -188,7 +188,7 @@ class GpuTeam:
 
         label = f"{self._engine.label_of(t.key)} on the GPU"
         late = self._late if waits_for_others else tuple
-        self._engine.follow_up(label, members, watch(), ticket, late=late)
+        self._engine.attached.follow_up(label, members, watch(), ticket, late=late)
         return launched
 
     def _late(self) -> tuple[int, ...]:

@@ -288,10 +288,6 @@ class Progress:
         """Let whoever drives poll a service, too; its errors end everything, as a broken wire."""
         self._services = (*self._services, service)
 
-    def detach(self, service: Service) -> None:
-        """Poll it no more."""
-        self._services = tuple(each for each in self._services if each is not service)
-
     def nudge(self) -> None:
         """Let services be polled: at once in this thread if nobody drives, else soon.
 

@@ -79,7 +79,9 @@ def save(
     }
     outer = _write(current, number, folder, manifest, keep)
     if current.last_save is None:
-        current.engine.before_leaving(lambda: _finish_last(current, _limit_of(current, None)))
+        current.engine.attached.before_leaving(
+            lambda: _finish_last(current, _limit_of(current, None))
+        )
     current.last_save = outer
     if not background:
         outer.wait(limit_s)

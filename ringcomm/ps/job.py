@@ -36,7 +36,7 @@ _LINE = 64
 # A wake-up costs who wakes 20 to 40 us, so a server stays awake for as long as a client takes to
 # make its next small request; who awaits a reply to a large one had better sleep (measured).
 _LOOKS_OF_SERVER, _LOOKS_OF_CLIENT = 2000, 400
-_SESSION = "ringcomm.ps"  # among Engine.extras
+_SESSION = "ringcomm.ps"  # in Attached.by_name
 
 
 @dataclass(eq=False)
@@ -163,7 +163,7 @@ def init(
     """
     world.init()
     engine = world.engine()
-    if _SESSION in engine.extras:
+    if _SESSION in engine.attached.by_name:
         return
     if servers is None and role != "server":
         servers = config.settings().ps_servers or None
@@ -182,19 +182,19 @@ def init(
         raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
     names = {rank: wishes[rank].functions for rank in layout.servers} | {-1: wish.functions}
     session = _start(engine, layout, deadline_s, functions, names)
-    engine.extras[_SESSION] = session
+    engine.attached.by_name[_SESSION] = session
     if (every_s := wishes[layout.workers[0]].rebalance_every_s) is not None:
         _balance(session, every_s)
     engine.set_default(session.group)
     if session.desk.server is None:
-        engine.before_leaving(session.leave)
+        engine.attached.before_leaving(session.leave)
         is_evaluator = layout.role_of(engine.job_rank) == "evaluator"
         if is_evaluator and role is None and marked is not None:
             marked.run(session, marked.function, marked.every)
             session.leave()
             _end()
     elif layout.is_colocated:
-        engine.before_leaving(session.leave)
+        engine.attached.before_leaving(session.leave)
         engine.work_in_background()
     else:
         _serve(session)
@@ -235,7 +235,7 @@ def evaluate_by(
 
 def require_not_begun(what: str, why: str) -> None:
     """Raise ConfigError if ps.init() has run already."""
-    if world.is_initialized() and _SESSION in world.engine().extras:
+    if world.is_initialized() and _SESSION in world.engine().attached.by_name:
         raise ConfigError(f"{what}: must stand before ps.init(), {why}")
 
 
@@ -271,7 +271,7 @@ def _start(
         desk.server = Server(index, layout, link, memory, functions)
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
-    engine.attach(desk)
+    engine.attached.add_service(desk)
     return Session(engine, layout, group, everyone, desk, client, names)
 
 
@@ -279,7 +279,7 @@ def _balance(session: Session, every_s: float) -> None:
     from ringcomm.ps.balancing import Balancer  # it asks by what stands here
 
     if session.layout.servers[LEADER] == session.engine.job_rank:
-        session.engine.attach(Balancer(session, every_s))
+        session.engine.attached.add_service(Balancer(session, every_s))
 
 
 def _serve(session: Session) -> None:
@@ -311,7 +311,7 @@ def session() -> Session:
     Raises:
         NotInitializedError: it has not run.
     """
-    found: Session | None = world.engine().extras.get(_SESSION)
+    found: Session | None = world.engine().attached.by_name.get(_SESSION)
     if found is None:
         raise NotInitializedError("ps is not initialized: call ps.init() first")
     return found
