@@ -12,7 +12,14 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringcomm.arrays import AnyAdapter, Array, Flat, adapter_for, device_adapter_for
+from ringcomm.arrays import (
+    AnyAdapter,
+    Array,
+    Flat,
+    adapter_for,
+    any_adapter_for,
+    device_adapter_for,
+)
 from ringcomm.engine import mirrored
 from ringcomm.engine.call import shape_text
 from ringcomm.engine.gpu import Issue, Launched
@@ -217,12 +224,12 @@ def _sender(
     by_count: bool = False,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to send."""
-    side = _Side.of(x, tag, group, by_count=by_count)
+    adapter = any_adapter_for(x)
+    adapter.dtype(x)  # refuses what has no memory to look at
+    whole = x if adapter.is_contiguous(x) else adapter.copy(x)
+    side = _Side.of(whole, tag, group, by_count=by_count)  # its moment is behind the copy
     dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
-    outline = side.outline(x)
-    whole = x if side.adapter.is_contiguous(x) else side.adapter.copy(x)
-    if whole is not x and side.issue is not None:
-        side = _Side.of(whole, tag, group, by_count=by_count)  # once the copy is there
+    outline = side.outline(whole)
 
     def talk(task: Task, serial: int) -> Strand:
         return _send(side, side.channel(task, serial), whole, outline, dest=dest, serial=serial)
