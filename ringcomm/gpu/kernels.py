@@ -17,7 +17,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -93,6 +92,8 @@ _BLOCKS_PER_PROCESSOR = 4  # 1024 threads, each with 64 to 128 bytes in flight
 
 def source() -> str:
     """Return the text of kernels.cu."""
+    from importlib.resources import files
+
     return (files("ringcomm.gpu") / "kernels.cu").read_text(encoding="utf-8")
 
 
