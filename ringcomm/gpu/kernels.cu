@@ -714,7 +714,8 @@ struct E4M3 {
 
 #if RC_KERNEL == QUANTISE
 // Random numbers as csrc/kernels/threefry.hpp has them: Threefry4x32-20 (Salmon et al. 2011,
-// doi:10.1145/2063384.2063405). A counter gives four, 64 elements from each other.
+// doi:10.1145/2063384.2063405). A counter gives four, 64 elements from each other. What is there is
+// repeated here, for nothing may be included.
 RC_INLINE void mix(u32& a, u32& b, int rotation) {
   a += b;
   b = (b << rotation | b >> (32 - rotation)) ^ a;
