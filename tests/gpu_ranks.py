@@ -30,7 +30,7 @@ def begin(rank, folder, transport="auto", seed=0, **options):
     gpu = sim.SimulatedGpu(folder, 1000 * seed + rank, **own | options)
     sim.use(gpu)
     nccl = sim.FakeNccl(gpu, folder) if transport == "nccl" else None
-    Gpus.use(engine(), sim.drivers(gpu, nccl))
+    Gpus.use(engine(), sim.drivers(nccl))
     return gpu
 
 

@@ -71,6 +71,11 @@ class SimulatedGpu:
         uuid: ranks of one uuid share a GPU.
         has_stream_values: see Device.
         slow: how likely it is that a stream which could go on does not, at each turn.
+
+    Attributes:
+        failure: what a stream has raised; None: nothing.
+        n_done: entries of streams that have been carried out.
+        longest: the most entries that a stream has had.
     """
 
     name = "simulated GPU"
@@ -102,7 +107,7 @@ class SimulatedGpu:
         self._is_closed = False
         self._is_frozen = False
         self.failure = None
-        self.n_done = 0
+        self.n_done = self.longest = 0
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
 
@@ -222,7 +227,9 @@ class SimulatedGpu:
             return
         with self._lock:
             if not self._is_closed:
-                self._streams[stream].append((is_ready, action))
+                queue = self._streams[stream]
+                queue.append((is_ready, action))
+                self.longest = max(self.longest, len(queue))
                 self._lock.notify_all()
 
     def synchronize(self):
@@ -456,7 +463,7 @@ class _Adapter:
         return made
 
     def current_device(self):
-        return _here.gpu.index
+        return 0 if _here.gpu is None else _here.gpu.index
 
     def stream(self, device):
         return current_stream()
@@ -658,7 +665,7 @@ def _sends(call, dest):
     ]
 
 
-def drivers(gpu, nccl=None):
+def drivers(nccl=None):
     """Return what Gpus.use() takes."""
 
     def provider():
@@ -666,4 +673,4 @@ def drivers(gpu, nccl=None):
             raise ConfigError("there is no NCCL in a simulation without one")
         return nccl
 
-    return Drivers(lambda _: gpu, provider)
+    return Drivers(SimulatedGpu.all.__getitem__, provider)

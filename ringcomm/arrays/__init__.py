@@ -59,6 +59,11 @@ def adapter_for(x: Array) -> ArrayAdapter:
         return TORCH
     if isinstance(x, Mirror):
         return MIRROR
+    if device_adapter_for(x) is not None:
+        raise TypeError(
+            f"cannot communicate a {type(x).__module__}.{type(x).__qualname__} here, where arrays "
+            "are in host memory: pass arrays of one kind, or a copy in host memory"
+        )
     raise TypeError(
         f"cannot communicate a {type(x).__module__}.{type(x).__qualname__}: pass a numpy array, "
         "a torch tensor or a cupy array (numpy.asarray(x) for numbers and lists)"
@@ -119,6 +124,18 @@ def device_adapter_of_kind(kind: str) -> DeviceAdapter:
 def first_device_kind() -> str:
     """Return the kind of arrays that are made on a GPU where none is passed: cupy's, as a rule."""
     return _added[0][1].kind if _added else "cupy"
+
+
+def current_gpu() -> int | None:
+    """Return the number of the calling thread's GPU; None: no library uses any so far."""
+    if _added:
+        return _added[0][1].current_device()
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_initialized():
+        return _torch_cuda().current_device()
+    if cupy is not None and cupy.cuda.is_available():
+        return _cupy().current_device()
+    return None
 
 
 def add_device_adapter(is_its_own: Callable[[Array], bool], adapter: DeviceAdapter) -> None:

@@ -81,7 +81,15 @@ async def gather_counts(count: int, t: Channel) -> list[int]:
 
 async def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
     """Return every rank's bytes, in rank order."""
-    parts = consecutive(await gather_counts(len(mine), t))
+    return await _gathered(mine, consecutive(await gather_counts(len(mine), t)), t)
+
+
+async def gather_alike(mine: bytes, t: Channel) -> list[bytes]:
+    """Return every rank's bytes, of which there are as many on each; none: nobody waits."""
+    return await _gathered(mine, consecutive([len(mine)] * t.size), t) if mine else []
+
+
+async def _gathered(mine: bytes, parts: list[slice], t: Channel) -> list[bytes]:
     everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
     everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
     await module(t, circulant).allgather_(everything, parts, t)

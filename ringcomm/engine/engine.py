@@ -23,6 +23,7 @@ from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Deferred, Execution, Plan, end_turn
 from ringcomm.engine.forks import n_forks
 from ringcomm.engine.founding import Founding
+from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle, warn_of_dropped
 from ringcomm.engine.joining import Joining
@@ -371,6 +372,7 @@ class Engine:
         Returns:
             The last rank that joined, the same on all.
         """
+        Gpus.note_current(self)  # what it stands in for may be on a GPU
         self.work_in_background()
         last: int = self._result_or_loss(self._joining.begin())
         return last

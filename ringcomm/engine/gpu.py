@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from ringcomm.arrays import current_gpu
 from ringcomm.arrays.base import Array, DeviceAdapter, Flat, Span
 from ringcomm.engine.execution import Deferred
 from ringcomm.engine.forks import n_forks
@@ -153,6 +154,7 @@ class Gpus:
         self._lock = threading.Lock()
         self._memories: dict[int, GpuMemory] = {}
         self._teams: dict[int, GpuTeam] = {}
+        self._current = 0
         self._provider: Provider | None = None
         self._no_provider: ConfigError | None = None
 
@@ -212,8 +214,17 @@ class Gpus:
 
     @property
     def any_memory(self) -> GpuMemory:
-        """A GPU for what comes without one: the first that was used, else GPU 0."""
-        return next(iter(self._memories.values())) if self._memories else self.memory(0)
+        """A GPU for what comes without one: the first that was used, else the caller's, else 0."""
+        if self._memories:
+            return next(iter(self._memories.values()))
+        return self.memory(self._current)
+
+    @classmethod
+    def note_current(cls, engine: Engine) -> None:
+        """Take note of the GPU of the calling thread, which is a user's; see any_memory."""
+        index = current_gpu()
+        if index is not None:
+            cls.of(engine)._current = index
 
     def close(self, *, is_clean: bool) -> None:
         """Give everything back; the engine does nothing more.

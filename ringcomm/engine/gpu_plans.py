@@ -22,11 +22,11 @@ from ringcomm.collectives.op import Op
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.collectives.schedule import consecutive
 from ringcomm.engine import into, plans
-from ringcomm.engine.agreement import gather_counts
+from ringcomm.engine.agreement import gather_alike, gather_counts
 from ringcomm.engine.call import Call
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.gpu import Gpus, Issue, Launched
-from ringcomm.engine.gpu_team import GpuTeam, gather_alike
+from ringcomm.engine.gpu_team import GpuTeam
 from ringcomm.engine.group import Group
 from ringcomm.engine.mirrored import fetch, through_host
 from ringcomm.errors import RingcommError

@@ -14,24 +14,20 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat, Span
-from ringcomm.collectives import circulant, tree
-from ringcomm.collectives.schedule import consecutive
-from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, module
+from ringcomm.collectives import tree
+from ringcomm.engine.agreement import gather_alike, module
 from ringcomm.engine.gpu import Event, GpuMemory, Gpus, Issue, Launched, Reached, same_gpu
+from ringcomm.engine.gpu_founding import found
 from ringcomm.engine.ledger import NO_GROUP, Ticket, base_of
-from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.base import Device, Job, Mover
-from ringcomm.gpu.choice import Facts, GpuChoice, choose_transport
-from ringcomm.gpu.host_pool import whole_pages
-from ringcomm.gpu.ipc import IpcMover, flags_nbytes
-from ringcomm.gpu.nccl import Communicator, NcclMover
-from ringcomm.gpu.regions import Address
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.base import Job, Mover
+from ringcomm.gpu.choice import GpuChoice
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
@@ -96,7 +92,8 @@ class GpuTeam:
             await Wait((_Turn(self, place),))
         try:
             if self._memory is None:
-                await self._found(t, issue)
+                founded = await found(self._gpus, self._engine, issue.memory, t)
+                (self.choice, self.mover), self._memory = founded, issue.memory
             else:
                 same_gpu(self._memory.device.index, issue, self._engine.label_of(t.key))
             yield
@@ -221,6 +218,11 @@ class GpuTeam:
                 device.copy(mover.stream, target.address, source.address, source.nbytes)
 
     @property
+    def _gpu(self) -> GpuMemory:
+        assert self._memory is not None
+        return self._memory
+
+    @property
     def _own_mover(self) -> Mover:
         assert self.mover is not None
         return self.mover
@@ -238,117 +240,13 @@ class GpuTeam:
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
                 while not done.is_reached:
                     mover.release()
-                    has_time = time.monotonic() > begin + _RELEASE_OFTEN_FOR_S
+                    is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
                     # The stream may come to its next wait.
-                    time.sleep(_RELEASE_SELDOM_S if has_time else _RELEASE_EVERY_S)
+                    time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
             del keeps_alive[:]
 
         keeps_alive = [keeps]
         threading.Thread(target=release, name="ringcomm-gpu-release", daemon=True).start()
-
-    # --- founding ---------------------------------------------------------------------------------
-    @property
-    def _gpu(self) -> GpuMemory:
-        assert self._memory is not None
-        return self._memory
-
-    async def _found(self, t: Channel, issue: Issue) -> None:
-        """Choose how the ranks exchange, and set it up; in the turn of the first operation.
-
-        Raises:
-            ConfigError: what RINGCOMM_GPU_TRANSPORT wants cannot be; on all ranks.
-        """
-        mine = self._facts(t, issue.memory.device)
-        facts = [Facts.unpack(each) for each in await gather_bytes(mine.pack(), t)]
-        choice = choose_transport(facts, self._engine.settings.gpu_transport)
-        self.mover = None
-        while choice.transport != "staged":
-            problem = choice.unfit.get(choice.transport)
-            mover = None
-            if problem is None:
-                mover, problem = await self._set_up(choice.transport, issue.memory, t)
-            if problem is None:
-                self.mover = mover
-                break
-            if mover is not None:
-                mover.close(is_clean=False)
-            choice = choice.without(problem)
-        self.choice, self._memory = choice, issue.memory
-        if choice.transport == "staged" and not choice.is_forced and t.rank == 0 and t.size > 1:
-            _log.warning("arrays on GPUs go through host memory: %s", choice)
-
-    def _facts(self, t: Channel, device: Device) -> Facts:
-        nccl, no_nccl, shares_gpus = 0, "", False
-        try:
-            nccl, shares_gpus = self._gpus.provider.version, self._gpus.provider.shares_gpus
-        except ConfigError as error:
-            no_nccl = str(error)
-        shares_memory = self._engine.transport.node is not None or t.size == 1
-        node = t.nodes[t.rank] if shares_memory else -1 - t.rank
-        return Facts(
-            uuid=device.uuid,
-            name=device.name,
-            node=node,
-            reaches=device.reaches,
-            can_export=device.can_export,
-            nccl=nccl,
-            no_nccl=no_nccl,
-            shares_gpus=shares_gpus,
-        )
-
-    async def _set_up(
-        self, transport: str, memory: GpuMemory, t: Channel
-    ) -> tuple[Mover | None, str | None]:
-        """Return what exchanges, or why it cannot; that is alike on all ranks."""
-        mover: Mover | None = None
-        problem = ""
-        try:
-            if transport == "nccl":
-                mover = await self._nccl(memory.device, t)
-            else:
-                mover = await self._ipc(memory, t)
-        except Exception as error:  # noqa: BLE001 - CUDA's own: the next transport may do
-            problem = f"rank {t.members[t.rank]}: {type(error).__name__}: {error}"
-        problems = [each.decode() for each in await gather_bytes(problem.encode(), t)]
-        return mover, next((each for each in problems if each), None)
-
-    async def _nccl(self, device: Device, t: Channel) -> Mover:
-        provider = self._gpus.provider
-        problem = b""
-        unique_id = b""
-        if t.rank == 0:
-            try:
-                unique_id = provider.unique_id()
-            except RingcommError as error:
-                problem = str(error).encode()
-        unique_id = await broadcast_bytes(unique_id, 0, t)
-        if not unique_id:
-            raise ConfigError(problem.decode() or "the first rank cannot make an id for NCCL")
-        connecting = _InThread(lambda: provider.connect(unique_id, t.rank, t.size), device)
-        await Wait((connecting,))
-        with device.active():
-            return NcclMover(device, connecting.result(), t.rank, t.size)
-
-    async def _ipc(self, memory: GpuMemory, t: Channel) -> Mover:
-        nbytes = flags_nbytes(t.size)
-        node = self._engine.transport.node
-        if t.rank == 0:
-            flags = whole_pages(lambda n: None if node is None else node.empty(n), nbytes)
-            flags[:] = 0
-        offset = b""
-        if node is not None and t.rank == 0:
-            offset = node.offset_of(flags).to_bytes(8, "little")
-        offset = await broadcast_bytes(offset, 0, t)
-        if t.rank != 0:
-            assert node is not None
-            flags = node.view(t.members[0], int.from_bytes(offset, "little"), nbytes)
-        with memory.device.active():
-            memory.host.page(flags)
-            mover = IpcMover(memory.device, t.rank, t.size, flags=flags, regions=memory.regions)
-        mine = memory.regions.take(1)
-        told = await gather_alike(memory.regions.find(mine).pack(), t)
-        mover.try_out([Address.unpack(each) for each in told])
-        return mover
 
 
 class _Turn:
@@ -366,54 +264,3 @@ class _Turn:
 
     def cancel(self) -> None:
         """Do nothing: no operation follows a failed one."""
-
-
-class _InThread:
-    """Request that waits for what blocks, in a thread that is left alone if nobody waits any more.
-
-    Args:
-        call: what blocks.
-        device: the thread's GPU.
-    """
-
-    source = -1
-
-    def __init__(self, call: Callable[[], Communicator], device: Device) -> None:
-        self._call = call
-        self._device = device
-        self._result: Communicator | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="ringcomm-nccl", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with self._device.active():
-                self._result = self._call()
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._error = error
-
-    def test(self) -> bool:
-        """Return True once it has returned or raised."""
-        return not self._thread.is_alive()
-
-    def cancel(self) -> None:
-        """Leave it alone."""
-
-    def result(self) -> Communicator:
-        """Return what the call did, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
-async def gather_alike(mine: bytes, t: Channel) -> list[bytes]:
-    """Return every rank's bytes, of which there are as many on each; none: nobody waits."""
-    if not mine:
-        return []
-    parts = consecutive([len(mine)] * t.size)
-    everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
-    everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
-    await module(t, circulant).allgather_(everything, parts, t)
-    return [everything[part].bytes.tobytes() for part in parts]

@@ -121,7 +121,7 @@ async def fetch(issue: Issue, x: Array) -> tuple[Mirror, object]:
 def make(group: Group, kind: str, dtype: DType, shape: tuple[int, ...]) -> tuple[Array, Issue]:
     """Return an uninitialised array of a library on this rank's GPU, and this moment.
 
-    For a rank that has passed none: it is on the GPU that the rank has used before, else on GPU 0.
+    For a rank that has passed none; see Gpus.any_memory.
     """
     adapter = device_adapter_of_kind(kind)
     memory = Gpus.of(group.engine).any_memory

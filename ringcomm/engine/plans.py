@@ -40,6 +40,7 @@ from ringcomm.engine import mirrored
 from ringcomm.engine.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.call import Call, call_of_reduction
 from ringcomm.engine.execution import AllDeferred, Plan
+from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.group import Group
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.steps import MEET, NodeCopy, NodeReduction, To
@@ -276,6 +277,8 @@ def scatter(
         require_rows(shape, "scatter")
         whole = adapter.flat(_contiguous(x, adapter))
         outline = json.dumps([kind or adapter.kind, dtype.name, shape]).encode()
+    else:
+        Gpus.note_current(group.engine)  # what comes may be for a GPU
 
     async def run(t: Channel) -> Any:
         what, dtype_name, shape = json.loads(await broadcast_bytes(outline, root, t))

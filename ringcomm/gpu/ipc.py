@@ -113,9 +113,14 @@ class IpcMover:
         self.meets_on_stream = device.has_stream_values
 
     def try_out(self, addresses: Sequence[Address]) -> None:
-        """Map memory of each rank: what may be exported may still not be mapped, in containers."""
+        """Map memory of each rank: what may be exported may still not be mapped, in containers.
+
+        Args:
+            addresses: by rank; NOWHERE: that rank has a problem of its own.
+        """
         for neighbour, address in self._others(list(zip(self._neighbours, addresses, strict=True))):
-            neighbour.find(address)
+            if address != NOWHERE:
+                neighbour.find(address)
 
     def meet(self) -> None:
         """Let the stream write this rank's number, and wait for the others'."""

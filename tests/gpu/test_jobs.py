@@ -53,6 +53,7 @@ import numpy as np
 import ringcomm as rc
 import simulated_gpu as sim
 from gpu_ranks import begin, choose
+from harness import wait_until
 
 transport, how, folder = sys.argv[1:]
 rc.init()
@@ -77,8 +78,10 @@ try:
     rc.allreduce_(x)
 except (rc.PeerFailedError, rc.CommTimeoutError) as error:
     print(f"rank {{rc.rank()}} heard {{type(error).__name__}}: {{error}}", flush=True)
-    time.sleep(1)  # whoever ends first ends the others
-    raise
+    open(f"{{folder}}/heard-{{rc.rank()}}", "w").close()
+    others = [f"{{folder}}/heard-{{rank}}" for rank in (0, 1)]
+    wait_until(lambda: all(map(os.path.exists, others)), "not all have heard")
+    raise  # whoever ends first ends the others
 """
 
 

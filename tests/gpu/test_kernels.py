@@ -436,7 +436,7 @@ class Twin:
     """One parameter, updated by torch on the CPU and by us."""
 
     def __init__(self, name, options, count=1003):
-        torch = pytest.importorskip("torch")
+        torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
         self.torch = torch
         rng = np.random.default_rng(0)
         self.weights = rng.standard_normal(count, f32)
@@ -474,7 +474,7 @@ class Twin:
 
 def require_fused_products():
     """torch's loops fuse products on processors with AVX2 or more."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX2", "AVX512"):
         pytest.skip(f"torch fuses no products here: its CPU capability is {capability}")

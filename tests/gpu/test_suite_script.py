@@ -61,7 +61,7 @@ def test_help_is_the_head_of_the_script(tmp_path):
 
 @pytest.mark.at_length
 def test_the_example_says_in_one_line_that_there_is_no_gpu(tmp_path):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
     if torch.cuda.is_available():
         pytest.skip("there is one")
     job = run_job(1, ROOT / "examples" / "gpu_train.py", cwd=tmp_path)
@@ -152,7 +152,7 @@ import pathlib, sys, time
 mine, other = map(pathlib.Path, sys.argv[1:])
 mine.touch()
 while not other.exists():
-    time.sleep(0.01)
+    time.sleep(0.01)  # nobody tells of another process's files
 """
 
 

@@ -1,0 +1,152 @@
+"""What one rank cannot set up, no rank uses: all of them go on to the next transport together."""
+
+import numpy as np
+import pytest
+import simulated_gpu as sim
+from gpu_ranks import begin
+from harness import outcomes
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.engine import gpu_founding
+from ringcomm.engine.gpu import Gpus
+from ringcomm.engine.world import engine
+
+SIZE = 3
+EVERY_GPU = [f"gpu-{rank}" for rank in range(SIZE)]
+
+
+class Refused(Exception):
+    """What CUDA says, in its own words."""
+
+
+def refuse(*_, **__):
+    raise Refused("not here")
+
+
+def summed_beside(fault, folder, *, forced="auto", **options):
+    """Return what each rank's allreduce gives and how it went, or what it raises."""
+    gpus = []
+
+    def body(rank):
+        gpu = begin(rank, folder, **options)
+        gpus.append(gpu)
+        fault(rank, gpu)
+        total = rc.allreduce(sim.array(np.full(100, rank + 1.0)))
+        again = rc.allreduce(total)
+        return again.get(), str(rc.explain(100, device="cuda"))
+
+    def main(rank):
+        try:
+            return body(rank)
+        except rc.ConfigError as error:
+            assert rc.allreduce(np.ones(1))[0] == SIZE  # nothing is broken
+            return error
+
+    try:
+        return outcomes(SIZE, main, settings=Settings(timeout_s=10, gpu_transport=forced))
+    finally:
+        for gpu in gpus:
+            gpu.close()
+
+
+def cannot_map(gpu):
+    gpu.map = refuse
+
+
+def cannot_register_at_first(gpu):
+    register, calls = gpu.register, []
+
+    def later(memory):
+        calls.append(memory)
+        return refuse() if len(calls) == 1 else register(memory)
+
+    gpu.register = later
+
+
+def cannot_export(gpu):
+    gpu.export = refuse
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("problem", [cannot_map, cannot_register_at_first, cannot_export])
+def test_a_rank_whose_gpu_refuses_takes_all_to_host_memory(problem, culprit, tmp_path):
+    def fault(rank, gpu):
+        if rank == culprit:
+            problem(gpu)
+
+    for total, explained in summed_beside(fault, tmp_path):
+        assert (total == 18).all()
+        assert explained.startswith("arrays on GPUs: staged")
+        assert f"ipc: no, rank {culprit}: Refused: not here" in explained
+
+
+def test_memory_that_the_first_rank_does_not_get_is_told_to_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_founding, "whole_pages", refuse)
+    for total, explained in summed_beside(lambda rank, gpu: None, tmp_path):
+        assert (total == 18).all()
+        assert "ipc: no, rank 0: Refused: not here" in explained
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("call", ["unique_id", "connect"])
+def test_without_nccl_on_one_rank_all_map_each_others_memory(call, culprit, tmp_path):
+    def fault(rank, gpu):
+        provider = Gpus.of(engine()).provider
+        join = provider.connect
+
+        def connect(*arguments):
+            join(*arguments)  # the others are not left alone with it
+            refuse()
+
+        if rank == culprit:
+            object.__setattr__(provider, call, connect if call == "connect" else refuse)
+
+    results = summed_beside(fault, tmp_path, transport="nccl", reaches=EVERY_GPU)
+    is_asked = call == "connect" or culprit == 0
+    for total, explained in results:
+        assert (total == 18).all()
+        assert explained.startswith(f"arrays on GPUs: {'ipc' if is_asked else 'nccl'}")
+        assert (f"nccl: no, rank {culprit}: Refused: not here" in explained) == is_asked
+
+
+def test_the_last_of_several_problems_leaves_host_memory(tmp_path):
+    def fault(rank, gpu):
+        object.__setattr__(Gpus.of(engine()).provider, "unique_id", refuse)
+        if rank == 1:
+            cannot_map(gpu)
+
+    for total, explained in summed_beside(fault, tmp_path, transport="nccl", reaches=EVERY_GPU):
+        assert (total == 18).all()
+        assert explained.startswith("arrays on GPUs: staged")
+        assert "nccl: no, rank 0: Refused" in explained
+        assert "ipc: no, rank 1: Refused" in explained
+
+
+def test_what_is_wanted_and_cannot_be_is_an_error_on_all_and_breaks_nothing(tmp_path):
+    def fault(rank, gpu):
+        if rank == 1:
+            cannot_map(gpu)
+
+    wanted = "RINGCOMM_GPU_TRANSPORT is ipc, which cannot be: rank 1: Refused: not here"
+    for error in summed_beside(fault, tmp_path, forced="ipc"):
+        assert isinstance(error, rc.ConfigError)
+        assert wanted in str(error)
+
+
+def test_what_ends_the_job_meanwhile_is_no_reason_for_another_transport(tmp_path):
+    """A death in the middle of the set-up is a death, and not a transport that does not fit."""
+
+    def fault(rank, gpu):
+        def die(*_):
+            raise KeyboardInterrupt
+
+        if rank == 1:
+            gpu.map = die
+
+    first, dead, third = summed_beside(fault, tmp_path)
+    assert isinstance(dead, KeyboardInterrupt)
+    for each in (first, third):
+        assert isinstance(each, rc.PeerFailedError)
+        assert "rank 1" in str(each)
+        assert "KeyboardInterrupt" in str(each)
