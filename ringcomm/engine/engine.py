@@ -718,7 +718,8 @@ class Engine:
         """Raise what an operation would, if it was shut down or is broken."""
         if self._is_closed:
             raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
-        self.require_unbroken()
+        if self._broken is not None:
+            self.require_unbroken()
 
     @property
     def is_broken(self) -> bool:

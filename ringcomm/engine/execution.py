@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -28,15 +27,16 @@ _LINGER_S = 1e-3
 _NEVER = Never()
 
 
-class Deferred(ABC):
+class Deferred:
     """A result that is there for a caller once it has asked for it: what comes later on its stream.
 
-    An operation whose result this is counts as over.
+    An operation whose result this is counts as over. Each result is asked whether it is one, so
+    this is no ABC, which would take its time to answer.
     """
 
-    @abstractmethod
     def take(self) -> Any:
         """Return the result."""
+        raise NotImplementedError
 
 
 class AllDeferred(Deferred):

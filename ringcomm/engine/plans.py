@@ -57,6 +57,8 @@ def wherever(plan: P) -> P:
 
     @functools.wraps(plan)
     def choose(group: Group, name: str | None, x: Any, *args: Any, **options: Any) -> Plan[Any]:
+        if type(x) is np.ndarray:
+            return plan(group, name, x, *args, **options)
         first = (x[0] if x else None) if isinstance(x, list | tuple) else x
         if device_adapter_for(first) is None:
             return plan(group, name, x, *args, **options)
