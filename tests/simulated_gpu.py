@@ -76,6 +76,7 @@ class SimulatedGpu:
         failure: what a stream has raised; None: nothing.
         n_done: entries of streams that have been carried out.
         longest: the most entries that a stream has had.
+        n_updates: of the fused kernel.
     """
 
     name = "simulated GPU"
@@ -107,7 +108,7 @@ class SimulatedGpu:
         self._is_closed = False
         self._is_frozen = False
         self.failure = None
-        self.n_done = self.longest = 0
+        self.n_done = self.longest = self.n_updates = 0
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
 
@@ -164,6 +165,7 @@ class SimulatedGpu:
         def work():
             with _emulating:
                 gpu_emulation.launch(kernel, arguments)
+            self.n_updates += 1
 
         self.give(stream, work)
 

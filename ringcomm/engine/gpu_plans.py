@@ -299,6 +299,29 @@ def update(
 
     Both arrays are registered, and the group's transport is "ipc".
     """
+    return _update(group, name, gradients, weights, pieces, scale=scale, is_reduced=False)
+
+
+def update_reduced(
+    group: Group, name: str | None, gradients: Array, weights: Array, pieces: Sequence[UpdatePiece]
+) -> Plan[None]:
+    """Plan the same where each rank's own elements of `gradients` are the mean of all ranks'.
+
+    What reduces them can run beside what computes the next; gradients need not be registered then.
+    """
+    return _update(group, name, gradients, weights, pieces, scale=1.0, is_reduced=True)
+
+
+def _update(
+    group: Group,
+    name: str | None,
+    gradients: Array,
+    weights: Array,
+    pieces: Sequence[UpdatePiece],
+    *,
+    scale: float,
+    is_reduced: bool,
+) -> Plan[None]:
     adapter = _adapter_of_all("update", [gradients, weights])
     source, target = adapter.span(gradients), adapter.span(weights)
     issue = Issue.of(group, adapter, gradients, weights)
@@ -307,9 +330,10 @@ def update(
         raise RingcommError("update: the ranks' transport is not ipc; see rc.explain()")
 
     way = _Way(group, issue, [gradients, weights], refuse)
-    job = Job(Update(source, target, tuple(pieces), scale))
+    job = Job(Update(source, target, tuple(pieces), scale, is_reduced=is_reduced))
     members = ((source.dtype.name, (source.count,)), (target.dtype.name, (target.count,)))
-    call = Call("update", name, op=f"scale={scale!r}", members=members, place=_PLACE)
+    op = f"scale={scale!r}" + ", reduced" * is_reduced
+    call = Call("update", name, op=op, members=members, place=_PLACE)
 
     async def run(t: Channel) -> Any:
         return await way.run(t, [], lambda _: [job], lambda: adapter.written(weights))

@@ -277,12 +277,14 @@ class Update:
         target: this rank's weights, all of them, updated by whoever owns them.
         pieces: of this rank. Those of all ranks do not overlap.
         scale: of the sum of gradients.
+        is_reduced: this rank's gradients are the sum already, where its pieces are.
     """
 
     source: Span
     target: Span
     pieces: tuple[UpdatePiece, ...]
     scale: float
+    is_reduced: bool = False
 
 
 Work = Reduce | Move | Update

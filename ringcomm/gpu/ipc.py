@@ -250,7 +250,9 @@ class IpcMover:
 
     # --- steps of an optimizer --------------------------------------------------------------------
     def _update(self, work: Update, outlines: Sequence[_Outline]) -> Iterator[None]:
-        sources = self._wholes(work.source, [outline.source for outline in outlines])
+        sources = [work.source.address]
+        if not work.is_reduced:
+            sources = self._wholes(work.source, [outline.source for outline in outlines])
         targets = self._wholes(work.target, [outline.target for outline in outlines])
         yield
         for piece in work.pieces:

@@ -648,7 +648,7 @@ RC_INLINE void update_pieces(const Pointers<kSources>& grads, const Pointers<kTa
 
 #if RC_KERNEL == UPDATE
 // For i in [lo, hi): one step of the rule with scale * (grads[0][i] + grads[1][i] + ...), summed in
-// float32; its new weights go to weights[*][i]. owned.weights is apart from these.
+// float32; its new weights go to weights[*][i]. owned.weights may be one of these.
 RC_GLOBAL rc_entry(const __grid_constant__ Pointers<RC_SOURCES> grads,
                    const __grid_constant__ Pointers<RC_TARGETS> weights,
                    const __grid_constant__ Owned owned, u64 lo, u64 hi, float scale,

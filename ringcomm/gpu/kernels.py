@@ -332,7 +332,7 @@ class UpdateKernel(Kernel):
             weights: likewise; where the new weights go.
             owned: addresses of float32 arrays of hi - lo elements, updated in place: the weights,
                 then the rule's states, none for "Sgd", the momentum buffer, or exp_avg and
-                exp_avg_sq. Apart from all others.
+                exp_avg_sq. Apart from all others, but for float32 weights, which may be owned.
             numbers: of the rule, for this step.
             hi: where to end.
             lo: where to begin.

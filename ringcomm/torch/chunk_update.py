@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.gpu.base import UpdatePiece
 from ringcomm.torch.buckets import is_16_bit, wide
 from ringcomm.torch.held import Held
 
@@ -16,13 +18,42 @@ Settings = dict[str, Any]  # of a param_group, but for its parameters
 MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in float32
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """This rank's part of a bucket.
+
+    Attributes:
+        gradients: of the whole bucket, flat.
+        weights: likewise.
+        own: which elements of both are this rank's.
+        places: of the pieces, one behind the other, which fill it: each belongs to one parameter.
+        pieces: the weights there.
+    """
+
+    gradients: torch.Tensor
+    weights: torch.Tensor
+    own: slice
+    places: Sequence[slice]
+    pieces: Sequence[torch.Tensor]
+
+
 class ChunkUpdate(Protocol):
-    """Updates the pieces of one bucket that are this rank's; local. A fused kernel may be one."""
+    """Updates the pieces of one bucket that are this rank's; local.
+
+    Attributes:
+        pieces: what update() leaves to a kernel, which gives the others the new weights, too; None:
+            nothing.
+    """
+
+    @property
+    def pieces(self) -> Sequence[UpdatePiece] | None:
+        """See above."""
+        ...
 
     def update(
         self, gradients: Sequence[torch.Tensor | None], groups: Sequence[tuple[Settings, list[int]]]
     ) -> list[Settings]:
-        """Write new weights over the old ones.
+        """Write new weights over the old ones, or say in `pieces` how.
 
         Args:
             gradients: of each piece, of its shape and dtype, read only; None: it stays as it is.
@@ -52,6 +83,8 @@ class OwnClassUpdate:
         optimizer: of that class, without parameters and state.
         weights: the pieces, written to by update().
     """
+
+    pieces = None
 
     def __init__(self, optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer

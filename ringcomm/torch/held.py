@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ringcomm.torch.buckets import line_like
 
 State = dict[str, Any]  # as in torch's optimizer.state[parameter]
-_COUNT = "step"  # as torch calls it: a 0-d tensor, which is not for each element of a 0-d parameter
+COUNT: Final = (
+    "step"  # as torch calls it: a 0-d tensor, which is not for each element of a 0-d parameter
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Held:
         lines = {
             key: line_like(value, view)
             for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.shape == view.shape and key != _COUNT
+            if isinstance(value, torch.Tensor) and value.shape == view.shape and key != COUNT
         }
         return cls(lines, {key: value for key, value in state.items() if key not in lines})
 

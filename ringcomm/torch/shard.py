@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ringcomm.arrays.torch import TORCH
 from ringcomm.collectives.schedule import chunks
-from ringcomm.engine import into
+from ringcomm.engine import gpu_plans, into
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.world import engine
 from ringcomm.torch.buckets import Bucket, line_of, registered, view_like
-from ringcomm.torch.chunk_update import ChunkUpdate, Settings
+from ringcomm.torch.chunk_update import Chunk, ChunkUpdate, Settings
 from ringcomm.torch.held import Held
 from ringcomm.torch.pieces import Plan
 from ringcomm.torch.slots import Slot
 
-MakeUpdate = Callable[[Sequence[torch.Tensor]], ChunkUpdate]
+MakeUpdate = Callable[[Chunk], ChunkUpdate]
 
 
 class Shard:
@@ -55,9 +56,8 @@ class Shard:
             for member in bucket.members
         }
         self._move_in()
-        self._update = make_update(
-            [line_of(self._views[index])[own] for index, own in self.updated.items()]
-        )
+        self._gradients = bucket.buffer
+        self._update = make_update(self._chunk(bucket))
 
     @torch.no_grad()
     def update(
@@ -80,8 +80,18 @@ class Shard:
                 groups[number][1].append(piece)
         return self._update.update(gradients, groups)
 
-    def send(self) -> Handle[torch.Tensor]:
+    def send(self) -> Handle[Any]:
         """Start to give this rank's chunk to the others, and to get theirs. Collective."""
+        pieces = self._update.pieces
+        if pieces is not None:
+            return engine().start(
+                "update",
+                self._name,
+                lambda g: gpu_plans.update_reduced(
+                    g, self._name, self._gradients, self._weights, pieces
+                ),
+                self._group,
+            )
         parts = chunks(self._weights.numel(), self._group.size)
         own = self._weights[parts[self._group.index]]
         counts = [part.stop - part.start for part in parts]
@@ -109,6 +119,16 @@ class Shard:
     def hold(self, index: int, held: Held) -> None:
         """Go on with this for this rank's piece of a parameter."""
         self._update.hold(list(self.updated).index(index), held)
+
+    def _chunk(self, bucket: Bucket) -> Chunk:
+        own = chunks(self._weights.numel(), self._group.size)[self._group.index]
+        places = [
+            slice(member.place.start + part.start, member.place.start + part.stop)
+            for member in bucket.members
+            if (part := self.updated.get(member.index)) is not None
+        ]
+        pieces = [line_of(self._views[index])[part] for index, part in self.updated.items()]
+        return Chunk(bucket.buffer, self._weights, own, places, pieces)
 
     @torch.no_grad()
     def _move_in(self) -> None:

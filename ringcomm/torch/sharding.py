@@ -21,7 +21,8 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch import averaging
 from ringcomm.torch.averaging import Averaging
 from ringcomm.torch.buckets import is_16_bit
-from ringcomm.torch.chunk_update import OwnClassUpdate
+from ringcomm.torch.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate
+from ringcomm.torch.fused_update import FusedUpdate, can_fuse, can_push
 from ringcomm.torch.reducer import GradientReducer
 from ringcomm.torch.shards import Shards
 from ringcomm.torch.wrapping import dressed, undressed
@@ -163,8 +164,17 @@ class Sharding(Averaging):
             with torch.enable_grad():
                 loss = each()
         self._tell_of_changes()
-        self._shards.step(self, lambda weights: OwnClassUpdate(undressed(self, _OURS), weights))
+        is_fused = can_fuse(type(self).__bases__[1], self.param_groups)
+        self._shards.step(self, self._make_fused if is_fused else self._make, is_fused=is_fused)
         return loss
+
+    def _make(self, chunk: Chunk) -> ChunkUpdate:
+        return OwnClassUpdate(undressed(self, _OURS), chunk.pieces)
+
+    def _make_fused(self, chunk: Chunk) -> ChunkUpdate:
+        if not can_push(self._reducer.recipe.group, chunk.weights):
+            return self._make(chunk)
+        return FusedUpdate(type(self).__bases__[1], chunk)
 
     def _own_gradients(self) -> list[torch.Tensor]:
         self._reducer.laid_out()

@@ -30,6 +30,7 @@ class Shards:
         self._reducer = reducer
         self._shards: list[Shard] = []
         self._group: Group | None = None  # who shares; None: each rank has the whole state
+        self._is_fused = False
 
     @property
     def are_spread(self) -> bool:
@@ -40,7 +41,7 @@ class Shards:
         """Drop this rank's share; the next step begins with the whole state."""
         self._shards, self._group = [], None
 
-    def step(self, optimizer: Optimizer, make_update: MakeUpdate) -> None:
+    def step(self, optimizer: Optimizer, make_update: MakeUpdate, *, is_fused: bool) -> None:
         """Update all weights. Collective.
 
         Each bucket's weights leave as soon as this rank's chunk of them is updated.
@@ -49,8 +50,9 @@ class Shards:
             optimizer: whose settings count, also where the step changes them. States of whole
                 parameters that it has are taken over.
             make_update: makes what updates this rank's pieces of a bucket.
+            is_fused: it may make other things than in a step where this is not so.
         """
-        self._arrange(make_update)
+        self._arrange(make_update, is_fused=is_fused)
         self._take_over(optimizer)
         self._require_reduced()
         group_of = {
@@ -82,17 +84,18 @@ class Shards:
             if is_wanted
         }
 
-    def _arrange(self, make_update: MakeUpdate) -> None:
+    def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> None:
         """Let shards be as the buckets are. Collective where parameters change hands."""
         group, buckets = self._reducer.recipe.group, self._reducer.laid_out()
         plans = [shard.plan for shard in self._shards]
-        if group is self._group and plans == [plan_of(bucket) for bucket in buckets]:
+        is_same = plans == [plan_of(bucket) for bucket in buckets]
+        if group is self._group and is_same and is_fused == self._is_fused:
             return
         self._require_same_ranks(group)
         slots = self._reducer.slots
         fresh = [Shard(bucket, slots, group, make_update) for bucket in buckets]
         self._hand_over(fresh, group.size)
-        self._shards, self._group = fresh, group
+        self._shards, self._group, self._is_fused = fresh, group, is_fused
 
     def _hand_over(self, fresh: Sequence[Shard], size: int) -> None:
         """Give the state of each piece to who is to have it."""
