@@ -33,6 +33,7 @@ from ringcomm.engine.gpu import Drivers
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu import nccl as nccl_module
 from ringcomm.gpu.kernels import UpdateKernel
+from ringcomm.gpu.packing import Layouts
 from ringcomm.gpu.regions import Regions
 
 _IDLE_S = 1e-4
@@ -76,7 +77,8 @@ class SimulatedGpu:
         failure: what a stream has raised; None: nothing.
         n_done: entries of streams that have been carried out.
         longest: the most entries that a stream has had.
-        n_updates: of the fused kernel.
+        n_updates: launches of the kernel that updates.
+        n_packs: of the one that packs.
     """
 
     name = "simulated GPU"
@@ -108,7 +110,8 @@ class SimulatedGpu:
         self._is_closed = False
         self._is_frozen = False
         self.failure = None
-        self.n_done = self.longest = self.n_updates = 0
+        self._layouts, self._tables = Layouts(self._upload), []
+        self.n_done = self.longest = self.n_updates = self.n_packs = 0
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
 
@@ -168,6 +171,24 @@ class SimulatedGpu:
             self.n_updates += 1
 
         self.give(stream, work)
+
+    def pack(self, stream, what):
+        launches = self._layouts.launches(stream, what)
+        for each in launches or ():
+
+            def work(each=each):
+                with _emulating:
+                    gpu_emulation.launch(each.kernel, each.arguments)
+                self.n_packs += 1
+
+            self.give(stream, work)
+        return launches is not None
+
+    def _upload(self, stream, table):
+        there = np.full_like(table, 0)
+        self._tables.append(there)
+        self.give(stream, lambda: there.__setitem__(slice(None), table))
+        return there.ctypes.data
 
     def allocate(self, nbytes):
         file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)
@@ -371,6 +392,10 @@ _here = _Here()
 def use(gpu):
     """Let this be the GPU of this thread."""
     _here.gpu = gpu
+
+
+def current_gpu():
+    return _here.gpu
 
 
 def current_stream():

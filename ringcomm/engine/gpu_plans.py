@@ -559,12 +559,8 @@ def _fused(
     counts = [source.count for source in sources]
     memory = team.scratch(sum(source.nbytes for source in sources))
     whole = Span(memory.address, sum(counts), sources[0].dtype, memory.owner)
-    pieces = [whole[part] for part in consecutive(counts)]
-    return Job(
-        Reduce(whole, whole, op, is_deterministic=is_deterministic),
-        before=list(zip(pieces, sources, strict=True)),
-        after=list(zip(targets, pieces, strict=True)),
-    )
+    work = Reduce(whole, whole, op, is_deterministic=is_deterministic)
+    return Job(work, packed=sources, unpacked=targets, buffer=whole)
 
 
 _NO_FACTORS = "factors before and after a reduction are applied there"

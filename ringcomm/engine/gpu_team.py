@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from ringcomm.engine.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.base import Job, Mover
 from ringcomm.gpu.choice import GpuChoice
+from ringcomm.gpu.packing import pack, unpack
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
@@ -118,8 +119,9 @@ class GpuTeam:
         """Put a job on the stream, in the turn of its operation."""
         mover, device = self._own_mover, self._gpu.device
         outlines = await gather_alike(mover.outline(job.work), t)
-        with device.active():
-            self._copy(mover, job.before)
+        if job.buffer is not None:
+            with device.active():
+                pack(device, mover.stream, job.packed, job.buffer)
         phases = mover.phases(job.work, outlines)
         for number in itertools.count(1):
             with device.active():
@@ -131,8 +133,9 @@ class GpuTeam:
                 await Wait((Reached(Event(device, mover.stream)),))
             if not mover.meets_on_stream:
                 await gather_alike(b"here", t)
-        with device.active():
-            self._copy(mover, job.after)
+        if job.buffer is not None:
+            with device.active():
+                unpack(device, mover.stream, job.unpacked, job.buffer)
 
     def begin(self, issue: Issue) -> int:
         """Let the stream wait for the arrays of an operation; return the stream."""
@@ -210,12 +213,6 @@ class GpuTeam:
         """Give everything back; see Mover."""
         if self.mover is not None:
             self.mover.close(is_clean=is_clean)
-
-    def _copy(self, mover: Mover, pairs: Iterable[tuple[Span, Span]]) -> None:
-        for target, source in pairs:
-            if source.nbytes:
-                device = self._gpu.device
-                device.copy(mover.stream, target.address, source.address, source.nbytes)
 
     @property
     def _gpu(self) -> GpuMemory:

@@ -104,6 +104,13 @@ class Device(Protocol):
         """Take a step of an optimizer; see KernelUpdate."""
         ...
 
+    def pack(self, stream: int, what: KernelPack) -> bool:
+        """Copy many arrays into a buffer, or out of it; return False if it takes copies to do so.
+
+        The first time that it is given such counts it brings a table to the GPU.
+        """
+        ...
+
     def allocate(self, nbytes: int) -> Memory:
         """Return memory. Raises MemoryError."""
         ...
@@ -189,6 +196,25 @@ class KernelUpdate:
     rule: Rule
     numbers: Argument
     scale: float
+
+
+@dataclass(frozen=True)
+class KernelPack:
+    """Arrays that go into a buffer one behind the other, or come out of it.
+
+    Attributes:
+        arrays: their addresses.
+        counts: elements of each.
+        buffer: its address.
+        dtype: float16, float32 or float64, for elements of as many bytes.
+        unpacks: out of the buffer.
+    """
+
+    arrays: tuple[int, ...]
+    counts: tuple[int, ...]
+    buffer: int
+    dtype: DType
+    unpacks: bool
 
 
 @dataclass(frozen=True)
@@ -292,17 +318,19 @@ Work = Reduce | Move | Update
 
 @dataclass(frozen=True)
 class Job:
-    """What one operation puts on the stream: a work, and copies within this rank around it.
+    """What one operation puts on the stream: a work, and what this rank does around it.
 
     Attributes:
         work: what the ranks do together.
-        before: (target, source) of copies that come first.
-        after: of copies that come last.
+        packed: arrays that are copied first, one behind the other, into `buffer`.
+        unpacked: arrays that are copied last, likewise, out of it.
+        buffer: of the work; None: nothing is packed.
     """
 
     work: Work
-    before: Sequence[tuple[Span, Span]] = field(default=())
-    after: Sequence[tuple[Span, Span]] = field(default=())
+    packed: Sequence[Span] = field(default=())
+    unpacked: Sequence[Span] = field(default=())
+    buffer: Span | None = None
 
 
 class Mover(Protocol):

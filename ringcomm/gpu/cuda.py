@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import cupy
+from numpy.typing import NDArray
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.base import KernelReduction, KernelUpdate, Memory
+from ringcomm.gpu.base import KernelPack, KernelReduction, KernelUpdate, Memory
 from ringcomm.gpu.compiling import Kernels
 from ringcomm.gpu.driver import CAN_FLUSH_REMOTE_WRITES, Driver
 from ringcomm.gpu.host_pool import PAGE_NBYTES, whole_pages
 from ringcomm.gpu.kernels import ReduceKernel, UpdateKernel
+from ringcomm.gpu.packing import Layouts
 from ringcomm.gpu.presence import require
 from ringcomm.gpu.probing import probe
 from ringcomm.gpu.regions import Regions
@@ -61,6 +63,8 @@ class CudaDevice:
         self.uuid = self._driver.uuid(index)
         self._context = self._driver.context(index)
         self._registered: dict[int, tuple[Bytes, int]] = {}
+        self._tables: list[NDArray[Any]] = []
+        self._layouts = Layouts(self._upload)
         self.regions = Regions(self)
         with self.active():
             self.kernels = Kernels(index)
@@ -126,6 +130,20 @@ class CudaDevice:
             *(what.sources, what.targets, what.owned, what.numbers), hi=what.count, scale=what.scale
         )
         self.kernels.launch(stream, kernel, arguments, what.count)
+
+    def pack(self, stream: int, what: KernelPack) -> bool:
+        """See Device."""
+        launches = self._layouts.launches(stream, what)
+        for each in launches or ():
+            self.kernels.launch(stream, each.kernel, each.arguments, each.n_chunks)
+        return launches is not None
+
+    def _upload(self, stream: int, table: NDArray[Any]) -> int:
+        """Return where a table is on the GPU once the stream is there; it stays."""
+        address: int = self._runtime.malloc(table.nbytes)
+        self._tables.append(table)  # read by the copy
+        self._runtime.memcpyAsync(address, table.ctypes.data, table.nbytes, _ANY_DIRECTION, stream)
+        return address
 
     def allocate(self, nbytes: int) -> Memory:
         """Return memory of cudaMalloc: that of pools cannot be exported."""
