@@ -19,6 +19,7 @@ _PREFIX = "RINGCOMM_"
 
 ALGORITHMS = ("node", "ring", "segmented", "direct", "circulant", "hierarchical")
 GPU_TRANSPORTS = ("nccl", "ipc", "staged")  # in the order in which they are tried
+NCCL_BINDINGS = ("cupy", "nccl4py")
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")  # those that have several algorithms
 
 
@@ -37,6 +38,7 @@ class Settings:
             chooses by what was measured or is estimated.
         gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
             that can.
+        nccl: what binds NCCL: "cupy" or "nccl4py".
         ps_servers: how many parameter servers ps.init() makes where it is not told; 0 = 1.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
@@ -49,6 +51,7 @@ class Settings:
     timeline: str = ""
     algorithm: str = "auto"
     gpu_transport: str = "auto"
+    nccl: str = "cupy"
     tuning: str = ""
     ps_servers: int = 0
 
@@ -144,6 +147,10 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         raise ConfigError(
             f"{_PREFIX}GPU_TRANSPORT is {found.gpu_transport!r}; it must be auto or one of "
             f"{', '.join(GPU_TRANSPORTS)}."
+        )
+    if found.nccl not in NCCL_BINDINGS:
+        raise ConfigError(
+            f"{_PREFIX}NCCL is {found.nccl!r}; it must be one of {', '.join(NCCL_BINDINGS)}."
         )
     return found
 

@@ -43,10 +43,18 @@ class Drivers:
     provider: Callable[[], Provider]
 
 
-def cuda_drivers() -> Drivers:
-    """Return those of CUDA; imports nothing yet."""
+def cuda_drivers(nccl: str = "cupy") -> Drivers:
+    """Return those of CUDA; imports nothing yet.
+
+    Args:
+        nccl: what binds NCCL, see Settings.
+    """
 
     def provider() -> Provider:
+        if nccl == "nccl4py":
+            from ringcomm.gpu.nccl_nccl4py import Nccl4pyProvider
+
+            return Nccl4pyProvider()
         from ringcomm.gpu.nccl_cupy import CupyProvider
 
         return CupyProvider()
@@ -163,7 +171,9 @@ class Gpus:
         """Return those of this engine."""
         found = engine.attached.by_name.get(_NAME)
         if found is None:
-            found = engine.attached.by_name.setdefault(_NAME, cls(engine, cuda_drivers()))
+            found = engine.attached.by_name.setdefault(
+                _NAME, cls(engine, cuda_drivers(engine.settings.nccl))
+            )
             engine.attached.before_closing(found.close)
         assert isinstance(found, cls)
         return found

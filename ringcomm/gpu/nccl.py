@@ -33,6 +33,7 @@ DATA_TYPES = {
     "float64": 8,
     "bfloat16": 9,
 }
+SHARES_FROM = 23000  # an experiment of NCCL's, which wants NCCL_NVLS_ENABLE=0 besides
 OPERATORS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MAX: 2, MIN: 3}
 
 
@@ -96,7 +97,7 @@ class Provider(Protocol):
     """A binding of NCCL.
 
     Attributes:
-        name: "cupy".
+        name: "cupy" or "nccl4py".
         version: 22703.
         shares_gpus: several ranks of a communicator may be on one GPU.
     """

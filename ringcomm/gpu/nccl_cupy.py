@@ -9,11 +9,9 @@ from cupy.cuda import nccl
 
 from ringcomm.config import environment
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.nccl import Communicator
+from ringcomm.gpu.nccl import SHARES_FROM, Communicator
 from ringcomm.gpu.presence import nccl_problem
 from ringcomm.gpu.probing import probe
-
-_SHARES_FROM = 23000  # an experiment of NCCL's, which wants NCCL_NVLS_ENABLE=0 besides
 
 
 class CupyProvider:
@@ -31,7 +29,7 @@ class CupyProvider:
             raise ConfigError(problem)
         self.version: int = nccl.get_version()
         is_wanted = environment().get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        self.shares_gpus = is_wanted and self.version >= _SHARES_FROM
+        self.shares_gpus = is_wanted and self.version >= SHARES_FROM
 
     def unique_id(self) -> bytes:
         """See Provider."""

@@ -100,7 +100,12 @@ def _nccl() -> Nccl:
 
 
 def _with_paths(nccl: Nccl) -> Nccl:
-    return replace(nccl, paths=nccl_paths(_MAPS.read_text(errors="replace")))
+    return replace(nccl, paths=nccl_paths(loaded()))
+
+
+def loaded() -> str:
+    """Return what this process has mapped, in the form of /proc/self/maps."""
+    return _MAPS.read_text(errors="replace")
 
 
 def _driver() -> Driver:
