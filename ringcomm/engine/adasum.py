@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.arrays import adapter_for
+from ringcomm.arrays import DTYPES, adapter_for, any_adapter_for, device_adapter_for
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.scaling import Scaling, from_bfloat16, to_bfloat16
 from ringcomm.collectives.schedule import consecutive
@@ -49,12 +49,14 @@ def plan(
     Cost: log2(size) exchanges of all that is in xs, in float32 or wider.
     """
     scaling = scaling or Scaling()
-    del group
+    if xs and device_adapter_for(xs[0]) is not None:
+        from ringcomm.engine import gpu_plans  # which stands on this module
+
+        return gpu_plans.adasum(group, name, xs, in_place=in_place, scaling=scaling)
+    call = call_of(name, xs, in_place=in_place, scaling=scaling)
     adapters = [adapter_for(x) for x in xs]
-    for x, adapter in zip(xs, adapters, strict=True):
-        if not adapter.dtype(x).is_float:
-            raise TypeError(f"Adasum of {adapter.dtype(x)} has no meaning: it takes floats")
-        if in_place:
+    if in_place:
+        for x, adapter in zip(xs, adapters, strict=True):
             adapter.require_writable(x)
     copies = [adapter.copy(x) for x, adapter in zip(xs, adapters, strict=True)]
     flats = [adapter.flat(each) for each, adapter in zip(copies, adapters, strict=True)]
@@ -76,12 +78,32 @@ def plan(
             adapter.assign(x, copy)
         return list(xs)
 
+    return Plan(call, sum(flat.bytes.nbytes for flat in flats), run)
+
+
+def call_of(
+    name: str | None,
+    xs: Sequence[Any],
+    *,
+    in_place: bool,
+    scaling: Scaling,
+    place: str | None = None,
+) -> Call:
+    """Return what all ranks must have alike.
+
+    Raises:
+        TypeError: an array has no floats.
+    """
+    adapters = [any_adapter_for(x) for x in xs]
     members = tuple(
         (adapter.dtype(x).name, adapter.shape(x)) for x, adapter in zip(xs, adapters, strict=True)
     )
+    for dtype, _ in members:
+        if not DTYPES[dtype].is_float:
+            raise TypeError(f"Adasum of {dtype} has no meaning: it takes floats")
     op = f"ADASUM, {scaling}" if scaling else "ADASUM"
-    call = Call("adasum_" if in_place else "adasum", name, op=op, members=members)
-    return Plan(call, sum(flat.bytes.nbytes for flat in flats), run)
+    kind = "adasum_" if in_place else "adasum"
+    return Call(kind, name, op=op, members=members, place=place)
 
 
 async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector:

@@ -21,6 +21,7 @@ from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.collectives.schedule import consecutive
+from ringcomm.engine import adasum as host_adasum
 from ringcomm.engine import into, plans
 from ringcomm.engine.agreement import gather_alike, gather_counts
 from ringcomm.engine.call import Call
@@ -544,6 +545,35 @@ def grouped_allreduce(
         return await way.run(t, work, jobs, finish)
 
     return _plan(plans.grouped_call(kind, name, calls), sum(item.nbytes for item in items), run)
+
+
+def adasum(
+    group: Group, name: str | None, xs: Sequence[A], *, in_place: bool, scaling: Scaling
+) -> Plan[list[A]]:
+    """Plan the Adasum of each array; the host computes it."""
+    kind = "adasum_" if in_place else "adasum"
+    adapter = _adapter_of_all(kind, xs)
+    if in_place:
+        for x in xs:
+            adapter.require_writable(x)
+    sources = [_contiguous(x, adapter) for x in xs]
+    work = sources if in_place else [adapter.empty(x, adapter.shape(x)) for x in xs]
+    way = _Way(
+        group,
+        Issue.of(group, adapter, *xs),
+        sources,
+        lambda mirrors: host_adasum.plan(group, None, mirrors, in_place=True, scaling=scaling),
+        "Adasum is computed there",
+    )
+
+    def finish() -> list[A]:
+        return [_written(x, w, adapter, in_place=in_place) for x, w in zip(xs, work, strict=True)]
+
+    async def run(t: Channel) -> Any:
+        return await way.run(t, work, lambda _: [], finish)
+
+    call = host_adasum.call_of(name, xs, in_place=in_place, scaling=scaling, place=_PLACE)
+    return _plan(call, sum(adapter.span(x).nbytes for x in sources), run)
 
 
 def _fused(

@@ -74,7 +74,8 @@ def _grouped_reduction(plan: Callable[..., Plan[Any]]) -> Callable[[Group, Call]
 def _adasum(group: Group, call: Call) -> Plan[Any]:
     _, *factors = (call.op or "").split(", ")
     scaling = _scaling(factors) if factors else None
-    xs = [_neutral(DTYPES[dtype], shape, Op.SUM) for dtype, shape in call.members or ()]
+    members = call.members or ()
+    xs = [_placed(group, call, _neutral(DTYPES[d], shape, Op.SUM)) for d, shape in members]
     return adasum.plan(group, call.name, xs, in_place=call.kind.endswith("_"), scaling=scaling)
 
 

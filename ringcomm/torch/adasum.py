@@ -25,7 +25,7 @@ def with_adasum(
     """Return `optimizer` with the change that each step() makes combined over all ranks.
 
     Args:
-        optimizer: any torch.optim.Optimizer over CPU parameters.
+        optimizer: any torch.optim.Optimizer.
         named_parameters: its parameters, in the same order on every rank.
         compression: what is sent: Compression.none, fp16 or bf16.
         process_set: the ranks that take part.

@@ -12,7 +12,7 @@ from programs import make_program, run_program
 import ringcomm as rc
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.config import Settings
-from ringcomm.engine import gpu_plans, into
+from ringcomm.engine import adasum, gpu_plans, into
 from ringcomm.engine.world import engine
 
 
@@ -99,6 +99,29 @@ def test_messages_go_from_rank_to_rank(transport, tmp_path):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_adasum_is_that_of_host_memory(in_place, transport, tmp_path):
+    def body(rank):
+        values = [np.random.default_rng([rank, n]).standard_normal(n) for n in (5, 0, 1000)]
+        values[2] = values[2].astype(np.float16)
+        results = []
+        for xs in (values, [sim.array(x) for x in values]):
+            plan = partial(adasum.plan, name="a", xs=xs, in_place=in_place, scaling=Scaling(2, 0.5))
+            results.append(engine().execute("adasum", "a", plan))
+            assert [a is b for a, b in zip(results[-1], xs, strict=True)] == [in_place] * 3
+        of_integers = partial(adasum.plan, name="b", xs=[sim.array(np.ones(2, np.int32))])
+        with pytest.raises(TypeError, match="Adasum of int32 has no meaning"):
+            engine().execute("adasum", "b", of_integers)
+        rc.join()
+        return results[0], [x.get() for x in results[1]]
+
+    for host, device in on_gpus(3, body, tmp_path, **choose(transport)):
+        for a, b in zip(host, device, strict=True):
+            assert a.dtype == b.dtype
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_has_joined_stands_in(transport, tmp_path):
     def body(rank):
         if rank == 2:
@@ -106,11 +129,13 @@ def test_a_rank_that_has_joined_stands_in(transport, tmp_path):
         total = rc.allreduce(sim.array(np.full(4, rank + 1.0)))
         lowest = rc.allreduce(sim.array(np.full(4, rank + 1.0)), rc.MIN, name="lowest")
         rows = rc.allgather(sim.array(np.full((1, 2), rank)))
-        return rc.join(), [each.get().ravel().tolist() for each in (total, lowest, rows)]
+        plan = partial(adasum.plan, name="apart", xs=[sim.array(np.eye(2)[rank])])
+        (apart,) = engine().execute("adasum", "apart", plan)
+        return rc.join(), [each.get().ravel().tolist() for each in (total, lowest, rows, apart)]
 
     results = on_gpus(3, body, tmp_path, **choose(transport))
     for _, values in results[:2]:
-        assert values == [[3.0] * 4, [1.0] * 4, [0, 0, 1, 1]]
+        assert values == [[3.0] * 4, [1.0] * 4, [0, 0, 1, 1], [1, 1]]
 
 
 def test_ranks_that_pass_other_kinds_of_arrays_are_told(tmp_path):
