@@ -79,6 +79,7 @@ class SimulatedGpu:
         longest: the most entries that a stream has had.
         n_updates: launches of the kernel that updates.
         n_packs: of the one that packs.
+        n_queries: how often it was asked for an event.
     """
 
     name = "simulated GPU"
@@ -111,7 +112,7 @@ class SimulatedGpu:
         self._is_frozen = False
         self.failure = None
         self._layouts, self._tables = Layouts(self._upload), []
-        self.n_done = self.longest = self.n_updates = self.n_packs = 0
+        self.n_done = self.longest = self.n_updates = self.n_packs = self.n_queries = 0
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
 
@@ -146,6 +147,7 @@ class SimulatedGpu:
         self.give(stream, lambda: None, lambda: self._reached[event] >= turn)
 
     def is_reached(self, event):
+        self.n_queries += 1
         if self.failure is not None:
             raise RingcommError(f"the simulated GPU failed: {self.failure!r}") from self.failure
         if self._is_closed:

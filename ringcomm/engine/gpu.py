@@ -107,11 +107,15 @@ class Event:
     Args:
         device: whose stream it is.
         stream: reached once all is done that it has been given until now.
+
+    Attributes:
+        was_reached: somebody has seen that it is.
     """
 
     def __init__(self, device: Device, stream: int) -> None:
         self._device = device
         self._n_forks = n_forks()
+        self.was_reached = False
         with device.active():
             self.handle = device.new_event()
             device.record(self.handle, stream)
@@ -119,8 +123,10 @@ class Event:
     @property
     def is_reached(self) -> bool:
         """True once it is. Raises RingcommError: the GPU has failed."""
-        with self._device.active():
-            return self._device.is_reached(self.handle)
+        if not self.was_reached:
+            with self._device.active():
+                self.was_reached = self._device.is_reached(self.handle)
+        return self.was_reached
 
     def __del__(self) -> None:
         if hasattr(self, "handle") and n_forks() == self._n_forks and not sys.is_finalizing():
@@ -133,15 +139,22 @@ class Reached:
 
     Args:
         event: the event.
+        behind: an earlier one of the same stream, which somebody else waits for: the GPU is asked
+            for the earliest alone, however many follow.
     """
 
     source = -1
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Event, behind: Event | None = None) -> None:
         self._event = event
+        self._behind = behind
 
     def test(self) -> bool:
         """Return True once it is reached. Raises RingcommError: the GPU has failed."""
+        if self._behind is not None:
+            if not self._behind.was_reached:
+                return False
+            self._behind = None
         return self._event.is_reached
 
     def cancel(self) -> None:

@@ -68,6 +68,7 @@ class GpuTeam:
         self._n_alone = 0
         self._n_ordered = 0  # on the first rank: how many have been given their place
         self._turn = 0
+        self._newest: dict[int, Event] = {}  # that is followed, by stream
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
         self.mover: Mover | None = None
@@ -168,6 +169,8 @@ class GpuTeam:
             waits_for_others: the stream does; else no other rank need live for it to end.
         """
         done = Event(issue.memory.device, stream)
+        reached = Reached(done, behind=self._newest.get(stream))
+        self._newest[stream] = done
         launched = Launched(result, issue, done, self._engine.require_unbroken)
         if waits_for_others:
             self.n_launched += 1
@@ -180,7 +183,7 @@ class GpuTeam:
             kept = [keeps, result]
             is_reached = False
             try:
-                await Wait((Reached(done),))
+                await Wait((reached,))
                 is_reached = True
             finally:
                 if not is_reached:
