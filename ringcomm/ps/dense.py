@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -81,6 +82,14 @@ class Held(NamedTuple):
     present: Mask | None = None
 
 
+class _Release(NamedTuple):
+    """A request to end the round whose mean is held."""
+
+    clock: int
+    meta: PushMeta
+    answer: Answer
+
+
 @dataclass
 class Traffic:
     """What a partition has done.
@@ -143,6 +152,7 @@ class DensePartition:
             self.segments = Segments(spec.segments, start, stop, scalars)
         self.life = secrets.randbits(63)
         self.held: Held | None = None
+        self._releases: deque[_Release] = deque()  # that have not been answered
         self._traffic = Traffic()
         self.rounds: Rounds[Contribution] | None = None
         if spec.mode.has_rounds:
@@ -281,8 +291,8 @@ class DensePartition:
             ValueError: it does not fit the slice; nothing is changed.
         """
         if meta.flags & RELEASE:
-            self._release(clock, meta)
-            answer(True, self.version)
+            self._releases.append(_Release(clock, meta, answer))
+            self.advance()
             return
         grad = self._gradient(meta, body)
         if not meta.flags & (INITIAL | ASSIGN | ABSENT):
@@ -317,6 +327,7 @@ class DensePartition:
     def advance(self) -> None:
         """Carry out the rounds that are complete, and may end."""
         assert self.rounds is not None
+        self._carry_out_releases()
         while self.held is None and (came := self.rounds.take()) is not None:
             parts = [part for _, part in came]
             mean = shares_of(parts)
@@ -332,6 +343,14 @@ class DensePartition:
             for part in parts:
                 part.answer(mean is not None, self.version, b"empty" if mean is None else b"")
 
+    def _carry_out_releases(self) -> None:
+        """Answer those that have come, unless the round that they end may not end yet."""
+        assert self.rounds is not None
+        while self._releases and (self.held is None or self.rounds.may_end(self.version + 1)):
+            clock, meta, answer = self._releases.popleft()
+            self._release(clock, meta)
+            answer(True, self.version)
+
     def _release(self, clock: int, meta: PushMeta) -> None:
         """Make the mean of round `clock` an update; the first of its workers that asks does."""
         if self.held is None or clock != self.version:
@@ -342,7 +361,6 @@ class DensePartition:
         if mean is not None:
             _scale(mean, meta.weight)
         self._end_round(meta.hyper, mean, present)
-        self.advance()
 
     def _present_in(self, parts: list[Contribution]) -> Mask | None:
         """Return the segments for which some contribution that counts has a gradient."""

@@ -171,6 +171,7 @@ class Mover:
         self.rows.leave(rank)
         self._batches = deque(b for b in self._batches if b.request.source != rank)
         self._pauses = {number for number in self._pauses if number >> 32 != rank}
+        self._asked_pauses = [each for each in self._asked_pauses if each[0] >> 32 != rank]
         self._go_on()
 
     # --- the leader -----------------------------------------------------------------------------
@@ -183,8 +184,9 @@ class Mover:
             then()
 
     def release(self, number: int) -> None:
-        """End a pause."""
+        """End a pause, or give up one that has not begun."""
         self._pauses.discard(number)
+        self._asked_pauses = [each for each in self._asked_pauses if each[0] != number]
         self._go_on()
 
     def _ask(self, request: Delivery) -> None:

@@ -77,10 +77,14 @@ class Rounds(Generic[T]):
         self.current = 0
 
     def add(self, worker: int, number: int, contribution: T) -> bool:
-        """Take note of a contribution to round `number`; return False if that round is over."""
-        if number < self.current:
+        """Take note of a contribution to round `number`; return False if it comes too late.
+
+        That is so once the round is over, or consists of as many as it takes and may not end yet.
+        """
+        came = self._came[number] if number >= self.current else None
+        if came is None or (len(came) >= self._first_of and worker not in came):
             return False
-        self._came[number][worker] = contribution
+        came[worker] = contribution
         return True
 
     def leave(self, worker: int) -> None:
@@ -100,12 +104,16 @@ class Rounds(Generic[T]):
         """Let rounds end again, as far as `who` is concerned."""
         self._limits.pop(who, None)
 
+    def may_end(self, count: int) -> bool:
+        """Return True if so many rounds may have ended."""
+        return count <= min(self._limits.values(), default=math.inf)
+
     def take(self) -> list[tuple[int, T]] | None:
         """Return what the current round consists of, by worker, and begin the next; None: not yet.
 
         Worker order makes the sum the same whatever the order of arrival.
         """
-        if self.current >= min(self._limits.values(), default=math.inf):
+        if not self.may_end(self.current + 1):
             return None
         came = self._came[self.current]
         if not came or (len(came) < self._first_of and not self._live <= came.keys()):

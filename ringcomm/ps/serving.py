@@ -482,7 +482,6 @@ class Server:
                 moment = self.store.take(said["id"], said["save_to"], rounds, done)
             self._held[said["id"]] = moment
             self._let_rounds_end({said["id"]})
-            self._end_rounds(moment)
         else:
             raise ValueError(f"ps.snapshot: cannot {said['do']!r}")
 
@@ -494,7 +493,7 @@ class Server:
         told = {}
         for table in self.tables.values():
             rounds = [part.rounds for part in table.held_alike() if part.rounds is not None]
-            count = max((each.current for each in rounds), default=0)
+            count = max((part.version for part in table.held_alike()), default=0)
             for each in rounds:
                 each.limit(number, count)
             if table.spec.mode.has_rounds:
@@ -511,6 +510,7 @@ class Server:
                     if part.rounds is not None:
                         part.rounds.unlimit(number)
                         part.advance()
+        self._end_rounds(*self._held.values())
         self.look_at_waiting()
 
     def _tell_tables(self, request: Delivery) -> None:
@@ -518,8 +518,8 @@ class Server:
         self.reply(request, body=_as_body({"job": self.job, "tables": tables}))
 
     def _end_rounds(self, *held: Held | Moment) -> None:
-        """Let snapshots wait no more if nobody is left who could end a round."""
-        if set(self._layout.workers) <= self.left:
+        """Let snapshots wait no more once nobody is left who could end a round, or stops it."""
+        if not self._stopped and set(self._layout.workers) <= self.left:
             for each in held:
                 each.take_as_they_are()
 
@@ -534,7 +534,6 @@ class Server:
                 table.shard.leave(rank)
         self.mover.leave(rank)
         self._let_rounds_end({number for number in self._stopped if number >> 32 == rank})
-        self._end_rounds(*self._held.values())
         self.look_at_waiting()
         self.reply(request)
 

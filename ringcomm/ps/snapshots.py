@@ -47,6 +47,9 @@ class Moment:
         self._is_told = False
         for table in tables.values():
             wanted = rounds.get(table.number)
+            if wanted is None and table.spec.mode.has_rounds:  # opened since rounds were counted
+                self._tell(is_whole=False)
+                return
             for unit, part in _units(table):
                 if wanted is None or part.version == wanted:
                     take((table.number, unit), part)

@@ -48,6 +48,17 @@ def test_the_first_k_end_a_round_and_the_next_is_late():
     assert not rounds.add(0, 0, "a")
 
 
+def test_no_more_than_k_make_a_round_that_may_not_end_yet():
+    rounds = Rounds([0, 1, 2], first_of=2)
+    rounds.limit(7, 0)
+    assert rounds.add(2, 0, "c")
+    assert rounds.add(0, 0, "a")
+    assert not rounds.add(1, 0, "b")
+    assert rounds.add(1, 1, "d")
+    rounds.unlimit(7)
+    assert rounds.take() == [(0, "a"), (2, "c")]
+
+
 def test_fewer_than_k_that_live_are_enough():
     rounds = Rounds([0, 1], first_of=2)
     rounds.leave(1)

@@ -1,6 +1,8 @@
 """Rounds that wait for their release, that nobody contributes to, and that went by."""
 
 import math
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +10,9 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.ps import job, moments
+from ringcomm.ps.frames import Kind
+from ringcomm.ps.snapshots import RELEASE, STOP
 from ringcomm.ps.states import TableState, pull_state, push_state
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -150,3 +155,47 @@ def test_what_is_for_rounds_alone_is_refused_elsewhere():
             t.push(np.ones(N), weight=0)
 
     run_workers(1, body)
+
+
+def stop_rounds():
+    """Let no round end on any server; return what lets them end again."""
+    current = job.session()
+    number = moments.new_id(current)
+    moments.ask_all(current, Kind.SNAPSHOT, {"do": STOP, "id": number})
+    return partial(
+        moments.ask_all, current, Kind.SNAPSHOT, {"do": RELEASE, "id": number, "moves": True}
+    )
+
+
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_a_snapshot_while_means_are_held_is_of_the_round_before(n_servers):
+    both = threading.Barrier(2)
+
+    def body(rank):
+        t = table()
+        for _ in range(2):
+            t.push(np.ones(N), hold=True).wait()
+            both.wait(10)
+            if rank == 0:
+                with ps.snapshot() as rounds:
+                    seen = rounds, np.unique(t.pull().wait()).tolist()
+            both.wait(10)
+            t.release(1.0).wait()
+        return seen if rank == 0 else t.pull().wait()[0]
+
+    assert run_workers(2, body, n_servers) == [(1, [-1.0]), -2.0]
+
+
+def test_a_release_waits_while_rounds_are_stopped():
+    def body(rank):
+        t = table()
+        t.push(np.ones(N), hold=True).wait()
+        go_on = stop_rounds()
+        released = t.release(1.0)
+        moments.ask_all(job.session(), Kind.STATS, {})  # servers have seen it
+        was_done = released.done()
+        go_on()
+        released.wait()
+        return was_done, t.pull().wait()[0]
+
+    assert run_workers(1, body, 2) == [(False, -1.0)]
