@@ -13,9 +13,11 @@ from ringcomm.collectives.layout import describe
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
+from ringcomm.engine.engine import Engine
 from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
+from ringcomm.errors import ConfigError
 from ringcomm.gpu.choice import GpuChoice
 
 
@@ -26,14 +28,18 @@ class GpuExplanation:
     Attributes:
         choice: the transport, and why not the others; None: the first operation will choose.
         wanted: RINGCOMM_GPU_TRANSPORT.
+        problem: why this rank can use no GPU, and what to do; empty if it can.
     """
 
     choice: GpuChoice | None
     wanted: str
+    problem: str = ""
 
     def __str__(self) -> str:
         if self.choice is not None:
             return f"arrays on GPUs: {self.choice}"
+        if self.problem:
+            return f"arrays on GPUs: this rank can use no GPU; {self.problem}"
         how = "the first that can of nccl, ipc and staged"
         if self.wanted != "auto":
             how = f"{self.wanted}, as RINGCOMM_GPU_TRANSPORT says"
@@ -91,7 +97,8 @@ def explain(
         op: operator of the reduction.
         deterministic: elements are to be reduced in rank order.
         group: whose collective; None: all ranks. This rank need not be a member.
-        device: "cuda": for arrays on GPUs, which of their transports it is.
+        device: "cuda": for arrays on GPUs, which of their transports the group's first operation
+            chose; until then it looks for a GPU, which loads cupy and starts the driver.
 
     Raises:
         TypeError: no such dtype, or an operator without meaning for it, or nbytes is no int.
@@ -118,10 +125,19 @@ def explain(
     if device == "cuda":
         team = None if group.rank is None else Gpus.of(current).team_or_none(group)
         choice = None if team is None else team.choice
-        return GpuExplanation(choice, current.settings.gpu_transport)
+        problem = "" if choice else _gpu_problem(current)
+        return GpuExplanation(choice, current.settings.gpu_transport, problem)
     shares_memory = current.shares_memory(group)
     case = Case(collective, nbytes, kind, current.nodes_of(group), deterministic, shares_memory)
     return Explanation(case, op, current.selection.choice(case))
+
+
+def _gpu_problem(current: Engine) -> str:
+    try:
+        Gpus.of(current).require()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def bytes_text(nbytes: int) -> str:

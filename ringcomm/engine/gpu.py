@@ -37,10 +37,12 @@ class Drivers:
     Attributes:
         open_device: returns the GPU of this number, or raises ConfigError.
         provider: returns the binding of NCCL, or raises ConfigError, whose text says why not.
+        require: raises ConfigError if no GPU can be used; before the library of arrays is touched.
     """
 
     open_device: Callable[[int], Device]
     provider: Callable[[], Provider]
+    require: Callable[[], None] = lambda: None
 
 
 def cuda_drivers(nccl: str = "cupy") -> Drivers:
@@ -59,7 +61,14 @@ def cuda_drivers(nccl: str = "cupy") -> Drivers:
 
         return CupyProvider()
 
-    return Drivers(_cuda_device, provider)
+    return Drivers(_cuda_device, provider, _require_cuda)
+
+
+def _require_cuda() -> None:
+    from ringcomm.gpu.presence import require
+    from ringcomm.gpu.probing import probe
+
+    require(probe())
 
 
 @functools.cache
@@ -210,6 +219,11 @@ class Gpus:
                 self._no_provider = error  # to look again would take half a second
                 raise
         return self._provider
+
+    def require(self) -> None:
+        """Return if this rank can use a GPU. Raises ConfigError, which says what is missing."""
+        if not self._memories:  # where one is in use, nothing need be looked for
+            self._drivers.require()
 
     def memory(self, index: int) -> GpuMemory:
         """Return a GPU. Raises ConfigError, which says why it cannot be used."""

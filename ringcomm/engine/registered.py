@@ -67,7 +67,7 @@ def empty(
     Raises:
         TypeError, ValueError: no such dtype, shape or device.
         MemoryError: there is no room.
-        ConfigError: there is no GPU that could be used.
+        ConfigError: there is no GPU that could be used; the text says what is missing.
     """
     current = engine()
     if device not in ("cpu", "cuda"):
@@ -82,6 +82,7 @@ def empty(
     lengths = _lengths(shape)
     nbytes = math.prod(lengths) * kind.itemsize
     if device == "cuda":
+        Gpus.of(current).require()
         on_device = device_adapter_of_kind(first_device_kind())
         index = on_device.current_device()
         return on_gpu(current, DTYPES[kind.name], lengths, on_device, index)

@@ -1,0 +1,86 @@
+"""Where no GPU can be used, rc.zeros and rc.explain say why, and touch no array library."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import simulated_gpu as sim
+from gpu_ranks import begin
+from harness import run_ranks
+
+import ringcomm as rc
+from ringcomm import arrays
+from ringcomm.engine.gpu import Gpus
+from ringcomm.engine.world import engine
+from ringcomm.errors import ConfigError
+from ringcomm.gpu import probing
+from ringcomm.gpu.presence import Cupy, Driver, Stack
+
+NO_CUPY = Stack()
+CUPY_ALONE = Stack(cupy=Cupy(version="14.2.0", cuda=13020, nvrtc="13.0", has_headers=True))
+GAPS = [
+    (NO_CUPY, "a GPU array needs cupy: pip install 'ringcomm[cuda13]'"),
+    (
+        CUPY_ALONE,
+        "no NVIDIA driver (libcuda.so.1) is here: install one, or start the container with "
+        "--gpus all",
+    ),
+]
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Return a function that lets the process find this stack, and no array library at all."""
+
+    def find(stack):
+        monkeypatch.setattr(arrays, "_added", [])
+        monkeypatch.setattr(probing, "probe", lambda: stack)
+        monkeypatch.setattr(arrays, "_cupy", lambda: pytest.fail("cupy was touched"))
+
+    return find
+
+
+@pytest.mark.parametrize("make", [rc.empty, rc.zeros])
+@pytest.mark.parametrize(("stack", "line"), GAPS, ids=["no cupy", "no driver"])
+def test_a_registered_array_is_refused_with_what_is_missing(stack, line, make, found):
+    found(stack)
+
+    def body(_):
+        with pytest.raises(ConfigError) as refused:
+            make(4, "float32", device="cuda")
+        return str(refused.value)
+
+    assert run_ranks(2, body) == [line, line]
+
+
+@pytest.mark.parametrize(("stack", "line"), GAPS, ids=["no cupy", "no driver"])
+def test_explain_promises_no_transport(stack, line, found):
+    found(stack)
+    told = run_ranks(1, lambda _: str(rc.explain(1000, device="cuda")))
+    assert told == [f"arrays on GPUs: this rank can use no GPU; {line}"]
+
+
+def test_where_a_gpu_can_be_used_explain_says_what_will_choose(monkeypatch, found):
+    found(NO_CUPY)
+    monkeypatch.setattr(probing, "probe", lambda: dataclasses.replace(CUPY_ALONE, driver=DRIVER))
+    (told,) = run_ranks(1, lambda _: str(rc.explain(1000, device="cuda")))
+    assert told.endswith("first operation on them takes the first that can of nccl, ipc and staged")
+
+
+DRIVER = Driver(is_loaded=True, cuda=13000, gpus=(object(),))
+
+
+def test_what_is_in_use_is_not_looked_for_again(tmp_path):
+    def body(rank):
+        gpu = begin(rank, tmp_path)
+        asked = []
+        drivers = dataclasses.replace(sim.drivers(), require=lambda: asked.append(1))
+        Gpus.use(engine(), drivers)
+        rc.allreduce(sim.array(np.ones(3)))
+        for _ in range(2):
+            rc.zeros(4, "float32", device="cuda")
+        gpu.synchronize()
+        gpu.close()
+        return asked
+
+    assert run_ranks(1, body) == [[]]
