@@ -20,17 +20,15 @@ MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in 
 
 @dataclass(frozen=True)
 class Chunk:
-    """This rank's part of a bucket.
+    """This rank's part of a bucket's weights.
 
     Attributes:
-        gradients: of the whole bucket, flat.
-        weights: likewise.
-        own: which elements of both are this rank's.
+        weights: of the whole bucket, flat.
+        own: which elements are this rank's.
         places: of the pieces, one behind the other, which fill it: each belongs to one parameter.
         pieces: the weights there.
     """
 
-    gradients: torch.Tensor
     weights: torch.Tensor
     own: slice
     places: Sequence[slice]
@@ -51,17 +49,26 @@ class ChunkUpdate(Protocol):
         ...
 
     def update(
-        self, gradients: Sequence[torch.Tensor | None], groups: Sequence[tuple[Settings, list[int]]]
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        groups: Sequence[tuple[Settings, list[int]]],
+        buffer: torch.Tensor,
     ) -> list[Settings]:
         """Write new weights over the old ones, or say in `pieces` how.
 
         Args:
             gradients: of each piece, of its shape and dtype, read only; None: it stays as it is.
             groups: the settings of each param_group, and which pieces are in it.
+            buffer: of the bucket, flat; where gradients are that nobody has replaced. What a kernel
+                is to read must be there.
 
         Returns:
             The settings as the step has left them.
         """
+        ...
+
+    def note_done(self) -> None:
+        """What `pieces` says was done."""
         ...
 
     def held(self, piece: int) -> Held:
@@ -98,9 +105,13 @@ class OwnClassUpdate:
         self._has_master = [False for _ in weights]  # one that differs from the weights
 
     def update(
-        self, gradients: Sequence[torch.Tensor | None], groups: Sequence[tuple[Settings, list[int]]]
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        groups: Sequence[tuple[Settings, list[int]]],
+        buffer: torch.Tensor,
     ) -> list[Settings]:
         """See ChunkUpdate."""
+        del buffer
         for piece, gradient in enumerate(gradients):
             master = self._masters[piece]
             if gradient is not None:
@@ -116,6 +127,9 @@ class OwnClassUpdate:
                 self._round(piece)
             self._masters[piece].grad = None
         return [_settings(group) for group in self._optimizer.param_groups]
+
+    def note_done(self) -> None:
+        """See ChunkUpdate."""
 
     def held(self, piece: int) -> Held:
         """See ChunkUpdate."""

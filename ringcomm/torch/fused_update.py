@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from ringcomm.gpu.base import UpdatePiece
 from ringcomm.gpu.kernels import Argument, Rule, adam_numbers, sgd_numbers
 from ringcomm.torch.buckets import is_16_bit, wide
 from ringcomm.torch.chunk_update import MASTER, Chunk, Settings
-from ringcomm.torch.held import COUNT, Held, State
+from ringcomm.torch.held import COUNT, Held
 
 _STATES: Final = {
     optim.SGD: ("momentum_buffer",),
@@ -27,6 +27,7 @@ _STATES: Final = {
     optim.AdamW: ("exp_avg", "exp_avg_sq"),
 }
 _TOO_MUCH: Final = ("amsgrad", "capturable", "differentiable")  # settings that no kernel knows
+_CPU: Final = torch.device("cpu")
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -34,9 +35,14 @@ def can_fuse(kind: type[Optimizer], settings: Sequence[Settings]) -> bool:
     """Return True if a kernel does what an optimizer of this class does with these settings."""
     return kind in _STATES and all(
         not any(each.get(name) for name in _TOO_MUCH)
-        and not any(torch.is_tensor(value) for value in each.values())  # to read it, hosts wait
+        and not any(_has_tensor(value) for value in each.values())  # to read it, a host waits
         for each in settings
     )
+
+
+def _has_tensor(value: Any) -> bool:
+    values = value if isinstance(value, tuple | list) else (value,)
+    return any(torch.is_tensor(each) for each in values)
 
 
 def can_push(group: Group, weights: torch.Tensor) -> bool:
@@ -63,6 +69,23 @@ class _Step:
     count: int
 
 
+@dataclass
+class _Kept:
+    """What is kept of a piece beside its lines of state.
+
+    Attributes:
+        count: of steps that its state has seen; of SGD, of those with momentum.
+        has_master: the master differs from the weights.
+        step_device: where torch has the number of steps.
+        rest: what a kernel does not know, for when torch's class goes on.
+    """
+
+    count: int = 0
+    has_master: bool = False
+    step_device: torch.device = _CPU
+    rest: Held = field(default_factory=Held)
+
+
 class FusedUpdate:
     """ChunkUpdate whose work is a kernel's, which writes the new weights to all ranks.
 
@@ -79,62 +102,87 @@ class FusedUpdate:
         adapter = device_adapter_for(chunk.weights)
         assert adapter is not None
         self._adapter: DeviceAdapter = adapter
-        self._counts = [0 for _ in chunk.places]
-        self._has_master = [False for _ in chunk.places]  # one that differs from the weights
-        self._step_device = torch.device("cpu")
-        weights = chunk.weights[chunk.own]
-        self._master = wide(weights)
+        self._kept = [_Kept() for _ in chunk.places]
+        self._next: dict[int, _Kept] = {}  # by piece, once the kernel is through
+        self._master = wide(chunk.weights[chunk.own])
         self._states: dict[str, torch.Tensor] = {}
         self.pieces: tuple[UpdatePiece, ...] = ()
 
     def update(
-        self, gradients: Sequence[torch.Tensor | None], groups: Sequence[tuple[Settings, list[int]]]
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        groups: Sequence[tuple[Settings, list[int]]],
+        buffer: torch.Tensor,
     ) -> list[Settings]:
         """Say in `pieces` what there is to do; see ChunkUpdate."""
         self._follow()
         steps: list[_Step | None] = [None for _ in gradients]
+        following = {}
         for number, (settings, members) in enumerate(groups):
-            if settings.get("fused"):
-                self._step_device = self._chunk.weights.device  # where torch has it then
             for piece in members:
                 gradient = gradients[piece]
                 if gradient is None:
                     continue
-                self._bring(gradient, self._chunk.places[piece])
-                self._counts[piece] += settings.get("momentum") != 0
-                self._has_master[piece] = is_16_bit(self._chunk.weights)
-                steps[piece] = _Step(number, self._counts[piece])
+                self._bring(gradient, buffer[self._chunk.places[piece]])
+                following[piece] = kept = self._after(self._kept[piece], settings)
+                steps[piece] = _Step(number, self._number(kept.count))
         self.pieces = tuple(
             self._piece(place, groups[step.group][0], step.count)
             for step, place in self._merged(steps)
         )
+        self._next = following
         return [settings for settings, _ in groups]
+
+    def note_done(self) -> None:
+        """See ChunkUpdate."""
+        for piece, kept in self._next.items():
+            self._kept[piece] = kept
+        self._next = {}
 
     def held(self, piece: int) -> Held:
         """See ChunkUpdate."""
-        part, count = self._part(piece), self._counts[piece]
-        lines = {name: line[part] for name, line in self._states.items()} if count else {}
-        alike: State = {}
-        if count and self._kind is not optim.SGD:
-            alike[COUNT] = torch.tensor(float(count), device=self._step_device)
-        if self._has_master[piece]:
+        part, kept = self._part(piece), self._kept[piece]
+        lines, alike = dict(kept.rest.lines), dict(kept.rest.alike)
+        if kept.count:
+            lines |= {name: line[part] for name, line in self._states.items()}
+        if kept.count and self._kind is not optim.SGD:
+            alike[COUNT] = torch.tensor(float(kept.count), device=kept.step_device)
+        if kept.has_master:
             lines[MASTER] = self._master[part]
         return Held(lines, alike)
 
     def hold(self, piece: int, held: Held) -> None:
         """See ChunkUpdate."""
-        part = self._part(piece)
-        for name in _STATES[self._kind]:
-            if name in held.lines:
-                self._state(name)[part].copy_(held.lines[name])
+        part, names = self._part(piece), _STATES[self._kind]
+        lines, alike = dict(held.lines), dict(held.alike)
+        master, count = lines.pop(MASTER, None), alike.pop(COUNT, None)
+        kept = _Kept()
         if self._kind is optim.SGD:
-            self._counts[piece] = int("momentum_buffer" in held.lines)
-        else:
-            self._counts[piece] = int(held.alike.get(COUNT, 0))
-        master = held.lines.get(MASTER)
+            kept.count = int("momentum_buffer" in lines)
+        elif count is not None:
+            kept.count = int(count)
+            kept.step_device = count.device if torch.is_tensor(count) else _CPU
+        for name in names:
+            if name in lines:
+                self._state(name)[part].copy_(lines.pop(name))
         if master is not None and is_16_bit(self._chunk.weights):
             self._master[part].copy_(master)
-            self._has_master[piece] = True
+            kept.has_master = True
+        kept.rest = Held(lines, alike)
+        self._kept[piece] = kept
+
+    def _after(self, kept: _Kept, settings: Settings) -> _Kept:
+        """Return what is kept of a piece after one more step."""
+        return replace(
+            kept,
+            count=kept.count + (settings.get("momentum") != 0),
+            has_master=is_16_bit(self._chunk.weights),
+            step_device=self._chunk.weights.device if settings.get("fused") else kept.step_device,
+        )
+
+    def _number(self, count: int) -> int:
+        """Return what of a number of steps matters to the kernel: to SGD, if it is the first."""
+        return min(count, 2) if self._kind is optim.SGD else count
 
     def _state(self, name: str) -> torch.Tensor:
         """Return a line of state; SGD may never need its."""
@@ -154,11 +202,10 @@ class FusedUpdate:
             is_own = master.to(weights.dtype) == weights
             torch.where(is_own, master, weights.float(), out=master)
 
-    def _bring(self, gradient: torch.Tensor, place: slice) -> None:
+    def _bring(self, gradient: torch.Tensor, place: torch.Tensor) -> None:
         """Let a gradient stand where the kernel reads it."""
-        target = self._chunk.gradients[place]
-        if gradient.data_ptr() != target.data_ptr():
-            target.copy_(gradient)
+        if gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
 
     def _merged(self, steps: Sequence[_Step | None]) -> Iterator[tuple[_Step, slice]]:
         """Return runs of neighbours that take the same step."""

@@ -56,18 +56,21 @@ class Shard:
             for member in bucket.members
         }
         self._move_in()
-        self._gradients = bucket.buffer
         self._update = make_update(self._chunk(bucket))
 
     @torch.no_grad()
     def update(
-        self, settings: Sequence[Settings], group_of: Mapping[torch.Tensor, int]
+        self,
+        settings: Sequence[Settings],
+        group_of: Mapping[torch.Tensor, int],
+        buffer: torch.Tensor,
     ) -> list[Settings]:
         """Write new weights to this rank's chunk; return the settings as that leaves them.
 
         Args:
             settings: of each param_group.
             group_of: the number of each parameter's param_group.
+            buffer: of the bucket, as it is in this step.
         """
         self._move_in()
         groups: list[tuple[Settings, list[int]]] = [(each, []) for each in settings]
@@ -78,18 +81,20 @@ class Shard:
             gradients.append(None if number is None else slot.own_gradient())
             if number is not None:
                 groups[number][1].append(piece)
-        return self._update.update(gradients, groups)
+        return self._update.update(gradients, groups, buffer)
 
-    def send(self) -> Handle[Any]:
-        """Start to give this rank's chunk to the others, and to get theirs. Collective."""
+    def send(self, buffer: torch.Tensor) -> Handle[Any]:
+        """Start to give this rank's chunk to the others, and to get theirs. Collective.
+
+        Args:
+            buffer: see update().
+        """
         pieces = self._update.pieces
         if pieces is not None:
             return engine().start(
                 "update",
                 self._name,
-                lambda g: gpu_plans.update_reduced(
-                    g, self._name, self._gradients, self._weights, pieces
-                ),
+                lambda g: gpu_plans.update_reduced(g, self._name, buffer, self._weights, pieces),
                 self._group,
             )
         parts = chunks(self._weights.numel(), self._group.size)
@@ -104,6 +109,7 @@ class Shard:
 
     def note_written(self) -> None:
         """Tell autograd of the new weights, once all are there."""
+        self._update.note_done()
         for slot in self._slots.values():
             if slot.parameter.grad is not None:
                 TORCH.written(slot.parameter)
@@ -128,7 +134,7 @@ class Shard:
             if (part := self.updated.get(member.index)) is not None
         ]
         pieces = [line_of(self._views[index])[part] for index, part in self.updated.items()]
-        return Chunk(bucket.buffer, self._weights, own, places, pieces)
+        return Chunk(self._weights, own, places, pieces)
 
     @torch.no_grad()
     def _move_in(self) -> None:

@@ -21,7 +21,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch import averaging
 from ringcomm.torch.averaging import Averaging
 from ringcomm.torch.buckets import is_16_bit
-from ringcomm.torch.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate
+from ringcomm.torch.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate, settings_of
 from ringcomm.torch.fused_update import FusedUpdate, can_fuse, can_push
 from ringcomm.torch.reducer import GradientReducer
 from ringcomm.torch.shards import Shards
@@ -164,7 +164,7 @@ class Sharding(Averaging):
             with torch.enable_grad():
                 loss = each()
         self._tell_of_changes()
-        is_fused = can_fuse(type(self).__bases__[1], self.param_groups)
+        is_fused = can_fuse(type(self).__bases__[1], settings_of(self))
         self._shards.step(self, self._make_fused if is_fused else self._make, is_fused=is_fused)
         return loss
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.errors import RingcommError
+from ringcomm.torch.buckets import Bucket
 from ringcomm.torch.chunk_update import settings_of
 from ringcomm.torch.held import Held, State
 from ringcomm.torch.pieces import shares_of
@@ -52,7 +53,7 @@ class Shards:
             make_update: makes what updates this rank's pieces of a bucket.
             is_fused: it may make other things than in a step where this is not so.
         """
-        self._arrange(make_update, is_fused=is_fused)
+        buckets = self._arrange(make_update, is_fused=is_fused)
         self._take_over(optimizer)
         self._require_reduced()
         group_of = {
@@ -60,12 +61,10 @@ class Shards:
         }
         before = after = settings_of(optimizer)
         under_way = []
-        for shard in self._shards:
-            after = shard.update(before, group_of)
-            under_way.append(shard.send())
+        for shard, bucket in zip(self._shards, buckets, strict=True):
+            after = shard.update(before, group_of, bucket.buffer)
+            under_way.append((shard, shard.send(bucket.buffer)))
         _wait_for_all(under_way)
-        for shard in self._shards:
-            shard.note_written()
         for group, settings in zip(optimizer.param_groups, after, strict=True):
             group.update(settings)
 
@@ -84,18 +83,22 @@ class Shards:
             if is_wanted
         }
 
-    def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> None:
-        """Let shards be as the buckets are. Collective where parameters change hands."""
+    def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> Sequence[Bucket]:
+        """Let shards be as the buckets are, which are returned; a bucket may be new all the same.
+
+        Collective where parameters change hands.
+        """
         group, buckets = self._reducer.recipe.group, self._reducer.laid_out()
         plans = [shard.plan for shard in self._shards]
         is_same = plans == [plan_of(bucket) for bucket in buckets]
         if group is self._group and is_same and is_fused == self._is_fused:
-            return
+            return buckets
         self._require_same_ranks(group)
         slots = self._reducer.slots
         fresh = [Shard(bucket, slots, group, make_update) for bucket in buckets]
         self._hand_over(fresh, group.size)
         self._shards, self._group, self._is_fused = fresh, group, is_fused
+        return buckets
 
     def _hand_over(self, fresh: Sequence[Shard], size: int) -> None:
         """Give the state of each piece to who is to have it."""
@@ -144,14 +147,16 @@ class Shards:
                 )
 
 
-def _wait_for_all(handles: Sequence[Handle[Any]]) -> None:
-    """Wait until all are over, then raise the first error."""
+def _wait_for_all(under_way: Sequence[tuple[Shard, Handle[Any]]]) -> None:
+    """Wait until the weights of all are there, then raise the first error."""
     errors = []
-    for handle in handles:
+    for shard, handle in under_way:
         try:
             handle.wait()
         except RingcommError as error:
             errors.append(error)
+        else:
+            shard.note_written()
     if errors:
         raise errors[0]
 

@@ -1,5 +1,8 @@
 """DistributedOptimizer(shard_state=1): ranks update their shares, and the result is the same."""
 
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
@@ -760,3 +763,26 @@ def test_a_rank_that_has_joined_has_nothing_to_give():
 
     results = outcomes(2, body, settings=SMALL)
     assert any("join()" in str(each) for each in results), results
+
+
+def test_no_gradients_are_kept_but_those_of_the_buckets():
+    """Buckets are made anew after the first step; where they are alike, shards are not."""
+
+    def body(rank):
+        model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
+        optimizer = wrap(model, shard_state=1)
+        first = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 40)).sum().backward()
+            buckets = optimizer._reducer.laid_out()
+            first = first or [weakref.ref(each.buffer) for each in buckets]
+            is_new = all(each.buffer is not ref() for each in buckets for ref in first)
+            del buckets
+            optimizer.step()
+        gc.collect()
+        return is_new, [ref() for ref in first]
+
+    for is_new, kept in run_ranks(2, body):
+        assert is_new
+        assert kept == [None]

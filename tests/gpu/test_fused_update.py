@@ -46,7 +46,7 @@ def train(model, optimizer, samples, begin=0):
     for number, x in enumerate(samples, begin):
         optimizer.zero_grad()
         # The last layer has no gradient in every third step.
-        out = model(x) if number % 3 else model[:3](x)
+        out = model[:3](x) if number % 3 == 2 else model(x)
         out.pow(2).mean().backward()
         if number == 4:
             if hasattr(optimizer, "synchronize"):
@@ -138,16 +138,28 @@ def goes_to_torch_and_back():
     for number, x in enumerate(data(9)):
         if number == 7:
             assert_same_states(optimizer.state_dict(), reference.state_dict())
-        lr = torch.tensor(5e-3) if number in (3, 4, 5) else 5e-3
+        changed = dict(lr=torch.tensor(5e-3) if number == 3 else 5e-3,
+                       amsgrad=number in (0, 5, 8))  # what it keeps is kept by the kernel, too
         for group in (*optimizer.param_groups, *reference.param_groups):
-            group["lr"] = lr
+            group.update(changed)
+        if number == 2:  # a step that fails is none
+            eps = [group.pop("eps") for group in optimizer.param_groups]
+            try:
+                train(model, optimizer, [share(x)], number)
+            except KeyError:
+                for group, value in zip(optimizer.param_groups, eps, strict=True):
+                    group["eps"] = value
+                n_updates.append(gpu.n_updates)
+                continue
+            raise AssertionError("there is no eps")
         train(model, optimizer, [share(x)], number)
         alone(lambda: train(whole, reference, [x], number))
         gpu.synchronize()
         n_updates.append(gpu.n_updates)
     for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert_close(p, q, name)
-    assert n_updates[2] == n_updates[5] < n_updates[6], n_updates
+    assert n_updates[0] < n_updates[1] == n_updates[3] < n_updates[4] == n_updates[5]
+    assert n_updates[5] < n_updates[6] < n_updates[7] == n_updates[8]
 
 
 def has_masters():
