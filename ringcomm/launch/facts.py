@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
+import ringcomm
 from ringcomm import config
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.presence import Stack
@@ -71,6 +74,8 @@ class Facts:
         launcher: None if there is no mpirun.
         core: path of the compiled part, None if it cannot be loaded.
         core_error: why it cannot be loaded.
+        sources: the folder of ringcomm's sources, if it is imported from there; else empty.
+        origin: what pip needs to be told to install it again: "-e /home/me/ringcomm".
         guardian: path of the guardian program, None if it is not there.
         is_guardian_executable: this user may run it.
         cores: number of processor cores that this process may use.
@@ -88,6 +93,8 @@ class Facts:
     launcher: Launcher | None
     core: str | None
     core_error: str = ""
+    sources: str = ""
+    origin: str = "ringcomm"
     guardian: str | None
     is_guardian_executable: bool
     cores: int
@@ -114,6 +121,8 @@ def gather(environ: Mapping[str, str]) -> Facts:
         launcher=_launcher(environ),
         core=core,
         core_error=core_error,
+        sources=_sources(),
+        origin=_origin(),
         guardian=str(guardian) if guardian is not None and guardian.is_file() else None,
         is_guardian_executable=guardian is not None and os.access(guardian, os.X_OK),
         cores=_cores(os.sched_getaffinity(0)),
@@ -221,6 +230,34 @@ def _core() -> tuple[str | None, str]:
     except ImportError as error:
         return None, str(error)
     return _core.__file__, ""
+
+
+def _sources() -> str:
+    folder = Path(ringcomm.__file__).resolve().parents[1]
+    return str(folder) if (folder / "pyproject.toml").exists() else ""
+
+
+def _origin() -> str:
+    try:
+        told = metadata.distribution("ringcomm").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        told = None
+    return origin(told)
+
+
+def origin(direct_url: str | None) -> str:
+    """Return what to tell pip to install ringcomm again.
+
+    Args:
+        direct_url: what pip has noted beside the installed package (PEP 610); None: nothing, for
+            it came from a package index.
+    """
+    told = json.loads(direct_url or "{}")
+    url = urlsplit(told.get("url", ""))
+    if url.scheme != "file":
+        return "ringcomm"
+    path = shlex.quote(unquote(url.path))
+    return f"-e {path}" if told.get("dir_info", {}).get("editable") else path
 
 
 def _settings_error(environ: Mapping[str, str]) -> str:

@@ -111,14 +111,17 @@ def _matched(facts: Facts, found: str, library: Kind, launcher: Kind) -> _Verdic
 
 
 def _core(facts: Facts) -> _Verdict:
+    if facts.core is None and facts.sources:
+        found = f"this is ringcomm's source folder, {facts.sources}, which has none"
+        return _Verdict("problem", found, _mend_package(facts))
     if facts.core is None:
-        return _Verdict("problem", f"cannot be loaded ({facts.core_error})", _REINSTALL)
+        return _Verdict("problem", f"cannot be loaded ({facts.core_error})", _mend_package(facts))
     return _Verdict("ok", facts.core)
 
 
 def _guardian(facts: Facts) -> _Verdict:
     if facts.guardian is None:
-        return _Verdict("problem", "ringcomm-guardian is not there", _REINSTALL)
+        return _Verdict("problem", "ringcomm-guardian is not there", _mend_package(facts))
     if not facts.is_guardian_executable:
         fix = f"chmod +x {shlex.quote(facts.guardian)}"
         return _Verdict("problem", f"{facts.guardian} is not executable", fix)
@@ -214,7 +217,12 @@ _LOOKS: Final[dict[str, Callable[[Facts], _Verdict]]] = {
     "root": _root,
 }
 SUBJECTS: Final = tuple(_LOOKS)
-_REINSTALL = "pip install --force-reinstall --no-deps ringcomm"
+
+
+def _mend_package(facts: Facts) -> str:
+    if facts.core is None and facts.sources:
+        return f"change to another folder, or python -P, or pip install -e {facts.sources}"
+    return f"pip install --force-reinstall --no-deps {facts.origin}"
 
 
 def _mend_mpi(facts: Facts) -> str:

@@ -3,9 +3,11 @@
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,8 @@ GOOD = Facts(
     allows_root=False,
 )
 REINSTALL = "pip install --force-reinstall --no-deps ringcomm"
+SOURCES = {"core": None, "guardian": None, "sources": "/home/me/clone"}
+LEAVE = "change to another folder, or python -P, or pip install -e /home/me/clone"
 NO_LIBRARY = Library(None, error="exit 1: cannot load MPI library")
 MPICH_LIBRARY = Library(MPICH, "/lib/libmpi.so.12")
 MPICH_MPIRUN = Launcher("/v/bin/mpirun", MPICH)
@@ -137,6 +141,19 @@ PROBLEMS = [
         "cannot be loaded (no module named _core)",
         REINSTALL,
     ),
+    (
+        "compiled part",
+        {"core": None, "core_error": "bad ELF", "origin": "/home/me/clone"},
+        "cannot be loaded (bad ELF)",
+        "pip install --force-reinstall --no-deps /home/me/clone",
+    ),
+    (
+        "compiled part",
+        SOURCES,
+        "this is ringcomm's source folder, /home/me/clone, which has none",
+        LEAVE,
+    ),
+    ("guardian", SOURCES, "not there", LEAVE),
     ("guardian", {"guardian": None}, "not there", REINSTALL),
     (
         "guardian",
@@ -309,6 +326,23 @@ def test_a_launcher_fits_the_libraries_of_its_family(library, launcher, verdict)
 def test_floors_are_read_from_the_requirements():
     requirements = ["numpy>=1.26", 'torch >= 2.6; extra == "torch"', "rich", "pip<99"]
     assert floors(requirements) == {"numpy": "1.26", "torch": "2.6"}
+
+
+ORIGINS = [
+    (None, "ringcomm"),
+    ('{"url": "https://host/ringcomm.whl", "archive_info": {}}', "ringcomm"),
+    ('{"url": "file:///home/me/my%20clone", "dir_info": {}}', "'/home/me/my clone'"),
+    ('{"url": "file:///home/me/clone", "dir_info": {"editable": true}}', "-e /home/me/clone"),
+    (
+        '{"url": "file:///w/ringcomm-0.1-cp311.whl", "archive_info": {}}',
+        "/w/ringcomm-0.1-cp311.whl",
+    ),
+]
+
+
+@pytest.mark.parametrize(("direct_url", "told"), ORIGINS)
+def test_ringcomm_is_installed_again_from_where_it_came(direct_url, told):
+    assert facts.origin(direct_url) == told
 
 
 # --- the trial ----------------------------------------------------------------------------------
@@ -575,6 +609,47 @@ def test_the_gpu_is_looked_for_in_a_child_that_may_fail(
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     assert facts._gpu(os.environ) == (None, error)
+
+
+ROOT_FOLDER = Path(__file__).parents[2]
+
+
+def in_folder(folder, *arguments):
+    # -S keeps out what is really installed, which may be imported from here, too.
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "statement", ["from ringcomm import _core", "from ringcomm._core import x"]
+)
+def test_in_the_source_folder_the_import_says_to_leave_it(statement):
+    last = in_folder(ROOT_FOLDER, "-c", statement).stderr.splitlines()[-1]
+    assert last == (
+        f"ImportError: {ROOT_FOLDER} is ringcomm's source folder, which has no compiled part: "
+        f"change to another folder, or start python with -P, or type: pip install -e {ROOT_FOLDER}"
+    )
+
+
+def test_elsewhere_the_import_says_to_install_anew(tmp_path):
+    (tmp_path / "ringcomm").mkdir()
+    for name in ("__init__.py", "_version.py", "_core.py"):
+        shutil.copy(ROOT_FOLDER / "ringcomm" / name, tmp_path / "ringcomm")
+    last = in_folder(tmp_path, "-c", "import ringcomm._core").stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: the ringcomm in {tmp_path} has no compiled part for")
+
+
+def test_check_in_the_source_folder_says_to_leave_it():
+    ended = in_folder(ROOT_FOLDER, "-m", "ringcomm", "check")
+    assert ended.returncode == 1, ended.stderr
+    (line,) = (line for line in ended.stdout.splitlines() if "compiled part" in line)
+    assert line.endswith(f"change to another folder, or python -P, or pip install -e {ROOT_FOLDER}")
 
 
 # What an enclosing job left in the environment; believed, it would make every rank a job of one.

@@ -1,0 +1,19 @@
+"""Stands in for the compiled module where there is none, and says what to do.
+
+Python takes the compiled one where both are, so this costs nothing there.
+"""
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).resolve().parents[1]
+if (_FOLDER / "pyproject.toml").exists():
+    _problem = (
+        f"{_FOLDER} is ringcomm's source folder, which has no compiled part: change to another "
+        f"folder, or start python with -P, or type: pip install -e {_FOLDER}"
+    )
+else:
+    _problem = (
+        f"the ringcomm in {_FOLDER} has no compiled part for this Python: install it anew, as "
+        "`ringcomm check` says"
+    )
+raise ImportError(_problem, name=__name__, path=__file__)
