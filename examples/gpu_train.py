@@ -7,6 +7,8 @@ averaged on the GPU; nothing here waits for it but .item(). The data are made up
 16 pixels of noise, with a bright cross somewhere, or a bright ring.
 """
 
+import sys
+
 import torch
 from torch import nn
 
@@ -14,14 +16,19 @@ import ringcomm.torch as hvd
 
 STEPS, GLOBAL_BATCH, SIDE = 120, 96, 16
 GOAL = 0.95
+NO_GPU = (
+    "gpu_train: torch {} sees no GPU here, so nothing is trained. `ringcomm check` says what is "
+    'missing; a torch whose version ends in "+cpu" can use none'
+)
 
 
 def main() -> None:
     hvd.init()
     if not torch.cuda.is_available():
         if hvd.rank() == 0:
-            print("gpu_train: torch sees no GPU here, so nothing is trained")
-        return
+            print(NO_GPU.format(torch.__version__), flush=True)
+        hvd.shutdown()
+        sys.exit(1)
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.manual_seed(hvd.rank())
 

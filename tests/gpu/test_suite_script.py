@@ -96,13 +96,16 @@ def test_help_is_the_head_of_the_script(tmp_path):
 
 
 @pytest.mark.at_length
-def test_the_example_says_in_one_line_that_there_is_no_gpu(tmp_path):
+def test_the_example_says_in_one_line_that_there_is_no_gpu_and_fails(tmp_path):
     torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
     if torch.cuda.is_available():
         pytest.skip("there is one")
     job = run_job(1, ROOT / "examples" / "gpu_train.py", cwd=tmp_path)
-    said = "gpu_train: torch sees no GPU here, so nothing is trained\n"
-    assert (job.code, job.output) == (0, said)
+    (said,) = (line for line in job.output.splitlines() if line.startswith("gpu_train: "))
+    assert job.code == 1
+    assert "sees no GPU here, so nothing is trained. `ringcomm check` says what is missing" in said
+    assert "Traceback" not in job.output
+    assert "x rank" not in job.output, "no rank is told to have failed"
 
 
 def test_a_set_up_that_fails_stands_in_the_table(tmp_path):
