@@ -75,6 +75,7 @@ class SimulatedGpu:
 
     Attributes:
         failure: what a stream has raised; None: nothing.
+        room: bytes of tables for packing.
         n_done: entries of streams that have been carried out.
         longest: the most entries that a stream has had.
         n_updates: launches of the kernel that updates.
@@ -111,7 +112,8 @@ class SimulatedGpu:
         self._is_closed = False
         self._is_frozen = False
         self.failure = None
-        self._layouts, self._tables = Layouts(self._upload), []
+        self._layouts, self._tables = Layouts(self._write_table), []
+        self.room = 1 << 20
         self.n_done = self.longest = self.n_updates = self.n_packs = self.n_queries = 0
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
@@ -175,7 +177,7 @@ class SimulatedGpu:
         self.give(stream, work)
 
     def pack(self, stream, what):
-        launches = self._layouts.launches(stream, what)
+        launches = self._layouts.launches(what)
         for each in launches or ():
 
             def work(each=each):
@@ -186,11 +188,11 @@ class SimulatedGpu:
             self.give(stream, work)
         return launches is not None
 
-    def _upload(self, stream, table):
-        there = np.full_like(table, 0)
-        self._tables.append(there)
-        self.give(stream, lambda: there.__setitem__(slice(None), table))
-        return there.ctypes.data
+    def _write_table(self, table):
+        if sum(each.nbytes for each in self._tables) + table.nbytes > self.room:
+            return None
+        self._tables.append(table)
+        return table.ctypes.data
 
     def allocate(self, nbytes):
         file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)

@@ -215,9 +215,11 @@ class Gpus:
         if self._provider is None:
             try:
                 self._provider = self._drivers.provider()
-            except ConfigError as error:
-                self._no_provider = error  # to look again would take half a second
-                raise
+            except Exception as error:  # whatever a binding raises: other transports may do
+                is_told = isinstance(error, ConfigError)
+                why = str(error) if is_told else f"{type(error).__name__}: {error}"
+                self._no_provider = ConfigError(why)  # to look again would take half a second
+                raise self._no_provider from error
         return self._provider
 
     def require(self) -> None:

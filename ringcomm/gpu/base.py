@@ -105,10 +105,7 @@ class Device(Protocol):
         ...
 
     def pack(self, stream: int, what: KernelPack) -> bool:
-        """Copy many arrays into a buffer, or out of it; return False if it takes copies to do so.
-
-        The first time that it is given such counts it brings a table to the GPU.
-        """
+        """Copy many arrays into a buffer, or out of it; False: nothing was done, copy each."""
         ...
 
     def allocate(self, nbytes: int) -> Memory:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cupy
+import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.arrays.base import Bytes
@@ -28,6 +29,7 @@ _ANY_DIRECTION = 4
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
+_ROOM_FOR_TABLES = 1 << 20  # bytes: of layouts of 350 million elements
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,11 @@ class CudaDevice:
         self.uuid = self._driver.uuid(index)
         self._context = self._driver.context(index)
         self._registered: dict[int, tuple[Bytes, int]] = {}
-        self._tables: list[NDArray[Any]] = []
-        self._layouts = Layouts(self._upload)
+        self._room, self._room_used = whole_pages(lambda _: None, _ROOM_FOR_TABLES), 0
+        self._layouts = Layouts(self._write_table)
         self.regions = Regions(self)
         with self.active():
+            self.register(self._room)
             self.kernels = Kernels(index)
             self.reaches = self._neighbours()
             self._flushes = bool(self._runtime.deviceGetAttribute(CAN_FLUSH_REMOTE_WRITES, index))
@@ -133,17 +136,19 @@ class CudaDevice:
 
     def pack(self, stream: int, what: KernelPack) -> bool:
         """See Device."""
-        launches = self._layouts.launches(stream, what)
+        launches = self._layouts.launches(what)
         for each in launches or ():
             self.kernels.launch(stream, each.kernel, each.arguments, each.n_chunks)
         return launches is not None
 
-    def _upload(self, stream: int, table: NDArray[Any]) -> int:
-        """Return where a table is on the GPU once the stream is there; it stays."""
-        address: int = self._runtime.malloc(table.nbytes)
-        self._tables.append(table)  # read by the copy
-        self._runtime.memcpyAsync(address, table.ctypes.data, table.nbytes, _ANY_DIRECTION, stream)
-        return address
+    def _write_table(self, table: NDArray[Any]) -> int | None:
+        """Return where the GPU reads a table: in host memory, for nothing here may wait for it."""
+        start, stop = self._room_used, self._room_used + -(-table.nbytes // 256) * 256
+        if stop > self._room.nbytes:
+            return None
+        self._room[start : start + table.nbytes] = table.view(np.uint8)
+        self._room_used = stop
+        return self.register(self._room) + start
 
     def allocate(self, nbytes: int) -> Memory:
         """Return memory of cudaMalloc: that of pools cannot be exported."""

@@ -27,7 +27,7 @@ class CupyProvider:
         problem = nccl_problem(probe())
         if problem is not None:
             raise ConfigError(problem)
-        self.version: int = nccl.get_version()
+        self.version: int = _checked("ncclGetVersion", nccl.get_version)
         is_wanted = environment().get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         self.shares_gpus = is_wanted and self.version >= SHARES_FROM
 
@@ -97,11 +97,11 @@ class CupyCommunicator:
 
     def abort(self) -> None:
         """See Communicator."""
-        self._comm.abort()
+        _checked("ncclCommAbort", self._comm.abort)
 
     def destroy(self) -> None:
         """See Communicator."""
-        self._comm.destroy()
+        _checked("ncclCommDestroy", self._comm.destroy)
 
 
 def _checked(what: str, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -32,7 +32,7 @@ class Nccl4pyProvider:
 
             self._nccl: Any = nccl
             self.version: int = nccl.get_version()
-        except (ImportError, RuntimeError) as error:
+        except Exception as error:  # NCCLError is none of Python's; what loads libnccl has others
             raise ConfigError(
                 f"RINGCOMM_NCCL is nccl4py, which cannot be used ({error}): pip install nccl4py "
                 "cuda-bindings, or set it to cupy"
@@ -128,8 +128,8 @@ class Nccl4pyCommunicator:
 
     def abort(self) -> None:
         """See Communicator."""
-        self._nccl.comm_abort(self._comm)
+        self._checked("ncclCommAbort", self._nccl.comm_abort, self._comm)
 
     def destroy(self) -> None:
         """See Communicator."""
-        self._nccl.comm_destroy(self._comm)
+        self._checked("ncclCommDestroy", self._nccl.comm_destroy, self._comm)

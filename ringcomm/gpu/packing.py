@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -15,7 +15,7 @@ from ringcomm.gpu.base import Device, KernelPack
 from ringcomm.gpu.kernels import TENSORS_PER_LAUNCH, Arguments, PackKernel, chunk_table
 
 _WORTH_A_KERNEL: Final = 3  # arrays
-_MOST_LAYOUTS: Final = 256  # a table is never given back: that would stop the GPU
+_MOST_LAYOUTS: Final = 256  # who packs something else in every step need not keep it all
 _BITS: Final = {2: "float16", 4: "float32", 8: "float64"}  # nothing is computed
 
 
@@ -68,41 +68,57 @@ class Launch:
 
 
 class Layouts:
-    """The tables of what was packed so far, on one GPU.
+    """The tables of what was packed so far, where one GPU reads them; they stay there.
 
     Args:
-        upload: copies a table to the GPU on a stream, and returns its address.
+        write: copies a table there, and returns its address; None: there is no room.
     """
 
-    def __init__(self, upload: Callable[[int, NDArray[Any]], int]) -> None:
-        self._upload = upload
-        self._known: dict[tuple[int, tuple[int, ...]], list[tuple[slice, int, int]]] = {}
+    def __init__(self, write: Callable[[NDArray[Any]], int | None]) -> None:
+        self._write = write
+        self._known: dict[tuple[int, ...], list[_Table] | None] = {}
 
-    def launches(self, stream: int, what: KernelPack) -> list[Launch] | None:
-        """Return what to launch on the stream; None: there are too many layouts already."""
-        key = stream, what.counts
-        known = self._known.get(key)
-        if known is None:
+    def launches(self, what: KernelPack) -> list[Launch] | None:
+        """Return what to launch; None: there is no room for one more layout."""
+        if what.counts not in self._known:
             if len(self._known) >= _MOST_LAYOUTS:
                 return None
-            known = self._known[key] = list(self._tables(stream, what.counts))
+            self._known[what.counts] = self._tables(what.counts)
+        tables = self._known[what.counts]
+        if tables is None:
+            return None
         kernel = PackKernel(what.dtype, what.dtype, unpacks=what.unpacks)
         return [
             Launch(
                 kernel,
                 kernel.pack_arguments(
-                    what.arrays[which], what.buffer, chunks=table, n_chunks=n_chunks
+                    what.arrays[each.which],
+                    what.buffer,
+                    chunks=each.address,
+                    n_chunks=each.n_chunks,
                 ),
-                n_chunks,
+                each.n_chunks,
             )
-            for which, table, n_chunks in known
+            for each in tables
         ]
 
-    def _tables(self, stream: int, counts: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
-        """Return which arrays each launch moves, the address of its table, and that's length."""
+    def _tables(self, counts: tuple[int, ...]) -> list[_Table] | None:
         starts = [part.start for part in consecutive(list(counts))]
+        made = []
         for first in range(0, len(counts), TENSORS_PER_LAUNCH):
             which = slice(first, first + TENSORS_PER_LAUNCH)
             table = chunk_table(counts[which], starts[which])
+            address = self._write(table) if len(table) else 0
+            if address is None:
+                return None
             if len(table):
-                yield which, self._upload(stream, table), len(table)
+                made.append(_Table(which, address, len(table)))
+        return made
+
+
+class _Table(NamedTuple):
+    """What one launch moves: which arrays, in how many chunks, told by a table at this address."""
+
+    which: slice
+    address: int
+    n_chunks: int

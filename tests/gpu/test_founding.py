@@ -9,7 +9,7 @@ from harness import outcomes
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine import gpu_founding
-from ringcomm.engine.gpu import Gpus
+from ringcomm.engine.gpu import Drivers, Gpus
 from ringcomm.engine.world import engine
 
 SIZE = 3
@@ -108,6 +108,17 @@ def test_without_nccl_on_one_rank_all_map_each_others_memory(call, culprit, tmp_
         assert (total == 18).all()
         assert explained.startswith(f"arrays on GPUs: {'ipc' if is_asked else 'nccl'}")
         assert (f"nccl: no, rank {culprit}: Refused: not here" in explained) == is_asked
+
+
+def test_a_binding_of_nccl_that_breaks_on_one_rank_is_told_to_all(tmp_path):
+    def fault(rank, gpu):
+        if rank == 1:
+            Gpus.use(engine(), Drivers(sim.SimulatedGpu.all.__getitem__, refuse))
+
+    for total, explained in summed_beside(fault, tmp_path, transport="nccl", reaches=EVERY_GPU):
+        assert (total == 18).all()
+        assert explained.startswith("arrays on GPUs: ipc")
+        assert "nccl: no, rank 1: Refused: not here" in explained
 
 
 def test_the_last_of_several_problems_leaves_host_memory(tmp_path):

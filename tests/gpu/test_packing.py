@@ -7,6 +7,7 @@ from gpu_ranks import choose, on_gpus
 
 import ringcomm as rc
 from ringcomm.gpu import packing
+from ringcomm.gpu.kernels import CHUNK
 
 SIGNALLING = 0x7FA00001  # as a float32 a NaN that arithmetic would make quiet
 
@@ -53,11 +54,15 @@ def test_more_arrays_than_one_launch_takes(tmp_path):
     assert on_gpus(2, body, tmp_path, **choose("ipc")) == [True, True]
 
 
-def test_no_more_tables_than_there_is_room_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "_MOST_LAYOUTS", 2)
+@pytest.mark.parametrize("bound", ["layouts", "room"])
+def test_no_more_tables_than_there_is_room_for(bound, tmp_path, monkeypatch):
+    if bound == "layouts":
+        monkeypatch.setattr(packing, "_MOST_LAYOUTS", 2)
 
     def body(rank):
         gpu, packs = sim.current_gpu(), []
+        if bound == "room":
+            gpu.room = 7 * CHUNK.itemsize
         for n in (3, 4, 5, 4):
             xs = [sim.array(np.full(5, rank + number, "f4")) for number in range(n)]
             totals = [x.get() for x in rc.grouped_allreduce(xs)]
