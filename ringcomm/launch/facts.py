@@ -5,6 +5,7 @@ Every question that may crash or hang is asked in a child process with a deadlin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -82,6 +84,7 @@ class Facts:
         is_root: this process runs as root.
         allows_root: the variables are set by which Open MPI's mpirun lets root in.
         settings_error: what is wrong with a RINGCOMM_ variable, empty if nothing is.
+        lacks_nccl4py: RINGCOMM_NCCL asks for nccl4py, which is not installed.
         gpu: NVIDIA's driver, cupy and NCCL, None if the child that looks for them failed.
         gpu_error: how it failed.
     """
@@ -101,6 +104,7 @@ class Facts:
     is_root: bool
     allows_root: bool
     settings_error: str = ""
+    lacks_nccl4py: bool = False
     gpu: Stack | None = field(default_factory=Stack)
     gpu_error: str = ""
 
@@ -129,6 +133,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         is_root=os.geteuid() == 0,
         allows_root=all(environ.get(name) == "1" for name in ROOT_VARIABLES),
         settings_error=_settings_error(environ),
+        lacks_nccl4py=_lacks_nccl4py(environ),
         gpu=gpu,
         gpu_error=gpu_error,
     )
@@ -266,6 +271,12 @@ def _settings_error(environ: Mapping[str, str]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _lacks_nccl4py(environ: Mapping[str, str]) -> bool:
+    with contextlib.suppress(ConfigError):
+        return config.settings(environ).nccl == "nccl4py" and find_spec("nccl") is None
+    return False
 
 
 def _cores(cpus: Iterable[int]) -> int:

@@ -129,10 +129,13 @@ def _guardian(facts: Facts) -> _Verdict:
 
 
 def _settings(facts: Facts) -> _Verdict:
-    if not facts.settings_error:
-        return _Verdict("ok", "every RINGCOMM_ variable is understood")
-    variable = facts.settings_error.partition(" ")[0]
-    return _Verdict("problem", facts.settings_error, f"unset {variable}")
+    if facts.settings_error:
+        variable = facts.settings_error.partition(" ")[0]
+        return _Verdict("problem", facts.settings_error, f"unset {variable}")
+    if facts.lacks_nccl4py:
+        found = "RINGCOMM_NCCL is nccl4py, which is not installed; GPU arrays do without NCCL"
+        return _Verdict("note", found, "pip install nccl4py cuda-bindings")
+    return _Verdict("ok", "every RINGCOMM_ variable is understood")
 
 
 def _torch(facts: Facts) -> _Verdict:
@@ -143,6 +146,9 @@ def _torch(facts: Facts) -> _Verdict:
         return _Verdict("note", "not installed; only ringcomm.torch needs it", fix)
     if _is_below(version, floor):
         return _Verdict("note", f"{version}; ringcomm.torch needs {floor} or later", fix)
+    if version.endswith("+cpu") and facts.gpu is not None and facts.gpu.driver.gpus:
+        fix = "pip install --force-reinstall torch, from where its builds for CUDA are"
+        return _Verdict("note", f"{version}; this torch cannot use the GPU that is here", fix)
     return _Verdict("ok", version)
 
 
@@ -151,8 +157,16 @@ def _gpu(facts: Facts) -> _Verdict:
     if stack is None:
         return _Verdict("note", f"cannot be looked for ({facts.gpu_error})", "nvidia-smi")
     if stack.is_absent:
-        return _Verdict("note", "none found (no NVIDIA driver); GPU arrays are not available")
+        found = "none found (no NVIDIA driver); only arrays on a GPU need one"
+        return _Verdict("note", found, _WITH_A_GPU)
     return _incomplete(stack) if problems(stack) else _complete(stack)
+
+
+# The extra of an older driver is told where that driver is.
+_WITH_A_GPU = (
+    "with a GPU: install NVIDIA's driver (a container: start it with --gpus all), and "
+    "pip install 'ringcomm[cuda13]'"
+)
 
 
 def _incomplete(stack: Stack) -> _Verdict:

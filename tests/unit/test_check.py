@@ -187,7 +187,25 @@ NOTES = [
         "2.5.1; ringcomm.torch needs 2.6 or later",
         "pip install 'ringcomm[torch]'",
     ),
-    ("GPU", {}, "none found (no NVIDIA driver); GPU arrays are not available", None),
+    (
+        "torch",
+        {"gpu": GPUS},
+        "2.13.0+cpu; this torch cannot use the GPU that is here",
+        "pip install --force-reinstall torch, from where its builds for CUDA are",
+    ),
+    (
+        "settings",
+        {"lacks_nccl4py": True},
+        "RINGCOMM_NCCL is nccl4py, which is not installed",
+        "pip install nccl4py cuda-bindings",
+    ),
+    (
+        "GPU",
+        {},
+        "none found (no NVIDIA driver); only arrays on a GPU need one",
+        "with a GPU: install NVIDIA's driver (a container: start it with --gpus all), and "
+        "pip install 'ringcomm[cuda13]'",
+    ),
     (
         "GPU",  # half of it is here: the first problem in the line, with what to do, others below
         {"gpu": Stack(driver=DRIVER)},
@@ -233,6 +251,9 @@ def test_a_note_is_no_problem(subject, changes, words, fix):
 
 
 SOUND = [
+    ("torch", {}, "2.13.0+cpu"),
+    ("torch", {"gpu": None, "gpu_error": "no answer"}, "2.13.0+cpu"),
+    ("torch", {"gpu": GPUS, "versions": BARE | {"torch": "2.13.0+cu130"}}, "2.13.0+cu130"),
     ("Python", {}, "3.11.7 (/v/bin/python)"),
     ("numpy", {"versions": {"numpy": "1.26"}}, "1.26"),
     ("MPI library", {}, "Open MPI 5.0.11 (/v/lib/libmpi.so.40)"),
@@ -343,6 +364,15 @@ ORIGINS = [
 @pytest.mark.parametrize(("direct_url", "told"), ORIGINS)
 def test_ringcomm_is_installed_again_from_where_it_came(direct_url, told):
     assert facts.origin(direct_url) == told
+
+
+@pytest.mark.parametrize(
+    ("variable", "is_there", "lacks"),
+    [("nccl4py", False, True), ("nccl4py", True, False), ("cupy", False, False), ("x", 0, False)],
+)
+def test_nccl4py_is_looked_for_where_it_is_asked_for(variable, is_there, lacks, monkeypatch):
+    monkeypatch.setattr(facts, "find_spec", lambda name: name if is_there else None)
+    assert facts._lacks_nccl4py({"RINGCOMM_NCCL": variable}) is lacks
 
 
 # --- the trial ----------------------------------------------------------------------------------
