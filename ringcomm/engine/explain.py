@@ -14,7 +14,7 @@ from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
 from ringcomm.engine.engine import Engine
-from ringcomm.engine.gpu import Gpus
+from ringcomm.engine.gpu import Gpus, is_on_gpu
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 from ringcomm.errors import ConfigError
@@ -115,14 +115,13 @@ def explain(
         raise ValueError(f"nbytes is {nbytes}; it must be >= 0")
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'device is {device!r}; it must be "cpu" or "cuda"')
+    for_gpu = is_on_gpu(device)
     current = engine()
     kind = _dtype(dtype)
     if collective != "allgather":
         op.require(kind)
     group = current.world if group is None else group
-    if device == "cuda":
+    if for_gpu:
         team = None if group.rank is None else Gpus.of(current).team_or_none(group)
         choice = None if team is None else team.choice
         problem = "" if choice else _gpu_problem(current)

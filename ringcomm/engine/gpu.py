@@ -45,6 +45,24 @@ class Drivers:
     require: Callable[[], None] = lambda: None
 
 
+def is_on_gpu(device: str) -> bool:
+    """Return True for "cuda", False for "cpu".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if device in ("cpu", "cuda"):
+        return device == "cuda"
+    hint = ""
+    if str(device).startswith("cuda:"):
+        index = str(device).removeprefix("cuda:")
+        hint = (
+            f", the current GPU. Call torch.cuda.set_device({index}) or cupy.cuda.Device({index})"
+            ".use() before"
+        )
+    raise ValueError(f'device is {device!r}; it must be "cpu" or "cuda"{hint}')
+
+
 def cuda_drivers(nccl: str = "cupy") -> Drivers:
     """Return those of CUDA; imports nothing yet.
 

@@ -22,7 +22,7 @@ from ringcomm.arrays import (
 from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.numpy import NumpyAdapter
 from ringcomm.engine.engine import Engine
-from ringcomm.engine.gpu import Gpus
+from ringcomm.engine.gpu import Gpus, is_on_gpu
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 
@@ -70,8 +70,7 @@ def empty(
         ConfigError: there is no GPU that could be used; the text says what is missing.
     """
     current = engine()
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'device is {device!r}; it must be "cpu" or "cuda"')
+    for_gpu = is_on_gpu(device)
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
     adapter = NumpyAdapter()
@@ -81,7 +80,7 @@ def empty(
     adapter.dtype(np.empty(0, kind))
     lengths = _lengths(shape)
     nbytes = math.prod(lengths) * kind.itemsize
-    if device == "cuda":
+    if for_gpu:
         Gpus.of(current).require()
         on_device = device_adapter_of_kind(first_device_kind())
         index = on_device.current_device()

@@ -84,3 +84,24 @@ def test_what_is_in_use_is_not_looked_for_again(tmp_path):
         return asked
 
     assert run_ranks(1, body) == [[]]
+
+
+@pytest.mark.parametrize("call", [rc.zeros, rc.explain])
+@pytest.mark.parametrize(
+    ("device", "hint"),
+    [
+        (
+            "cuda:1",
+            ", the current GPU. Call torch.cuda.set_device(1) or cupy.cuda.Device(1).use() before",
+        ),
+        ("gpu", ""),
+        (0, ""),
+    ],
+)
+def test_a_device_that_is_none_is_refused_with_the_way_to_another_gpu(device, hint, call):
+    def body(_):
+        with pytest.raises(ValueError, match="device is") as refused:
+            call(4, "float32", device=device)
+        return str(refused.value)
+
+    assert run_ranks(1, body) == [f'device is {device!r}; it must be "cpu" or "cuda"{hint}']
