@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 
 def digits():
     """Return (images, labels) to train with, and to test with."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # pip install '.[examples]'
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)

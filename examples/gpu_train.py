@@ -1,6 +1,6 @@
 """Train a small CNN on GPUs, as many ranks as you like: on one GPU each, or several on one.
 
-    mpirun -np 4 python examples/gpu_train.py
+    mpirun -np 4 python examples/gpu_train.py       # --oversubscribe on fewer cores
 
 What differs from a script for CPUs is the line that takes a GPU, and .to("cuda"). Gradients are
 averaged on the GPU; nothing here waits for it but .item(). The data are made up: pictures of 16 x
