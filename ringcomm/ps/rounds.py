@@ -81,8 +81,10 @@ class Rounds(Generic[T]):
 
         That is so once the round is over, or consists of as many as it takes and may not end yet.
         """
-        came = self._came[number] if number >= self.current else None
-        if came is None or (len(came) >= self._first_of and worker not in came):
+        if number < self.current:
+            return False
+        came = self._came[number]
+        if len(came) >= self._first_of and worker not in came:
             return False
         came[worker] = contribution
         return True

@@ -168,7 +168,8 @@ class FusedUpdate:
         if master is not None and is_16_bit(self._chunk.weights):
             self._master[part].copy_(master)
             kept.has_master = True
-        kept.rest = Held(lines, alike)
+        unknown = {key: value for key, value in alike.items() if key not in names}  # or None
+        kept.rest = Held(lines, unknown)
         self._kept[piece] = kept
 
     def _after(self, kept: _Kept, settings: Settings) -> _Kept:
