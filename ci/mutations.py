@@ -6,7 +6,7 @@ breaks can tell.
 
 from dataclasses import dataclass
 
-CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer", "ps")
+CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer", "ps", "gpu")
 
 
 @dataclass(frozen=True)
@@ -862,6 +862,148 @@ self.steps = int(state.meta["steps"])
             "faces/test_ps_optimizer.py",
         ),
     ),
+    Mutation(
+        "ps-rounds-outrun-a-snapshot",
+        "ps",
+        "ps/rounds.py",
+        "if not self.may_end(self.current + 1):",
+        "if self.current < 0:",
+        "a snapshot beside fast training never finds its moment",
+        (
+            "unit/test_ps_rounds.py",
+            "unit/test_ps_evaluation.py",
+        ),
+    ),
 ]
 
-MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE, *FACES, *PARAMETER_SERVER]
+GPU = [
+    Mutation(
+        "gpu-a-result-is-not-awaited",
+        "gpu",
+        "engine/gpu.py",
+        "device.await_event(self._issue.adapter.stream(device.index), self._done.handle)",
+        "device.is_reached(self._done.handle)",
+        "a caller's stream reads a result that is not there yet",
+        (
+            "gpu/test_streams.py",
+            "gpu/test_collectives.py",
+        ),
+    ),
+    Mutation(
+        "gpu-arrays-are-not-awaited",
+        "gpu",
+        "engine/gpu.py",
+        "for event in self.ready:",
+        "for event in self.ready[1:]:",
+        "a collective reads an array before the caller's stream has written it",
+        (
+            "gpu/test_streams.py",
+            "gpu/test_collectives.py",
+        ),
+    ),
+    Mutation(
+        "gpu-launches-are-in-any-order",
+        "gpu",
+        "engine/gpu_team.py",
+        "if self._turn != place:",
+        "if self._turn > place:",
+        "two ranks launch in different orders, and their streams wait for each other",
+        (
+            "gpu/test_collectives.py",
+            "gpu/test_streams.py",
+        ),
+    ),
+    Mutation(
+        "gpu-streams-are-not-freed",
+        "gpu",
+        "engine/gpu_team.py",
+        """\
+                if not is_reached:
+                    self._free_stream(done, kept)""",
+        """\
+                if is_reached:
+                    self._free_stream(done, kept)""",
+        "torch.cuda.synchronize() never returns once a rank has died",
+        ("gpu/test_faults.py",),
+    ),
+    Mutation(
+        "gpu-what-breaks-off-is-left",
+        "gpu",
+        "engine/gpu_team.py",
+        "self._free_stream(Event(self._gpu.device, self._own_mover.stream), keeps)",
+        "Event(self._gpu.device, self._own_mover.stream)",
+        "a stream stands for ever behind half an operation",
+        ("gpu/test_faults.py",),
+    ),
+    Mutation(
+        "gpu-a-stream-is-filled",
+        "gpu",
+        "engine/gpu_team.py",
+        "if not mover.meets_on_stream or number % _PHASES_AHEAD == 0:",
+        "if not mover.meets_on_stream:",
+        "a stream that stands still blocks who would free it",
+        ("gpu/test_faults.py",),
+    ),
+    Mutation(
+        "gpu-each-rank-sets-up-what-it-can",
+        "gpu",
+        "engine/gpu_founding.py",
+        """\
+        if not found:
+""",
+        """\
+        if not mine.problem:
+""",
+        "ranks of a group move data in different ways",
+        ("gpu/test_founding.py",),
+    ),
+    Mutation(
+        "gpu-what-cannot-be-exported-is-used",
+        "gpu",
+        "engine/gpu_founding.py",
+        "if address == NOWHERE:",
+        "if address is None:",
+        "ranks map memory that is not there",
+        ("gpu/test_founding.py",),
+    ),
+    Mutation(
+        "gpu-the-late-rank-is-another",
+        "gpu",
+        "gpu/ipc.py",
+        "behind = np.flatnonzero((numbers - own).view(np.int32) < 0)",
+        "behind = np.flatnonzero((numbers - own).view(np.int32) > 0)",
+        "the timeout names a rank that is not late",
+        ("gpu/test_faults.py",),
+    ),
+    Mutation(
+        "gpu-a-fused-step-overwrites-weights",
+        "gpu",
+        "torch/fused_update.py",
+        """\
+        self._follow()
+""",
+        "",
+        "what somebody writes to 16-bit weights is undone by the next step",
+        ("gpu/test_fused_update.py",),
+    ),
+    Mutation(
+        "gpu-a-replaced-gradient-is-not-read",
+        "gpu",
+        "torch/fused_update.py",
+        "            place.copy_(gradient)",
+        "            pass",
+        "a gradient that the user has replaced does not count",
+        ("gpu/test_fused_update.py",),
+    ),
+    Mutation(
+        "gpu-a-shared-gpu-gets-nccl",
+        "gpu",
+        "gpu/choice.py",
+        "if shared and not may_share:",
+        "if shared and may_share:",
+        "NCCL is asked for what it refuses",
+        ("gpu/test_choice.py",),
+    ),
+]
+
+MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE, *FACES, *PARAMETER_SERVER, *GPU]
