@@ -958,15 +958,6 @@ GPU = [
         ("gpu/test_founding.py",),
     ),
     Mutation(
-        "gpu-what-cannot-be-exported-is-used",
-        "gpu",
-        "engine/gpu_founding.py",
-        "if address == NOWHERE:",
-        "if address is None:",
-        "ranks map memory that is not there",
-        ("gpu/test_founding.py",),
-    ),
-    Mutation(
         "gpu-the-late-rank-is-another",
         "gpu",
         "gpu/ipc.py",

@@ -184,8 +184,6 @@ class _Founding:
         with self._device.active():
             memory.host.page(flags)
             address = memory.regions.find(memory.regions.take(1))
-            if address == NOWHERE:
-                raise ConfigError("its memory cannot be exported")
             mover = IpcMover(self._device, t.rank, t.size, flags=flags, regions=memory.regions)
         return mover, address
 
