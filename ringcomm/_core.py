@@ -3,13 +3,15 @@
 Python takes the compiled one where both are, so this costs nothing there.
 """
 
+import shlex
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parents[1]
 if (_FOLDER / "pyproject.toml").exists():
     _problem = (
         f"{_FOLDER} is ringcomm's source folder, which has no compiled part: change to another "
-        f"folder, or start python with -P, or type: pip install -e {_FOLDER}"
+        "folder, or start python with -P, and take it out of PYTHONPATH; or type: "
+        f"pip install -e {shlex.quote(str(_FOLDER))}"
     )
 else:
     _problem = (

@@ -291,6 +291,10 @@ class DensePartition:
             ValueError: it does not fit the slice; nothing is changed.
         """
         if meta.flags & RELEASE:
+            if self.rounds is None:
+                raise ValueError(f"release[{self.spec.name}]: its mode has no rounds")
+            if not meta.flags & SKIP:
+                self._require_updater(meta)
             self._releases.append(_Release(clock, meta, answer))
             self.advance()
             return

@@ -69,8 +69,8 @@ def hold(current: Session, number: int, *, save_to: str | None = None) -> Moment
             return moment._replace(rounds=dict(rounds))
         ask_all(current, Kind.SNAPSHOT, {"do": RELEASE, "id": number, "moves": False})
     raise RingcommError(
-        f"ps.snapshot: in {_TRIES} attempts there were new tables, with rounds that were over "
-        "before all servers had stopped. Take it once all tables are there"
+        f"ps.snapshot: in {_TRIES} attempts there were new tables, of which a round was over "
+        "before all servers knew them. Take it once all tables are there"
     )
 
 
@@ -82,8 +82,11 @@ def release(current: Session, number: int, *, is_taken: bool = False) -> None:
         number: of the moment.
         is_taken: what was held for a checkpoint is still to be written.
     """
-    what = {"do": RELEASE, "id": number, "moves": True, "is_taken": is_taken}
-    ask_all(current, Kind.SNAPSHOT, what)
+    what = {"do": RELEASE, "id": number, "moves": False, "is_taken": is_taken}
+    try:
+        ask_all(current, Kind.SNAPSHOT, what)  # what moves then has no round that is stopped
+    finally:
+        asking(current, Kind.SNAPSHOT, what | {"moves": True}, [LEADER]).wait()
 
 
 def ask_all(current: Session, kind: Kind, what: dict[str, Any]) -> list[dict[str, Any]]:

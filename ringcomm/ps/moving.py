@@ -276,6 +276,9 @@ class Mover:
         said = json.loads(request.meta)
         server = self._server
         part = server.release(server.tables[partition[0]], partition[1])
+        if part.rounds is not None:  # nothing moves while a client stops them: it has left
+            part.rounds.unlimit_all()
+            part.advance()
         try:
             body = self.staged(self._state_of(partition, part), said["dest"])
         except MemoryError as error:

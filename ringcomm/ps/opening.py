@@ -201,6 +201,7 @@ class Opener:
         server.tables[table.number] = self._by_name[spec.name] = table
         changes = {(table.number, i): (owner,) for i, owner in enumerate(table.owners)}
         server.view = server.view.with_(changes)
+        server.hold_back(table)
         for number, each in parts.items():
             server.keep(table, number, each)
 

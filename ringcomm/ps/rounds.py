@@ -102,9 +102,14 @@ class Rounds(Generic[T]):
         """Let no round end that would be more than the first `count`, until unlimit(who)."""
         self._limits[who] = count
 
-    def unlimit(self, who: int) -> None:
-        """Let rounds end again, as far as `who` is concerned."""
-        self._limits.pop(who, None)
+    def unlimit(self, *who: int) -> None:
+        """Let rounds end again, as far as these are concerned."""
+        for each in who:
+            self._limits.pop(each, None)
+
+    def unlimit_all(self) -> None:
+        """Let rounds end again, whoever stopped them."""
+        self._limits.clear()
 
     def may_end(self, count: int) -> bool:
         """Return True if so many rounds may have ended."""

@@ -501,15 +501,23 @@ class Server:
         self._stopped.add(number)
         return told
 
+    def hold_back(self, table: Table) -> None:
+        """Let no round of a table that is new end while others may not."""
+        for part in table.held_alike():
+            for number in self._stopped:
+                if part.rounds is not None:
+                    part.rounds.limit(number, 0)
+
     def _let_rounds_end(self, numbers: set[int]) -> None:
         """Wait no more for moments that _stop_rounds() knows."""
-        for number in numbers & self._stopped:
-            self._stopped.discard(number)
-            for table in self.tables.values():
-                for part in table.held_alike():
-                    if part.rounds is not None:
-                        part.rounds.unlimit(number)
-                        part.advance()
+        self._stopped -= numbers
+        stopped = [part for table in self.tables.values() for part in table.held_alike()]
+        for part in stopped:
+            if part.rounds is not None:
+                part.rounds.unlimit(*numbers)
+        for part in stopped:
+            if part.rounds is not None and numbers:
+                part.advance()
         self._end_rounds(*self._held.values())
         self.look_at_waiting()
 

@@ -46,10 +46,8 @@ class Moment:
         self._awaited: dict[Partition, Any] = {}
         self._is_told = False
         for table in tables.values():
-            wanted = rounds.get(table.number)
-            if wanted is None and table.spec.mode.has_rounds:  # opened since rounds were counted
-                self._tell(is_whole=False)
-                return
+            # One that was opened since rounds were counted has had none.
+            wanted = rounds.get(table.number, 0) if table.spec.mode.has_rounds else None
             for unit, part in _units(table):
                 if wanted is None or part.version == wanted:
                     take((table.number, unit), part)
@@ -59,7 +57,8 @@ class Moment:
                 else:
                     self._awaited[table.number, unit] = part
         for partition, part in tuple(self._awaited.items()):
-            part.at_version(rounds[partition[0]], partial(self._take, partition, part))
+            wanted = rounds.get(partition[0], 0)
+            part.at_version(wanted, partial(self._take, partition, part))
         self._tell_if_whole()
 
     def release(self) -> None:

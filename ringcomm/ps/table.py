@@ -263,6 +263,11 @@ class Table(Opened):
         Args:
             factor: that the mean is multiplied by; None: the mean is dropped.
         """
+        if not self._spec.mode.has_rounds:
+            raise ValueError(
+                f"release[{self.name}]: it is for a table with rounds, not for one with mode "
+                f"{self._spec.mode}"
+            )
         flags = RELEASE | (SKIP if factor is None else 0)
         if factor is None:
             self.take_back()

@@ -60,11 +60,13 @@ class Shards:
             p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]
         }
         before = after = settings_of(optimizer)
-        under_way = []
-        for shard, bucket in zip(self._shards, buckets, strict=True):
-            after = shard.update(before, group_of, bucket.buffer)
-            under_way.append((shard, shard.send(bucket.buffer)))
-        _wait_for_all(under_way)
+        under_way: list[tuple[Shard, Handle[Any]]] = []
+        try:
+            for shard, bucket in zip(self._shards, buckets, strict=True):
+                after = shard.update(before, group_of, bucket.buffer)
+                under_way.append((shard, shard.send(bucket.buffer)))
+        finally:
+            _wait_for_all(under_way)
         for group, settings in zip(optimizer.param_groups, after, strict=True):
             group.update(settings)
 
@@ -153,7 +155,7 @@ def _wait_for_all(under_way: Sequence[tuple[Shard, Handle[Any]]]) -> None:
     for shard, handle in under_way:
         try:
             handle.wait()
-        except RingcommError as error:
+        except Exception as error:  # noqa: BLE001 - the others are carried out all the same
             errors.append(error)
         else:
             shard.note_written()

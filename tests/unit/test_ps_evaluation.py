@@ -143,6 +143,28 @@ def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_ser
     assert len(set(seen)) > 10
 
 
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_tables_that_open_beside_a_snapshot_need_no_second_attempt(monkeypatch, n_servers):
+    monkeypatch.setattr(moments, "_TRIES", 1)
+    are_open = threading.Event()
+
+    def body(rank):
+        updater = ps.optim.SGD(1.0)
+        if rank == 1:
+            for number in range(150):
+                ps.table(f"t{number}", 30, updater=updater, mode="sync", block_nbytes=40)
+            are_open.set()
+            return 0
+        n = 0
+        while not are_open.is_set():
+            with ps.snapshot():
+                n += 1
+        return n
+
+    first, _ = run_workers(2, body, n_servers)
+    assert first > 3
+
+
 def test_rounds_that_a_rank_has_stopped_go_on_once_it_has_left():
     def body(rank):
         t = ps.table("w", 30, updater=ps.optim.SGD(1.0), mode="sync")

@@ -151,6 +151,8 @@ def test_what_is_for_rounds_alone_is_refused_elsewhere():
             t.push(None)
         with pytest.raises(ValueError, match="a table with rounds"):
             t.push(np.ones(N), hold=True)
+        with pytest.raises(ValueError, match=r"release\[w\]: it is for a table with rounds"):
+            t.release(1.0)
         with pytest.raises(ValueError, match="weight is 0"):
             t.push(np.ones(N), weight=0)
 

@@ -95,10 +95,10 @@ def test_a_lookup_beside_evictions_finds_a_whole_row_or_a_new_one(clock):
 def test_who_pushed_what_is_known_of_as_many_ranks_as_there_are():
     def body(rank):
         kv = ps.hashtable("emb", 1, updater=ps.optim.Add())
-        for _ in range(300):  # beyond what 8 bits can number
-            kv.push([5], np.ones((1, 1), np.float32))
+        pushes = [kv.push([5], np.ones((1, 1), np.float32)) for _ in range(300)]  # beyond 8 bits
+        for each in pushes:
+            each.wait()
         rc.barrier()
-        kv.pull([5]).wait()
         return kv.pull([5]).wait()[0, 0]
 
     shards = []
