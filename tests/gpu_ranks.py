@@ -2,6 +2,7 @@
 
 import simulated_gpu as sim
 from harness import run_ranks
+from simulated_nccl import FakeNccl
 
 from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.world import engine
@@ -29,7 +30,7 @@ def begin(rank, folder, transport="auto", seed=0, **options):
     own = {"uuid": f"gpu-{rank}"} if transport == "nccl" else {}
     gpu = sim.SimulatedGpu(folder, 1000 * seed + rank, **own | options)
     sim.use(gpu)
-    nccl = sim.FakeNccl(gpu, folder) if transport == "nccl" else None
+    nccl = FakeNccl(gpu, folder) if transport == "nccl" else None
     Gpus.use(engine(), sim.drivers(nccl))
     return gpu
 

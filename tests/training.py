@@ -129,3 +129,27 @@ def assert_close(results, expected, tolerance):
         for mine, first, want in zip(got, results[0], expected, strict=True):
             assert torch.equal(mine, first)
             assert (mine - want).abs().max() <= tolerance * want.abs().max()
+
+
+def nesterov(p):
+    return torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+
+def adamw(p):
+    return torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1)
+
+
+class Counting(torch.optim.SGD):
+    """Has its number of steps where some optimizers have it, and each step is smaller."""
+
+    is_elementwise = True
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = 0.1 / group["step"]
+        return super().step(closure)
+
+
+def assert_sharded_equals_one_process(size, train=fit, **kwargs):
+    assert_equals_one_process(size, train, shard_state=1, **kwargs)

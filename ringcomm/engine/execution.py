@@ -32,11 +32,12 @@ class Deferred:
 
     An operation whose result this is counts as over. Each result is asked whether it is one, so
     this is no ABC, which would take its time to answer.
+
+    Attributes:
+        take: returns the result.
     """
 
-    def take(self) -> Any:
-        """Return the result."""
-        raise NotImplementedError
+    take: Callable[[], Any]
 
 
 class AllDeferred(Deferred):

@@ -331,7 +331,8 @@ class DensePartition:
     def advance(self) -> None:
         """Carry out the rounds that are complete, and may end."""
         assert self.rounds is not None
-        self._carry_out_releases()
+        if self._releases:
+            self._carry_out_releases()
         while self.held is None and (came := self.rounds.take()) is not None:
             parts = [part for _, part in came]
             mean = shares_of(parts)

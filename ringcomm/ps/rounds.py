@@ -79,7 +79,7 @@ class Rounds(Generic[T]):
     def add(self, worker: int, number: int, contribution: T) -> bool:
         """Take note of a contribution to round `number`; return False if it comes too late.
 
-        That is so once the round is over, or consists of as many as it takes and may not end yet.
+        That is so once the round is over, or consists of as many as it takes and cannot end yet.
         """
         if number < self.current:
             return False
@@ -113,7 +113,7 @@ class Rounds(Generic[T]):
 
     def may_end(self, count: int) -> bool:
         """Return True if so many rounds may have ended."""
-        return count <= min(self._limits.values(), default=math.inf)
+        return not self._limits or count <= min(self._limits.values())
 
     def take(self) -> list[tuple[int, T]] | None:
         """Return what the current round consists of, by worker, and begin the next; None: not yet.

@@ -15,6 +15,7 @@ import simulated_gpu as sim
 from gpu_ranks import begin
 from harness import run_ranks
 from programs import make_program, run_program
+from simulated_nccl import FakeNccl
 
 import ringcomm as rc
 from ringcomm.config import settings
@@ -120,7 +121,7 @@ def test_every_call_is_one_of_nccls(seed, tmp_path, monkeypatch):
     def body(rank):
         gpu = begin(rank, tmp_path, "nccl")
         try:
-            provider = OneEach(sim.FakeNccl(gpu, tmp_path))
+            provider = OneEach(FakeNccl(gpu, tmp_path))
             Gpus.use(engine(), Drivers(sim.SimulatedGpu.all.__getitem__, lambda: provider))
             run_program(program, rank, seed, sim.Simulated())
             total = rc.allreduce(sim.array(np.full(100, rank + 1.0, "f4")))
