@@ -41,8 +41,8 @@ class Balance:
         """Return what is to move at the end of a period.
 
         Args:
-            view: as it is.
-            traffic: of each partition since it was made; one that is on its way is not there.
+            view: as it is; a partition that is on its way is not there.
+            traffic: of each partition of the view since it was made.
         """
         recent = {p: max(0.0, x - self._before.get(p, 0.0)) for p, x in traffic.items()}
         self._before.update(traffic)
@@ -53,9 +53,7 @@ class Balance:
         self._window.append(recent)
         if len(self._window) < PATIENCE:
             return []
-        total: Counter[Partition] = Counter()
-        for each in self._window:
-            total.update(each)
+        total = self._total(view)
         moves = rebalance(view, total, self._servers, SLACK, self._rests.keys())
         after = view.with_({move.partition: (move.dest,) for move in moves})
         if self._overload(view, total) - self._overload(after, total) < SLACK:
@@ -63,6 +61,13 @@ class Balance:
         self._window.clear()
         self._rests.update({move.partition: REST for move in moves})
         return moves
+
+    def _total(self, view: View) -> Counter[Partition]:
+        """Return the traffic of the window, without partitions that are on their way by now."""
+        total: Counter[Partition] = Counter()
+        for each in self._window:
+            total.update({p: x for p, x in each.items() if p in view.chains})
+        return total
 
     def _overload(self, view: View, traffic: Mapping[Partition, float]) -> float:
         """Return what share more than the mean the busiest server has."""

@@ -50,20 +50,35 @@ class Balancer:
         return True
 
     def _decide(self, told: Future[list[dict[str, Any]]]) -> None:
-        view, heat = measured(told.result())
+        try:
+            if not self._begin_moves(told.result()):
+                self._rest()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next look may succeed
+            self._warn("nothing moved in this period", error)
+
+    def _begin_moves(self, told: list[dict[str, Any]]) -> bool:
+        """Return True if partitions are going to move."""
+        view, heat = measured(told)
         moves = self._balance.moves(view, heat)
         if not moves:
-            self._rest()
-            return
+            return False
         after = view.with_({move.partition: (move.dest,) for move in moves})
         load, load_after = (shares(each, heat, self._servers) for each in (view, after))
         move_all(self._session, moves, load, load_after).then(self._tell)
+        return True
 
     def _tell(self, done: Future[Rebalanced]) -> None:
         try:
             _log.info("ps.init(rebalance_every_s=%g): %s", self._every_s, done.result())
         except Exception as error:  # noqa: BLE001 - what could not move stays where it is
-            _log.warning("ps.init(rebalance_every_s=%g): %s", self._every_s, error)
+            self._warn("some partitions did not move", error)
+        else:
+            self._rest()
+
+    def _warn(self, what: str, error: Exception) -> None:
+        """Log an error, and go on with the next period."""
+        kind = type(error).__name__
+        _log.warning("ps.init(rebalance_every_s=%g): %s: %s: %s", self._every_s, what, kind, error)
         self._rest()
 
     def _rest(self) -> None:

@@ -1,5 +1,6 @@
 """Partitions that move by themselves: soon enough, and never to and fro."""
 
+import itertools
 import random
 import threading
 
@@ -110,6 +111,18 @@ def test_a_partition_on_its_way_is_counted_when_it_is_back():
     assert job.balance.moves(job.view, whole) == []
 
 
+def test_a_partition_that_is_on_its_way_when_moves_are_planned_stays_out_of_the_plan():
+    job = Job(2)
+    heat = [5000 if k % 2 == 0 else 500 for k in range(N)]
+    for _ in range(PATIENCE - 1):
+        job.period(heat)
+    chains = {p: chain for p, chain in job.view.chains.items() if p != (1, 0)}
+    traffic = {p: x + heat[p[1]] for p, x in job.traffic.items() if p in chains}
+    moves = job.balance.moves(View(1, chains), traffic)
+    assert moves
+    assert (1, 0) not in [move.partition for move in moves]
+
+
 # --- in a job -----------------------------------------------------------------------------------
 def owners(t):
     return {int(part): s["server"] for s in ps.stats() for part in s["tables"].get(t.name, {})}
@@ -159,3 +172,17 @@ def test_a_job_that_is_balanced_stays_as_it_is():
 def test_a_period_that_is_none_is_refused():
     results = run_all(1, lambda _: None, rebalance_every_s=0.0)
     assert all("rebalance_every_s=0.0; it must be more than 0" in str(each) for each in results)
+
+
+def test_an_error_in_one_period_is_logged_and_the_next_one_balances_again(monkeypatch, caplog):
+    decide, n_periods, goes_on = Balance.moves, itertools.count(1), threading.Event()
+
+    def fail_once(self, view, traffic):
+        if next(n_periods) == 1:
+            raise KeyError((1, 0))
+        goes_on.set()
+        return decide(self, view, traffic)
+
+    monkeypatch.setattr(Balance, "moves", fail_once)
+    assert run_workers(1, lambda _: goes_on.wait(20), 2, rebalance_every_s=0.01) == [True]
+    assert "nothing moved in this period: KeyError: (1, 0)" in caplog.text
