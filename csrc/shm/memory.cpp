@@ -59,6 +59,11 @@ int open_of(int pid, int fd) {
   return opened;
 }
 
+// A core dump allocates every page of a shared mapping that it writes, and an arena is as large as the
+// machine's memory: one rank that dies would fill it, and the disk. Advice that is refused changes
+// nothing else.
+void keep_out_of_core_dumps(void* at, std::size_t nbytes) { madvise(at, nbytes, MADV_DONTDUMP); }
+
 // A fork would share the arena: what a DataLoader worker adds to its copy of a gradient would be in
 // the gradient of the rank. So the arenas that a process hands out become private in its forks.
 class PrivateInForks {
@@ -87,9 +92,10 @@ class PrivateInForks {
 
   void in_child() {
     for (const auto& [arena, fd] : arenas_) {
-      const void* at = mmap(arena->data(), arena->nbytes(), PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, 0);
+      void* at = mmap(arena->data(), arena->nbytes(), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd, 0);
       if (at == MAP_FAILED) _exit(70);  // rather no child than one that writes into its parent
+      keep_out_of_core_dumps(at, arena->nbytes());
     }
     mutex_.unlock();
   }
@@ -104,6 +110,7 @@ Mapping::Mapping(int fd, std::size_t offset, std::size_t nbytes) : nbytes_(nbyte
   void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd,
                   static_cast<off_t>(offset));
   if (at == MAP_FAILED) fail("mmap of shared memory");
+  keep_out_of_core_dumps(at, nbytes);
   data_ = static_cast<std::byte*>(at);
 }
 

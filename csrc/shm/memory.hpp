@@ -16,7 +16,7 @@
 
 namespace ringcomm {
 
-// A part of a memfd in this process's address space.
+// A part of a memfd in this process's address space; no part of its core dumps.
 class Mapping {
  public:
   // Throws std::system_error if it cannot be mapped.

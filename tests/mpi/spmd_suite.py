@@ -5,7 +5,9 @@ LAYOUT, if set, names the host that each rank is to be on.
 
 import os
 import random
+import re
 import socket
+from pathlib import Path
 
 import conformance
 import ml_dtypes
@@ -46,6 +48,13 @@ def test_ringcomm_owns_the_end_of_mpi(mpi):
 
 def test_ranks_are_those_of_mpi(mpi):
     assert (rc.rank(), rc.size()) == (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+
+
+def test_a_core_dump_has_the_status_page_and_no_arena():
+    rc.zeros(1000, "float32")
+    areas = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    dumped = [area for area in areas if " dd" not in area.partition("VmFlags:")[2]]
+    assert set(re.findall(r"/memfd:ringcomm-(\w+)", "".join(dumped))) == {"status"}
 
 
 def hosts_of_ranks():

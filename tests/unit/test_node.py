@@ -1,6 +1,7 @@
 """What the ranks of one node do in shared memory, over ranks as threads."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -389,6 +390,31 @@ def test_what_a_fork_writes_into_registered_memory_is_its_own():
         assert (rc.allreduce(x) == 14).all()
 
     run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
+
+
+def in_core_dumps(pattern):
+    """Return what this process has mapped of such memfds that a core dump of it would write."""
+    areas = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    found = [area for area in areas if re.search(f"/memfd:{pattern}", area)]
+    assert found, f"no memfd {pattern} is mapped"
+    return [area for area in found if " dd " not in area.partition("VmFlags:")[2]]
+
+
+def test_no_core_dump_allocates_the_arenas_of_the_node():
+    def body(rank):
+        x = rc.zeros(1000, np.float32)
+        rc.allreduce(x)
+        rc.allreduce(x, group=rc.Group(range(3)))
+        rc.barrier()
+        if rank == 0:
+            assert in_core_dumps("ringcomm-(arena|board)") == []
+            child = os.fork()
+            if child == 0:
+                os._exit(len(in_core_dumps("ringcomm-arena")))
+            assert os.waitpid(child, 0)[1] == 0
+        rc.barrier()
+
+    run_ranks(3, body)
 
 
 def test_a_fork_lets_go_of_what_a_thread_of_its_parent_drives():
