@@ -65,7 +65,7 @@ class Changes:
             else:
                 self._server.send_values(request, part, meta)
 
-        self._server.when(self._server.readiness(request, part), answer, request)
+        self._server.wait(request, part, answer)
 
     def of_rows(self, request: Delivery, shard: Shard) -> None:
         """Send a page of the rows that have changed since the stamp that the request brings."""
@@ -77,7 +77,7 @@ class Changes:
             page.fill(Place(*said["place"]))
             self._server.reply(request, body=page.packed(until), clock=shard.version)
 
-        self._server.when(self._server.readiness(request, shard), answer)
+        self._server.wait(request, shard, answer, goes_along=False)
 
 
 class _Page:

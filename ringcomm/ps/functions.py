@@ -77,7 +77,6 @@ class Calls:
         header = request.header
         part.note_last(header.origin, header.incarnation, header.sequence)
         self._server.reply(request, body=body, clock=part.version)
-        self._server.look_at_waiting()
 
     def _run(
         self, part: DensePartition, function: Function, arguments: dict[str, Any], number: int

@@ -244,7 +244,7 @@ class Mover:
         batch.problems += problems
         self._grant_pauses()
         self._go_on()
-        self._server.look_at_waiting()
+        self._server.waiters.look_at_all()
 
     def _given(self, request: Delivery) -> None:
         said = json.loads(request.meta)
@@ -258,7 +258,7 @@ class Mover:
             batch.n_moved += 1
         self._grant_pauses()
         self._go_on()
-        self._server.look_at_waiting()
+        self._server.waiters.look_at_all()
 
     def _grant_pauses(self) -> None:
         asked, self._asked_pauses = self._asked_pauses, []
@@ -285,7 +285,7 @@ class Mover:
             server.keep(server.tables[partition[0]], partition[1], part)
             self._tell_leader(partition, {**said, "why": f"no memory to send it: {error}"})
             return
-        kept = server.take_waiting(partition)
+        kept = server.waiters.take(partition)
         self._leaving[partition] = _Leaving(part, said["dest"], said["epoch"], body, kept)
         meta = packed_json({"epoch": said["epoch"]})
         self._send(said["dest"], Step.TAKE, partition, meta, body)
@@ -352,7 +352,7 @@ class Mover:
                 server.redirect(kept)
         told = {"dest": leaving.dest, "epoch": leaving.epoch, "why": why}
         self._tell_leader(partition, told)
-        server.look_at_waiting()
+        server.waiters.look_at_all()
 
     def _notify(self, partition: Partition, leaving: _Leaving) -> None:
         went_along: dict[int, list[int]] = {}
@@ -392,7 +392,7 @@ class Mover:
             self._install(partition, part, state.meta, json.loads(request.meta)["epoch"])
         meta = packed_json({"why": why})
         self._server.send(request.source, _header(Step.TAKEN, partition), meta)
-        self._server.look_at_waiting()
+        self._server.waiters.look_at_all()
 
     def _made(self, partition: Partition, state: State) -> DensePartition:
         server, meta = self._server, state.meta
@@ -451,12 +451,14 @@ class Mover:
             self.rows.noted(partition[0], epoch, rank)
         if table.epochs.get(partition[1]) == epoch and partition in self._fences:
             self._fences[partition].pop(rank, None)
-            self._server.look_at_waiting()
+            self._server.waiters.look_at_all()
 
     def _settle(self, request: Delivery) -> None:
         """Answer once every request that came before has been answered, or sent back."""
-        self._server.when(
-            lambda: not (self._leaving or self.rows.is_busy), lambda: self._server.reply(request)
+        self._server.waiters.when(
+            lambda: not (self._leaving or self.rows.is_busy),
+            lambda: self._server.reply(request),
+            request,
         )
 
     def _send(

@@ -314,7 +314,7 @@ class RowMover:
         assert shard is not None
         back = [contribution.answer.request for contribution in shard.give_back()]
         self._unheard[table.number] = set(self._server.clients())
-        for each in [*back, *self._server.take_waiting((table.number, 0))]:
+        for each in [*back, *self._server.waiters.take((table.number, 0))]:
             self.redirect(each, table)
         self._go_on(table)
         self._tell(request, "commit", {})
@@ -332,7 +332,7 @@ class RowMover:
             self._server.on_request(each)
         self._thawing.discard(table.number)
         table.shard.advance()  # a worker may have left meanwhile
-        self._server.look_at_waiting()
+        self._server.waiters.look_at_all()
 
     def redirect(self, request: Delivery, table: Table) -> None:
         """Say who owns what; a request has not been carried out."""

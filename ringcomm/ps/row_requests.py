@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ringcomm.ps.client import error_text
 from ringcomm.ps.frames import Kind, Status
 from ringcomm.ps.hashed import REJECTED, Keys, Shard
 from ringcomm.ps.messages import (
@@ -61,22 +60,19 @@ class RowRequests:
 
     Args:
         link: the wire.
-        slowest: returns the least clock of a worker that counts for a table.
         reply: sends an answer.
-        when: when(ready, answer, request) calls answer once ready() is true.
+        wait: wait(request, shard, answer) calls answer() once enough updates are in the shard.
     """
 
     def __init__(
         self,
         link: Link,
-        slowest: Callable[[int], float],
         reply: Reply,
-        when: Callable[[Callable[[], bool], Callable[[], None], Delivery], None],
+        wait: Callable[[Delivery, Shard, Callable[[], None]], None],
     ) -> None:
         self._link = link
-        self._slowest = slowest
         self._reply = reply
-        self._when = when
+        self._wait = wait
 
     def push(self, request: Delivery, shard: Shard) -> None:
         """Carry out a push, once, or keep it for its round."""
@@ -99,24 +95,10 @@ class RowRequests:
 
     def pull(self, request: Delivery, shard: Shard) -> None:
         """Answer with rows once enough updates are in them."""
-        mode, wanted = shard.spec.mode, request.header.clock
         meta = PullMeta.of(request.meta)
         keys, places = _keys_of(request.body, meta, shard.spec.name)
 
-        def ready() -> bool:
-            if meta.held:
-                return True
-            if mode.name == "ssp":
-                return self._slowest(request.header.table) >= wanted
-            return not mode.has_rounds or shard.version >= wanted
-
         def answer() -> None:
-            try:
-                send()
-            except (KeyError, ValueError) as error:  # perhaps later, while another is served
-                self._reply(request, status=Status.REFUSED, meta=error_text(error))
-
-        def send() -> None:
             if meta.n_out:
                 out = self._link.view(request.source, meta.place, meta.n_out * shard.row_nbytes())
                 version = shard.pull(keys, out, meta.missing, places, held=meta.held)
@@ -133,7 +115,10 @@ class RowRequests:
                 else:
                     self._reply(request, body=out, clock=version)
 
-        self._when(ready, answer, request)
+        if meta.held:
+            answer()
+        else:
+            self._wait(request, shard, answer)
 
     def erase(self, request: Delivery, shard: Shard) -> None:
         """Take rows out."""

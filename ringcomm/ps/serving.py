@@ -12,7 +12,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -45,6 +44,7 @@ from ringcomm.ps.rounds import Clocks
 from ringcomm.ps.row_requests import RowRequests, was_applied
 from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, STOP, Held, Moment
 from ringcomm.ps.storing import Store
+from ringcomm.ps.waiting import Waiters
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
@@ -54,21 +54,6 @@ if TYPE_CHECKING:
 
 _NOTHING: Final = np.empty(0, np.uint8)
 LEADER: Final = 0  # the lowest server decides views
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A pull that cannot be answered yet.
-
-    Attributes:
-        ready: returns True once it can.
-        answer: does it.
-        request: the pull; None: another request.
-    """
-
-    ready: Callable[[], bool]
-    answer: Callable[[], None]
-    request: Delivery | None = None
 
 
 class Server:
@@ -98,7 +83,7 @@ class Server:
         self.view = View()
         self.tables: dict[int, Table] = {}
         self._clocks = Clocks(layout.workers)
-        self._waiting: list[Waiting] = []
+        self.waiters = Waiters(self._progress, self._fail)
         self._held: dict[int, Held | Moment] = {}  # Moment: of a checkpoint
         self._stopped: set[int] = set()  # moments that rounds wait for
         self.job = uuid.uuid4().hex
@@ -110,7 +95,7 @@ class Server:
         self._nbytes_in = self._nbytes_out = 0
         self._began_at = time.monotonic()
         changes = Changes(self)
-        rows = RowRequests(link, self._slowest_for, self.reply, self.when)
+        rows = RowRequests(link, self.reply, self.wait)
         self._rows: dict[int, Callable[[Delivery, Shard], None]] = {
             Kind.PUSH: rows.push,
             Kind.PULL: rows.pull,
@@ -166,8 +151,12 @@ class Server:
                     f"server {self.index}: cannot do what rank {delivery.source} says with "
                     f"{_named(delivery.header)}: {type(error).__name__}: {error}. This is a defect"
                 ) from error
-            status = Status.REFUSED if isinstance(error, ValueError | KeyError) else Status.FAILED
-            self.reply(delivery, status=status, meta=error_text(error))
+            self._fail(delivery, error)
+
+    def _fail(self, request: Delivery, error: Exception) -> None:
+        """Tell who made a request why it was not carried out."""
+        status = Status.REFUSED if isinstance(error, ValueError | KeyError) else Status.FAILED
+        self.reply(request, status=status, meta=error_text(error))
 
     def _serve_rows(self, request: Delivery, table: Table, shard: Shard) -> None:
         handler = self._rows.get(request.header.kind)
@@ -182,7 +171,7 @@ class Server:
             self.mover.rows.redirect(request, table)
             return
         handler(request, shard)
-        self.look_at_waiting()
+        self.waiters.look_at((table.number, 0))
 
     def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = _NOTHING) -> None:
         """Send a frame of this server's own to a rank; see Link.send()."""
@@ -285,7 +274,8 @@ class Server:
             return
         header, meta = request.header, PushMeta.of(request.meta)
         if not (part.is_ready or meta.flags & INITIAL):  # the chief's values would undo it
-            self.when(lambda: part.is_ready, lambda: self._push(request), request)
+            partition = header.table, header.partition
+            self.waiters.wait(partition, 0, lambda: self._push(request), request)
             return
         if not part.is_new(header):
             self.reply(request, clock=part.version)  # it came twice, and was applied then
@@ -298,7 +288,7 @@ class Server:
         except Exception:
             part.note_last(header.origin, *before)
             raise
-        self.look_at_waiting()
+        self.waiters.look_at((header.table, header.partition))
 
     def _pull(self, request: Delivery) -> None:
         """Answer with the values once enough updates are in them."""
@@ -312,21 +302,33 @@ class Server:
         def answer() -> None:
             self.send_values(request, part)
 
-        self.when(self.readiness(request, part), answer, request)
+        self.wait(request, part, answer)
 
-    def readiness(self, request: Delivery, part: DensePartition | Shard) -> Callable[[], bool]:
-        """Return what tells whether enough updates are in it for who asks."""
-        mode, wanted = part.spec.mode, request.header.clock
-        partition = request.header.table, request.header.partition
+    def wait(
+        self,
+        request: Delivery,
+        part: DensePartition | Shard,
+        answer: Callable[[], None],
+        *,
+        goes_along: bool = True,
+    ) -> None:
+        """Call answer() once enough updates are in a partition for who asks; see Waiters."""
+        header, mode = request.header, part.spec.mode
+        wanted = header.clock if mode.has_rounds or mode.name == "ssp" else 0
+        partition = header.table, header.partition
+        self.waiters.wait(partition, wanted, answer, request, goes_along=goes_along)
 
-        def ready() -> bool:
-            if not part.is_ready:
-                return False
-            if mode.name == "ssp":
-                return self._clocks.slowest_with(self.mover.floor(partition)) >= wanted
-            return not mode.has_rounds or part.version >= wanted
-
-        return ready
+    def _progress(self, partition: Partition) -> float:
+        """Return how far a partition has got, in what pulls wait for; see Waiters."""
+        table = self.tables[partition[0]]
+        part = table.shard or table.parts[partition[1]]
+        if not part.is_ready:
+            return -1
+        if part.spec.mode.name == "ssp":
+            if self.mover.rows.stands_still(partition[0]):
+                return -1  # pushes are kept, and clocks are not
+            return self._clocks.slowest_with(self.mover.floor(partition))
+        return part.version if part.spec.mode.has_rounds else math.inf
 
     # --- partitions that move -------------------------------------------------------------------
     def note_owner(self, partition: Partition, owner: int, epoch: int) -> None:
@@ -336,12 +338,6 @@ class Server:
             table.owners[partition[1]], table.epochs[partition[1]] = owner, epoch
             self.view = self.view.with_({partition: (owner,)})
 
-    def _slowest_for(self, table: int) -> float:
-        """Return the least clock that counts for a hash table: of what was pushed before it."""
-        if self.mover.rows.stands_still(table):
-            return -math.inf  # pushes are kept, and clocks are not
-        return self._clocks.slowest_with(self.mover.floor((table, 0)))
-
     def note_owners(self, table: Table, epoch: int, moved: Iterable[Sequence[int]]) -> None:
         """Take note of who owns partitions of a hash table from now on."""
         changes = {}
@@ -350,18 +346,6 @@ class Server:
             changes[table.number, part] = (owner,)
         table.epochs[0] = epoch
         self.view = self.view.with_(changes)
-
-    def take_waiting(self, partition: Partition) -> list[Delivery]:
-        """Return the requests that wait for a partition, which are forgotten here."""
-
-        def is_for_it(request: Delivery | None) -> bool:
-            if request is None:
-                return False
-            return (request.header.table, request.header.partition) == partition
-
-        taken = [each.request for each in self._waiting if is_for_it(each.request)]
-        self._waiting = [each for each in self._waiting if not is_for_it(each.request)]
-        return [request for request in taken if request is not None]
 
     def clocks_of(self, partition: Partition) -> dict[int, int]:
         """Return how many steps of each worker are in a partition for sure."""
@@ -410,38 +394,21 @@ class Server:
             return
         if request.body.nbytes:
             states.load(part, request.meta, request.body)
+            self.waiters.look_at((request.header.table, request.header.partition))
             self.reply(request, clock=part.version)
         else:
             meta, body = states.packed(part)
             self.reply(request, meta=meta, body=body, clock=part.version)
-
-    def when(
-        self,
-        ready: Callable[[], bool],
-        answer: Callable[[], None],
-        request: Delivery | None = None,
-    ) -> None:
-        """Call answer() once it is ready; `request` is the pull that it answers, if it is one."""
-        if ready():
-            answer()
-        else:
-            self._waiting.append(Waiting(ready, answer, request))
-
-    def look_at_waiting(self) -> None:
-        """Answer what can be answered by now."""
-        due = [each for each in self._waiting if each.ready()]
-        if due:
-            self._waiting = [each for each in self._waiting if each not in due]
-            for each in due:
-                each.answer()
 
     # --- workers --------------------------------------------------------------------------------
     def _tick(self, request: Delivery) -> None:
         """Note a worker's clock; or, as option 1 asks, tell when the slowest has reached one."""
         header = request.header
         if not header.option:
+            before = self._clocks.slowest
             self._clocks.tick(header.origin, header.clock)
-            self.look_at_waiting()
+            if self._clocks.slowest != before:
+                self.waiters.look_at_all()
             self.reply(request)
             return
 
@@ -452,7 +419,7 @@ class Server:
             else:
                 self.reply(request, clock=int(slowest))
 
-        self.when(lambda: self._clocks.slowest >= header.clock, answer)
+        self.waiters.when(lambda: self._clocks.slowest >= header.clock, answer, request)
 
     def _snapshot(self, request: Delivery) -> None:
         said = json.loads(request.meta)
@@ -519,7 +486,7 @@ class Server:
             if part.rounds is not None and numbers:
                 part.advance()
         self._end_rounds(*self._held.values())
-        self.look_at_waiting()
+        self.waiters.look_at_all()
 
     def _tell_tables(self, request: Delivery) -> None:
         tables = {table.number: table.spec.to_json() for table in self.opener.known()}
@@ -542,7 +509,7 @@ class Server:
                 table.shard.leave(rank)
         self.mover.leave(rank)
         self._let_rounds_end({number for number in self._stopped if number >> 32 == rank})
-        self.look_at_waiting()
+        self.waiters.look_at_all()
         self.reply(request)
 
     def _stats(self, request: Delivery) -> None:
@@ -553,8 +520,8 @@ class Server:
             "server": self.index,
             "requests": self.n_requests + n_requests,
             "seconds": time.monotonic() - self._began_at,
-            "waiting": len(self._waiting),
-            "queue": len(self._waiting) + self._link.n_queued,
+            "waiting": len(self.waiters),
+            "queue": len(self.waiters) + self._link.n_queued,
             "nbytes_in": self._nbytes_in + nbytes_in,
             "nbytes_out": self._nbytes_out,
             "numbers": {table.spec.name: table.number for table in tables},

@@ -203,7 +203,7 @@ class Store:
             else:
                 part.merge_applied(state.meta.get("applied", ()))  # none of an empty partition
         self._server.reply(request, meta=b"{}")
-        self._server.look_at_waiting()
+        self._server.waiters.look_at_all()
 
     def _forget(self, request: Delivery, said: dict[str, Any]) -> None:
         self._prepared.pop(said["id"], None)
