@@ -2,7 +2,7 @@
 
 Requests of one rank to one server are answered in any order, but carried out in the order in which
 they were made. What large requests may hold of the servers' memory is bounded by credit: past it,
-the call that would send more waits.
+the call that would send more waits. A call of several requests sends all of them or none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from ringcomm.engine.patience import refuse_hopeless
 from ringcomm.errors import CommTimeoutError, MismatchError, RingcommError
 from ringcomm.files import BrokenFileError
+from ringcomm.ps.backlog import Backlog
 from ringcomm.ps.frames import Header, Kind, Status, Step
 from ringcomm.ps.lanes import Lane
 from ringcomm.ps.link import Delivery
@@ -139,6 +140,7 @@ class Client:
         self._asked: dict[int, Ask | PlainPush] = {}
         self.n_bytes: Counter[int] = Counter()
         self._n_asked: Counter[int] = Counter()
+        self._backlog = Backlog(self._has_credit)
         self.view: View | None = None
         self.n_moved = 0
         self._lanes: dict[Partition, Lane] = {}
@@ -170,6 +172,8 @@ class Client:
 
         Also -1 once a rank has died: who asks then hears of it.
         """
+        if self._backlog.n_waiting and self._backlog.has(partition):
+            return -1
         lane = self._lanes[partition]
         return lane.epoch if lane.is_empty and not self._engine.watch.peers.dead else -1
 
@@ -184,28 +188,83 @@ class Client:
         """Return the number of a new request."""
         return next(self._sequence)
 
-    def ask(self, asks: list[Ask], future: Future[Any]) -> None:
-        """Send requests, whose replies make `future` complete; waits for credit if it must."""
+    def ask(self, asks: list[Ask], future: Future[Any], *, is_admitted: bool = False) -> None:
+        """Send requests, whose replies make `future` complete: all of them, or none.
+
+        Waits for credit if it must, for the first and until the last has left. If that takes
+        longer than the deadline, the rest leaves as credit comes back: it is for the future's
+        wait() to raise.
+
+        Args:
+            asks: in the order in which they are to leave.
+            future: of all of them.
+            is_admitted: admit() has returned.
+
+        Raises:
+            CommTimeoutError: there was no credit for the first; nothing was sent.
+        """
         self._engine.require_usable()
         for ask in asks:
             ask.future = future
             if ask.partition is not None:
                 ask.server = self._owner(ask.partition)
             future.awaited.add(ask.server)
-            if not self._has_credit(ask):
-                self._await_credit(ask, future.label)
-            with self._lock:
+        if not asks:
+            return
+        if not (is_admitted or self._may_leave(asks[0])):
+            self._await_credit(asks[0], future.label)
+        with self._lock:
+            for ask in asks:  # nothing can go wrong any more: rounds are counted
                 if ask.clock_of is not None:
                     ask.clock = ask.clock_of()
-                self._submit(ask)
+                if self._may_leave(ask):
+                    self._submit(ask)
+                else:
+                    self._backlog.add(ask)
+        if self._backlog.n_waiting:
+            self._await_departure(future)
         if self._link.waits_to_leave:
             self._engine.nudge()
+
+    def admit(self, first: Ask, label: str) -> None:
+        """Return once there is credit for the first request of a call; ask() is to send it.
+
+        For who cannot take back what it does to make requests.
+
+        Raises:
+            CommTimeoutError: there is none.
+        """
+        self._engine.require_usable()
+        assert first.partition is not None
+        first.server = self._owner(first.partition)
+        if not self._may_leave(first):
+            self._await_credit(first, label)
+
+    def _send_backlog(self) -> None:
+        """Send what waits for credit, as far as there is some now; with the lock."""
+        for ask in self._backlog.due():
+            self._submit(ask)
+
+    def _await_departure(self, future: Future[Any]) -> None:
+        """Return once all requests of a call have left, or none has for as long as the deadline."""
+        n = self._backlog.n_of(future)
+        while n and self.drive_until(
+            lambda before=n: self._backlog.n_of(future) < before,  # type: ignore[misc]
+            future.label,
+            None,
+        ):
+            n = self._backlog.n_of(future)
+
+    def wait_until_sent(self, label: str) -> None:
+        """Drive until all requests have left that earlier calls made; see wait_for()."""
+        if self._backlog.n_waiting:
+            self._wait_until(lambda: not self._backlog.n_waiting, label, set(), self._deadline_s)
 
     def push(self, push: PlainPush) -> None:
         """Send a push that is request and future in one; waits for credit if it must."""
         self._engine.require_usable()
         push.server = self._owner(push.partition)
-        if not self._has_credit(push):
+        if not self._may_leave(push):
             self._await_credit(push, push.label)
         with self._lock:
             self._submit(push)
@@ -216,7 +275,7 @@ class Client:
         """Wait until there is credit for requests that submit() is to send."""
         for ask in asks:
             future.awaited.add(ask.server)
-            if not self._has_credit(ask):
+            if not self._may_leave(ask):
                 self._await_credit(ask, future.label)
 
     def submit(self, asks: list[Ask]) -> None:
@@ -255,9 +314,10 @@ class Client:
 
     @property
     def is_settled(self) -> bool:
-        """True unless a partition has moved and requests for it are on their way back."""
+        """True if nothing waits for credit, and nothing is on its way back from where it was."""
         with self._lock:
-            is_settled = all(lane.is_settled for lane in self._lanes.values())
+            is_settled = not self._backlog.n_waiting
+            is_settled &= all(lane.is_settled for lane in self._lanes.values())
         return is_settled and all(each.is_settled for each in list(self.row_calls.values()))
 
     def _owner(self, partition: Partition) -> int:
@@ -377,8 +437,13 @@ class Client:
         is_small = held == 0 or held + ask.body.nbytes <= CREDIT_NBYTES
         return is_small and self._n_asked[ask.server] < CREDIT_REQUESTS
 
+    def _may_leave(self, ask: Ask | PlainPush) -> bool:
+        """Return True if a new request has credit, and overtakes none that waits for it."""
+        is_behind = self._backlog.n_waiting and self._backlog.has(ask.partition)
+        return not is_behind and self._has_credit(ask)
+
     def _await_credit(self, ask: Ask | PlainPush, label: str) -> None:
-        self._wait_until(lambda: self._has_credit(ask), label, {ask.server}, self._deadline_s)
+        self._wait_until(lambda: self._may_leave(ask), label, {ask.server}, self._deadline_s)
 
     # --- replies --------------------------------------------------------------------------------
     def place_for(self, header: Header) -> Bytes | None:
@@ -446,6 +511,8 @@ class Client:
                 self._send_again(ask.partition, due)
             if self._notices:
                 self._answer_notices()
+        if self._backlog.n_waiting:
+            self._send_backlog()
 
     # --- waiting --------------------------------------------------------------------------------
     def wait_for(self, future: Future[Any], timeout_s: float | None) -> None:
@@ -479,7 +546,7 @@ class Client:
         return future.done()
 
     def wait_until_settled(self, label: str) -> None:
-        """Drive until no request is on its way back; see wait_for()."""
+        """Drive until is_settled; see wait_for()."""
         self._wait_until(lambda: self.is_settled, label, set(), self._deadline_s)
 
     def drive_until(self, is_over: Callable[[], bool], label: str, timeout_s: float | None) -> bool:

@@ -74,6 +74,7 @@ class Session:
 
     def tick(self, clock: int | None = None) -> None:
         """Tell the servers that this worker has completed a step: all it pushed is on its way."""
+        self.client.wait_until_sent("tick")
         self.clock = self.clock + 1 if clock is None else clock
         client = self.client
         future: Future[None] = Future(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from numpy.typing import NDArray
@@ -81,7 +81,7 @@ class Packer:
             )
         return x
 
-    def packing(self, rate: float, room: Callable[[int, int], Bytes]) -> Pack:
+    def packing(self, rate: float, rooms: Mapping[int, Bytes]) -> Pack:
         """Return what encodes the pieces of one push: pack(block, piece, note).
 
         It returns the piece, encoded, and what is to hear the reply in the place of `note`. With
@@ -89,13 +89,12 @@ class Packer:
 
         Args:
             rate: see rate_of().
-            room: returns memory for so many bytes of a block.
+            rooms: memory for each block, see FramedCodec.encoded_nbytes().
         """
         number = next(self._numbers)
 
         def pack(part: int, piece: Array, note: Note) -> tuple[Bytes, Note]:
-            out = room(self.codec.encoded_nbytes(len(piece), piece.dtype), part)
-            body = self._encode(part, piece, number, rate, out)
+            body = self._encode(part, piece, number, rate, rooms[part])
 
             def note_late(reply: Delivery) -> None:
                 if reply.header.status == Status.LATE:

@@ -244,11 +244,12 @@ class Table(Opened):
             )
         flags = (ASSIGN if assign else 0) | (HOLD if hold else 0) | (ABSENT if x is None else 0)
         mask = packed_mask(n_segments, absent)
-        if self._packer is None or x is None:
-            return self._push(flat, start, weight, flags, every_part=has_rounds, mask=mask)
-        if assign:
-            self._packer.forget()
-        elif weight == 0:  # what does not count must not take along what is kept
+        if self._packer is None or x is None or assign:
+            future = self._push(flat, start, weight, flags, every_part=has_rounds, mask=mask)
+            if assign:
+                self.forget_residual()
+            return future
+        if weight == 0:  # what does not count must not take along what is kept
             flat, start, flags = flat[:0], 0, flags | ABSENT
         else:
             is_looked_at = hold or isinstance(self.updater, Assign)  # the mean, before it counts
@@ -306,11 +307,14 @@ class Table(Opened):
         scale: float = 1.0, mask: bytes = b"",
     ) -> Future[Pushed]:  # fmt: skip
         is_update = not flags & (INITIAL | ASSIGN | RELEASE)
-        pack = None
-        if is_update and self._packer is not None and len(flat):
-            pack = self._packer.packing(rate_of(self.updater, scale), self._room)
         parts = list(self._parts(start, start + len(flat), every_part=every_part))
-        client = self.client
+        client, pack = self.client, None
+        if is_update and self._packer is not None and len(flat):
+            rooms = self._rooms(self._packer, parts)  # all that may fail, before residuals change
+            client.admit(
+                Ask(Kind.PUSH, (self.number, min(rooms)), body=rooms[min(rooms)]), self.push_label
+            )
+            pack = self._packer.packing(rate_of(self.updater, scale), rooms)
         future = Pushing(
             client, self.push_label, len(parts), client.timestamp(), is_held=bool(flags & HOLD)
         )
@@ -335,8 +339,16 @@ class Table(Opened):
                     on_ack=on_ack,
                 )
             )
-        client.ask(asks, future)
+        client.ask(asks, future, is_admitted=pack is not None)
         return future
+
+    def _rooms(self, packer: Packer, parts: Sequence[tuple[int, int, int]]) -> dict[int, Bytes]:
+        """Return memory for what is encoded of each part that has elements."""
+        return {
+            part: self._room(packer.codec.encoded_nbytes(last - first, self.dtype), part)
+            for part, first, last in parts
+            if first < last
+        }
 
     def _push_plain(self, flat: Array) -> Future[Pushed]:
         """Push a gradient of all, to a table of one block without rounds: most are such."""

@@ -1,0 +1,73 @@
+"""Requests that are going to be sent, all of them, and wait for credit."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringcomm.ps.client import Ask
+    from ringcomm.ps.future import Future
+    from ringcomm.ps.placement import Partition
+
+
+class Backlog:
+    """What waits for credit of calls that are on their way, by server, in the order of the calls.
+
+    Not safe by itself: the client's lock is held around each call.
+
+    Args:
+        has_credit: returns True if a request may be sent now.
+
+    Attributes:
+        n_waiting: requests.
+    """
+
+    def __init__(self, has_credit: Callable[[Ask], bool]) -> None:
+        self._has_credit = has_credit
+        self.n_waiting = 0
+        self._queues: defaultdict[int, deque[Ask]] = defaultdict(deque)
+        self._partitions: dict[Partition, tuple[int, int]] = {}  # where they wait, and how many
+        self._calls: Counter[Future[Any]] = Counter()
+
+    def add(self, ask: Ask) -> None:
+        """Let a request wait, behind those that do.
+
+        One whose partition has moved meanwhile stays behind the earlier ones of that partition.
+        """
+        server, n = ask.server, 0
+        if ask.partition is not None:
+            server, n = self._partitions.get(ask.partition, (server, 0))
+            self._partitions[ask.partition] = server, n + 1
+        self._queues[server].append(ask)
+        self.n_waiting += 1
+        self._calls[ask.future] += 1
+
+    def due(self) -> Iterator[Ask]:
+        """Take out the requests that may be sent now; each must be sent before the next is taken.
+
+        None overtakes another of its server: what is pushed first arrives first.
+        """
+        for queue in self._queues.values():
+            while queue and self._has_credit(queue[0]):
+                yield self._taken(queue.popleft())
+
+    def _taken(self, ask: Ask) -> Ask:
+        self.n_waiting -= 1
+        self._calls[ask.future] -= 1
+        if not self._calls[ask.future]:
+            del self._calls[ask.future]
+        if ask.partition is not None:
+            server, n = self._partitions.pop(ask.partition)
+            if n > 1:
+                self._partitions[ask.partition] = server, n - 1
+        return ask
+
+    def has(self, partition: Partition | None) -> bool:
+        """Return True if a request to a partition waits: later ones must not overtake it."""
+        return partition in self._partitions
+
+    def n_of(self, future: Future[Any]) -> int:
+        """Return how many requests of a call wait."""
+        return self._calls[future]

@@ -1,0 +1,120 @@
+"""A push of several blocks is sent whole or not at all, also where servers do not answer."""
+
+import threading
+
+import numpy as np
+import pytest
+from ps_jobs import run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.codec import TopK
+from ringcomm.ps import client
+from ringcomm.ps.job import session
+from ringcomm.ps.serving import Server
+
+BLOCK, N_BLOCKS = 4096, 16
+COUNT = N_BLOCKS * BLOCK // 4
+
+
+class Deaf:
+    """Servers that answer no push until they are let."""
+
+    def __init__(self, monkeypatch):
+        self.is_deaf, self.kept = threading.Event(), []
+        on_request = Server.on_request
+
+        def hear(server, delivery):
+            self.kept.append((server, delivery))
+            while self.kept and not self.is_deaf.is_set():
+                on_request(*self.kept.pop(0))
+
+        monkeypatch.setattr(Server, "on_request", hear)
+
+
+def table(**options):
+    t = ps.table("w", COUNT, updater=ps.optim.SGD(1.0), block_nbytes=BLOCK, **options)
+    t.pull().wait()
+    return t
+
+
+@pytest.fixture
+def deaf(monkeypatch):
+    monkeypatch.setattr(client, "CREDIT_NBYTES", 8 * BLOCK)
+    return Deaf(monkeypatch)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_push_whose_blocks_wait_for_credit_arrives_whole_and_once(deaf, mode):
+    """Half of its blocks have credit; the others leave as it comes back."""
+
+    def body(_):
+        t = table(mode=mode)
+        deaf.is_deaf.set()
+        push = t.push(np.ones(COUNT, np.float32))
+        assert 0 < session().client.n_bytes[0] <= 8 * BLOCK
+        with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]: no answer within 0.01 s"):
+            push.wait(0.01)
+        with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]"):
+            t.push(np.ones(COUNT, np.float32))  # nothing of it is sent
+        deaf.is_deaf.clear()
+        ps.stats()  # which the servers hear
+        assert push.wait(20).applied
+        np.testing.assert_array_equal(t.pull().wait(), -1.0)
+        assert t.push(np.ones(COUNT, np.float32)).wait().applied
+        return t.pull().wait()
+
+    np.testing.assert_array_equal(run_workers(1, body, deadline_s=0.3)[0], -2.0)
+
+
+def test_nothing_overtakes_what_waits_for_credit(deaf):
+    """A pull needs no credit, and has all own pushes all the same."""
+
+    def body(_):
+        t = table()
+        deaf.is_deaf.set()
+        t.push(np.ones(COUNT, np.float32))
+        with pytest.raises(rc.CommTimeoutError, match=r"pull\[w\]"):
+            t.pull(where=slice(-3, None))
+        deaf.is_deaf.clear()
+        return t.pull().wait()
+
+    np.testing.assert_array_equal(run_workers(1, body, deadline_s=0.3)[0], -1.0)
+
+
+def test_a_push_that_is_not_sent_leaves_the_residual_as_it_was(deaf, monkeypatch):
+    x = np.random.default_rng(3).standard_normal(COUNT).astype(np.float32)
+
+    def body(_):
+        t = table(compression=TopK(0.1))
+        t.push(x).wait()
+        before, values = t.residual, t.pull().wait()
+        monkeypatch.setattr(client, "CREDIT_REQUESTS", 0)
+        for options in ({}, {"assign": True}):
+            with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]"):
+                t.push(x, **options)
+            np.testing.assert_array_equal(t.residual, before)
+        monkeypatch.setattr(client, "CREDIT_REQUESTS", 100)
+        np.testing.assert_array_equal(t.pull().wait(), values)
+        t.push(x).wait()
+        np.testing.assert_allclose(t.residual - t.pull().wait(), 2 * x, atol=1e-5)
+
+    run_workers(1, body, deadline_s=0.1)
+
+
+def test_a_step_is_not_told_before_its_pushes_have_left(deaf):
+    """A worker's clock says that all it pushed is on its way."""
+
+    def body(_):
+        t = table(mode=ps.SSP(0))
+        deaf.is_deaf.set()
+        push = t.push(np.ones(COUNT, np.float32))
+        with pytest.raises(rc.CommTimeoutError, match="tick"):
+            ps.complete_step()
+        deaf.is_deaf.clear()
+        ps.stats()
+        assert push.wait(20).applied
+        ps.complete_step()
+        return session().clock
+
+    assert run_workers(1, body, deadline_s=0.3) == [1]
