@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,8 +152,19 @@ def pull_row_delta(
     number: int,
     clock: int,
     n_partitions: int,
+    note_version: Callable[[int, int], object] = lambda server, version: None,
 ) -> Future[RowDelta]:
-    """Fetch the rows of a hash table that have changed; see HashTable.changed()."""
+    """Fetch the rows of a hash table that have changed; see HashTable.changed().
+
+    Args:
+        client: of this rank.
+        name: of the table.
+        since: see HashTable.changed().
+        number: of the table.
+        clock: how much must be in the rows, see Header.
+        n_partitions: of the table.
+        note_version: called with each server and the version that all of its rows have at least.
+    """
     n = client.n_servers
     seen = list(_seen(f"changed[{name}]", name, since, n))
     pages: list[list[State]] = [[] for _ in range(n)]
@@ -162,6 +173,8 @@ def pull_row_delta(
         def note(reply: Delivery) -> Ask | None:
             page = State.unpacked(reply.body)
             arrays = {key: array.copy() for key, array in page.arrays.items()}
+            if not pages[server]:
+                note_version(server, reply.header.clock)
             pages[server].append(State(page.meta, arrays))
             if page.meta["next"] is None:
                 return None

@@ -192,13 +192,9 @@ class HashTable(Opened):
             clock = number if has_rounds else self._versions[server]
             meta = PushMeta(weight, 0, len(own.keys), dtype, flags, hyper)
 
-            def note(reply: Delivery) -> None:
-                self._versions[server] = max(self._versions[server], reply.header.clock)
-                outcome.note(reply)
-
             return Piece(own, Ask(
                 Kind.PUSH, server=server, table=self.number, clock=clock, meta=meta.packed(),
-                body=body, on_reply=note,
+                body=body, on_reply=outcome.note,
             ))  # fmt: skip
 
         def unsent() -> None:
@@ -267,8 +263,7 @@ class HashTable(Opened):
             return pieces
 
         def note(piece: Piece, reply: Delivery) -> None:
-            server = piece.portion.server
-            self._versions[server] = max(self._versions[server], reply.header.clock)
+            self._note_version(piece.portion.server, reply.header.clock)
             pulling.take(piece, reply)
 
         def finish() -> Array:
@@ -280,6 +275,13 @@ class HashTable(Opened):
             return out
 
         return self._calls.begin(f"pull[{self.name}]", split, finish)
+
+    def _note_version(self, server: int, version: int) -> None:
+        """Take note of how many pushes, or rounds, are in what was pulled from a server."""
+        with self._lock:
+            self._versions[server] = max(self._versions[server], version)
+            if self._spec.mode.has_rounds:  # after rounds that went by without this worker
+                self._n_pushed = max(self._n_pushed, version)
 
     def _wanted(self) -> int:
         mode = self._spec.mode
@@ -313,6 +315,7 @@ class HashTable(Opened):
             number=self.number,
             clock=self._wanted(),
             n_partitions=self._spec.partitions,
+            note_version=self._note_version,
         )
 
     # --- rows -----------------------------------------------------------------------------------

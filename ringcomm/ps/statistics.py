@@ -32,9 +32,10 @@ def stats() -> list[dict[str, Any]]:
         "pushes", "pulls", "late", "apply_s" (seconds spent on updates), "elements", "rows",
         "row_nbytes" (memory they take), "partitions" (of hash tables), "admitted", "rejected",
         "evicted", and "staleness", a histogram: updates that an async push had missed -> how many
-        did. Of slices of dense tables that it has now, since they were made: they take these
-        numbers along when they move. Of hash tables, what this server has done; a push counts a
-        key once, however often it stands in it.
+        did. Those are all since its worker last pulled, that worker's own too. Of slices of dense
+        tables that it has now, since they were made: they take these numbers along when they move.
+        Of hash tables, what this server has done; a push counts a key once, however often it
+        stands in it.
         "tables": name -> number of the partition -> the same of each.
         "hashtables": name -> the same of all that the server has of a hash table.
     """

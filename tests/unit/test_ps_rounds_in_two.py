@@ -12,6 +12,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import job, moments
 from ringcomm.ps.frames import Kind
+from ringcomm.ps.placement import Move
+from ringcomm.ps.rebalancing import move_all
 from ringcomm.ps.snapshots import RELEASE, STOP
 from ringcomm.ps.states import TableState, pull_state, push_state
 
@@ -54,6 +56,51 @@ def test_a_held_mean_that_is_dropped_counts_as_no_step_of_the_updater():
         assert (before == 0).all()
         np.testing.assert_allclose(values, -0.1)  # Adam's first step is as long as lr
         assert state.steps == 1
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(2.0, -3.0), (None, 0.0)])
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_a_release_that_comes_before_the_mean_waits_for_it(n_servers, factor, expected):
+    is_released = threading.Event()
+
+    def body(rank):
+        t = table()
+        if rank == 1:
+            assert is_released.wait(30)
+        t.push(np.full(N, rank + 1.0), hold=True)
+        release = t.release(factor)
+        moments.ask_all(job.session(), Kind.STATS, {})  # servers have seen it
+        was_done = release.done()
+        is_released.set()
+        return release.wait().applied, was_done and rank == 0, t.pull().wait()
+
+    for applied, was_done, values in run_workers(2, body, n_servers):
+        assert applied
+        assert not was_done
+        assert (values == expected).all()
+
+
+def test_a_release_that_waits_goes_along_when_its_block_moves():
+    is_moved = threading.Event()
+
+    def body(rank):
+        t = table()
+        if rank == 1:
+            assert is_moved.wait(30)
+            t.push(np.full(N, 2.0), hold=True)
+            return t.pull().wait()
+        t.push(np.ones(N), hold=True)
+        release = t.release(2.0)
+        moments.ask_all(job.session(), Kind.STATS, {})
+        for server in (0, 1):  # each block is moved once at least
+            moves = [Move((t.number, part), -1, server) for part in range(t.n_partitions)]
+            move_all(job.session(), moves).wait()
+        is_moved.set()
+        release.wait()
+        return t.pull().wait()
+
+    for values in run_workers(2, body, 2):
+        assert (values == -3).all()
 
 
 def test_who_has_no_gradient_counts_as_zeros():
@@ -104,6 +151,29 @@ def test_a_worker_that_was_late_takes_part_again_after_its_next_pull():
         rc.barrier()
 
     run_workers(2, body)
+
+
+@pytest.mark.parametrize("reads", ["pull", "changed"])
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_rows_of_a_worker_that_was_late_count_again_after_its_next_pull(n_servers, reads):
+    row = np.ones((1, 2), np.float32)
+
+    def body(rank):
+        kv = ps.hashtable("emb", 2, updater=ps.optim.SGD(1.0), mode=ps.FirstOf(1))
+        rc.barrier()
+        if rank == 0:
+            for _ in range(5):
+                assert kv.push([4], row).wait().applied
+        rc.barrier()
+        if rank == 1:
+            assert kv.push([4], row).wait().why == "late"
+            (kv.pull([4]) if reads == "pull" else kv.changed()).wait()
+            for n in range(6, 9):
+                assert kv.push([4], row).wait().applied
+                assert kv.pull([4]).wait().tolist() == [[-n, -n]]
+        rc.barrier()
+
+    run_workers(2, body, n_servers)
 
 
 @pytest.mark.parametrize("n_servers", [1, 2])
