@@ -82,10 +82,16 @@ class Held(NamedTuple):
     present: Mask | None = None
 
 
-class _Release(NamedTuple):
-    """A request to end the round whose mean is held."""
+class Release(NamedTuple):
+    """A request to end the round whose mean is held, or is going to be.
 
-    clock: int
+    Attributes:
+        number: of the round.
+        meta: explains it.
+        answer: called once the round is over.
+    """
+
+    number: int
     meta: PushMeta
     answer: Answer
 
@@ -125,6 +131,7 @@ class DensePartition:
 
     Attributes:
         held: the mean of a round that is not an update yet.
+        releases: requests to end rounds that are not over.
         segments: parts of it that have a gradient, or none, by themselves; None: it is one.
         life: no other block has this number, in any job, nor this one where it was before.
     """
@@ -152,7 +159,7 @@ class DensePartition:
             self.segments = Segments(spec.segments, start, stop, scalars)
         self.life = secrets.randbits(63)
         self.held: Held | None = None
-        self._releases: deque[_Release] = deque()  # that have not been answered
+        self.releases: deque[Release] = deque()
         self._traffic = Traffic()
         self.rounds: Rounds[Contribution] | None = None
         if spec.mode.has_rounds:
@@ -295,7 +302,7 @@ class DensePartition:
                 raise ValueError(f"release[{self.spec.name}]: its mode has no rounds")
             if not meta.flags & SKIP:
                 self._require_updater(meta)
-            self._releases.append(_Release(clock, meta, answer))
+            self.releases.append(Release(clock, meta, answer))
             self.advance()
             return
         grad = self._gradient(meta, body)
@@ -331,35 +338,44 @@ class DensePartition:
     def advance(self) -> None:
         """Carry out the rounds that are complete, and may end."""
         assert self.rounds is not None
-        if self._releases:
-            self._carry_out_releases()
+        self._carry_out_releases()
         while self.held is None and (came := self.rounds.take()) is not None:
-            parts = [part for _, part in came]
-            mean = shares_of(parts)
-            present = None if mean is None else self._present_in(parts)
-            if any(part.is_held for part in parts):
-                held = None if mean is None else mean.mean(self.dtype)
-                self.held = Held(held, present)
-                squares = packed_squares(self.held.mean)
-                for part in parts:
-                    part.answer(True, self.version, squares)
-                return
-            self._end_round(parts[0].hyper, mean, present)
+            self._complete([part for _, part in came])
+            self._carry_out_releases()
+
+    def _complete(self, parts: list[Contribution]) -> None:
+        """Make an update of the contributions to a round, or hold their mean."""
+        mean = shares_of(parts)
+        present = None if mean is None else self._present_in(parts)
+        if any(part.is_held for part in parts):
+            self.held = Held(None if mean is None else mean.mean(self.dtype), present)
+            squares = packed_squares(self.held.mean)
             for part in parts:
-                part.answer(mean is not None, self.version, b"empty" if mean is None else b"")
+                part.answer(True, self.version, squares)
+            return
+        self._end_round(parts[0].hyper, mean, present)
+        for part in parts:
+            part.answer(mean is not None, self.version, b"empty" if mean is None else b"")
 
     def _carry_out_releases(self) -> None:
-        """Answer those that have come, unless the round that they end may not end yet."""
-        assert self.rounds is not None
-        while self._releases and (self.held is None or self.rounds.may_end(self.version + 1)):
-            clock, meta, answer = self._releases.popleft()
-            self._release(clock, meta)
-            answer(True, self.version)
+        """End the round whose mean is held, if that is asked for, and it may end.
 
-    def _release(self, clock: int, meta: PushMeta) -> None:
-        """Make the mean of round `clock` an update; the first of its workers that asks does."""
-        if self.held is None or clock != self.version:
-            return
+        One that came before the mean waits for it; one of a round that is over is answered.
+        """
+        assert self.rounds is not None
+        releases, self.releases = self.releases, deque()
+        for release in releases:
+            if release.number >= self.version:
+                is_due = self.held is not None and release.number == self.version
+                if not (is_due and self.rounds.may_end(self.version + 1)):
+                    self.releases.append(release)
+                    continue
+                self._release(release.meta)
+            release.answer(True, self.version)
+
+    def _release(self, meta: PushMeta) -> None:
+        """Make the mean that is held an update; the first of its workers that asks does."""
+        assert self.held is not None
         (mean, present), self.held = self.held, None
         if meta.flags & SKIP:
             mean = None

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ringcomm.ps.dense import Contribution, DensePartition, Held, Traffic, numpy_dtype
+from ringcomm.ps.dense import Contribution, DensePartition, Held, Release, Traffic, numpy_dtype
 from ringcomm.ps.frames import Header, Kind, Status, Step
 from ringcomm.ps.link import INLINE_MAX, Delivery
-from ringcomm.ps.messages import packed_json
+from ringcomm.ps.messages import PushMeta, packed_json
 from ringcomm.ps.placement import Move
 from ringcomm.ps.row_moving import ROWS_AT_ONCE, RowMover
 from ringcomm.ps.state import State
@@ -318,7 +318,14 @@ class Mover:
             arrays["held"] = part.held.mean
             if part.held.present is not None:
                 arrays["held_present"] = part.held.present
+        releases = []
+        for k, (number, meta, answer) in enumerate(part.releases):
+            assert isinstance(answer, PushAnswer)
+            push = answer.request
+            releases.append([number, meta.weight, meta.flags, push.source, push.header.sequence])
+            arrays[f"release{k}"] = meta.hyper
         more |= {"round": part.rounds.current, "pending": told, "held": part.held is not None}
+        more["releases"] = releases
         return State({**state.meta, **more}, arrays)
 
     def staged(self, state: State, dest: int) -> Bytes:
@@ -357,9 +364,10 @@ class Mover:
     def _notify(self, partition: Partition, leaving: _Leaving) -> None:
         went_along: dict[int, list[int]] = {}
         if leaving.part.rounds is not None:
-            for _, _, each in leaving.part.rounds.pending():
-                assert isinstance(each.answer, PushAnswer)
-                push = each.answer.request
+            pending = [each.answer for _, _, each in leaving.part.rounds.pending()]
+            for answer in (*pending, *(each.answer for each in leaving.part.releases)):
+                assert isinstance(answer, PushAnswer)
+                push = answer.request
                 went_along.setdefault(push.source, []).append(push.header.sequence)
         clients = self._server.clients()
         retired = _Retired(leaving.part.memory, set(clients))
@@ -409,6 +417,8 @@ class Mover:
             arrays = {name: array.copy() for name, array in state.arrays.items() if "held" in name}
             held = Held(arrays.get("held"), arrays.get("held_present"))
             part.held = held if meta["held"] else None
+            releases = range(len(meta["releases"]))
+            part.releases.extend(self._released(partition, state, k) for k in releases)
         return part
 
     def _install(
@@ -423,12 +433,21 @@ class Mover:
         if part.rounds is not None:
             part.advance()  # a worker may have left meanwhile
 
-    def _pending(self, partition: Partition, state: State, k: int) -> tuple[int, int, Contribution]:
-        number, worker, weight, dtype, is_held, source, sequence = state.meta["pending"][k]
+    def _answer_to(self, partition: Partition, source: int, sequence: int) -> PushAnswer:
+        """Return what answers a push that went along."""
         header = Header(
             Kind.PUSH, origin=source, sequence=sequence, table=partition[0], partition=partition[1]
         )
-        answer = PushAnswer(self._server, Delivery(source, header, b"", _NOTHING))
+        return PushAnswer(self._server, Delivery(source, header, b"", _NOTHING))
+
+    def _released(self, partition: Partition, state: State, k: int) -> Release:
+        number, weight, flags, source, sequence = state.meta["releases"][k]
+        meta = PushMeta(weight, 0, 0, "", flags, state.arrays[f"release{k}"].copy())
+        return Release(number, meta, self._answer_to(partition, source, sequence))
+
+    def _pending(self, partition: Partition, state: State, k: int) -> tuple[int, int, Contribution]:
+        number, worker, weight, dtype, is_held, source, sequence = state.meta["pending"][k]
+        answer = self._answer_to(partition, source, sequence)
         grad = None
         if dtype is not None:
             grad = state.arrays[f"grad{k}"].copy().view(numpy_dtype(dtype))

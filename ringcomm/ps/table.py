@@ -259,7 +259,8 @@ class Table(Opened):
     def release(self, factor: float | None) -> Future[Pushed]:
         """Let the mean of the round that this worker pushed last, with hold=True, be an update.
 
-        What the first of the workers passes counts: all must pass the same.
+        What the first of the workers passes counts: all must pass the same. It waits for the mean
+        where that is not there yet.
 
         Args:
             factor: that the mean is multiplied by; None: the mean is dropped.
