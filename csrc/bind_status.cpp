@@ -90,6 +90,8 @@ void bind_status(nb::module_& m) {
                   "local_rank"_a, "nonce"_a)
       .def_static("open", &MappedPage::open, "pid"_a, "fd"_a, "nonce"_a)
       .def_prop_ro("fd", &MappedPage::fd)
+      .def("open_lifeline",
+           [](const MappedPage& page, int pid) { return page.open_lifeline(pid).release(); }, "pid"_a)
       .def("snapshot", &snapshot)
       .def("set_local_rank", [](MappedPage& page, int local_rank) { page->local_rank = local_rank; },
            "local_rank"_a)

@@ -1,5 +1,8 @@
 #include <nanobind/nanobind.h>
 
+#include <exception>
+#include <system_error>
+
 namespace ringcomm {
 void bind_codec(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
@@ -13,7 +16,22 @@ void bind_status(nanobind::module_& m);
 void bind_wire(nanobind::module_& m);
 }  // namespace ringcomm
 
+namespace {
+
+// A system call that failed is OSError, with its errno, as in Python's own modules.
+void as_os_error(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::system_error& error) {
+    const nanobind::object args = nanobind::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, args.ptr());
+  }
+}
+
+}  // namespace
+
 NB_MODULE(_core, m) {
+  nanobind::register_exception_translator(as_os_error);
   nanobind::set_leak_warnings(false);  // the status page lives as long as its process, on purpose
   ringcomm::bind_codec(m);
   ringcomm::bind_kernels(m);

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 namespace ringcomm {
@@ -60,16 +61,22 @@ void Loop::start_thread() {
 
 void Loop::watch(int descriptor) {
   if (descriptor < 0 || watcher_.joinable()) return;
-  end_of_watch_ = eventfd(0, EFD_CLOEXEC);
-  watcher_ = std::thread([this, descriptor] {
-    pollfd watched[] = {{descriptor, POLLIN, 0}, {end_of_watch_, POLLIN, 0}};
-    while (poll(watched, 2, -1) >= 0 && watched[1].revents == 0) {
-      wake();
-      watched[1].revents = 0;
-      poll(watched + 1, 1, kUnheardMs);
-      if (watched[1].revents != 0) return;
+  end_of_watch_ = Descriptor(eventfd(0, EFD_CLOEXEC), "eventfd");
+  watcher_ = std::thread([this, descriptor] { watch_until_told(descriptor); });
+}
+
+// A signal may be delivered to any thread, this one among them: the deaths must be watched on.
+void Loop::watch_until_told(int descriptor) {
+  pollfd watched[] = {{descriptor, POLLIN, 0}, {end_of_watch_.get(), POLLIN, 0}};
+  while (true) {
+    if (poll(watched, 2, -1) < 0) {
+      if (errno != EINTR) usleep(kUnheardMs * 1000);  // ENOMEM: it may pass
+      continue;
     }
-  });
+    if (watched[1].revents != 0) return;
+    wake();
+    if (poll(watched + 1, 1, kUnheardMs) > 0) return;
+  }
 }
 
 void Loop::yield_turn() {
@@ -84,8 +91,9 @@ void Loop::stop() {
   }
   if (watcher_.joinable()) {
     const std::uint64_t one = 1;
-    if (write(end_of_watch_, &one, sizeof one) == sizeof one) watcher_.join();
-    close(end_of_watch_);
+    uninterrupted([&] { return write(end_of_watch_.get(), &one, sizeof one); });
+    watcher_.join();
+    end_of_watch_.reset();
   }
   {
     const std::lock_guard lock(inbox_mutex_);

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "../descriptor.hpp"
 #include "../shm/bell.hpp"
 #include "program.hpp"
 
@@ -44,7 +45,8 @@ class Loop {
   void await_news(double seconds);
   void wake();
 
-  // Calls wake() as soon as, and as long as, `descriptor` has events; -1: never.
+  // Calls wake() as soon as, and as long as, `descriptor` has events; -1: never. Throws
+  // std::system_error if there are no descriptors or threads left.
   void watch(int descriptor);
 
   // Advances programs until none goes on: what the others had done before this call is in them then.
@@ -63,6 +65,7 @@ class Loop {
   void admit();
   bool needs_polling() const { return needs_polling_.load(); }
   void run();
+  void watch_until_told(int descriptor);
 
   const pid_t pid_ = getpid();
   Bell own_bell_{};
@@ -89,7 +92,7 @@ class Loop {
   std::atomic<std::int64_t> moved_at_{0};
   bool is_stopping_ = false;
   std::thread thread_, watcher_;
-  int end_of_watch_ = -1;
+  Descriptor end_of_watch_;
 };
 
 }  // namespace ringcomm

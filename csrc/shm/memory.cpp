@@ -15,6 +15,8 @@
 #include <system_error>
 #include <utility>
 
+#include "../descriptor.hpp"
+
 namespace ringcomm {
 namespace {
 
@@ -26,37 +28,18 @@ constexpr std::size_t kLeastKept = 64u << 20, kMostKept = 256u << 20;
 
 std::size_t rounded_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
 
-[[noreturn]] void fail(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
 int make_memfd(const char* name, std::size_t nbytes) {
-  Descriptor fd(memfd_create(name, MFD_CLOEXEC));
-  if (fd.get() < 0) fail("memfd_create");
-  if (ftruncate(fd.get(), static_cast<off_t>(nbytes)) != 0) fail("ftruncate of shared memory");
+  Descriptor fd(memfd_create(name, MFD_CLOEXEC), "memfd_create");
+  const auto wanted = static_cast<off_t>(nbytes);
+  if (uninterrupted([&] { return ftruncate(fd.get(), wanted); }) != 0)
+    throw_errno("ftruncate of shared memory");
   return fd.release();
 }
 
 int open_of(int pid, int fd) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) fail("open shared memory of another rank");
-  return opened;
+  const auto open_path = [&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC); };
+  return Descriptor(uninterrupted(open_path), path.c_str()).release();
 }
 
 // A core dump allocates every page of a shared mapping that it writes, and an arena is as large as the
@@ -109,7 +92,7 @@ class PrivateInForks {
 Mapping::Mapping(int fd, std::size_t offset, std::size_t nbytes) : nbytes_(nbytes) {
   void* at = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd,
                   static_cast<off_t>(offset));
-  if (at == MAP_FAILED) fail("mmap of shared memory");
+  if (at == MAP_FAILED) throw_errno("mmap of shared memory");
   keep_out_of_core_dumps(at, nbytes);
   data_ = static_cast<std::byte*>(at);
 }
@@ -223,7 +206,7 @@ std::shared_ptr<NodeMemory> NodeMemory::open(int pid, int board_fd, int arena_fd
                                              std::uint64_t nonce) {
   Descriptor board(open_of(pid, board_fd));
   struct stat state {};
-  if (fstat(board.get(), &state) != 0) fail("fstat of shared memory");
+  if (fstat(board.get(), &state) != 0) throw_errno("fstat of shared memory");
   if (static_cast<std::size_t>(state.st_size) != kBoardBytes)
     throw std::runtime_error("that descriptor is no board of this version of ringcomm");
   {
@@ -233,7 +216,7 @@ std::shared_ptr<NodeMemory> NodeMemory::open(int pid, int board_fd, int arena_fd
       throw std::runtime_error("that board belongs to another process");
   }
   Descriptor arena(open_of(pid, arena_fd));
-  if (fstat(arena.get(), &state) != 0) fail("fstat of shared memory");
+  if (fstat(arena.get(), &state) != 0) throw_errno("fstat of shared memory");
   std::shared_ptr<NodeMemory> made(
       new NodeMemory(board.get(), arena.get(), static_cast<std::size_t>(state.st_size)));
   board.release();

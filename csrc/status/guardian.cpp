@@ -67,7 +67,7 @@ void pidfd_kill(int pidfd, int signal) {
 struct Watched {
   MappedPage page;
   int pidfd;
-  int lifeline = -1;
+  Descriptor lifeline{};
   std::int64_t closed_ns = 0;
   bool is_gone = false;
   int killed_by = 0;
@@ -122,8 +122,12 @@ class Guardian {
         throw std::runtime_error(std::string("epoll_ctl: ") + std::strerror(errno));
       event.events = 0;  // a hang-up is told all the same
       event.data.u64 = i + ranks_.size();
-      w.lifeline = w.page.open_lifeline(w.page->pid);
-      if (w.lifeline >= 0) epoll_ctl(epoll_, EPOLL_CTL_ADD, w.lifeline, &event);
+      try {
+        w.lifeline = w.page.open_lifeline(w.page->pid);
+        epoll_ctl(epoll_, EPOLL_CTL_ADD, w.lifeline.get(), &event);
+      } catch (const std::system_error&) {
+        continue;  // it has died, and its pidfd tells
+      }
     }
   }
 
@@ -162,7 +166,7 @@ class Guardian {
   void note_closed(Watched& w) {
     last_gone_ns_ = std::max(now_ns(), last_gone_ns_ + 1);
     w.closed_ns = last_gone_ns_;
-    epoll_ctl(epoll_, EPOLL_CTL_DEL, w.lifeline, nullptr);
+    epoll_ctl(epoll_, EPOLL_CTL_DEL, w.lifeline.get(), nullptr);
   }
 
   void note_gone(Watched& w) {

@@ -1,7 +1,6 @@
 #include "page.hpp"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -42,37 +41,15 @@ std::string load_text(const char (&field)[N]) {
   return std::string(field, strnlen(field, N));
 }
 
+Descriptor open_of(int pid, int fd, int flags) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const auto open_path = [&] { return ::open(path.c_str(), flags | O_CLOEXEC); };
+  return Descriptor(uninterrupted(open_path), path.c_str());
+}
+
 Page* map(int fd) {
   void* address = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   return address == MAP_FAILED ? nullptr : static_cast<Page*>(address);
-}
-
-[[noreturn]] void fail(const std::string& what) {
-  throw std::runtime_error("status page: " + what + ": " + std::strerror(errno));
-}
-
-// A forked child must not keep its parent's lifeline open, or the parent would seem to live on.
-std::atomic<int> lifelines[64];  // descriptor + 1; 0: free
-
-void close_lifelines_of_parent() {
-  for (std::atomic<int>& each : lifelines)
-    if (const int taken = each.exchange(0); taken != 0) close(taken - 1);
-}
-
-void keep_from_children(int fd) {
-  static const int registered = pthread_atfork(nullptr, nullptr, close_lifelines_of_parent);
-  if (registered != 0) return;
-  for (std::atomic<int>& each : lifelines) {
-    int free = 0;
-    if (each.compare_exchange_strong(free, fd + 1)) return;
-  }
-}
-
-void forget_lifeline(int fd) {
-  for (std::atomic<int>& each : lifelines) {
-    int mine = fd + 1;
-    if (each.compare_exchange_strong(mine, 0)) return;
-  }
 }
 
 bool claim(Page::End& end) {
@@ -122,17 +99,11 @@ std::int64_t now_ns() {
 MappedPage MappedPage::create(const std::string& job, const std::string& host, int rank, int size,
                               int local_rank, std::uint64_t nonce) {
   const std::string name = "ringcomm-status-" + job;
-  const int fd = memfd_create(name.substr(0, 200).c_str(), MFD_CLOEXEC);
-  if (fd < 0) fail("memfd_create");
-  if (ftruncate(fd, sizeof(Page)) != 0) {
-    close(fd);
-    fail("ftruncate");
-  }
-  Page* page = map(fd);  // zeros: every enum starts at its 0
-  if (page == nullptr) {
-    close(fd);
-    fail("mmap");
-  }
+  Descriptor fd(memfd_create(name.substr(0, 200).c_str(), MFD_CLOEXEC), "status page: memfd_create");
+  if (uninterrupted([&] { return ftruncate(fd.get(), sizeof(Page)); }) != 0)
+    throw_errno("status page: ftruncate");
+  Page* page = map(fd.get());  // zeros: every enum starts at its 0
+  if (page == nullptr) throw_errno("status page: mmap");
   page->magic = kPageMagic;
   page->nonce = nonce;
   store_text(page->job, job);
@@ -142,47 +113,40 @@ MappedPage MappedPage::create(const std::string& job, const std::string& host, i
   page->size = size;
   page->local_rank = local_rank;
   page->exit_code.store(-1);
-  MappedPage made(page, fd);
-  if (pipe2(made.lifeline_, O_CLOEXEC) != 0) fail("pipe2");
-  page->lifeline_fd = made.lifeline_[0];
-  keep_from_children(made.lifeline_[1]);
+  MappedPage made(page, std::move(fd));
+  made.lifeline_ = Lifeline::create();
+  page->lifeline_fd = made.lifeline_.fd();
   return made;
 }
 
 MappedPage MappedPage::open(int pid, int fd, std::uint64_t nonce) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (own < 0) fail(path);
+  return adopt(open_of(pid, fd, O_RDWR), nonce);
+}
+
+MappedPage MappedPage::adopt(Descriptor fd, std::uint64_t nonce) {
   struct stat facts{};
-  const bool is_whole = fstat(own, &facts) == 0 &&
+  const bool is_whole = fstat(fd.get(), &facts) == 0 &&
                         facts.st_size == static_cast<off_t>(sizeof(Page));
-  Page* page = is_whole ? map(own) : nullptr;
+  Page* page = is_whole ? map(fd.get()) : nullptr;
+  if (is_whole && page == nullptr) throw_errno("status page: mmap");
   if (page == nullptr || page->magic != kPageMagic || page->nonce != nonce) {
     if (page != nullptr) munmap(page, sizeof(Page));
-    close(own);
-    throw std::runtime_error("status page: " + path + " belongs to another process");
+    throw std::runtime_error("status page: that descriptor belongs to another process");
   }
-  return MappedPage(page, own);
+  return MappedPage(page, std::move(fd));
 }
 
-int MappedPage::open_lifeline(int pid) const {
-  const std::string path =
-      "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(page_->lifeline_fd);
-  return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+Descriptor MappedPage::open_lifeline(int pid) const {
+  return open_of(pid, page_->lifeline_fd, O_RDONLY | O_NONBLOCK);
 }
 
-MappedPage::MappedPage(MappedPage&& other) noexcept : page_(other.page_), fd_(other.fd_) {
-  other.page_ = nullptr;
-  other.fd_ = -1;
-  for (int i = 0; i < 2; ++i) lifeline_[i] = std::exchange(other.lifeline_[i], -1);
-}
+MappedPage::MappedPage(MappedPage&& other) noexcept
+    : page_(std::exchange(other.page_, nullptr)),
+      fd_(std::move(other.fd_)),
+      lifeline_(std::move(other.lifeline_)) {}
 
 MappedPage::~MappedPage() {
   if (page_ != nullptr && page_ != recorded_page) munmap(page_, sizeof(Page));
-  if (fd_ >= 0) close(fd_);
-  if (lifeline_[1] >= 0) forget_lifeline(lifeline_[1]);
-  for (const int each : lifeline_)
-    if (each >= 0) close(each);
 }
 
 void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes) {

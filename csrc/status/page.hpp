@@ -10,6 +10,8 @@
 #include <optional>
 #include <string>
 
+#include "lifeline.hpp"
+
 namespace ringcomm {
 
 constexpr std::uint64_t kPageMagic = 0x72696e67636f6d31;  // "ringcom1"
@@ -81,13 +83,15 @@ struct EndView {
 
 std::int64_t now_ns();
 
-// Maps a page. create() makes the memfd, open() takes the one of another process of this node.
+// Maps a page. create() makes the memfd; open() takes the one of another process of this node, and
+// adopt() a descriptor of it. All throw std::system_error; the others std::runtime_error, too, if it
+// is not the page with this nonce.
 class MappedPage {
  public:
   static MappedPage create(const std::string& job, const std::string& host, int rank, int size,
                            int local_rank, std::uint64_t nonce);
-  // Throws std::runtime_error when the page cannot be reached or is not the one with this nonce.
   static MappedPage open(int pid, int fd, std::uint64_t nonce);
+  static MappedPage adopt(Descriptor fd, std::uint64_t nonce);
 
   MappedPage(MappedPage&& other) noexcept;
   MappedPage(const MappedPage&) = delete;
@@ -96,10 +100,10 @@ class MappedPage {
   ~MappedPage();
 
   // Returns a descriptor that hangs up when the rank `pid` dies: before its death can be seen, and
-  // before a launcher that hears of it kills the others. -1 if it cannot be had.
-  int open_lifeline(int pid) const;
+  // before a launcher that hears of it kills the others. Throws std::system_error.
+  Descriptor open_lifeline(int pid) const;
 
-  int fd() const { return fd_; }
+  int fd() const { return fd_.get(); }
   Page* operator->() const { return page_; }
   Page* get() const { return page_; }
 
@@ -113,10 +117,10 @@ class MappedPage {
   EndView end() const;
 
  private:
-  MappedPage(Page* page, int fd) : page_(page), fd_(fd) {}
+  MappedPage(Page* page, Descriptor fd) : page_(page), fd_(std::move(fd)) {}
   Page* page_;
-  int fd_;
-  int lifeline_[2] = {-1, -1};
+  Descriptor fd_;
+  Lifeline lifeline_;
 };
 
 // Returns once the guardian has reported a failure, at the latest after timeout_ns, and at once where

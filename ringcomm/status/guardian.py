@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringcomm import _core
+from ringcomm.descriptors import needed_for
 
 _PROGRAM = Path(_core.__file__).with_name("ringcomm-guardian")
 _START_S = 10.0
@@ -38,20 +39,21 @@ class Guardian:
     """
 
     def __init__(self, wards: Sequence[Ward], *, grace_s: float, is_fault_tolerant: bool) -> None:
-        self._process = subprocess.Popen(
-            [
-                str(_PROGRAM),
-                str(int(min(grace_s, _FOREVER_S) * 1000)),
-                str(int(is_fault_tolerant)),
-                *(f"{w.pid}:{w.page_fd}:{w.nonce}" for w in wards),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            close_fds=True,
-            cwd="/",
-            env={},
-        )
+        with needed_for(f"start {_PROGRAM}"):
+            self._process = subprocess.Popen(
+                [
+                    str(_PROGRAM),
+                    str(int(min(grace_s, _FOREVER_S) * 1000)),
+                    str(int(is_fault_tolerant)),
+                    *(f"{w.pid}:{w.page_fd}:{w.nonce}" for w in wards),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                close_fds=True,
+                cwd="/",
+                env={},
+            )
         if not self._is_watching():
             self._process.kill()
             self._process.wait()

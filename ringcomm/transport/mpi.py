@@ -24,6 +24,7 @@ import numpy as np
 from ringcomm import launched
 from ringcomm._core import Loop, NodeMemory, StatusPage, Watchdog
 from ringcomm.arrays.base import Bytes
+from ringcomm.descriptors import needed_for
 from ringcomm.errors import ConfigError
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page import Ending, State, how_it_ended
@@ -39,6 +40,7 @@ from ringcomm.transport.base import (
 from ringcomm.transport.mail import Mail, MpiMail
 from ringcomm.transport.mpi_library import runner_over
 from ringcomm.transport.nodes import node_of
+from ringcomm.transport.parking import Parking
 from ringcomm.transport.shm import RegionAddress, SharedNode, make_memory
 
 if TYPE_CHECKING:
@@ -48,7 +50,6 @@ _log = logging.getLogger("ringcomm")
 _CONTROL_TAG, _MAIL_TAG = 1, 2
 _CONTROL_MAX = 4096
 _LOOK_FOR_DEATHS_S = 1e-3
-_EPOLL_S = 1e-3  # epoll counts whole milliseconds
 _LONGEST_WAIT_S = 1e9
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
 
@@ -264,8 +265,6 @@ class MpiTransport:
         self.is_fault_tolerant = launched.is_fault_tolerant()
         self.is_threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._thread = threading.get_ident()
-        self._bell = threading.Lock()  # locked while nobody has called wake()
-        self._bell.acquire()
         self._look_for_deaths_at = 0.0
         self._status = mpi.Status()
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
@@ -295,11 +294,9 @@ class MpiTransport:
         self.page = StatusPage.create(job, host, self.rank, self.size, candidates.rank, nonce)
         self._neighbours: dict[int, StatusPage] = {}
         self._pidfds: dict[int, int] = {}
-        self._deaths = select.epoll()  # the pidfds of the neighbours
-        self._poller = select.epoll()  # and the gong
-        self._poller.register(self._deaths, select.EPOLLIN)
-        self._gong = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._gong, select.EPOLLIN)
+        with needed_for("the watch on the ranks of this node (epoll)"):
+            self._deaths = select.epoll()  # the pidfds of the neighbours
+        self._parking = Parking(self._deaths.fileno())
         node = self._find_node(candidates, Ward(pid, self.page.fd, nonce))
         local_rank = node.index(self.rank)
         self.page.set_local_rank(local_rank)
@@ -340,7 +337,7 @@ class MpiTransport:
             return  # MPI's own news, the control channel and the deadline remain
         try:
             page = StatusPage.open(ward.pid, ward.page_fd, ward.nonce)
-        except RuntimeError:
+        except (OSError, RuntimeError):
             os.close(pidfd)
             return
         self._neighbours[rank] = page
@@ -359,7 +356,7 @@ class MpiTransport:
             place = self.places[rank]
             try:
                 shared.meet(rank, RegionAddress(place.pid, *place.region_fds, place.nonce))
-            except RuntimeError as error:
+            except (OSError, RuntimeError) as error:
                 shared, problem = None, f"that of rank {rank} cannot be mapped: {error}"
         shares = dict(candidates.allgather((self.rank, shared is not None)))
         if len(node) == 1 or all(shares[rank] for rank in node):
@@ -459,19 +456,11 @@ class MpiTransport:
 
     def park(self, seconds: float) -> None:
         """Sleep; a death of a neighbour ends a sleep that is long enough for epoll to count."""
-        if seconds < _EPOLL_S:
-            self._bell.acquire(timeout=seconds)
-            return
-        if any(fd == self._gong for fd, _ in self._poller.poll(seconds)):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._gong)
+        self._parking.sleep(seconds)
 
     def wake(self) -> None:
         """End the sleep."""
-        with contextlib.suppress(RuntimeError):  # it rings already
-            self._bell.release()
-        with contextlib.suppress(OSError):  # it is closed, and nobody sleeps any more
-            os.eventfd_write(self._gong, 1)
+        self._parking.wake()
 
     def abandon(self, requests: list[Request]) -> None:
         """Cancel receives; keep all of them, peers may still write into the buffers."""
@@ -492,10 +481,8 @@ class MpiTransport:
             os.close(pidfd)
         self._pidfds.clear()
         self._neighbours.clear()
-        self._poller.close()
+        self._parking.close()
         self._deaths.close()
-        os.close(self._gong)
-        self._gong = -1
         if self.runner is not None:
             self.runner.close()
         if not is_clean:
@@ -556,7 +543,7 @@ class MpiTransport:
 def _memory_or_none(nonce: int) -> NodeMemory | None:
     try:
         return make_memory(nonce)
-    except RuntimeError as error:
+    except OSError as error:
         _log.warning("no shared memory on this rank: %s", error)
         return None
 

@@ -66,7 +66,8 @@ class SharedNode:
         """Map the memory of another rank of this node.
 
         Raises:
-            RuntimeError: it cannot be reached, or belongs to another process.
+            OSError: it cannot be reached.
+            RuntimeError: it belongs to another process.
         """
         self._memories[rank] = NodeMemory.open(
             address.pid, address.board_fd, address.arena_fd, address.nonce
@@ -115,7 +116,7 @@ def make_memory(nonce: int) -> NodeMemory:
     such multiple.
 
     Raises:
-        RuntimeError: it cannot be had.
+        OSError: it cannot be had.
     """
     nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return NodeMemory.create(nonce, (nbytes >> 28 << 28) + _APART)

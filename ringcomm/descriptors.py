@@ -1,0 +1,24 @@
+"""What to say when a process may open no more files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """Let an OSError of the block say what the descriptor was for, and which limit was met."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{what}: {error.strerror}{_limit(error)}") from error
+
+
+def _limit(error: OSError) -> str:
+    if error.errno != errno.EMFILE:
+        return ""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f", while `ulimit -n` allows {allowed} (raise it)"
