@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class Residual:
         lr: float | None = None,
         draw: int | None = None,
         out: Bytes | None = None,
+        absent: Sequence[slice] = (),
     ) -> Bytes:
         """Return x plus the residual, encoded; keep what is dropped of it.
 
@@ -64,6 +65,7 @@ class Residual:
                 or never changes. Divide it by the loss scale if gradients are pushed scaled.
             draw: as for Codec.encode().
             out: as for Codec.encode().
+            absent: parts that nothing is to be sent of: what is kept of them stays. x is 0 there.
 
         Raises:
             ValueError: count, dtype, or whether lr is given differ from this name's earlier calls;
@@ -72,11 +74,12 @@ class Residual:
         dtype_of(x, f"residual[{name}]")
         kept = self._find(name, x.size, x.dtype, lr)
         if kept is not None and lr != 0:
-            buffer, dropped = self._send(x, kept.dropped, _ratio(kept.lr, lr), draw, out)
+            ratio = _ratio(kept.lr, lr)
+            buffer, dropped = self._send(x, kept.dropped, ratio, draw=draw, out=out, absent=absent)
             if np.isfinite(dropped).all():
                 kept.dropped[:], kept.lr = dropped, lr
                 return buffer
-        buffer, dropped = self._send(x, None, 1.0, draw, out)
+        buffer, dropped = self._send(x, None, 1.0, draw=draw, out=out, absent=absent)
         if lr != 0 and np.isfinite(dropped).all():
             self._keep(name, kept, dropped, lr)
         return buffer
@@ -159,10 +162,15 @@ class Residual:
         x: Floats,
         residual: Floats | None,
         ratio: float,
+        *,
         draw: int | None,
         out: Bytes | None,
+        absent: Sequence[slice],
     ) -> tuple[Bytes, Floats]:
-        """Return x + residual * ratio, encoded, and what was dropped of it, in scratch memory."""
+        """Return x + residual * ratio, encoded, and what was dropped of it, in scratch memory.
+
+        All that is absent is dropped.
+        """
         total = self._scratch[0].take(x.size, _kept_in(x.dtype))
         decoded = self._scratch[1].take(x.size, x.dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for inf and NaN
@@ -173,8 +181,13 @@ class Residual:
             else:
                 np.multiply(residual, total.dtype.type(ratio), out=total)
                 total += x
+            unsent = [total[part].copy() for part in absent]
+            for part in absent:
+                total[part] = 0
             buffer = self.codec.encode(total.astype(x.dtype, copy=False), draw=draw, out=out)
             total -= self.codec.decode(buffer, decoded)
+            for part, kept in zip(absent, unsent, strict=True):
+                total[part] = kept
         return buffer, total
 
     def _keep(self, name: str, kept: _Kept | None, dropped: Floats, lr: float | None) -> None:

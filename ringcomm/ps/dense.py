@@ -452,13 +452,15 @@ class DensePartition:
         self._block.write(whole)
 
     def _update(self, hyper: NDArray[np.float64], meta: PushMeta, grad: Array) -> None:
-        version = self.version + 1
+        version, part = self.version + 1, slice(meta.start, meta.start + meta.n)
+        if self.segments is not None:
+            present = self.segments.present(meta.mask) & self.segments.touched(part)
+            self._apply(hyper, grad, present, version, part)
+            return
         if meta.n == self.count:
-            present = None if self.segments is None else self.segments.present(meta.mask)
-            self._apply(hyper, grad, present, version)
+            self._apply(hyper, grad, None, version)
             return
         began_at = time.perf_counter()
-        part = slice(meta.start, meta.start + meta.n)
         whole, values = self.values.copy(), self.values[part]
         slots = [slot[part] if len(slot) == self.count else slot for slot in self.slots]
         code = self.updater.code
@@ -468,15 +470,16 @@ class DensePartition:
         self.traffic.apply_s += time.perf_counter() - began_at
 
     def _apply(
-        self, hyper: NDArray[np.float64], grad: Array | Shares, present: Mask | None, version: int
-    ) -> None:
-        """Make an update, and it the values of a version."""
+        self, hyper: NDArray[np.float64], grad: Array | Shares, present: Mask | None, version: int,
+        within: slice | None = None,
+    ) -> None:  # fmt: skip
+        """Make an update, and it the values of a version; see _apply_to()."""
         began_at = time.perf_counter()
         code, step = self.updater.code, self.steps + 1
         has_full_slots_alone = len(self.slots) == self.updater.n_full_slots
         if self.segments is not None and present is not None:
             grad = grad.mean(self.dtype) if isinstance(grad, Shares) else grad
-            self._apply_to(self.segments, hyper, grad, present)
+            self._apply_to(self.segments, hyper, grad, present, within or slice(0, self.count))
             self.version = version
         elif isinstance(grad, Shares) and has_full_slots_alone:  # a mean that is never in memory
             grads = [_bits(each) for each in grad.grads]
@@ -490,22 +493,32 @@ class DensePartition:
         self.traffic.apply_s += time.perf_counter() - began_at
 
     def _apply_to(
-        self, segments: Segments, hyper: NDArray[np.float64], grad: Array, present: Mask
-    ) -> None:
-        """Update the segments that have a gradient, each by its own count of steps."""
+        self, segments: Segments, hyper: NDArray[np.float64], grad: Array, present: Mask,
+        within: slice,
+    ) -> None:  # fmt: skip
+        """Update the segments that have a gradient, each by its own count of steps.
+
+        Args:
+            segments: of this block.
+            hyper: hyper-parameters that came with the gradient.
+            grad: of the elements `within`.
+            present: the segments that have a gradient.
+            within: the elements that change.
+        """
         code, full = self.updater.code, self.slots[: self.updater.n_full_slots]
         runs = list(segments.runs(present))
-        is_all = len(runs) == 1 and runs[0].elements == slice(0, self.count)
+        is_all = len(runs) == 1 and runs[0].elements == within == slice(0, self.count)
         whole = None if is_all else self.values.copy()
         for run in runs:
-            part, scalars = run.elements, segments.scalars_of(run)
+            part, scalars = _overlap(run.elements, within), segments.scalars_of(run)
             step = int(segments.steps[run.segments.start]) + 1
             slots = [*(slot[part] for slot in full), *scalars]
             if whole is None:
                 self._block.apply(code, hyper, step, slots, grad)
             else:
                 old = self.values[part]
-                _core.apply_update(code, hyper, step, old, whole[part], slots, grad[part])
+                own = grad[part.start - within.start : part.stop - within.start]
+                _core.apply_update(code, hyper, step, old, whole[part], slots, own)
             segments.note(run, scalars)
         if whole is not None and runs:
             self._block.write(whole)
@@ -603,6 +616,10 @@ def shares_of(parts: list[Contribution]) -> Shares | None:
     scale = -math.frexp(max(part.weight for part in parts))[1]
     weights = [math.ldexp(weight, scale) for weight, _ in present]
     return Shares(grads, weights, sum(math.ldexp(part.weight, scale) for part in parts))
+
+
+def _overlap(a: slice, b: slice) -> slice:
+    return slice(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _bits(grad: Array) -> Array:

@@ -81,7 +81,9 @@ class Packer:
             )
         return x
 
-    def packing(self, rate: float, rooms: Mapping[int, Bytes]) -> Pack:
+    def packing(
+        self, rate: float, rooms: Mapping[int, Bytes], absent: Callable[[int], Sequence[slice]]
+    ) -> Pack:
         """Return what encodes the pieces of one push: pack(block, piece, note).
 
         It returns the piece, encoded, and what is to hear the reply in the place of `note`. With
@@ -90,11 +92,12 @@ class Packer:
         Args:
             rate: see rate_of().
             rooms: memory for each block, see FramedCodec.encoded_nbytes().
+            absent: returns the parts of a block that have no gradient: what is kept of them stays.
         """
         number = next(self._numbers)
 
         def pack(part: int, piece: Array, note: Note) -> tuple[Bytes, Note]:
-            body = self._encode(part, piece, number, rate, rooms[part])
+            body = self._encode(part, piece, number, rate, rooms[part], absent=absent(part))
 
             def note_late(reply: Delivery) -> None:
                 if reply.header.status == Status.LATE:
@@ -105,14 +108,19 @@ class Packer:
 
         return pack
 
-    def _encode(self, part: int, piece: Array, number: int, rate: float, out: Bytes) -> Bytes:
+    def _encode(
+        self, part: int, piece: Array, number: int, rate: float, out: Bytes,
+        *, absent: Sequence[slice],
+    ) -> Bytes:  # fmt: skip
         draw = 0
         if isinstance(self.codec, Int8):
             draw = draw_number("push", self._name, self._sender, part, number)
         if self._residual is None:
             return self.codec.encode(piece, out=out, draw=draw)
         with self._lock:
-            buffer = self._residual.encode(str(part), piece, lr=rate, draw=draw, out=out)
+            buffer = self._residual.encode(
+                str(part), piece, lr=rate, draw=draw, out=out, absent=absent
+            )
             if self._has_rounds:
                 self._last[part] = (buffer, rate)
         return buffer

@@ -61,6 +61,12 @@ class Segments:
         bits = np.unpackbits(np.frombuffer(mask, np.uint8)).astype(np.bool_)
         return bits[self.ids.start : self.ids.stop]
 
+    def touched(self, within: slice) -> Mask:
+        """Return which have elements in a part of the block."""
+        firsts, lasts = self._bounds[:-1], self._bounds[1:]
+        touched: Mask = (firsts < within.stop) & (lasts > within.start)
+        return touched
+
     def runs(self, present: Mask) -> Iterator[Run]:
         """Yield those that have a gradient, as few runs as their steps allow."""
         n, first = len(present), 0
@@ -111,6 +117,23 @@ def ids_in(starts: Sequence[int], start: int, stop: int) -> range:
     first = int(np.searchsorted(starts, start, side="right")) - 1
     last = int(np.searchsorted(starts, stop, side="left"))
     return range(max(first, 0), max(last, first + 1))
+
+
+def elements_in(
+    starts: Sequence[int], count: int, absent: Sequence[int], start: int, stop: int
+) -> list[slice]:
+    """Return where segments of a table lie in its elements [start, stop), counted from there.
+
+    Args:
+        starts: first elements of all segments of the table.
+        count: elements of the table.
+        absent: numbers of the segments.
+        start: of the part.
+        stop: behind its last element.
+    """
+    bounds = [*starts, count]
+    found = [(max(bounds[k], start), min(bounds[k + 1], stop)) for k in absent]
+    return [slice(first - start, last - start) for first, last in found if first < last]
 
 
 def packed_mask(n: int, absent: Sequence[int]) -> bytes:

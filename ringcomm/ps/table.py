@@ -44,7 +44,7 @@ from ringcomm.ps.packing import Note, Packer, rate_of
 from ringcomm.ps.placement import cuts
 from ringcomm.ps.pushing import PlainPush, Pushing
 from ringcomm.ps.rounds import Mode, mode_of
-from ringcomm.ps.segments import MOST, packed_mask
+from ringcomm.ps.segments import MOST, elements_in, packed_mask
 from ringcomm.ps.spec import Spec
 
 if TYPE_CHECKING:
@@ -243,9 +243,8 @@ class Table(Opened):
                 "is for gradients of a whole table"
             )
         flags = (ASSIGN if assign else 0) | (HOLD if hold else 0) | (ABSENT if x is None else 0)
-        mask = packed_mask(n_segments, absent)
         if self._packer is None or x is None or assign:
-            future = self._push(flat, start, weight, flags, every_part=has_rounds, mask=mask)
+            future = self._push(flat, start, weight, flags, every_part=has_rounds, absent=absent)
             if assign:
                 self.forget_residual()
             return future
@@ -254,7 +253,9 @@ class Table(Opened):
         else:
             is_looked_at = hold or isinstance(self.updater, Assign)  # the mean, before it counts
             flat = self._packer.prepared(flat, self._spec, may_have_nan=is_looked_at)
-        return self._push(flat, start, weight, flags, every_part=has_rounds, scale=scale, mask=mask)
+        return self._push(
+            flat, start, weight, flags, every_part=has_rounds, scale=scale, absent=absent
+        )
 
     def release(self, factor: float | None) -> Future[Pushed]:
         """Let the mean of the round that this worker pushed last, with hold=True, be an update.
@@ -305,7 +306,7 @@ class Table(Opened):
 
     def _push(
         self, flat: Array, start: int, weight: float, flags: int, *, every_part: bool = False,
-        scale: float = 1.0, mask: bytes = b"",
+        scale: float = 1.0, absent: Sequence[int] = (),
     ) -> Future[Pushed]:  # fmt: skip
         is_update = not flags & (INITIAL | ASSIGN | RELEASE)
         parts = list(self._parts(start, start + len(flat), every_part=every_part))
@@ -315,11 +316,13 @@ class Table(Opened):
             client.admit(
                 Ask(Kind.PUSH, (self.number, min(rooms)), body=rooms[min(rooms)]), self.push_label
             )
-            pack = self._packer.packing(rate_of(self.updater, scale), rooms)
+            pack = self._packer.packing(
+                rate_of(self.updater, scale), rooms, partial(self._absent_in, absent)
+            )
         future = Pushing(
             client, self.push_label, len(parts), client.timestamp(), is_held=bool(flags & HOLD)
         )
-        asks = []
+        asks, mask = [], packed_mask(len(self._spec.segments), absent)
         for part, first, last in parts:
             own = self._bounds[part]
             piece = flat[first - start : last - start]
@@ -350,6 +353,11 @@ class Table(Opened):
             for part, first, last in parts
             if first < last
         }
+
+    def _absent_in(self, absent: Sequence[int], part: int) -> list[slice]:
+        """Return where segments lie in a block."""
+        spec = self._spec
+        return elements_in(spec.segments, spec.count, absent, *self.bounds_of(part))
 
     def _push_plain(self, flat: Array) -> Future[Pushed]:
         """Push a gradient of all, to a table of one block without rounds: most are such."""

@@ -8,6 +8,7 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.codec import Int8, TopK
 from ringcomm.ps.job import session
 from ringcomm.ps.placement import Move
 from ringcomm.ps.rebalancing import move_all
@@ -95,6 +96,64 @@ def test_segments_of_async_tables_and_of_means_that_are_held():
     [(values, expected, held)] = run_workers(1, body, 2)
     np.testing.assert_array_equal(values, expected)
     np.testing.assert_array_equal(held, expected)
+
+
+@pytest.mark.parametrize("name", UPDATERS)
+def test_a_push_to_a_part_is_a_step_of_the_segments_that_it_touches(name):
+    """Each as a table of its own would be pushed to, with the same part of it."""
+
+    def body(_):
+        t = together(UPDATERS[name], "async", 4000)
+        own = [
+            ps.table(f"own{k}", n, updater=UPDATERS[name], init=1.0) for k, n in enumerate(SIZES)
+        ]
+        rng = np.random.default_rng(5)
+        for step in range(40):
+            start, stop = (0, COUNT) if step % 4 == 0 else sorted(rng.integers(0, COUNT, 2))
+            x = rng.standard_normal(stop - start).astype(np.float32)
+            t.push(x, where=slice(start, stop))
+            for k, alone in enumerate(own):
+                first, last = max(start, STARTS[k]), min(stop, STARTS[k] + SIZES[k])
+                if first < last:
+                    where = slice(first - STARTS[k], last - STARTS[k])
+                    alone.push(x[first - start : last - start], where=where)
+        return t.pull().wait(), np.concatenate([each.pull().wait() for each in own])
+
+    [(values, expected)] = run_workers(1, body)
+    np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("c", [TopK(0.2), Int8(32)], ids=str)
+@pytest.mark.parametrize("block_nbytes", [4000, 92])  # one block, or cut within segments
+def test_what_is_kept_of_a_segment_stays_while_it_has_no_gradient(c, mode, block_nbytes):
+    """Applied plus kept is all that was given, of each worker, also while learning rates change."""
+
+    def body(rank):
+        sgd = ps.optim.SGD(1.0)
+        t = ps.table(
+            "w", COUNT, updater=sgd, mode=mode, segments=STARTS, block_nbytes=block_nbytes,
+            compression=c, error_feedback=True,
+        )  # fmt: skip
+        given = np.zeros(COUNT)
+        for step, lr in enumerate([1.0, 1.0, 0.5, 2.0, 2.0, 1.0]):
+            x, absent = gradients(rank, step)
+            t.updater = sgd.with_(lr=lr)
+            before = t.residual * np.float32(lr)
+            t.push(x, absent=absent).wait()
+            kept = t.residual * np.float32(lr)
+            for k in absent:
+                own = slice(STARTS[k], STARTS[k] + SIZES[k])
+                np.testing.assert_allclose(kept[own], before[own], rtol=1e-5)
+            given += lr * x
+        rc.barrier()
+        return t.pull().wait(), kept, given
+
+    results = run_workers(2, body, 2)
+    share = 1 if mode == "async" else 2
+    applied = -results[0][0].astype(np.float64) * share
+    total = sum(given for _, _, given in results)
+    np.testing.assert_allclose(applied + sum(kept for _, kept, _ in results), total, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", UPDATERS)
