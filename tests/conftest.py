@@ -40,9 +40,11 @@ def nothing_is_left():
     before, others = set(os.listdir(SHM)), set(pids())
     yield
     deadline = time.monotonic() + 5
-    while left := orphaned_files(before) | orphaned_guardians(others):
+    left = orphaned_files(before) | orphaned_guardians(others)
+    while left:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
+        left &= orphaned_files(before) | orphaned_guardians(others)  # others' files come and go
 
 
 def orphaned_files(before):

@@ -1,6 +1,7 @@
 """The collectives under Horovod's names: signatures, defaults, semantics."""
 
 import itertools
+import math
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
 from harness import run_ranks  # noqa: E402
+from samples import whole_numbers  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
@@ -20,8 +22,9 @@ DTYPES += [torch.float32, torch.float64]
 
 
 def whole(rank, *shape, dtype=torch.float32):
-    n = torch.Size(shape).numel()
-    return ((torch.arange(n) * 3 + rank * 5) % 7).reshape(shape).to(dtype)
+    """Return a rank's integers from 0 to 6: sums of them are exact in every dtype."""
+    drawn = whole_numbers(rank, math.prod(shape), "int64") % 7
+    return torch.from_numpy(drawn).reshape(shape).to(dtype)
 
 
 def total(size, *shape):

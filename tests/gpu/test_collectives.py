@@ -8,12 +8,16 @@ import simulated_gpu as sim
 from gpu_ranks import TRANSPORTS, choose, on_gpus
 from harness import at_length
 from programs import make_program, run_program
+from samples import total as total_of
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.config import Settings
 from ringcomm.engine import adasum, gpu_plans, into
 from ringcomm.engine.world import engine
+
+COUNTS = (3, 70_000, 1)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -44,7 +48,7 @@ def test_random_programs_agree_with_numpy(seed, transport, tmp_path):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_scaled_and_grouped_reductions(transport, tmp_path):
     def body(rank):
-        xs = [sim.array(np.full(n, rank + 1.0, "f4")) for n in (3, 70_000, 1)]
+        xs = [sim.array(whole_numbers(rank, n)) for n in COUNTS]
         xs.append(sim.array(np.full(5, rank, np.int32)))
         totals = rc.grouped_allreduce(xs)
         rows = rc.grouped_reduce_scatter([sim.array(np.arange(6.0) + rank)])
@@ -57,10 +61,12 @@ def test_scaled_and_grouped_reductions(transport, tmp_path):
     for rank, (totals, rows, every, scaled) in enumerate(
         on_gpus(3, body, tmp_path, **choose(transport))
     ):
-        assert [np.unique(total).tolist() for total in totals] == [[6], [6], [6], [3]]
+        for n, got in zip(COUNTS, totals, strict=False):
+            assert np.array_equal(got, total_of(3, n))
+        assert totals[3].tolist() == [3] * 5
         assert rows[0].tolist() == (3 * np.arange(6) + 3)[2 * rank : 2 * rank + 2].tolist()
         assert every[0].tolist() == [[1, 1], [2, 2], [2, 2]]
-        assert scaled[0].tolist() == [6.0] * 3
+        assert np.array_equal(scaled[0], total_of(3, COUNTS[0]))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -69,7 +75,7 @@ def test_arrays_that_others_map_are_reduced_where_they_stand(transport, tmp_path
 
     def body(rank):
         x = rc.zeros((5, 1000), "float32", device="cuda")
-        x.fill(rank + 1)
+        x.fill_later(whole_numbers(rank, 5000).reshape(5, 1000))
         assert rc.allreduce_(x) is x
         part = rc.reduce_scatter_(x)
         whole = rc.allgather(part)
@@ -77,12 +83,12 @@ def test_arrays_that_others_map_are_reduced_where_they_stand(transport, tmp_path
         return x.get(), part.get(), whole.get(), mean.get()
 
     for rank, (x, part, whole, mean) in enumerate(on_gpus(4, body, tmp_path, **choose(transport))):
-        assert (part == 40).all()
-        assert (whole == 40).all()
-        assert whole.shape == (5, 1000)
-        assert np.array_equal(mean, np.arange(5000.0))
+        expected = 4 * total_of(4, 5000).reshape(5, 1000)
         own = np.array_split(np.arange(5), 4)[rank]
-        assert (x[own] == 40).all()
+        assert np.array_equal(part, expected[own])
+        assert np.array_equal(whole, expected)
+        assert np.array_equal(mean, np.arange(5000.0))
+        assert np.array_equal(x[own], expected[own])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -90,12 +96,12 @@ def test_messages_go_from_rank_to_rank(transport, tmp_path):
     def body(rank):
         out = sim.array(np.zeros(9))
         right, left = (rank + 1) % 3, (rank - 1) % 3
-        source = rc.sendrecv(sim.array(np.full(9, float(rank))), right, out, left)
+        source = rc.sendrecv(sim.array(whole_numbers(rank, 9, "f8")), right, out, left)
         return source, out.get()
 
     for rank, (source, out) in enumerate(on_gpus(3, body, tmp_path, **choose(transport))):
         assert source == (rank - 1) % 3
-        assert (out == source).all()
+        assert np.array_equal(out, whole_numbers(source, 9))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -194,12 +200,14 @@ def test_allgather_into_fills_what_is_passed(is_own_part, transport, tmp_path):
     counts = [3, 0, 500]
 
     def body(rank):
-        whole = sim.array(np.full(503, -1.0))
+        whole = sim.array(np.full(503, -99.0))
         start = sum(counts[:rank])
         part = whole[start : start + counts[rank]]
-        x = part.fill(rank) if is_own_part else sim.array(np.full(counts[rank], float(rank)))
+        values = whole_numbers(rank, counts[rank], "f8")
+        x = part.fill_later(values) if is_own_part else sim.array(values)
         plan = lambda g: into.allgather_into(g, None, whole, x, counts)  # noqa: E731
         return engine().execute("allgather_into", None, plan).get()
 
     for got in on_gpus(3, body, tmp_path, **choose(transport)):
-        assert np.array_equal(got, np.repeat([0.0, 1.0, 2.0], counts))
+        expected = [whole_numbers(r, n) for r, n in enumerate(counts)]
+        assert np.array_equal(got, np.concatenate(expected))

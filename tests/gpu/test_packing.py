@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import simulated_gpu as sim
 from gpu_ranks import choose, on_gpus
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.gpu import packing
@@ -22,8 +23,8 @@ def test_grouped_arrays_of_every_width_keep_their_bits(dtype, transport, tmp_pat
 
     def values(rank, number):
         if op is rc.MAX:
-            return np.full(counts[number], SIGNALLING, np.int32)
-        return (np.arange(counts[number]) % 7 + rank).astype(dtype)
+            return SIGNALLING + whole_numbers(0, counts[number], np.int32, turn=number)
+        return (whole_numbers(rank, counts[number], "int64", turn=number) % 7).astype(dtype)
 
     def body(rank):
         gpu = sim.current_gpu()

@@ -8,6 +8,8 @@ import pytest
 import simulated_gpu as sim
 from gpu_ranks import TRANSPORTS, choose, on_gpus
 from harness import at_length
+from samples import total as total_of
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.engine import gpu, gpu_team, mirrored
@@ -19,20 +21,20 @@ SEEDS = 25  # of which one at least must show a fault
 
 def busy(rank):
     """Keep the streams full, drop what can be dropped, and return what came of it."""
-    sums, total = [], sim.array(np.full(600, rank + 1.0))
+    sums, total = [], sim.array(whole_numbers(rank, 600, "f8"))
     own = rc.zeros(600, "float64", device="cuda")
     for turn in range(4):
         x = sim.array(np.arange(600.0) * (turn + 1) + rank)
         handle = rc.allreduce_async(x, name=f"sum {turn % 2}")
         del x  # its memory is another's from now on
-        own.fill(rank + turn)
+        own.fill_later(whole_numbers(rank, 600, "f8", turn=turn))
         rc.allreduce_(own)
         with sim.on_stream(own.gpu.new_stream()):
             mean = rc.allreduce(sim.array(np.full(50, float(rank))), rc.AVERAGE)
             sums.append(mean.get())
         sums += [handle.wait().get(), own.get()]
         total = rc.allreduce(total)
-        rows = rc.allgather(sim.array(np.full((5, 2), rank + turn, np.int16)))
+        rows = rc.allgather(sim.array(whole_numbers(rank, 10, "i2", turn=turn).reshape(5, 2)))
         sums.append(rows.get())
         sums.append(np.stack([out.get() for out in passed_round(rank)]))
     return [*sums, total.get()]
@@ -43,13 +45,13 @@ def passed_round(rank):
     right, left = (rank + 1) % SIZE, (rank - 1) % SIZE
     outs = [sim.array(np.zeros(700)) for _ in range(4)]
     for tag, out in enumerate(outs):
-        rc.sendrecv(sim.array(np.full(700, 10.0 * tag + rank)), right, out, left)
+        rc.sendrecv(sim.array(whole_numbers(rank, 700, "f8", turn=tag)), right, out, left)
     return outs
 
 
 def is_passed_round(rank, got):
     left = (rank - 1) % SIZE
-    return np.array_equal(got, np.outer(10.0 * np.arange(4) + left, np.ones(700)))
+    return np.array_equal(got, [whole_numbers(left, 700, turn=tag) for tag in range(4)])
 
 
 def expected():
@@ -58,11 +60,13 @@ def expected():
         wanted += [
             np.full(50, 1.0),
             SIZE * np.arange(600.0) * (turn + 1) + 3,
-            np.full(600, 3.0 + SIZE * turn),
-            np.repeat(np.arange(SIZE) + turn, 10).reshape(15, 2).astype(np.int16),
+            total_of(SIZE, 600, turn=turn),
+            np.concatenate([whole_numbers(r, 10, "i2", turn=turn) for r in range(SIZE)]).reshape(
+                15, 2
+            ),
             None,  # another one on each rank
         ]
-    return [*wanted, np.full(600, 6.0 * SIZE**3)]
+    return [*wanted, total_of(SIZE, 600) * SIZE**3]
 
 
 def is_right(seed, folder, transport, **options):

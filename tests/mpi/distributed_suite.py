@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+import math
 import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from samples import whole_numbers
 
 import ringcomm as rc
 import ringcomm.torch
@@ -54,8 +56,8 @@ def world():
 
 def values(rank, shape=(7,), dtype=torch.float32):
     """Return a rank's small integers: sums of them are exact in every dtype."""
-    count = torch.Size(shape).numel()
-    return ((torch.arange(count) * 3 + rank) % 5).reshape(shape).to(dtype)
+    drawn = whole_numbers(rank, math.prod(shape), "int64") % 5
+    return torch.from_numpy(drawn).reshape(shape).to(dtype)
 
 
 def everyones(size, *args):

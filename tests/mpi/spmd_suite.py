@@ -16,6 +16,7 @@ import programs
 import pytest
 from mpi4py import rc as mpi4py_rc
 from recordings import CASES, body_of, channel, drive, flat
+from samples import total, whole_numbers
 
 import ringcomm as rc
 from ringcomm.collectives import ring
@@ -120,12 +121,12 @@ def test_the_bits_without_python_are_those_of_the_coroutine(case, count, wires):
 
 @pytest.mark.parametrize("wire", ["whole", "cut"])
 def test_an_operation_that_comes_again_keeps_what_it_had(wire, wires):
-    x, runner = np.ones(2000, np.float32), wires[wire].runner
+    x, runner = np.empty(2000, np.float32), wires[wire].runner
     before = None
     for turn in range(100):
-        x[:] = turn + rc.rank()
+        x[:] = whole_numbers(rc.rank(), x.size, turn=turn % 7)
         drive(perform(ring.allreduce_, channel(wires[wire], tag=1), flat(x)))
-        assert (x == rc.size() * turn + sum(range(rc.size()))).all()
+        assert np.array_equal(x, total(rc.size(), x.size, turn=turn % 7))
         kept = runner.n_idle, runner.idle_nbytes
         assert before in (None, kept)
         before = kept
@@ -210,11 +211,11 @@ def test_many_named_operations_start_in_another_order_on_each_rank():
         order = [(i, counts[i % 4]) for i in range(24)]
         random.Random(f"{rc.rank()} {turn}").shuffle(order)
         handles = {
-            i: rc.allreduce_async_(np.full(n, i + rc.rank(), np.float32), name=f"many {i}")
+            i: rc.allreduce_async_(whole_numbers(rc.rank(), n, turn=i), name=f"many {i}")
             for i, n in order
         }
         for i, handle in handles.items():
-            assert (handle.wait() == rc.size() * i + sum(range(rc.size()))).all()
+            assert np.array_equal(handle.wait(), total(rc.size(), counts[i % 4], turn=i))
 
 
 @pytest.mark.parametrize("count", [4, 300_000])
@@ -234,8 +235,8 @@ def test_a_stale_name_is_poisoned_and_nothing_is_left_on_the_wire(count):
 def test_messages_between_pairs(count):
     right, left = (rc.rank() + 1) % rc.size(), (rc.rank() - 1) % rc.size()
     out = np.zeros(count, np.float32)
-    assert rc.sendrecv(np.full(count, rc.rank(), np.float32), right, out, left) == left
-    assert (out == left).all()
+    assert rc.sendrecv(whole_numbers(rc.rank(), count), right, out, left) == left
+    assert np.array_equal(out, whole_numbers(left, count))
     if rc.rank() == 0:
         sources = {rc.recv(out, rc.ANY_SOURCE, tag=5) for _ in range(rc.size() - 1)}
         assert sources == set(range(1, rc.size()))
@@ -246,18 +247,17 @@ def test_messages_between_pairs(count):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 4096, 300_001, 1 << 20])
 def test_large_allreduce(dtype, count):
-    x = ((np.arange(count) + rc.rank()) % 16).astype(dtype)
-    total = sum(((np.arange(count) + r) % 16) for r in range(rc.size())).astype(dtype)
-    assert np.array_equal(rc.allreduce(x), total)
-    assert np.array_equal(rc.allreduce_(x), total)
+    x, expected = whole_numbers(rc.rank(), count, dtype), total(rc.size(), count, dtype)
+    assert np.array_equal(rc.allreduce(x), expected)
+    assert np.array_equal(rc.allreduce_(x), expected)
 
 
 def test_one_message_can_be_cut_into_many(monkeypatch):
     monkeypatch.setattr(mpi_transport, "_SEGMENT", 1000)
     right, left = (rc.rank() + 1) % rc.size(), (rc.rank() - 1) % rc.size()
-    x, out = np.arange(10_000, dtype=np.float32), np.zeros(10_000, np.float32)
-    rc.sendrecv(x + rc.rank(), right, out, left)
-    assert np.array_equal(out, x + left)
+    out = np.zeros(10_000, np.float32)
+    rc.sendrecv(whole_numbers(rc.rank(), 10_000), right, out, left)
+    assert np.array_equal(out, whole_numbers(left, 10_000))
 
 
 def test_mismatch_is_agreed_on_and_the_engine_works_on():

@@ -13,8 +13,8 @@ import numpy as np
 import ringcomm as rc
 
 rc.init()
-COUNT, BLOCK = {COUNT}, 1 << 26
-pattern = np.arange(BLOCK, dtype=np.int64).astype(np.int8)
+COUNT, BLOCK = {COUNT}, (1 << 26) - 5  # no power of two: what is sent in pieces must not repeat
+pattern = np.random.default_rng(1).integers(-128, 128, BLOCK, np.int8)
 x = np.empty(COUNT, np.int8)
 for start in range(0, COUNT, BLOCK):
     part = x[start : start + BLOCK]

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length, run_ranks
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Flat
@@ -66,7 +67,8 @@ def cut(layout, size):
 
 
 def values(rank, count, dtype):
-    return ((np.arange(count) * 7 + rank * 3) % 5 + 1).astype(dtype)
+    """Return 1 to 5: products of them are exact, too."""
+    return (whole_numbers(rank, count, np.int64) % 5 + 1).astype(dtype)
 
 
 def expected(size, count, dtype, op):

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length, outcomes, run_ranks
+from samples import total, whole_numbers
 
 import ringcomm as rc
 
@@ -20,16 +21,6 @@ def counts(size):
 
 
 CASES = [(size, count) for size in SIZES for count in counts(size)]
-
-
-def whole_numbers(rank, count, dtype):
-    """Values whose sum over 8 ranks is exact in every dtype, bfloat16 included."""
-    return ((np.arange(count) * 7 + rank * 3) % 16 - 5).astype(dtype)
-
-
-def total(size, count, dtype):
-    wide = np.int64 if np.dtype(dtype).kind == "i" else np.float64
-    return sum(whole_numbers(r, count, dtype).astype(wide) for r in range(size))
 
 
 @pytest.mark.parametrize(("size", "count"), CASES)

@@ -1,8 +1,11 @@
 """Reduce, gather, scatter, alltoall, grouped calls and objects, over ranks as threads."""
 
+import math
+
 import numpy as np
 import pytest
 from harness import run_ranks
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.arrays.dtypes import DTYPES
@@ -14,7 +17,7 @@ DTYPE_NAMES = [name for name in DTYPES if name != "bfloat16"]
 
 
 def values(rank, shape, dtype=np.float64):
-    return np.asarray(np.arange(np.prod(shape)).reshape(shape) % 5 + rank, dtype)
+    return (whole_numbers(0, math.prod(shape), np.int64) % 5 + rank).reshape(shape).astype(dtype)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length, outcomes, run_ranks, wait_until
+from samples import total, whole_numbers
 
 import ringcomm as rc
 from ringcomm import _core
@@ -33,16 +34,8 @@ def on_one_node(monkeypatch):
 def array(buffers, rank, count, dtype=np.float32):
     is_registered = buffers == "registered" or (buffers == "mixed" and rank % 2)
     x = rc.empty(count, dtype) if is_registered else np.empty(count, dtype)
-    x[:] = values(rank, count)
+    x[:] = whole_numbers(rank, count)
     return x
-
-
-def values(rank, count):
-    return (np.arange(count) * 7 + rank * 3) % 16 - 5
-
-
-def total(size, count):
-    return sum(values(r, count) for r in range(size))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -51,10 +44,10 @@ def total(size, count):
 def test_allreduce_in_place_is_exact_again_and_again(size, count, buffers):
     def body(rank):
         x = array(buffers, rank, count)
-        for _ in range(4):
-            x[:] = values(rank, count)
+        for turn in range(4):
+            x[:] = whole_numbers(rank, count, turn=turn)
             rc.allreduce_(x)
-            np.testing.assert_array_equal(x, total(size, count))
+            np.testing.assert_array_equal(x, total(size, count, turn=turn))
 
     run_ranks(size, body)
 
@@ -68,21 +61,21 @@ def test_the_other_collectives_are_exact(size, count, buffers):
         np.testing.assert_array_equal(rc.allreduce(x), total(size, count))
         own = np.array_split(total(size, count), size)[rank]
         np.testing.assert_array_equal(rc.reduce_scatter(x), own)
-        everything = np.concatenate([values(r, count) for r in range(size)])
+        everything = np.concatenate([whole_numbers(r, count) for r in range(size)])
         np.testing.assert_array_equal(rc.allgather(x), everything)
-        np.testing.assert_array_equal(rc.broadcast(x, size - 1), values(size - 1, count))
+        np.testing.assert_array_equal(rc.broadcast(x, size - 1), whole_numbers(size - 1, count))
         reduced = rc.reduce(x, root=size - 1)
         gathered = rc.gather(x, 0)
-        part = np.array_split(values(0, count), size)[rank]
+        part = np.array_split(whole_numbers(0, count), size)[rank]
         np.testing.assert_array_equal(rc.scatter(x if rank == 0 else None, 0), part)
         splits = [len(each) for each in np.array_split(x, size)]
-        parts = [np.array_split(values(r, count), size)[rank] for r in range(size)]
+        parts = [np.array_split(whole_numbers(r, count), size)[rank] for r in range(size)]
         np.testing.assert_array_equal(rc.alltoall(x, splits), np.concatenate(parts))
         if rank == size - 1:
             np.testing.assert_array_equal(reduced, total(size, count))
         if rank == 0:
             np.testing.assert_array_equal(gathered, everything)
-        np.testing.assert_array_equal(x, values(rank, count))
+        np.testing.assert_array_equal(x, whole_numbers(rank, count))
 
     run_ranks(size, body)
 
@@ -107,12 +100,12 @@ def test_the_bits_are_the_same_for_any_buffer_and_any_size_of_message(dtype):
 
 def test_slices_of_a_registered_array_are_reduced_where_they_stand():
     def body(rank):
-        x = rc.zeros((4, 50_000), "float32")
-        x[1:3] = rank + 1
+        x = rc.zeros((4, 350_000), "float32")  # several pieces per slice
+        x[1:3] = whole_numbers(rank, 700_000).reshape(2, -1)
         used = rc.node_memory().highest
         rc.allreduce_(x[1:3])
         assert rc.node_memory().highest == used  # no lane was needed
-        assert (x[1:3] == 3).all()
+        np.testing.assert_array_equal(x[1:3].ravel(), total(2, 700_000))
         assert not x[[0, 3]].any()
 
     run_ranks(2, body)
@@ -123,14 +116,15 @@ def test_more_operations_in_flight_than_slots(is_async):
     n = 3 * N_UNNAMED + 5
 
     def body(rank):
-        xs = [np.full(70_000, rank + i, np.float32) for i in range(n)]
+        xs = [whole_numbers(rank, 400_000, turn=i % 7) for i in range(n)]
         if is_async:
             for handle in reversed([rc.allreduce_async_(x) for x in xs]):
                 handle.wait()
         else:
             for x in xs:
                 rc.allreduce_(x)
-        assert all((x == 2 * i + 1).all() for i, x in enumerate(xs))
+        for i, x in enumerate(xs):
+            np.testing.assert_array_equal(x, total(2, 400_000, turn=i % 7))
 
     run_ranks(2, body)
 
@@ -140,11 +134,12 @@ def test_names_in_any_order_move_beside_each_other():
 
     def body(rank):
         for step in range(3):
-            xs = {name: np.full(3000, rank + step, np.float32) for name in names}
+            xs = {name: whole_numbers(rank, 3000, turn=k + step) for k, name in enumerate(names)}
             order = np.random.default_rng([rank, step]).permutation(names)
             for handle in [rc.allreduce_async_(xs[name], name=name) for name in order]:
                 handle.wait()
-            assert all((x == 1 + 2 * step).all() for x in xs.values())
+            for k, name in enumerate(names):
+                np.testing.assert_array_equal(xs[name], total(2, 3000, turn=k + step))
 
     run_ranks(2, body)
 
@@ -154,9 +149,10 @@ def test_groups_of_one_node_work_side_by_side():
         group = rc.Group([0, 1]) if rank < 2 else rc.Group([2, 3])
         odd = rc.Group([1, 3]) if rank % 2 else rc.Group([0, 2])
         for i in range(20):
-            x = np.full(9000, rank, np.float32)
-            assert (rc.allreduce(x, group=odd) == (4 if rank % 2 else 2)).all(), i
-            assert (rc.allreduce(x, group=group) == (5 if rank > 1 else 1)).all(), i
+            for members in (odd, group):
+                x = whole_numbers(rank, 9000, turn=i)
+                wanted = sum(whole_numbers(r, 9000, turn=i) for r in members.ranks)
+                np.testing.assert_array_equal(rc.allreduce(x, group=members), wanted)
 
     run_ranks(4, body)
 
@@ -167,9 +163,10 @@ def test_groups_over_two_nodes_use_messages():
         assert engine().world.team is None
         pair = rc.Group([0, 1]) if rank < 2 else rc.Group([2, 3])
         assert pair.team is not None
-        x = np.full(5000, rank, np.float32)
-        assert (rc.allreduce(x) == 6).all()
-        assert (rc.allreduce(x, group=pair) == (1 if rank < 2 else 5)).all()
+        x = whole_numbers(rank, 5000)
+        np.testing.assert_array_equal(rc.allreduce(x), total(4, 5000))
+        wanted = sum(whole_numbers(r, 5000) for r in pair.ranks)
+        np.testing.assert_array_equal(rc.allreduce(x, group=pair), wanted)
 
     run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)))
 

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from samples import whole_numbers
 
 from ringcomm import _core
 from ringcomm.arrays.dtypes import DTYPES
@@ -35,8 +36,9 @@ def test_every_version_is_read_as_it_was_written(count):
     block = _core.DenseBlock(memory, count, FLOAT32)
     expected = np.zeros(count, np.float32)
     for version in range(1, 6):
-        expected = expected + version
-        assert add(block, np.full(count, version, np.float32)) == version == block.version
+        change = whole_numbers(version, count)
+        expected = expected + change
+        assert add(block, change) == version == block.version
         assert read(memory, count)[0] == version
         assert np.array_equal(read(memory, count)[1], expected)
         assert np.array_equal(memory[block.offset :][: 4 * count].view(np.float32), expected)

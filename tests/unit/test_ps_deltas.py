@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from ps_jobs import run_workers
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm import ps
@@ -88,7 +89,7 @@ def test_deltas_follow_whatever_happens_to_a_table(seed, monkeypatch):
             for _ in range(rng.randrange(3)):
                 action, part = rng.randrange(4), rng.randrange(6)
                 if action == 0:
-                    push(t, part, rng.randrange(9))
+                    push(t, part, whole_numbers(part, 1000, turn=rng.randrange(9)))
                 elif action == 1:
                     where = slice(part * 1000 + 3, part * 1000 + 7)
                     t.push(np.ones(4, np.float32), where=where, assign=True)

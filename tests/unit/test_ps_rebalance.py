@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness import wait_until
 from ps_jobs import moving_beside, run_workers
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm import ps
@@ -47,10 +48,10 @@ def to_and_fro(t, n_servers, is_over, seed=0):
 @pytest.mark.parametrize("n_servers", [2, 3])
 def test_no_push_is_lost_or_doubled_while_partitions_move(n_servers):
     n_pushes, n_pushers = 100, 3
-    are_done = threading.Semaphore(0)
+    are_done, first = threading.Semaphore(0), whole_numbers(0, COUNT)
 
     def body(rank):
-        t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
+        t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK, init=first)
         if rank == 0:
             n_moved = to_and_fro(t, n_servers, lambda: are_done._value == n_pushers)
             assert n_moved > 5
@@ -59,14 +60,14 @@ def test_no_push_is_lost_or_doubled_while_partitions_move(n_servers):
                 future = t.push(np.ones(COUNT, np.float32))
                 if k % 10 == 9:
                     assert future.wait().applied
-                    assert (t.pull().wait() >= k + 1).all()  # read-your-writes
+                    assert (t.pull().wait() >= first + k + 1).all()  # read-your-writes
             future.wait()
             are_done.release()
         rc.barrier()
         return t.pull().wait()
 
     for values in run_workers(1 + n_pushers, body, n_servers):
-        assert (values == n_pushes * n_pushers).all()
+        assert np.array_equal(values, first + n_pushes * n_pushers)
 
 
 def next_move_of(t, current):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import at_length
 from ps_jobs import moving_beside, run_workers
+from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm import _core, ps
@@ -85,7 +86,7 @@ def test_no_push_is_lost_or_doubled_while_rows_move(n_servers):
 
 @pytest.mark.usefixtures("wire")
 def test_pushes_of_one_worker_to_a_row_are_applied_in_order_while_rows_move():
-    n_pushes = at_length(600, 60)
+    n_pushes, rows = at_length(600, 60), whole_numbers(0, N * DIM).reshape(N, DIM)
     is_over = threading.Event()
 
     def body(rank):
@@ -94,13 +95,13 @@ def test_pushes_of_one_worker_to_a_row_are_applied_in_order_while_rows_move():
             to_and_fro(kv, 2, is_over.is_set)
             return True
         for k in range(1, n_pushes):
-            kv.push(KEYS, np.full((N, DIM), float(k), np.float32), assign=True)
+            kv.push(KEYS, rows + k, assign=True)
             if k % 3 == 0:
                 kv.push(KEYS[: N // 2], ONES[: N // 2])
             if k % 20 == 0:
                 seen = kv.pull(KEYS).wait()
-                assert (seen[N // 2 :] == k).all()
-                assert (seen[: N // 2] == k + (k % 3 == 0)).all()
+                assert np.array_equal(seen[N // 2 :], rows[N // 2 :] + k)
+                assert np.array_equal(seen[: N // 2], rows[: N // 2] + k + (k % 3 == 0))
         is_over.set()
         return True
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import outcomes
 from ps_jobs import run_all, run_workers
+from samples import total, whole_numbers
 
 import ringcomm as rc
 from ringcomm import ps
@@ -25,13 +26,13 @@ def test_what_is_added_by_all_is_pulled_by_all(count, n_servers):
     def body(rank):
         t = ps.table("w", count, updater=ps.optim.Add(), block_nbytes=60_000)
         for _ in range(3):
-            assert t.push(np.full(count, rank + 1.0, np.float32)).wait().applied
+            assert t.push(whole_numbers(rank, count)).wait().applied
         rc.barrier()
         return t.pull().wait()
 
     for values in run_workers(2, body, n_servers):
         assert values.shape == (count,)
-        assert (values == 9).all()
+        assert np.array_equal(values, 3 * total(2, count))
 
 
 def test_workers_are_the_default_group():
@@ -42,11 +43,11 @@ def test_workers_are_the_default_group():
 
 def test_the_chief_s_values_are_what_a_table_begins_with():
     def body(rank):
-        t = ps.table("w", (3, 4), init=np.full((3, 4), rank + 5.0))
-        return t.pull().wait()
+        init = whole_numbers(rank, 1200).reshape(30, 40)
+        return ps.table("w", (30, 40), init=init, block_nbytes=900).pull().wait()
 
     for values in run_workers(2, body):
-        assert (values == 5).all()
+        assert np.array_equal(values, whole_numbers(0, 1200).reshape(30, 40))
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -98,13 +99,13 @@ def test_a_round_is_one_update_with_the_weighted_mean(n_servers):
     def body(rank):
         t = ps.table("w", 1000, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=900)
         for step in range(5):
-            t.push(np.full(1000, -(rank + 1.0 + step), np.float32), weight=rank + 1)
+            t.push(-whole_numbers(rank, 1000, turn=step), weight=rank + 1)
             values = t.pull().wait()
         return values
 
-    expected = sum((1 * (1 + s) + 2 * (2 + s) + 3 * (3 + s)) / 6 for s in range(5))
+    sums = [sum((r + 1) * whole_numbers(r, 1000, turn=s) for r in range(3)) for s in range(5)]
     for values in run_workers(3, body, n_servers):
-        np.testing.assert_allclose(values, expected, rtol=1e-6)
+        np.testing.assert_allclose(values, sum(sums) / 6, rtol=1e-5, atol=1e-5)
 
 
 def test_a_worker_that_raises_ends_the_servers():
@@ -471,11 +472,12 @@ def test_servers_may_live_with_workers(n_servers):
     def body(rank):
         assert (rc.rank(), rc.size()) == (rank, 3)
         t = ps.table("w", 1000, updater=ps.optim.Add(), block_nbytes=500)
-        t.push(np.full(1000, rank + 1, np.float32)).wait()
+        t.push(whole_numbers(rank, 1000)).wait()
         rc.barrier()
-        return t.pull().wait().sum()
+        return t.pull().wait()
 
-    assert run_workers(3, body, n_servers, colocated=True) == [6000.0] * 3
+    for values in run_workers(3, body, n_servers, colocated=True):
+        assert np.array_equal(values, total(3, 1000))
 
 
 def test_collectives_of_workers_go_on_beside_requests():
