@@ -54,7 +54,13 @@ def orphaned_files(before):
 
 
 def is_mapped(path):
-    return any(str(path) in read(pid, "maps") for pid in pids())
+    """Return True if a process maps it: by number, for semaphores were mapped under another name."""
+    try:
+        found = path.stat()
+    except OSError:  # it is gone
+        return True
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    return any(f" {device} {found.st_ino} " in read(pid, "maps") for pid in pids())
 
 
 def orphaned_guardians(others):
