@@ -54,7 +54,7 @@ def orphaned_files(before):
 
 
 def is_mapped(path):
-    """Return True if a process maps it: by number, for semaphores were mapped under another name."""
+    """Return True if a process maps it: by number, for a semaphore was mapped by another name."""
     try:
         found = path.stat()
     except OSError:  # it is gone
