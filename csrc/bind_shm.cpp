@@ -200,7 +200,8 @@ bool drive_step(const std::shared_ptr<NodeStep>& step, double seconds) {
 
 void bind_shm(nb::module_& m) {
   nb::class_<NodeMemory>(m, "NodeMemory")
-      .def_static("create", &NodeMemory::create, "nonce"_a, "arena_nbytes"_a)
+      .def_static("create", &NodeMemory::create, "nonce"_a, "arena_nbytes"_a,
+                  "page_nbytes"_a = page_nbytes())
       .def_static("open", &NodeMemory::open, "pid"_a, "board_fd"_a, "arena_fd"_a, "nonce"_a)
       .def_prop_ro("board_fd", &NodeMemory::board_fd)
       .def_prop_ro("arena_fd", &NodeMemory::arena_fd)

@@ -71,8 +71,13 @@ struct BoardHead {
   alignas(64) Bell bell;
 };
 
-constexpr std::size_t kHeadBytes = 4096;
-constexpr std::size_t kWindowBytes = (sizeof(Window) + 4095) / 4096 * 4096;
+// What is mapped by itself begins with a page. Those of Arm and POWER are of 64 KiB where the system
+// was built so; for smaller ones the gaps cost nothing.
+constexpr std::size_t kLargestPage = 65536;
+constexpr std::size_t kHeadBytes = kLargestPage;
+constexpr std::size_t kWindowBytes =
+    (sizeof(Window) + kLargestPage - 1) / kLargestPage * kLargestPage;
+static_assert(sizeof(BoardHead) <= kHeadBytes);
 constexpr std::size_t kBoardBytes = kHeadBytes + kWindows * kWindowBytes;  // sparse
 
 constexpr std::uint64_t progress_of(std::uint64_t seq, std::uint64_t n) {

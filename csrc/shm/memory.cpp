@@ -20,7 +20,7 @@
 namespace ringcomm {
 namespace {
 
-constexpr std::size_t kPage = 4096;
+constexpr std::size_t kUnit = 4096;  // larger pieces are whole ones, so that few gaps are left
 constexpr std::size_t kAlignment = 64;
 // Free memory beyond what was in use at most goes back to the system, within these bounds: a training
 // step that needs as much as the one before finds its pages there.
@@ -106,7 +106,7 @@ Mapping::~Mapping() {
 
 std::size_t Allocator::take(std::size_t nbytes) {
   if (getpid() != pid_) throw std::logic_error("a fork of a rank has no shared memory to hand out");
-  nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kPage ? kAlignment : kPage);
+  nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kUnit ? kAlignment : kUnit);
   const std::lock_guard lock(mutex_);
   const auto found = find(nbytes);
   if (found == free_.end()) throw std::bad_alloc();
@@ -132,7 +132,7 @@ Allocator::Blocks::iterator Allocator::find(std::size_t nbytes) {
 
 void Allocator::give_back(std::size_t offset, std::size_t nbytes) {
   if (getpid() != pid_) return;  // the parent's arrays live on
-  nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kPage ? kAlignment : kPage);
+  nbytes = rounded_up(std::max<std::size_t>(nbytes, 1), nbytes < kUnit ? kAlignment : kUnit);
   const std::lock_guard lock(mutex_);
   usage_.in_use -= nbytes;
   usage_.kept += nbytes;
@@ -157,13 +157,13 @@ void Allocator::put(std::size_t offset, Free block) {
   }
 }
 
-// Punches holes where nothing is in use. The pages vanish from the mappings of all ranks; what is
-// written there later gets new ones.
+// Punches holes where nothing is in use, of whole pages: the rest of a page may be somebody's. They
+// vanish from the mappings of all ranks; what is written there later gets new ones.
 void Allocator::trim() {
   const Blocks before = std::exchange(free_, {});
   for (const auto& [offset, block] : before) {
-    const std::size_t begin = rounded_up(offset, kPage);
-    const std::size_t stop = (offset + block.nbytes) / kPage * kPage;
+    const std::size_t begin = rounded_up(offset, page_nbytes_);
+    const std::size_t stop = (offset + block.nbytes) / page_nbytes_ * page_nbytes_;
     if (block.has_pages && stop > begin)
       madvise(arena_.data() + begin, stop - begin, MADV_REMOVE);
     put(offset, {block.nbytes, false});
@@ -176,13 +176,14 @@ Allocator::Usage Allocator::usage() const {
   return usage_;
 }
 
-NodeMemory::NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes)
+NodeMemory::NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes,
+                       std::size_t page_nbytes)
     : board_fd_(board_fd),
       arena_fd_(arena_fd),
       head_page_(board_fd, 0, kHeadBytes),
       head_(reinterpret_cast<BoardHead*>(head_page_.data())),
       arena_(arena_fd, 0, arena_nbytes),
-      allocator_(arena_) {}
+      allocator_(arena_, page_nbytes) {}
 
 NodeMemory::~NodeMemory() {
   PrivateInForks::instance().remove(&arena_, arena_fd_);
@@ -190,10 +191,18 @@ NodeMemory::~NodeMemory() {
   close(arena_fd_);
 }
 
-std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t arena_nbytes) {
+std::size_t page_nbytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
+
+std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t arena_nbytes,
+                                               std::size_t page_nbytes) {
+  if (page_nbytes > kLargestPage)
+    throw std::runtime_error("pages of " + std::to_string(page_nbytes) +
+                             " bytes: shared memory is laid out for at most " +
+                             std::to_string(kLargestPage));
   Descriptor board(make_memfd("ringcomm-board", kBoardBytes));
   Descriptor arena(make_memfd("ringcomm-arena", arena_nbytes));
-  std::shared_ptr<NodeMemory> made(new NodeMemory(board.get(), arena.get(), arena_nbytes));
+  std::shared_ptr<NodeMemory> made(
+      new NodeMemory(board.get(), arena.get(), arena_nbytes, page_nbytes));
   board.release();
   arena.release();
   PrivateInForks::instance().add(&made->arena_, made->arena_fd_);
@@ -218,7 +227,8 @@ std::shared_ptr<NodeMemory> NodeMemory::open(int pid, int board_fd, int arena_fd
   Descriptor arena(open_of(pid, arena_fd));
   if (fstat(arena.get(), &state) != 0) throw_errno("fstat of shared memory");
   std::shared_ptr<NodeMemory> made(
-      new NodeMemory(board.get(), arena.get(), static_cast<std::size_t>(state.st_size)));
+      new NodeMemory(board.get(), arena.get(), static_cast<std::size_t>(state.st_size),
+                     page_nbytes()));
   board.release();
   arena.release();
   return made;

@@ -16,6 +16,9 @@
 
 namespace ringcomm {
 
+// Returns the size of this system's pages.
+std::size_t page_nbytes();
+
 // A part of a memfd in this process's address space; no part of its core dumps.
 class Mapping {
  public:
@@ -38,7 +41,8 @@ class Mapping {
 // Hands out pieces of an arena. Any thread.
 class Allocator {
  public:
-  explicit Allocator(const Mapping& arena) : arena_(arena), pid_(getpid()) {
+  Allocator(const Mapping& arena, std::size_t page_nbytes)
+      : arena_(arena), page_nbytes_(page_nbytes), pid_(getpid()) {
     free_[0] = {arena.nbytes(), false};
   }
 
@@ -66,6 +70,7 @@ class Allocator {
   void trim();
 
   const Mapping& arena_;
+  const std::size_t page_nbytes_;
   const pid_t pid_;
   mutable std::mutex mutex_;
   Blocks free_;
@@ -75,8 +80,10 @@ class Allocator {
 class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
  public:
   // Makes this rank's. arena_nbytes is address space, not memory. A fork of this process has the arena
-  // at the same address, but what it writes there is its own. Throws std::system_error.
-  static std::shared_ptr<NodeMemory> create(std::uint64_t nonce, std::size_t arena_nbytes);
+  // at the same address, but what it writes there is its own. Throws std::system_error, and
+  // std::runtime_error where pages are too large.
+  static std::shared_ptr<NodeMemory> create(std::uint64_t nonce, std::size_t arena_nbytes,
+                                            std::size_t page_nbytes = ringcomm::page_nbytes());
 
   // Maps that of another process. Throws std::system_error, or std::runtime_error if it is not the
   // one with this nonce.
@@ -99,7 +106,7 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   bool holds(const void* data, std::size_t nbytes) const;
 
  private:
-  NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes);
+  NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes, std::size_t page_nbytes);
 
   int board_fd_, arena_fd_;
   Mapping head_page_;

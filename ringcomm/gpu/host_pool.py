@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 from ringcomm.arrays.base import Bytes
 from ringcomm.gpu.base import Device
 
-PAGE_NBYTES = 4096
+PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 _for_ever: list[Bytes] = []
 _SMALLEST = 1 << 20  # to register memory takes a millisecond, however little it is
 

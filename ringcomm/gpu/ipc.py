@@ -31,6 +31,7 @@ from ringcomm.gpu.base import (
     Update,
     Work,
 )
+from ringcomm.gpu.host_pool import PAGE_NBYTES
 from ringcomm.gpu.regions import NOWHERE, Address, Neighbour, Regions
 from ringcomm.gpu.slices import Slice, even_parts, passes
 from ringcomm.transport.steps import To
@@ -44,7 +45,7 @@ _FAR = 1 << 30  # ahead of any number that a stream may be waiting for
 
 def flags_nbytes(size: int) -> int:
     """Return how much host memory `size` ranks meet in: whole pages, to be registered."""
-    return -(-size * LINE // 4096) * 4096
+    return -(-size * LINE // PAGE_NBYTES) * PAGE_NBYTES
 
 
 @dataclass(frozen=True)

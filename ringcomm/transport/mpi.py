@@ -543,7 +543,7 @@ class MpiTransport:
 def _memory_or_none(nonce: int) -> NodeMemory | None:
     try:
         return make_memory(nonce)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         _log.warning("no shared memory on this rank: %s", error)
         return None
 

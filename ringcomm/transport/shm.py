@@ -11,7 +11,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import N_UNNAMED
 
 _MOMENT_S = 1e-3  # about what two ranks in step need to meet, with some patience
-_APART = 0x9E37000  # 2**28 times the golden ratio, in whole pages
+_APART = 0x9E40000  # about 2**28 times the golden ratio, in whole pages of up to 64 KiB
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def make_memory(nonce: int) -> NodeMemory:
 
     Raises:
         OSError: it cannot be had.
+        RuntimeError: the pages of this system are too large.
     """
     nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return NodeMemory.create(nonce, (nbytes >> 28 << 28) + _APART)
