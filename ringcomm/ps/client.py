@@ -123,6 +123,7 @@ class Client:
         deadline_s: of each wait, in seconds.
 
     Attributes:
+        deadline_s: of each wait, in seconds.
         n_bytes: of bodies on their way to each server.
         view: who owns what, as far as this rank has heard.
         n_moved: how often requests had to go to another server than the one they were sent to.
@@ -133,7 +134,7 @@ class Client:
         self._engine = engine
         self._link = link
         self._layout = layout
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._me = engine.job_rank
         self._life = engine.transport.incarnation
         self._sequence = itertools.count(1)
@@ -258,7 +259,7 @@ class Client:
     def wait_until_sent(self, label: str) -> None:
         """Drive until all requests have left that earlier calls made; see wait_for()."""
         if self._backlog.n_waiting:
-            self._wait_until(lambda: not self._backlog.n_waiting, label, set(), self._deadline_s)
+            self._wait_until(lambda: not self._backlog.n_waiting, label, set(), self.deadline_s)
 
     def push(self, push: PlainPush) -> None:
         """Send a push that is request and future in one; waits for credit if it must."""
@@ -443,7 +444,7 @@ class Client:
         return not is_behind and self._has_credit(ask)
 
     def _await_credit(self, ask: Ask | PlainPush, label: str) -> None:
-        self._wait_until(lambda: self._may_leave(ask), label, {ask.server}, self._deadline_s)
+        self._wait_until(lambda: self._may_leave(ask), label, {ask.server}, self.deadline_s)
 
     # --- replies --------------------------------------------------------------------------------
     def place_for(self, header: Header) -> Bytes | None:
@@ -522,7 +523,7 @@ class Client:
             CommTimeoutError: it is not, by then.
             PeerFailedError: a rank died.
         """
-        limit = self._deadline_s if timeout_s is None else timeout_s
+        limit = self.deadline_s if timeout_s is None else timeout_s
         if future.acked_by and limit > ACK_NS / 1e9 and self._is_acked(future):
             return
         self._wait_until(future.done, future.label, future.awaited, limit)
@@ -547,7 +548,7 @@ class Client:
 
     def wait_until_settled(self, label: str) -> None:
         """Drive until is_settled; see wait_for()."""
-        self._wait_until(lambda: self.is_settled, label, set(), self._deadline_s)
+        self._wait_until(lambda: self.is_settled, label, set(), self.deadline_s)
 
     def drive_until(self, is_over: Callable[[], bool], label: str, timeout_s: float | None) -> bool:
         """Return True once it is over, False if that takes longer than timeout_s; None: deadline_s.
@@ -555,7 +556,7 @@ class Client:
         Raises:
             PeerFailedError: a rank died.
         """
-        limit_s = self._deadline_s if timeout_s is None else timeout_s
+        limit_s = self.deadline_s if timeout_s is None else timeout_s
         engine = self._engine
         n_looks = 0
         hopeless: list[RingcommError] = []

@@ -49,6 +49,7 @@ class Desk:
         try:
             if self.server is not None:
                 self.server.mover.rows.look_at_postponed()
+                self.server.mover.look_at_pauses()
             deliveries = self.link.poll(only_near=only_news)
             acks = self.link.take_acks()
             for sequence, clock in acks:

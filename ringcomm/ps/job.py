@@ -18,19 +18,17 @@ from ringcomm.engine import world
 from ringcomm.engine.engine import Engine
 from ringcomm.engine.group import Group
 from ringcomm.engine.ops import allgather_object
-from ringcomm.engine.patience import refuse_hopeless
 from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
-from ringcomm.ps.client import Ask, Client, Wait
+from ringcomm.ps import leaving
+from ringcomm.ps.client import Ask, Client
 from ringcomm.ps.desk import Desk
-from ringcomm.ps.frames import Header, Kind, Step
+from ringcomm.ps.frames import Header, Kind
 from ringcomm.ps.functions import Function, registered
 from ringcomm.ps.future import Future
 from ringcomm.ps.link import Link
-from ringcomm.ps.messages import packed_json
 from ringcomm.ps.post import Pipes, Post
 from ringcomm.ps.roles import Layout, Role, Wish, assign
 from ringcomm.ps.serving import LEADER, Server
-from ringcomm.ps.snapshots import PAUSE
 
 _LINE = 64
 # A wake-up costs who wakes 20 to 40 us, so a server stays awake for as long as a client takes to
@@ -84,38 +82,16 @@ class Session:
         client.ask([Ask(Kind.TICK, server=s, clock=self.clock) for s in servers], future)
 
     def leave(self) -> None:
-        """Tell the servers that this rank asks nothing more; waits for what is under way."""
+        """Tell the servers that this rank asks nothing more; waits for what is under way.
+
+        Raises:
+            CommTimeoutError: a server that it names does not answer.
+            PeerFailedError: a rank died.
+        """
         if self.has_left:
             return
         self.has_left = True
-        client, n_moved = self.client, -1
-        # Rows must not move while some servers know that this rank has left, and others do not. The
-        # leader ends the pause as it hears of that.
-        still = packed_json({"do": PAUSE, "id": self.engine.job_rank << 32})
-        self._ask_all(Kind.SNAPSHOT, "leave", [LEADER], meta=still)
-        while n_moved != client.n_moved:  # requests that come back must be there before LEAVE
-            n_moved = client.n_moved
-            self._ask_all(Kind.MOVE, "leave", option=Step.SETTLE)
-            client.wait_until_settled("leave")
-        self._ask_all(Kind.LEAVE, "leave")
-        server = self.desk.server
-        if server is not None:  # others may ask it yet
-            self.engine.run_until(lambda: server.is_over and not self.desk.link.is_busy)
-
-    def _ask_all(
-        self,
-        kind: Kind,
-        label: str,
-        servers: list[int] | None = None,
-        *,
-        option: int = 0,
-        meta: bytes = b"",
-    ) -> None:
-        client = self.client
-        asked = list(range(client.n_servers)) if servers is None else servers
-        future: Future[None] = Future(client, label, len(asked), lambda: None, client.timestamp())
-        client.ask([Ask(kind, server=s, option=option, meta=meta) for s in asked], future)
-        future.wait()
+        leaving.leave(self)
 
 
 def memory_of(engine: Engine, nbytes: int) -> Bytes:
@@ -198,7 +174,7 @@ def init(
         engine.attached.before_leaving(session.leave)
         engine.work_in_background()
     else:
-        _serve(session)
+        leaving.serve(session, "ps.serve")
         _end()
 
 
@@ -281,29 +257,6 @@ def _balance(session: Session, every_s: float) -> None:
 
     if session.layout.servers[LEADER] == session.engine.job_rank:
         session.engine.attached.add_service(Balancer(session, every_s))
-
-
-def _serve(session: Session) -> None:
-    """Drive this rank until everybody has left.
-
-    Raises:
-        PeerFailedError: a rank died.
-    """
-    engine, server = session.engine, session.desk.server
-    assert server is not None
-    wait = Wait("ps.serve", tuple(range(engine.job_size)))
-    hopeless: list[RingcommError] = []
-
-    def is_enough() -> bool:
-        try:
-            refuse_hopeless(wait, engine.watch)
-        except RingcommError as error:
-            hopeless.append(error)
-        return bool(hopeless) or (server.is_over and not session.desk.link.is_busy)
-
-    engine.run_until(is_enough)
-    if hopeless:
-        raise hopeless[0]
 
 
 def session() -> Session:

@@ -14,10 +14,12 @@ from ringcomm.ps.future import Future
 from ringcomm.ps.job import Session
 from ringcomm.ps.link import Delivery
 from ringcomm.ps.messages import packed_json
+from ringcomm.ps.pauses import pause_number
 from ringcomm.ps.serving import LEADER
 from ringcomm.ps.snapshots import HOLD, PAUSE, RELEASE, STOP
 
 _TRIES = 10  # of a snapshot: rounds of a table that is new are over before all servers know it
+_PATIENCE = 1 / 4  # of its deadline, for which a pause lets moves go first
 _ids = itertools.count(1)
 
 
@@ -37,12 +39,14 @@ class Moment(NamedTuple):
 
 def new_id(current: Session) -> int:
     """Return a number that no other moment of this job has."""
-    return current.engine.job_rank << 32 | next(_ids)
+    return pause_number(current.engine.job_rank, next(_ids))
 
 
 def pause(current: Session, number: int) -> Moment:
     """Let no partition move until `number` is released."""
-    told = asking(current, Kind.SNAPSHOT, {"do": PAUSE, "id": number}, [LEADER]).wait()[0]
+    patience_s = current.client.deadline_s * _PATIENCE
+    what = {"do": PAUSE, "id": number, "patience_s": patience_s}
+    told = asking(current, Kind.SNAPSHOT, what, [LEADER]).wait()[0]
     return Moment(told["job"], told["tables"], {})
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,7 @@ from ringcomm.ps.dense import Contribution, DensePartition, Held, Release, Traff
 from ringcomm.ps.frames import Header, Kind, Status, Step
 from ringcomm.ps.link import INLINE_MAX, Delivery
 from ringcomm.ps.messages import PushMeta, packed_json
+from ringcomm.ps.pauses import Pauses
 from ringcomm.ps.placement import Move
 from ringcomm.ps.row_moving import ROWS_AT_ONCE, RowMover
 from ringcomm.ps.state import State
@@ -129,8 +131,7 @@ class Mover:
         self._batches: deque[_Batch] = deque()
         self._epochs = itertools.count(1)
         self._current: _Batch | None = None  # of which a partition is moving
-        self._pauses: set[int] = set()
-        self._asked_pauses: list[tuple[int, Callable[[], None]]] = []
+        self._pauses = Pauses()
         self.rows = RowMover(server)
         self._handlers: dict[int, Callable[[Delivery], None]] = {
             Step.ASK: self._ask,
@@ -170,23 +171,30 @@ class Mover:
             fence.pop(rank, None)
         self.rows.leave(rank)
         self._batches = deque(b for b in self._batches if b.request.source != rank)
-        self._pauses = {number for number in self._pauses if number >> 32 != rank}
-        self._asked_pauses = [each for each in self._asked_pauses if each[0] >> 32 != rank]
+        self._pauses.leave(rank)
         self._go_on()
 
     # --- the leader -----------------------------------------------------------------------------
-    def pause(self, number: int, then: Callable[[], None]) -> None:
-        """Call then() once nothing moves; nothing does until release(number)."""
-        if self._current is not None or self._batches:
-            self._asked_pauses.append((number, then))  # else moves would never have their turn
-        else:
-            self._pauses.add(number)
-            then()
+    def pause(self, number: int, then: Callable[[], None], patience_s: float) -> None:
+        """Call then() once nothing moves; nothing does until release(number).
+
+        Args:
+            number: see pauses.pause_number().
+            then: is to tell its owner.
+            patience_s: for how long it lets moves go first that have not begun: else they would
+                never have their turn beside pauses that overlap.
+        """
+        self._pauses.ask(number, then, time.monotonic() + patience_s)
+        self.look_at_pauses()
+
+    def look_at_pauses(self) -> None:
+        """Let the pauses begin whose time has come; from time to time."""
+        if self._current is None and self._pauses.are_asked:
+            self._begin_pauses(moves_wait=bool(self._batches))
 
     def release(self, number: int) -> None:
         """End a pause, or give up one that has not begun."""
-        self._pauses.discard(number)
-        self._asked_pauses = [each for each in self._asked_pauses if each[0] != number]
+        self._pauses.end(number)
         self._go_on()
 
     def _ask(self, request: Delivery) -> None:
@@ -204,7 +212,7 @@ class Mover:
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._batches and self._current is None and not self._pauses:
+        while self._batches and self._current is None and self._pauses.may_move:
             batch = self._batches[0]
             if not batch.moves:
                 self._batches.popleft()
@@ -221,8 +229,7 @@ class Mover:
             self._current = batch
             said = {"dest": move.dest, "epoch": next(self._epochs)}
             self._send(owner, Step.GIVE, move.partition, packed_json(said))
-        if self._current is None and not self._batches:
-            self._grant_pauses()
+        self.look_at_pauses()
 
     def _move_rows(self, batch: _Batch, table: Table, move: Move) -> None:
         """Move partitions of a hash table, as many as come one behind the other, in one view."""
@@ -242,7 +249,7 @@ class Mover:
         assert batch is not None
         batch.n_moved += n_moved
         batch.problems += problems
-        self._grant_pauses()
+        self._begin_pauses(moves_wait=False)  # each was patient for a move
         self._go_on()
         self._server.waiters.look_at_all()
 
@@ -256,15 +263,13 @@ class Mover:
         else:
             self._server.note_owner(partition, said["dest"], said["epoch"])
             batch.n_moved += 1
-        self._grant_pauses()
+        self._begin_pauses(moves_wait=False)  # each was patient for a move
         self._go_on()
         self._server.waiters.look_at_all()
 
-    def _grant_pauses(self) -> None:
-        asked, self._asked_pauses = self._asked_pauses, []
-        for number, then in asked:
-            self._pauses.add(number)
-            then()
+    def _begin_pauses(self, *, moves_wait: bool) -> None:
+        for grant in self._pauses.begin_due(time.monotonic(), moves_wait=moves_wait):
+            grant()
 
     def _end(self, batch: _Batch) -> None:
         told = {"moved": batch.n_moved, "problems": batch.problems[:5]}

@@ -39,6 +39,7 @@ from ringcomm.ps.messages import (
 )
 from ringcomm.ps.moving import Mover, PushAnswer
 from ringcomm.ps.opening import Opener, Table
+from ringcomm.ps.pauses import owner_of
 from ringcomm.ps.placement import Partition, View
 from ringcomm.ps.rounds import Clocks
 from ringcomm.ps.row_requests import RowRequests, was_applied
@@ -424,7 +425,7 @@ class Server:
     def _snapshot(self, request: Delivery) -> None:
         said = json.loads(request.meta)
         if said["do"] == PAUSE:
-            self.mover.pause(said["id"], lambda: self._tell_tables(request))
+            self.mover.pause(said["id"], lambda: self._tell_tables(request), said["patience_s"])
         elif said["do"] == STOP:
             self.reply(request, meta=packed_json(self._stop_rounds(said["id"])))
         elif said["do"] == RELEASE:
@@ -508,7 +509,10 @@ class Server:
             if table.shard is not None:
                 table.shard.leave(rank)
         self.mover.leave(rank)
-        self._let_rounds_end({number for number in self._stopped if number >> 32 == rank})
+        for number in [each for each in self._held if owner_of(each) == rank]:
+            self._held.pop(number).release()
+            self.store.drop(number)
+        self._let_rounds_end({number for number in self._stopped if owner_of(number) == rank})
         self.waiters.look_at_all()
         self.reply(request)
 

@@ -3,7 +3,6 @@
 import itertools
 import random
 import threading
-from types import SimpleNamespace
 
 import harness
 import numpy as np
@@ -426,20 +425,3 @@ def test_a_server_that_sends_back_what_is_its_own_is_at_fault():
     lane.ask(1)
     with pytest.raises(ValueError, match="of epoch 4 came back with epoch 4"):
         lane.came_back(1, epoch=4)
-
-
-@pytest.mark.parametrize("way", ["releases", "leaves"])
-def test_who_gives_up_a_pause_that_has_not_begun_has_none(way):
-    granted = []
-    mover = Mover(SimpleNamespace(tables={}))
-    mover._current = object()  # a move is under way
-    for rank in (5, 6):
-        mover.pause(rank << 32, lambda rank=rank: granted.append(rank))
-    if way == "releases":
-        mover.release(5 << 32)
-    else:
-        mover.leave(5)
-    mover._current = None
-    mover._grant_pauses()
-    assert granted == [6]
-    assert mover._pauses == {6 << 32}

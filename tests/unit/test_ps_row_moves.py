@@ -12,7 +12,7 @@ from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm import _core, ps
-from ringcomm.ps import hashed
+from ringcomm.ps import hashed, leaving
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.job import session
 from ringcomm.ps.messages import PushMeta
@@ -336,20 +336,20 @@ def test_part_of_a_round_whose_worker_has_left_stays_where_it_is_and_counts():
     assert run_workers(2, body, 2) == [2.0, 2.0]
 
 
-def test_rows_do_not_move_while_a_worker_is_leaving():
+def test_rows_do_not_move_while_a_worker_is_leaving(monkeypatch):
     is_leaving, may_leave, has_left = (threading.Event() for _ in range(3))
+    ask = leaving._ask
+
+    def slowly(current, kind, *args, **options):
+        if kind == Kind.LEAVE and not has_left.is_set():
+            is_leaving.set()
+            assert may_leave.wait(10)
+        ask(current, kind, *args, **options)
+
+    monkeypatch.setattr(leaving, "_ask", slowly)
 
     def leave():
-        current, ask_all = session(), session()._ask_all
-
-        def slowly(kind, *args, **options):
-            if kind == Kind.LEAVE:
-                is_leaving.set()
-                assert may_leave.wait(10)
-            ask_all(kind, *args, **options)
-
-        current._ask_all = slowly
-        current.leave()
+        session().leave()
         has_left.set()
 
     def body(rank):

@@ -1,0 +1,184 @@
+"""Pauses of moves: each begins in time, whatever waits, and ends when its owner leaves."""
+
+import threading
+
+import numpy as np
+import pytest
+from harness import wait_until
+from ps_jobs import run_all, run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps.client import Client
+from ringcomm.ps.job import session
+from ringcomm.ps.pauses import Pauses, owner_of, pause_number
+from ringcomm.ps.placement import Move
+from ringcomm.ps.rebalancing import move_all
+from ringcomm.ps.serving import Server
+
+
+# --- decisions ----------------------------------------------------------------------------------
+def asked(*ranks, until=10.0):
+    pauses, begun = Pauses(), []
+    for rank in ranks:
+        pauses.ask(pause_number(rank, 1), lambda rank=rank: begun.append(rank), until)
+    return pauses, begun
+
+
+def begin(pauses, now, *, moves_wait):
+    for grant in pauses.begin_due(now, moves_wait=moves_wait):
+        grant()
+
+
+def test_a_pause_lets_a_waiting_move_go_first_for_so_long_as_its_owner_says():
+    pauses, begun = asked(5)
+    begin(pauses, 9.9, moves_wait=True)
+    assert (begun, pauses.may_move) == ([], True)
+    begin(pauses, 10.0, moves_wait=True)
+    assert (begun, pauses.may_move) == ([5], False)
+
+
+def test_a_pause_begins_at_once_where_no_move_waits_and_tells_its_owner_once():
+    pauses, begun = asked(5, 6)
+    for _ in range(2):
+        begin(pauses, 0.0, moves_wait=False)
+    assert begun == [5, 6]
+    pauses.end(pause_number(5, 1))
+    assert not pauses.may_move
+    pauses.end(pause_number(6, 1))
+    assert pauses.may_move
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("way", ["gives up", "leaves"])
+def test_a_pause_ends_when_its_owner_gives_up_or_leaves(way, has_begun):
+    pauses, begun = asked(5, 6)
+    if has_begun:
+        begin(pauses, 0.0, moves_wait=False)
+    if way == "gives up":
+        pauses.end(pause_number(5, 1))
+    else:
+        pauses.leave(5)
+    begin(pauses, 0.0, moves_wait=False)
+    assert begun == ([5, 6] if has_begun else [6])
+    pauses.leave(6)
+    assert pauses.may_move
+
+
+def test_the_number_of_a_pause_says_whose_it_is():
+    assert [owner_of(pause_number(rank, 7)) for rank in (0, 1, 300)] == [0, 1, 300]
+
+
+# --- in a job -----------------------------------------------------------------------------------
+def swap(t):
+    """Let the two partitions of a table change places."""
+    return move_all(session(), [Move((t.number, 0), 0, 1), Move((t.number, 1), 1, 0)])
+
+
+def opened():
+    return ps.table("w", 8, updater=ps.optim.SGD(1.0), block_nbytes=16)
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_snapshot_that_lasts_keeps_nobody_from_saving_and_leaving_though_moves_wait(tmp_path):
+    is_inside, is_over = threading.Event(), threading.Event()
+
+    def body(rank):
+        t = opened()
+        rc.barrier()
+        if rank == 1:
+            with ps.snapshot():
+                is_inside.set()
+                assert is_over.wait(30)
+            return None
+        assert is_inside.wait(30)
+        moves = swap(t)
+        ps.save(tmp_path).wait()
+        with ps.snapshot():
+            pass
+        assert not moves.done()
+        session().leave()
+        is_over.set()
+        return None
+
+    assert run_workers(2, body, 2, deadline_s=2) == [None, None]
+
+
+def test_moves_have_their_turn_between_snapshots_that_overlap():
+    has_moved = threading.Event()
+    begun = [threading.Event(), threading.Event()]
+
+    def body(rank):
+        t = opened()
+        rc.barrier()
+        if rank == 2:
+            for each in begun:
+                assert each.wait(30)
+            assert swap(t).wait().moved == 2
+            has_moved.set()
+            return
+        while not has_moved.is_set():
+            other = begun[1 - rank]
+            with ps.snapshot():
+                begun[rank].set()
+                other.wait(0.05)  # so that at most times one of the two is within one
+
+    run_workers(3, body, 2)
+
+
+def test_a_rank_that_fails_to_leave_in_time_tells_the_servers_all_the_same(monkeypatch):
+    def never(client, label):
+        client._wait_until(lambda: False, label, {1}, 0.05)
+
+    monkeypatch.setattr(Client, "wait_until_settled", never)
+
+    def body(rank):
+        opened()
+        with pytest.raises(rc.CommTimeoutError, match=r"leave: .* server 1 \(rank 3\)"):
+            session().leave()
+        return True
+
+    assert run_workers(2, body, 2) == [True, True]
+
+
+def test_what_a_rank_holds_is_let_go_when_it_leaves():
+    servers, has_looked = [], threading.Event()
+
+    def body(rank):
+        opened()
+        if rank == 1:
+            with ps.snapshot():
+                session().leave()
+                has_looked.wait(30)
+            return None
+        wait_until(lambda: any(1 in each.left for each in servers), "rank 1 has not left")
+        n_held = [len(each._held) for each in servers]
+        has_looked.set()
+        return n_held
+
+    init = Server.__init__
+
+    def noted(self, *args):
+        init(self, *args)
+        servers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "__init__", noted)
+        assert run_workers(2, body)[0] == [0]
+
+
+def test_a_rank_that_has_left_and_serves_on_hears_of_a_death(caplog):
+    def body(rank):
+        t = opened()
+        rc.barrier()
+        if rank == 1:
+            server = session().desk.server
+            wait_until(lambda: 0 in server.left, "rank 0 has not left")
+            raise ValueError("lost its way")
+        t.push(np.ones(8, np.float32)).wait()
+        session().leave()
+
+    results = run_all(2, body, 2, colocated=True)
+    assert isinstance(results[0], rc.PeerFailedError)
+    assert "leave" in str(results[0])
+    assert "lost its way" in str(results[0])
