@@ -5,7 +5,14 @@ import time
 import numpy as np
 import pytest
 
-from ringcomm.transport.base import ANY_SOURCE, Arrived, WireFault
+from ringcomm.transport.base import (
+    ANY_SOURCE,
+    N_CONTEXTS,
+    N_STREAMS,
+    Arrived,
+    WireFault,
+    tag_of,
+)
 
 DEADLINE_S = 10
 
@@ -48,6 +55,13 @@ def tags_are_channels_of_their_own(t):
     finish(t, late)  # although tag 0 was sent before it
     finish(t, t.irecv(first, left, 0), *sends)
     assert (first[0], second[0]) == (0, 1)
+
+
+def a_message_with_the_largest_tag_arrives(t):
+    left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
+    out, last = np.empty(8, np.uint8), min(t.largest_tag, tag_of(N_CONTEXTS - 1, N_STREAMS - 1, 3))
+    finish(t, t.irecv(out, left, last), t.isend(sample(8, t.rank), right, last))
+    assert np.array_equal(out, sample(8, left))
 
 
 def any_source_tells_who_sent(t):
@@ -129,6 +143,7 @@ BODIES = [
     bytes_arrive_as_sent,
     messages_of_one_tag_keep_their_order,
     tags_are_channels_of_their_own,
+    a_message_with_the_largest_tag_arrives,
     any_source_tells_who_sent,
     persistent_requests_start_again_and_again,
     a_message_of_another_size_is_a_fault,

@@ -10,7 +10,7 @@ from ringcomm.engine.call import Call
 from ringcomm.engine.ledger import NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.progress import Strand, Task
 from ringcomm.errors import RingcommError
-from ringcomm.transport.base import CALLS, N_CONTEXTS
+from ringcomm.transport.base import CALLS, TAGS_PER_GROUP, contexts_within
 from ringcomm.transport.channel import Channel
 
 if TYPE_CHECKING:
@@ -44,11 +44,9 @@ class Founding:
             context: int = engine.result_of(
                 engine.converse(f"{group!r}", members, talk, ticket=ticket)
             )
-        if context >= N_CONTEXTS:
-            raise RingcommError(
-                f"{group!r}: this would be group {context} of this job, and {N_CONTEXTS - 1} are "
-                "the limit: make groups once and keep them"
-            )
+        largest_tag = engine.transport.largest_tag
+        if context >= contexts_within(largest_tag):
+            raise RingcommError(_too_many(group, context, largest_tag))
         return Ledger(context, is_first=group.rank == 0)
 
     async def _agree(self, task: Task, call: Call, number: int, engine: Engine) -> int:
@@ -58,9 +56,18 @@ class Founding:
         context = verdict.value
         self._next_context = max(self._next_context, context + 1)
         if not verdict.is_agreed:
-            calls = Channel(
-                engine.watch, task.key, task.members, context=context % N_CONTEXTS, channel=CALLS
-            )
+            nearest = context % contexts_within(engine.transport.largest_tag)
+            calls = Channel(engine.watch, task.key, task.members, context=nearest, channel=CALLS)
             task.channels.append(calls)
             raise await mismatch(call, number, calls)
         return context
+
+
+def _too_many(group: Group, context: int, largest_tag: int) -> str:
+    return (
+        f"{group!r}: this would be group {context} of this job, and "
+        f"{contexts_within(largest_tag) - 1} are the limit: its messages need tags up to "
+        f"{(context + 1) * TAGS_PER_GROUP - 1}, and there are tags up to {largest_tag}. Make "
+        "groups once and keep them; where MPI has few tags (TAG_UB), another of its transports may "
+        "have more: with Open MPI, `mpirun --mca pml ob1`"
+    )

@@ -37,7 +37,7 @@ class Group:
     Raises:
         ValueError: a rank that does not exist, or the same one twice, or none.
         MismatchError: members passed the ranks in different order.
-        RingcommError: more than 1023 groups in this job.
+        RingcommError: more than 1023 groups in this job, or than MPI has tags for.
     """
 
     rank: int | None

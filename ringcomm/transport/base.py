@@ -17,6 +17,7 @@ ANY_SOURCE = -1
 WireFault = _core.WireFault  # the wire refused an operation: a hint that a peer died
 DATA, CALLS, P2P = 0, 1, 2  # what a message holds: payload of a collective, calls, of send()
 N_CONTEXTS, N_STREAMS = 1 << 10, 1 << 16
+TAGS_PER_GROUP = N_STREAMS << 2  # a tag holds the context, the stream, and two bits of channel
 N_UNNAMED, N_NAMED = 16, 4096  # slots of a group in shared memory, see csrc/shm/board.hpp
 
 
@@ -24,11 +25,16 @@ def tag_of(context: int, stream: int, channel: int) -> int:
     """Return the tag of a message, 28 bits, which is what MPICH has over libfabric.
 
     Args:
-        context: of the group, below N_CONTEXTS.
+        context: of the group, below contexts_within() what the wire offers.
         stream: of the operation among those in flight, below N_STREAMS.
         channel: DATA, CALLS or P2P.
     """
-    return (context << 18) | (stream << 2) | channel
+    return context * TAGS_PER_GROUP | (stream << 2) | channel
+
+
+def contexts_within(largest_tag: int) -> int:
+    """Return how many groups have tags of their own, that of all ranks among them."""
+    return min(N_CONTEXTS, (largest_tag + 1) // TAGS_PER_GROUP)
 
 
 class Request(Protocol):
@@ -94,6 +100,7 @@ class Transport(Protocol):
     size: int
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
     implementation: str  # what carries the messages: "Open MPI v5.0.11"
+    largest_tag: int  # of a message
     is_threaded: bool  # more than one thread may use it, one at a time
     runner: _core.Runner | None  # carries out recorded algorithms without Python, if the wire can
     ring_epoch: int  # version of the membership

@@ -15,7 +15,15 @@ from typing import Any
 from ringcomm import _core
 from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import Arrived, Died, Event, PersistentRequest, Request
+from ringcomm.transport.base import (
+    N_CONTEXTS,
+    TAGS_PER_GROUP,
+    Arrived,
+    Died,
+    Event,
+    PersistentRequest,
+    Request,
+)
 from ringcomm.transport.mail import Letter, Mail, MailBox
 from ringcomm.transport.shm import RegionAddress, SharedNode
 
@@ -94,6 +102,7 @@ class LoopbackTransport:
 
     is_threaded = True
     implementation = "threads"
+    largest_tag = N_CONTEXTS * TAGS_PER_GROUP - 1
     ring_epoch = 0
     incarnation = 0
 

@@ -30,12 +30,14 @@ from ringcomm.status.guardian import Ward
 from ringcomm.status.page import Ending, State, how_it_ended
 from ringcomm.transport.base import (
     ANY_SOURCE,
+    TAGS_PER_GROUP,
     Arrived,
     Died,
     Event,
     PersistentRequest,
     Request,
     WireFault,
+    contexts_within,
 )
 from ringcomm.transport.mail import Mail, MpiMail
 from ringcomm.transport.mpi_library import runner_over
@@ -148,6 +150,25 @@ def refuse_silent_singleton(world_size: int) -> None:
     )
 
 
+def largest_tag_of(mpi: Any) -> int:
+    """Return the largest tag of a message that MPI takes.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+
+    Raises:
+        ConfigError: it has too few for a job of one group.
+    """
+    largest = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+    if contexts_within(largest) == 0:
+        raise ConfigError(
+            f"ringcomm.init needs message tags up to {TAGS_PER_GROUP - 1}, and this MPI library "
+            f"has tags up to {largest} (TAG_UB). Let it use another of its transports: with Open "
+            "MPI, `mpirun --mca pml ob1`"
+        )
+    return largest
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank lives; gathered from all ranks at start."""
@@ -246,6 +267,7 @@ class MpiTransport:
         nodes: of each rank: the lowest rank of its node.
         node: the memory that this rank shares with its node, if it does.
         implementation: name and version of the MPI library.
+        largest_tag: that MPI takes.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
     """
@@ -255,6 +277,7 @@ class MpiTransport:
 
     def __init__(self, mpi: Any, comm: MPI.Comm | None = None, *, is_native: bool = True) -> None:
         self._mpi = mpi
+        self.largest_tag = largest_tag_of(mpi)
         parent = mpi.COMM_WORLD if comm is None else comm
         self._data: MPI.Comm = parent.Dup()
         self._control: MPI.Comm = parent.Dup()

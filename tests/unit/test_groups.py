@@ -3,6 +3,7 @@
 import pickle
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine import founding
 from ringcomm.engine.world import engine
-from ringcomm.transport.loopback import LoopbackHub
+from ringcomm.transport.base import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
+from ringcomm.transport.loopback import LoopbackHub, LoopbackTransport
+from ringcomm.transport.mpi import largest_tag_of
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -217,15 +219,50 @@ def test_a_group_cannot_be_sent_or_used_by_another_engine():
 
 
 def test_more_groups_than_there_are_contexts_are_refused(monkeypatch):
-    monkeypatch.setattr(founding, "N_CONTEXTS", 3)
+    monkeypatch.setattr(LoopbackTransport, "largest_tag", 3 * TAGS_PER_GROUP + 1000)
+    _record_tags(monkeypatch, tags := set())
 
     def body(rank):
         groups = [rc.Group([0, 1]) for _ in range(2)]
-        with pytest.raises(rc.RingcommError, match="would be group 3 of this job, and 2 are"):
+        refusal = "would be group 3 of this job, and 2 are .*up to 1048575, .* up to 787432"
+        with pytest.raises(rc.RingcommError, match=refusal):
             rc.Group([0, 1])
-        return rc.allreduce(np.ones(1), group=groups[1]).item()
+        with pytest.raises(rc.MismatchError, match=r"Group\(\[1, 0\]\)"):
+            rc.Group([rank, 1 - rank])  # of one too many, too
+        return rc.allreduce(np.ones(1), group=groups[1], name="w").item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
+    assert TAGS_PER_GROUP < max(tags) < 3 * TAGS_PER_GROUP
+
+
+def _record_tags(monkeypatch, tags):
+    for name in ("send_init", "recv_init"):
+        inner = getattr(LoopbackTransport, name)
+
+        def recording(self, data, peer, tag, inner=inner):
+            tags.add(tag)
+            return inner(self, data, peer, tag)
+
+        monkeypatch.setattr(LoopbackTransport, name, recording)
+
+
+@pytest.mark.parametrize(
+    ("largest_tag", "expected"),
+    [(2**31 - 1, 1024), (2**28 - 1, 1024), (2**23 - 1, 32), (2**18, 1), (2**18 - 2, 0)],
+)
+def test_every_context_has_its_tags_within_what_the_wire_has(largest_tag, expected):
+    assert contexts_within(largest_tag) == expected
+    if expected:
+        assert tag_of(expected - 1, N_STREAMS - 1, 3) <= largest_tag
+
+
+def test_an_mpi_library_with_too_few_tags_is_refused():
+    class World:
+        def Get_attr(self, key):
+            return {"TAG_UB": 32767}[key]
+
+    with pytest.raises(rc.ConfigError, match=r"needs message tags up to 262143.* up to 32767"):
+        largest_tag_of(SimpleNamespace(COMM_WORLD=World(), TAG_UB="TAG_UB"))
 
 
 def test_who_leaves_one_group_does_not_hinder_another_of_the_same_context():
