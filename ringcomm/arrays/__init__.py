@@ -34,6 +34,7 @@ __all__ = [
     "adapter_of_kind",
     "add_device_adapter",
     "any_adapter_for",
+    "arrived",
     "device_adapter_for",
     "device_adapter_of_kind",
     "first_device_kind",
@@ -68,6 +69,22 @@ def adapter_for(x: Array) -> ArrayAdapter:
         f"cannot communicate a {type(x).__module__}.{type(x).__qualname__}: pass a numpy array, "
         "a torch tensor or a cupy array (numpy.asarray(x) for numbers and lists)"
     )
+
+
+def arrived(x: Array) -> Array:
+    """Return x, or in its place the plain tensor once the collective that fills it is over.
+
+    The functional collectives of torch return tensors (AsyncCollectiveTensor) that wait when they
+    are read. A collective on one is to wait in the thread that calls it: read while operations are
+    carried out, it would wait for itself.
+
+    Args:
+        x: an array, or a list or tuple of arrays, lists and tuples; anything else is left alone.
+    """
+    if isinstance(x, list | tuple):
+        return [arrived(each) for each in x]
+    wait = getattr(type(x), "trigger_wait", None)
+    return x if wait is None else wait(x)
 
 
 def device_adapter_for(x: Array) -> DeviceAdapter | None:

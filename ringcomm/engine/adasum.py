@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.arrays import DTYPES, adapter_for, any_adapter_for, device_adapter_for
+from ringcomm.arrays import DTYPES, adapter_for, any_adapter_for, arrived, device_adapter_for
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.scaling import Scaling, from_bfloat16, to_bfloat16
 from ringcomm.collectives.schedule import consecutive
@@ -49,6 +49,7 @@ def plan(
     Cost: log2(size) exchanges of all that is in xs, in float32 or wider.
     """
     scaling = scaling or Scaling()
+    xs = arrived(xs)
     if xs and device_adapter_for(xs[0]) is not None:
         from ringcomm.engine import gpu_plans  # which stands on this module
 

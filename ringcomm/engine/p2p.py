@@ -18,6 +18,7 @@ from ringcomm.arrays import (
     Flat,
     adapter_for,
     any_adapter_for,
+    arrived,
     device_adapter_for,
 )
 from ringcomm.engine import mirrored
@@ -224,6 +225,7 @@ def _sender(
     by_count: bool = False,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to send."""
+    x = arrived(x)
     adapter = any_adapter_for(x)
     adapter.dtype(x)  # refuses what has no memory to look at
     whole = x if adapter.is_contiguous(x) else adapter.copy(x)
@@ -251,6 +253,7 @@ def _receiver(
     by_count: bool = False,
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to receive."""
+    out = arrived(out)
     side = _Side.of(out, tag, group, by_count=by_count)
     _require_room(side, out)
     if source != ANY_SOURCE:

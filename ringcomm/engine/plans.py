@@ -26,6 +26,7 @@ from ringcomm.arrays import (
     Flat,
     adapter_for,
     adapter_of_kind,
+    arrived,
     device_adapter_for,
     is_device_kind,
 )
@@ -53,12 +54,16 @@ _AS_IT_IS = Scaling()
 
 
 def wherever(plan: P) -> P:
-    """Let a function plan for arrays in host memory, and its namesake in gpu_plans for others."""
+    """Let a function plan for arrays in host memory, and its namesake in gpu_plans for others.
+
+    Either gets arrays that can be read: what is still under way is waited for here.
+    """
 
     @functools.wraps(plan)
     def choose(group: Group, name: str | None, x: Any, *args: Any, **options: Any) -> Plan[Any]:
         if type(x) is np.ndarray:
             return plan(group, name, x, *args, **options)
+        x = arrived(x)
         first = (x[0] if x else None) if isinstance(x, list | tuple) else x
         if device_adapter_for(first) is None:
             return plan(group, name, x, *args, **options)

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 from ringcomm.config import Settings
 from ringcomm.engine.ledger import Ticket
 from ringcomm.engine.patience import Patience, Warnings, refuse_hopeless
+from ringcomm.engine.turn import Mark, refuse_own_turn
 from ringcomm.errors import RingcommError
 from ringcomm.transport.base import Request, WireFault
 from ringcomm.transport.channel import Channel
@@ -241,8 +242,8 @@ class Progress:
         self._tasks: list[Task] = []
         self._services: tuple[Service, ...] = ()
         self._turn = threading.Condition()
-        self._driver: object | None = None  # a mark of the thread whose turn it is
-        self._waiting: set[object] = set()  # marks of threads that wait for a task
+        self._driver: Mark | None = None  # of the thread whose turn it is
+        self._waiting: set[Mark] = set()  # of threads that wait for a task
         self._n_watching = 0  # threads that look by themselves for what they wait for
         self._n_news = 0  # changes whenever they are to look
         self._failure: Callable[[], RingcommError] | None = None
@@ -293,7 +294,7 @@ class Progress:
 
         Waking another thread costs 10 to 30 us, a poll less.
         """
-        mark = object()
+        mark = Mark()
         with self._turn:
             if self._driver is not None:
                 self._wake()
@@ -314,11 +315,16 @@ class Progress:
         """Return True once the task is over, False after timeout_s; any thread.
 
         An exception that comes out of this, such as KeyboardInterrupt, leaves the turn to others.
+
+        Raises:
+            RingcommError: this thread is driving, and would wait for itself.
         """
         if task.is_over:
             return True
+        if timeout_s > 0:
+            refuse_own_turn(self._driver, task.label)
         deadline = time.monotonic() + timeout_s
-        mark = object()
+        mark = Mark()
         try:
             with self._turn:
                 self._waiting.add(mark)
@@ -347,9 +353,13 @@ class Progress:
             is_done: asked while another thread drives, whenever something has moved; any thread may
                 ask it, at any time. None: this thread waits for its turn.
             timeout_s: return after so long in any case.
+
+        Raises:
+            RingcommError: this thread is driving, and would wait for itself.
         """
+        refuse_own_turn(self._driver, "run_until()")
         deadline = time.monotonic() + timeout_s
-        mark = object()
+        mark = Mark()
         try:
             with self._turn:
                 self._waiting.add(mark)
@@ -394,7 +404,7 @@ class Progress:
         """Forget the engine; nothing is submitted any more."""
         self._on_over, self._on_lost, self._failure = _ignore_task, _ignore_error, None
 
-    def _take_turn(self, mark: object, task: Task, deadline: float) -> bool:
+    def _take_turn(self, mark: Mark, task: Task, deadline: float) -> bool:
         """Return True if this thread is to drive now, False if it need not wait any more."""
         with self._turn:
             while not task.is_over:
@@ -407,7 +417,7 @@ class Progress:
                 self._turn.wait(None if left == math.inf else left)
         return False
 
-    def _take_turn_unless(self, mark: object, is_done: Callable[[], bool], deadline: float) -> bool:
+    def _take_turn_unless(self, mark: Mark, is_done: Callable[[], bool], deadline: float) -> bool:
         """Return True if this thread is to drive now, False if it is done, or too late."""
         n_seen = -1
         with self._turn:
@@ -436,7 +446,7 @@ class Progress:
             self._n_news += 1
             self._turn.notify_all()
 
-    def _take_part(self, mark: object, drive: Callable[[], object]) -> None:
+    def _take_part(self, mark: Mark, drive: Callable[[], object]) -> None:
         """Drive; the turn is this thread's, and is given back."""
         try:
             drive()
@@ -451,7 +461,7 @@ class Progress:
                     self._driver = None
                 self._hand_over()
 
-    def _step_back(self, mark: object) -> None:
+    def _step_back(self, mark: Mark) -> None:
         with self._turn:
             self._waiting.discard(mark)
             if self._driver is mark:
@@ -469,7 +479,7 @@ class Progress:
 
     def _run(self) -> None:
         """Drive while there is something to do and nobody who waits does it."""
-        mark, looked_at = object(), -math.inf
+        mark, looked_at = Mark(), -math.inf
         while True:
             with self._turn:
                 is_idle = not (self._is_stopping or self._is_mine())

@@ -1,0 +1,140 @@
+"""Tensors that a functional collective is still filling, passed to further collectives."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+import ringcomm.torch as hvd
+from ringcomm.engine.group import Group
+from ringcomm.torch.distributed import ProcessGroup
+
+N = 6
+
+
+class Late(torch.Tensor):
+    """As AsyncCollectiveTensor: whoever reads it waits."""
+
+    def trigger_wait(self):
+        self.waiters.append(threading.get_ident())
+        return self.as_subclass(torch.Tensor)
+
+
+def late(waiters):
+    def make(value=0.0, count=N):
+        made = torch.full((count,), float(value)).as_subclass(Late)
+        made.waiters = waiters
+        return made
+
+    return make
+
+
+def both(send, receive):
+    return [send, receive]
+
+
+# By method: the call, and how many tensors are passed; of group, rank, and what makes a tensor.
+CALLS = {
+    "allreduce": (lambda g, r, t: g.allreduce([t(r)]), 1),
+    "allreduce_coalesced": (lambda g, r, t: g.allreduce_coalesced([t(r), t(2)]), 2),
+    "reduce": (lambda g, r, t: g.reduce([t(r)], dist.ReduceOptions()), 1),
+    "reduce_scatter": (lambda g, r, t: g.reduce_scatter([t()], [[t(r), t(r)]]), 3),
+    "reduce_scatter_single": (lambda g, r, t: g.reduce_scatter_single(t(count=3), t(r)), 2),
+    "reduce_scatter_single_coalesced": (
+        lambda g, r, t: g.reduce_scatter_single_coalesced([t(count=3)], [t(r)]),
+        2,
+    ),
+    "broadcast": (lambda g, r, t: g.broadcast([t(r)], dist.BroadcastOptions()), 1),
+    "allgather": (lambda g, r, t: g.allgather([[t(), t()]], [t(r)]), 3),
+    "allgather_coalesced": (lambda g, r, t: g.allgather_coalesced([[t()], [t()]], [t(r)]), 3),
+    "all_gather_single": (lambda g, r, t: g.all_gather_single(t(count=12), t(r)), 2),
+    "all_gather_single_coalesced": (
+        lambda g, r, t: g.all_gather_single_coalesced([t(count=12)], [t(r)]),
+        2,
+    ),
+    "gather": (
+        lambda g, r, t: g.gather([[t(), t()]] if r == 0 else [], [t(r)], dist.GatherOptions()),
+        (3, 1),
+    ),
+    "scatter": (
+        lambda g, r, t: g.scatter([t()], [[t(), t()]] if r == 0 else [], dist.ScatterOptions()),
+        (3, 1),
+    ),
+    "all_to_all_single": (lambda g, r, t: g.all_to_all_single(t(), t(r), [], []), 2),
+    "alltoall": (lambda g, r, t: g.alltoall([t(), t()], [t(r), t(r)]), 4),
+    "send": (lambda g, r, t: both(g.send([t(r)], 1 - r), g.recv([t()], 1 - r)), 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_process_group_waits_for_them_in_the_caller_before_the_call(name):
+    call, n_tensors = CALLS[name]
+
+    def body(rank):
+        group = ProcessGroup(dist.HashStore(), Group(range(2)), 10.0)
+        waiters = []
+        works = call(group, rank, late(waiters))
+        due = n_tensors[rank] if isinstance(n_tensors, tuple) else n_tensors
+        assert waiters == [threading.get_ident()] * due
+        for work in works if isinstance(works, list) else [works]:
+            work.wait()
+        return True
+
+    assert run_ranks(2, body) == [True, True]
+
+
+HVD = {
+    "allreduce_": (lambda t, r: hvd.allreduce_async_(t(r), op=hvd.Sum), 1),
+    "allreduce": (lambda t, r: hvd.allreduce_async(t(r), op=hvd.Adasum), 1),
+    "grouped_allreduce": (lambda t, r: hvd.grouped_allreduce_async([t(r), t(r)]), 2),
+    "allgather": (lambda t, r: hvd.allgather_async(t(r)), 1),
+    "broadcast_": (lambda t, r: hvd.broadcast_async_(t(r), 0), 1),
+    "alltoall": (lambda t, r: hvd.alltoall_async(t(r)), 1),
+    "reducescatter": (lambda t, r: hvd.reducescatter_async(t(r)), 1),
+}
+
+
+@pytest.mark.parametrize("name", HVD)
+def test_hvd_waits_for_them_in_the_caller_before_the_call(name):
+    call, n_tensors = HVD[name]
+
+    def body(rank):
+        waiters = []
+        handle = call(late(waiters), rank)
+        assert waiters == [threading.get_ident()] * n_tensors
+        hvd.synchronize(handle)
+        return True
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_tensor_of_a_functional_collective_is_sent_as_its_result(monkeypatch):
+    """As pipelines do behind tensor parallelism: rank 1 sends what rank 0 is late for."""
+    funcol = pytest.importorskip("torch.distributed._functional_collectives")
+    from torch._C._distributed_c10d import _register_work
+
+    has_called = threading.Event()
+
+    def body(rank):
+        world = ProcessGroup(dist.HashStore(), Group(range(3)), 20.0)
+        pair = ProcessGroup(dist.HashStore(), Group(range(2)), 20.0) if rank < 2 else None
+        x = torch.arange(50.0)
+        if rank == 0:
+            assert has_called.wait(20)
+            pair.allreduce([x]).wait()
+        elif rank == 1:
+            _register_work(x, pair.allreduce([x]))
+            summed = funcol.AsyncCollectiveTensor(x)
+            offered = threading.Timer(0.3, has_called.set)  # by then the message is under way
+            offered.start()
+            world.send([summed], 2).wait()
+            offered.join()
+        else:
+            x.zero_()
+            world.recv([x], 1).wait()
+        return x.tolist()
+
+    expected = torch.arange(50.0).mul(2).tolist()
+    assert run_ranks(3, body)[2] == expected
