@@ -2,7 +2,8 @@
 
 A frame is a header of 64 bytes, a few bytes that explain it (`meta`), and a body: the payload. A
 small body follows in the same letter; a large one stands in memory that the node shares, or comes
-as a message of its own. Letters hold any number of frames; all parts begin at multiples of 8.
+as a message of its own. Letters hold any number of frames, and a frame that is longer than a letter
+comes in pieces; all parts begin at multiples of 8.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Kind(IntEnum):
     STATE = 17
     ROWS = 18
     STOP = 19
+    PIECE = 20  # of a frame that is too long for a letter, see ringcomm.ps.long_frames
 
 
 class Step(IntEnum):

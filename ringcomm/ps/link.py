@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.ps.frames import HEADER_NBYTES, Frame, Header, Where, frame_of, frames, packed
+from ringcomm.ps.frames import (
+    HEADER_NBYTES,
+    Frame,
+    Header,
+    Kind,
+    Where,
+    frame_of,
+    frames,
+    packed,
+)
+from ringcomm.ps.long_frames import Joiner, pieces
 from ringcomm.transport.base import N_STREAMS, P2P, Request, Transport, tag_of
 from ringcomm.transport.mail import LETTER_MAX, Mail
 
@@ -84,6 +94,8 @@ class Link:
         self._post = post
         self._box = None if post is None else post.box
         self._streams = itertools.count()
+        self._long = itertools.count()  # numbers of frames that are sent in pieces
+        self._joiner = Joiner()
         # What send() touches, in any thread, is there from the start and appended to, no more.
         self._outgoing: list[deque[bytes]] = [deque() for _ in range(transport.size)]
         self._bodies: deque[_Later] = deque()
@@ -115,11 +127,11 @@ class Link:
         Args:
             dest: rank of the job.
             header: what is known of place and n_body is filled in.
-            meta: at most 900 bytes with a body, or 15,000 without one.
+            meta: of any length; past META_MAX there is less room for a body beside it.
             body: kept until it is sent. A large one in memory that `dest` maps is read there: it
                 must stay as it is until `dest` says that it has done so.
         """
-        if body.nbytes <= INLINE_MAX - max(0, len(meta) - META_MAX):
+        if not body.nbytes or body.nbytes <= INLINE_MAX - max(0, len(meta) - META_MAX):
             self._put(dest, packed(header, meta, body.data if body.nbytes else b""))
             return
         node = self._transport.node if self.shares_memory(dest) else None
@@ -167,7 +179,10 @@ class Link:
         return self._box.await_ack(sequence, limit_ns, taken)
 
     def _put(self, dest: int, frame: bytes) -> None:
-        if self._box is not None and self._box.reaches(dest):
+        if len(frame) > LETTER_MAX:
+            for piece in pieces(frame, next(self._long), LETTER_MAX):
+                self._put(dest, piece)
+        elif self._box is not None and self._box.reaches(dest):
             self._box.send(dest, frame)
         else:
             self._outgoing[dest].append(frame)
@@ -192,7 +207,7 @@ class Link:
         if only_near and not self._n_waiting and len(came) == 1:  # as a rule
             (source, data), came = came[0], []
             frame = frame_of(data)
-            if frame.header.where <= 1:
+            if frame.header.where <= 1 and frame.header.kind != Kind.PIECE:
                 body = np.frombuffer(frame.inline, np.uint8) if frame.inline else _NOTHING
                 return [Delivery(source, frame.header, frame.meta, body)]
             self._admit(source, frame)
@@ -269,6 +284,11 @@ class Link:
             self._sending = [each for each in self._sending if not each.test()]
 
     def _admit(self, source: int, frame: Frame) -> None:
+        if frame.header.kind == Kind.PIECE:
+            whole = self._joiner.add(source, frame)
+            if whole is None:
+                return
+            frame = whole
         header, request = frame.header, None
         body: Bytes = np.frombuffer(frame.inline, np.uint8)
         if header.where == Where.SHARED:

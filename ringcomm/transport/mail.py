@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from ringcomm.errors import RingcommError
 from ringcomm.transport.base import WireFault
 
 if TYPE_CHECKING:
@@ -30,6 +31,15 @@ class Letter(NamedTuple):
     data: bytes
 
 
+def require_fit(data: bytes, dest: int) -> None:
+    """Raise RingcommError if a letter is too long: where it arrives nobody could tell why."""
+    if len(data) > LETTER_MAX:
+        raise RingcommError(
+            f"a letter of {len(data)} bytes to rank {dest}; {LETTER_MAX} are the most. This is a "
+            "defect"
+        )
+
+
 class Mail(Protocol):
     """A channel of letters between all ranks. Those of one sender arrive in order.
 
@@ -37,7 +47,10 @@ class Mail(Protocol):
     """
 
     def send(self, dest: int, data: bytes) -> None:
-        """Send at most LETTER_MAX bytes; to a dead rank, nothing. Raises WireFault."""
+        """Send at most LETTER_MAX bytes, else RingcommError; to a dead rank, nothing.
+
+        Raises WireFault.
+        """
         ...
 
     def collect(self) -> list[Letter]:
@@ -83,6 +96,7 @@ class MpiMail:
 
     def send(self, dest: int, data: bytes) -> None:
         """Send a letter."""
+        require_fit(data, dest)
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], dest, self._tag)
             if not request.Test():
@@ -136,6 +150,7 @@ class MailBox:
 
     def send(self, dest: int, data: bytes) -> None:
         """Put a letter into another's queue."""
+        require_fit(data, dest)
         self._boxes[dest].append(Letter(self._rank, bytes(data)))
         self._ring(dest)
 
