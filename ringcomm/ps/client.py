@@ -435,7 +435,8 @@ class Client:
 
     def _has_credit(self, ask: Ask | PlainPush) -> bool:
         held = self.n_bytes[ask.server]
-        is_small = held == 0 or held + ask.body.nbytes <= CREDIT_NBYTES
+        n = ask.body.nbytes
+        is_small = not (n and held) or held + n <= CREDIT_NBYTES
         return is_small and self._n_asked[ask.server] < CREDIT_REQUESTS
 
     def _may_leave(self, ask: Ask | PlainPush) -> bool:

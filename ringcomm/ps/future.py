@@ -21,7 +21,8 @@ class Pushed(NamedTuple):
     Attributes:
         applied: it is part of the parameters, exactly once.
         why: "" if it was applied; "late": the round that it was for was over; "empty": nobody had a
-            gradient for it, so that it changed nothing.
+            gradient for it, so that it changed nothing; "skipped", of rows: release(None) dropped
+            the round.
         version: updates of the block so far, of the block with the fewest.
         rejected: keys of a hash table that were not admitted.
         squares: of a push that is held: the sum of the squares of the round's mean.

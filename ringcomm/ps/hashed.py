@@ -7,6 +7,7 @@ those of the shard: every worker contributes once to each, with no keys if it ha
 from __future__ import annotations
 
 import bisect
+import math
 import secrets
 import struct
 import time
@@ -23,10 +24,11 @@ from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.ps.dense import Traffic
 from ringcomm.ps.initializers import from_json as initializer_of
 from ringcomm.ps.initializers import table_number
-from ringcomm.ps.messages import ASSIGN, ENCODED, PushMeta
+from ringcomm.ps.messages import ASSIGN, ENCODED, HOLD, RELEASE, PushMeta
 from ringcomm.ps.optim import Assign, Updater, from_json
 from ringcomm.ps.policies import Admit, Evict
 from ringcomm.ps.rounds import Rounds
+from ringcomm.ps.row_holds import RowHolds
 from ringcomm.ps.row_packing import decoded_rows
 from ringcomm.ps.rows import row_spec
 from ringcomm.ps.spec import Spec
@@ -34,6 +36,7 @@ from ringcomm.ps.spec import Spec
 if TYPE_CHECKING:
     from ringcomm.ps.frames import Header
     from ringcomm.ps.link import Delivery
+    from ringcomm.ps.row_holds import MeasureAnswer
 
 Array = NDArray[Any]
 Keys = NDArray[np.uint64]
@@ -63,19 +66,20 @@ class Answer(Protocol):
 
     request: Delivery
 
-    def __call__(self, is_applied: bool, version: int, rejected: int, /) -> None:
-        """Say whether it was applied, the version, and how many keys were not admitted."""
+    def __call__(self, is_applied: bool, version: int, rejected: int, why: bytes = b"", /) -> None:
+        """Say whether it was applied, the version, how many keys were not admitted, and why not."""
         ...
 
 
 class Contribution(NamedTuple):
-    """A push that waits for its round."""
+    """A push that waits for its round, which does not end by itself if `is_held`."""
 
     weight: float
     hyper: NDArray[np.float64]
     keys: Keys
     rows: Array
     answer: Answer
+    is_held: bool = False
 
 
 class Shard:
@@ -134,6 +138,7 @@ class Shard:
         if spec.mode.has_rounds:
             k = spec.mode.bound if spec.mode.name == "first_of" else None
             self.rounds = Rounds(workers, k)
+        self._holds = RowHolds()
 
     # --- push -----------------------------------------------------------------------------------
     def push(self, header: Header, meta: PushMeta, body: Bytes, answer: Answer) -> None:
@@ -143,6 +148,11 @@ class Shard:
             ValueError: it does not fit the table; nothing is changed.
         """
         worker, clock = header.origin, header.clock
+        if meta.flags & RELEASE:
+            self._require_rounds("release")
+            self._holds.release(clock, meta, answer)
+            self.advance()
+            return
         keys, rows = self._new(header, *self._unpacked(meta, body))
         self._require_updater(meta)
         if meta.flags & ASSIGN:
@@ -156,7 +166,9 @@ class Shard:
             self._note(body)
             answer(True, self.version, rejected)
         elif self.rounds.add(
-            worker, clock, Contribution(meta.weight, meta.hyper, keys, rows, answer)
+            worker,
+            clock,
+            Contribution(meta.weight, meta.hyper, keys, rows, answer, bool(meta.flags & HOLD)),
         ):
             self._note(body)
             self.advance()
@@ -175,22 +187,43 @@ class Shard:
             self.rounds.leave(worker)
             self.advance()
 
+    def measure(self, number: int, answer: MeasureAnswer) -> None:
+        """Answer how large the mean of a round is, once it is complete."""
+        self._require_rounds("push")
+        self._holds.measure(number, answer)
+        self.advance()
+
     def advance(self) -> None:
         """Carry out the rounds that are complete, and may end."""
-        while self.rounds is not None and (came := self.rounds.take()) is not None:
-            parts = [part for _, part in came]
-            is_plain = all(part.weight == parts[0].weight for part in parts)
-            weights = [1.0 if is_plain else part.weight for part in parts]
-            sources = [(p.keys, p.rows, w) for p, w in zip(parts, weights, strict=True)]
-            rejected = self._apply(sources, parts[0].hyper, sum(weights))
-            self.version += 1
-            for part in parts:
-                part.answer(True, self.version, rejected)
-            for callback in self._at_version.pop(self.version, ()):
-                callback()
+        while self.rounds is not None:
+            self._holds.on_over(self.rounds.current)
+            came = self.rounds.complete()
+            if came is None or not self._holds.on_complete(self.rounds.current, came, self.dim):
+                return
+            factor = self._holds.factor_of(self.rounds.current)
+            if self.rounds.take() is None:
+                return
+            self._end_round([part for _, part in came], factor)
 
-    def give_back(self) -> list[Contribution]:
-        """Return what came for rounds that are not over, which is forgotten here."""
+    def _end_round(self, parts: list[Contribution], factor: float | None) -> None:
+        """Make an update of the mean of contributions, times a factor; None: of nothing."""
+        is_plain = all(part.weight == parts[0].weight for part in parts)
+        weights = [1.0 if is_plain else part.weight for part in parts]
+        sources = [(p.keys, p.rows, w) for p, w in zip(parts, weights, strict=True) if p.weight]
+        rejected, why = 0, b""
+        if factor is None or not sources:
+            why = b"empty" if factor is not None else b"skipped"
+        else:
+            divisor = sum(weights) / factor if factor else math.inf
+            rejected = self._apply(sources, parts[0].hyper, divisor)
+        self.version += 1
+        for part in parts:
+            part.answer(not why, self.version, rejected, why)
+        for callback in self._at_version.pop(self.version, ()):
+            callback()
+
+    def give_back(self) -> list[Delivery]:
+        """Return the requests about rounds that are not over, which are forgotten here."""
         if self.rounds is None:
             return []
         pending = self.rounds.pending()
@@ -198,7 +231,10 @@ class Shard:
             incarnation, last = self.applied[worker]
             self.applied[worker] = (incarnation, min(last, each.answer.request.header.sequence - 1))
         self.rounds.resume(self.rounds.current, [])
-        return [each for _, _, each in pending]
+        return [
+            *(each.answer.request for _, _, each in pending),
+            *self._holds.take(self.rounds.current),
+        ]
 
     def at_version(self, version: int, callback: Callable[[], None]) -> None:
         """Let `callback` be called right after the update that makes it so many."""
@@ -251,6 +287,13 @@ class Shard:
         _core.partition_of(keys, self.spec.partitions, found)
         is_new = ~np.isin(found, parts)
         return keys[is_new], rows.reshape(len(keys), self.dim)[is_new].reshape(-1)
+
+    def _require_rounds(self, what: str) -> None:
+        if self.rounds is None:
+            raise ValueError(
+                f"{what}[{self.spec.name}]: a mean is held in a table with rounds, not in one with "
+                f"mode {self.spec.mode}"
+            )
 
     def _require_updater(self, meta: PushMeta) -> None:
         expected = len(self.updater.hyper)

@@ -19,18 +19,14 @@ from ringcomm.ps.hashed import REJECTED
 from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.job import Session, session
 from ringcomm.ps.keys import Portion, keys_of, last_of_each, portions, rows_of
-from ringcomm.ps.messages import (
-    ASSIGN,
-    MISSING,
-    SPARSE,
-    PushMeta,
-)  # fmt: skip
+from ringcomm.ps.messages import ASSIGN, HOLD, MISSING, SPARSE, PushMeta
 from ringcomm.ps.opened import Opened, open_at_leader
 from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.placement import HASH_PARTITIONS
 from ringcomm.ps.policies import Admit, Evict
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.ps.row_calls import Owners, Piece, calls_of
+from ringcomm.ps.row_measures import Mean, RowMeasures
 from ringcomm.ps.row_packing import RowPacker, WireRows, not_finite
 from ringcomm.ps.row_pieces import Pulling, Staging, keys_and_rows, regrouped
 from ringcomm.ps.row_upkeep import Metadata, Upkeep
@@ -130,14 +126,24 @@ class HashTable(Opened):
         self._calls = calls_of(current.client, told)
         self._staging = Staging(current)
         self._upkeep = Upkeep(current, self._calls, spec.name, told["number"])
+        self._measures = RowMeasures(
+            self._calls, spec.name, told["number"], current.client.n_servers
+        )
         self._is_strict = is_strict
         self._packer = RowPacker(spec, current.group.index)
         self._versions: defaultdict[int, int] = defaultdict(int)
         self._n_pushed = 0
+        self._held = -1  # number of the round that was pushed last with hold=True
 
     # --- push -----------------------------------------------------------------------------------
     def push(
-        self, keys: ArrayLike, rows: Array, *, weight: float = 1.0, assign: bool = False
+        self,
+        keys: ArrayLike,
+        rows: Array,
+        *,
+        weight: float = 1.0,
+        assign: bool = False,
+        hold: bool = False,
     ) -> Future[Pushed]:
         """Send gradients to the servers, which update the rows of the keys with them.
 
@@ -149,9 +155,12 @@ class HashTable(Opened):
             keys: see the class.
             rows: shape of the keys, then dim; float16, bfloat16, or the table's dtype. It may be
                 changed once this returns.
-            weight: of this contribution to the mean of a round.
+            weight: of this contribution to the mean of a round; 0: it does not count.
             assign: rows replace what is there, at once, and are no part of a round. Of a key that
                 stands in it more than once the last counts.
+            hold: the round ends by release(), and the future is done then; measure() tells how
+                large the mean is. Of a table with rounds; all workers must push alike. Rows may
+                have NaN, and are sent at once, whatever is under way.
 
         Returns:
             A future of Pushed. Its `rejected` counts the keys that were not admitted; in a table
@@ -164,23 +173,33 @@ class HashTable(Opened):
         label = f"push[{self.name}]"
         flat, shape = keys_of(label, keys)
         values = rows_of(label, rows, (*shape, self.dim), self.dtype)
-        if not np.isfinite(weight) or weight <= 0:
+        has_rounds = self._spec.mode.has_rounds and not assign
+        if not (0 if has_rounds else np.nextafter(0, 1)) <= weight < np.inf:
             raise ValueError(f"{label}: weight is {weight}; it must be more than 0")
+        if hold and not has_rounds:
+            raise ValueError(
+                f"{label}: hold=True is for gradients of a table with rounds, not for one with "
+                f"mode {self._spec.mode}, nor with assign=True"
+            )
         if assign:
             flat, values = last_of_each(flat, values)
-        has_rounds = self._spec.mode.has_rounds and not assign
+        elif weight == 0:
+            flat, values = flat[:0], values[:0]
+        is_strict = self._is_strict and not hold
         everyone = range(self.client.n_servers) if has_rounds else ()
-        hyper, flags = self._updater.hyper, SPARSE | (ASSIGN if assign else 0)
+        flags = SPARSE | (ASSIGN if assign else 0) | (HOLD if hold else 0)
+        hyper = self._updater.hyper
         outcome = _Outcome()
         number = -1
-        first = [self._packer.packed(values, is_exact=assign, is_strict=self._is_strict)]
+        first = [self._packer.packed(values, is_exact=assign, is_strict=is_strict)]
 
         def split(owners: Owners, back: list[Piece]) -> list[Piece]:
             if back:
                 own_keys, wire = keys_and_rows(back, self._spec)
             else:
                 own_keys, wire = flat, first.pop()
-            staged = [self._staged(each, wire) for each in portions(own_keys, owners, everyone)]
+            found = portions(own_keys, owners, everyone)
+            staged = [self._staged(each, wire, is_strict=is_strict) for each in found]
             return [asked(own, body, wire.dtype) for own, body in staged]
 
         def asked(own: Portion, body: Bytes, dtype: str) -> Piece:
@@ -202,12 +221,34 @@ class HashTable(Opened):
                 if not assign and self._n_pushed == number + 1:
                     self._n_pushed = number
 
-        return self._calls.begin(label, split, outcome.pushed, unsent)
+        future = self._calls.begin(label, split, outcome.pushed, unsent, needs_credit=not hold)
+        if hold:
+            self._held = number
+        return future
 
-    def _staged(self, portion: Portion, rows: WireRows) -> tuple[Portion, Bytes]:
+    def measure(self) -> Future[Mean]:
+        """Return how large the mean of the round is that this worker pushed last with hold=True.
+
+        Once the round is complete: on all servers, all workers have pushed, or as many as it takes.
+        """
+        return self._measures.measure(self._held)
+
+    def release(self, factor: float | None) -> Future[None]:
+        """Let the mean of the round that this worker pushed last, with hold=True, be an update.
+
+        What the first of the workers passes counts: all must pass the same.
+
+        Args:
+            factor: that the mean is multiplied by; None: the mean is dropped.
+        """
+        return self._measures.release(self._held, factor)
+
+    def _staged(
+        self, portion: Portion, rows: WireRows, *, is_strict: bool
+    ) -> tuple[Portion, Bytes]:
         """Return a portion, and its keys and rows where the server can read them."""
         own, body, behind = self._staging.keyed(portion, rows.nbytes(len(portion.keys)))
-        if not rows.write(portion.order, behind) and self._is_strict:
+        if not rows.write(portion.order, behind) and is_strict:
             raise not_finite(self.name, rows.n)
         return own, body
 
@@ -355,13 +396,14 @@ class _Outcome:
     def __init__(self) -> None:
         self._rejected = 0
         self._versions: list[int] = []
-        self._is_late = False
+        self._whys: set[str] = set()
 
     def note(self, reply: Delivery) -> None:
-        self._is_late |= reply.header.status == Status.LATE
-        self._rejected += REJECTED.unpack(reply.meta)[0]
+        if reply.header.status == Status.LATE:
+            self._whys.add(reply.meta[REJECTED.size :].decode() or "late")
+        self._rejected += REJECTED.unpack_from(reply.meta)[0]
         self._versions.append(reply.header.clock)
 
     def pushed(self) -> Pushed:
-        why = "late" if self._is_late else ""
+        why = "late" if "late" in self._whys else min(self._whys, default="")
         return Pushed(not why, why, min(self._versions, default=0), self._rejected)

@@ -120,13 +120,18 @@ class Rounds(Generic[T]):
 
         Worker order makes the sum the same whatever the order of arrival.
         """
-        if not self.may_end(self.current + 1):
+        if not self.may_end(self.current + 1) or (came := self.complete()) is None:
             return None
+        del self._came[self.current]
+        self.current += 1
+        return came
+
+    def complete(self) -> list[tuple[int, T]] | None:
+        """Return what the current round consists of, if that is all of it; it goes on."""
         came = self._came[self.current]
         if not came or (len(came) < self._first_of and not self._live <= came.keys()):
             return None
-        self.current += 1
-        return sorted(self._came.pop(self.current - 1).items())
+        return sorted(came.items())
 
     def pending(self) -> list[tuple[int, int, T]]:
         """Return what is here of rounds that are not over: round, worker, contribution."""

@@ -120,6 +120,8 @@ class RowCalls:
         split: Split,
         finish: Callable[[], Any],
         unsent: Callable[[], object] | None = None,
+        *,
+        needs_credit: bool = True,
     ) -> Future[Any]:
         """Carry out a call, behind those before it; return its future.
 
@@ -128,6 +130,7 @@ class RowCalls:
             split: split(owners, back) returns pieces: of the call, or of what came back of it.
             finish: makes the result.
             unsent: called if there is no credit, so that nothing of it is going to be sent.
+            needs_credit: False: it is sent whatever is under way.
 
         Raises:
             CommTimeoutError: servers are so far behind that no more may be sent.
@@ -139,7 +142,8 @@ class RowCalls:
         if not pieces:
             return future
         try:
-            client.reserve([piece.ask for piece in pieces], future)
+            if needs_credit:
+                client.reserve([piece.ask for piece in pieces], future)
         except BaseException:
             if unsent is not None:
                 unsent()

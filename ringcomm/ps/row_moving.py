@@ -312,7 +312,7 @@ class RowMover:
         self._server.mover.fence((table.number, 0), said["clocks"])
         shard = table.shard
         assert shard is not None
-        back = [contribution.answer.request for contribution in shard.give_back()]
+        back = shard.give_back()
         self._unheard[table.number] = set(self._server.clients())
         for each in [*back, *self._server.waiters.take((table.number, 0))]:
             self.redirect(each, table)

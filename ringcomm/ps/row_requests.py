@@ -13,6 +13,7 @@ from ringcomm.ps.messages import (
     COUNT,
     ENCODED_BODY,
     EVICT,
+    MEASURE,
     METADATA,
     WANT_EXACT,
     PullMeta,
@@ -49,10 +50,25 @@ class RowAnswer:
         self._reply = reply
         self.request = request
 
-    def __call__(self, is_applied: bool, version: int, rejected: int, /) -> None:
-        """Say whether it was applied, the version, and how many keys were not admitted."""
+    def __call__(self, is_applied: bool, version: int, rejected: int, why: bytes = b"", /) -> None:
+        """See hashed.Answer."""
         status = Status.OK if is_applied else Status.LATE
-        self._reply(self.request, status=status, clock=version, meta=REJECTED.pack(rejected))
+        self._reply(self.request, status=status, clock=version, meta=REJECTED.pack(rejected) + why)
+
+
+class _Measured:
+    """Tells who asked how large a mean is; see row_holds.MeasureAnswer."""
+
+    __slots__ = ("_reply", "request")
+
+    def __init__(self, reply: Reply, request: Delivery) -> None:
+        self._reply = reply
+        self.request = request
+
+    def __call__(self, meta: bytes | None, /) -> None:
+        """See row_holds.MeasureAnswer."""
+        status = Status.OK if meta is not None else Status.LATE
+        self._reply(self.request, status=status, meta=meta or b"")
 
 
 class RowRequests:
@@ -134,6 +150,8 @@ class RowRequests:
             self._reply(request, body=told)
         elif option == EVICT:
             self._reply(request, clock=shard.evict())
+        elif option == MEASURE:
+            shard.measure(request.header.clock, _Measured(self._reply, request))
         else:
             raise ValueError(f"rows[{shard.spec.name}]: no request {option}")
 
