@@ -311,7 +311,8 @@ class DensePartition:
         self.traffic.pushes += 1
         self.traffic.nbytes += body.nbytes
         if meta.flags & (INITIAL | ASSIGN):
-            self._assign(meta, grad)
+            if not (meta.flags & INITIAL and self.is_ready):  # what was trained is not begun anew
+                self._assign(meta, grad)
             self.is_ready = True
             answer(True, self.version)
         elif self.rounds is None:

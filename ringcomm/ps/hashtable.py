@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ringcomm.codec import Codec
+from ringcomm.errors import MismatchError
 from ringcomm.ps.client import Ask
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.deltas import RowDelta, Stamp, pull_row_delta
@@ -20,7 +21,7 @@ from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.job import Session, session
 from ringcomm.ps.keys import Portion, keys_of, last_of_each, portions, rows_of
 from ringcomm.ps.messages import ASSIGN, HOLD, MISSING, SPARSE, PushMeta
-from ringcomm.ps.opened import Opened, open_at_leader
+from ringcomm.ps.opened import Opened, open_at_leader, opened_once
 from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.placement import HASH_PARTITIONS
 from ringcomm.ps.policies import Admit, Evict
@@ -55,6 +56,8 @@ def hashtable(
 ) -> HashTable:
     """Open a hash table; the first rank to open it makes it, the others must say the same of it.
 
+    A process that has opened it already gets the same object.
+
     Args:
         name: of the table.
         dim: columns of a row.
@@ -71,7 +74,7 @@ def hashtable(
         pull_compression: what rows are sent in when they are pulled. The servers' stay exact.
 
     Raises:
-        MismatchError: another rank opened it with something else.
+        MismatchError: another rank, or an earlier call, opened it with something else.
         ValueError: no such dim, dtype, mode, nan or compression.
         CommTimeoutError: no server answers.
     """
@@ -100,7 +103,14 @@ def hashtable(
         },
         compression=spec_of(f"hashtable[{name}]", compression, pull_compression, is_dense=False),
     )
-    return HashTable(current, spec, updater, open_at_leader(current, spec), nan == "raise")
+    is_strict = nan == "raise"
+    opened = opened_once(
+        current,
+        spec,
+        lambda: HashTable(current, spec, updater, open_at_leader(current, spec), is_strict),
+    )
+    opened.require_nan(nan)
+    return opened
 
 
 class HashTable(Opened):
@@ -134,6 +144,15 @@ class HashTable(Opened):
         self._versions: defaultdict[int, int] = defaultdict(int)
         self._n_pushed = 0
         self._held = -1  # number of the round that was pushed last with hold=True
+
+    def require_nan(self, nan: str) -> None:
+        """Raise MismatchError if this process opens it again with another `nan`."""
+        mine = "raise" if self._is_strict else "allow"
+        if nan != mine:
+            raise MismatchError(
+                f"hashtable[{self.name}]: this process opened it with nan={mine!r}, and opens it "
+                f"with nan={nan!r} now. Open it alike everywhere"
+            )
 
     # --- push -----------------------------------------------------------------------------------
     def push(

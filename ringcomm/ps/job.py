@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -52,6 +53,8 @@ class Session:
         clock: steps that this worker has completed.
         snapshot: number of the one that pulls see; 0: the values of now.
         last_save: the latest checkpoint that it has begun to save.
+        tables: that this process has opened, by name.
+        opening: held while one is opened.
     """
 
     engine: Engine
@@ -65,6 +68,8 @@ class Session:
     snapshot: int = 0
     has_left: bool = False
     last_save: Future[Path] | None = None
+    tables: dict[str, Any] = field(default_factory=dict)
+    opening: threading.Lock = field(default_factory=threading.Lock)
 
     def memory(self, nbytes: int) -> Bytes:
         """Return memory that this node maps, or ordinary memory where none is shared."""

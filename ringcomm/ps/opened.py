@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -43,6 +44,10 @@ class Opened:
         self._updater = updater
         self._lock = threading.Lock()  # of what counts this process's pushes
 
+    def require_same(self, spec: Spec) -> None:
+        """Raise MismatchError if this process opens it again with something else."""
+        self._spec.require_same(spec, self._session.engine.job_rank)
+
     @property
     def updater(self) -> Updater:
         """What a push does, with the hyper-parameters that travel with it; set it to change them.
@@ -61,6 +66,26 @@ class Opened:
                 "numbers may change: updater = updater.with_(lr=...)"
             )
         self._updater = updater
+
+
+T = TypeVar("T", bound=Opened)
+
+
+def opened_once(current: Session, spec: Spec, open_it: Callable[[], T]) -> T:
+    """Return the table of this name as this process has opened it before, or open it.
+
+    Two objects for one table would count its rounds each by itself.
+
+    Raises:
+        MismatchError: it was opened with something else.
+    """
+    with current.opening:
+        known: T | None = current.tables.get(spec.name)
+        if known is None:
+            known = current.tables[spec.name] = open_it()
+        else:
+            known.require_same(spec)
+    return known
 
 
 def label_of(spec: Spec) -> str:

@@ -38,7 +38,7 @@ from ringcomm.ps.messages import (
     PushMeta,
     stamp_of,
 )
-from ringcomm.ps.opened import Opened, open_at_leader
+from ringcomm.ps.opened import Opened, open_at_leader, opened_once
 from ringcomm.ps.optim import SGD, Assign, Updater
 from ringcomm.ps.packing import Note, Packer, rate_of
 from ringcomm.ps.placement import cuts
@@ -72,6 +72,8 @@ def table(
 ) -> Table:
     """Open a table; the first rank to open it makes it, the others must say the same of it.
 
+    A process that has opened it already gets the same object, and its values stay as they are.
+
     Args:
         name: of the table.
         shape: of its values.
@@ -92,7 +94,7 @@ def table(
             themselves, such as parameters that share a table; see Table.push(absent=).
 
     Raises:
-        MismatchError: another rank opened it with something else.
+        MismatchError: another rank, or an earlier call, opened it with something else.
         ValueError, TypeError: no such shape, dtype, mode or compression.
         CommTimeoutError: no server answers.
     """
@@ -125,10 +127,14 @@ def table(
         ),
         segments=tuple(map(int, segments)),
     )
-    opened = Table(current, spec, updater or SGD(0.01), open_at_leader(current, spec))
-    if values is not None and is_chief():
-        opened.push_initial(values).wait()
-    return opened
+
+    def open_it() -> Table:
+        opened = Table(current, spec, updater or SGD(0.01), open_at_leader(current, spec))
+        if values is not None and is_chief():
+            opened.push_initial(values).wait()
+        return opened
+
+    return opened_once(current, spec, open_it)
 
 
 def _require_segments(name: str, segments: Sequence[int], count: int) -> None:
