@@ -7,6 +7,7 @@ from pathlib import Path
 
 import harness
 import pytest
+from guarded_ranks import Rank
 
 SHM = Path("/dev/shm")
 
@@ -29,6 +30,21 @@ def clock(monkeypatch):
     monkeypatch.setattr(hashed, "now", lambda: state["now"])
     monkeypatch.setattr(hashed, "work_after_push", lambda _: 0)
     return state
+
+
+@pytest.fixture
+def start_rank():
+    """Start ranks as real processes, without MPI, and end them."""
+    started = []
+
+    def start(rank, body, **options):
+        started.append(Rank(rank, body, **options))
+        return started[-1]
+
+    yield start
+    for rank in started:
+        rank.process.kill()
+        rank.process.communicate()
 
 
 @pytest.fixture(autouse=True)

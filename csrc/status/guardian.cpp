@@ -20,14 +20,15 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <fstream>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "orphans.hpp"
 #include "page.hpp"
+#include "processes.hpp"
 #include "report.hpp"
 #include "segments.hpp"
 
@@ -38,9 +39,12 @@ constexpr int kTickMs = 20;
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kTermToKill = 500 * kMs;
 constexpr std::int64_t kReapWait = 20 * kMs;
+constexpr std::int64_t kLetReap = 2000 * kMs;
 constexpr std::int64_t kLetBury = 30 * kMs;
 constexpr std::int64_t kLetSpeak = 100 * kMs;
 constexpr std::int64_t kLetEnd = 300 * kMs;
+constexpr std::int64_t kLetDie = 2000 * kMs;
+constexpr std::int64_t kOrphanGrace = 5000 * kMs;
 
 // linux/pidfd.h of Linux 6.15, which older headers lack: how a process that is not our child ended.
 struct PidfdInfo {
@@ -67,9 +71,12 @@ void pidfd_kill(int pidfd, int signal) {
 struct Watched {
   MappedPage page;
   int pidfd;
+  Parent parent;
   Descriptor lifeline{};
   std::int64_t closed_ns = 0;
   bool is_gone = false;
+  bool is_closing_explained = false;
+  std::string replaced_by{};
   int killed_by = 0;
   bool is_reported = false;
   std::int64_t term_ns = 0;  // when it was asked to end
@@ -85,6 +92,19 @@ struct Watched {
     }
   }
 
+  // An exec closes the lifeline, and so does a rank that closes all its descriptors, or dies.
+  void see_exec() {
+    if (closed_ns == 0 || is_gone || is_closing_explained || now_ns() < closed_ns + kLetBury) return;
+    const Image image = image_of(page->pid);
+    const auto process = process_of(page->pid);
+    is_closing_explained = image != Image::none && process;
+    if (is_closing_explained && image == Image::without_page) replaced_by = process->name;
+  }
+
+  bool was_waited_for() const {
+    return syscall(SYS_pidfd_send_signal, pidfd, 0, nullptr, 0) != 0 && errno == ESRCH;
+  }
+
   RankFacts facts() const {
     RankFacts f;
     f.rank = page->rank;
@@ -95,6 +115,7 @@ struct Watched {
     f.op = page.op();
     f.end = page.end();
     f.is_gone = is_gone;
+    f.replaced_by = replaced_by;
     f.gone_ns = page->gone_ns.load();
     f.closed_ns = closed_ns;
     f.leaving_ns = page->leaving_ns.load();
@@ -136,10 +157,13 @@ class Guardian {
       wait_for_news();
       report_faults();
       if (fault_ns_ != 0 && now_ns() > fault_ns_ + grace_ns_) end_the_rest();
+      end_orphans();
     }
     wait_until_reaped();
     report_faults();
     remove_segments();
+    end_all_orphans();
+    hold_output_open();
   }
 
  private:
@@ -180,6 +204,7 @@ class Guardian {
     std::vector<RankFacts> all;
     for (Watched& w : ranks_) {
       if (w.is_gone) w.ask_kernel_how();
+      w.see_exec();
       all.push_back(w.facts());
     }
     return all;
@@ -211,7 +236,7 @@ class Guardian {
   }
 
   void tell(const std::string& text) {
-    say(text);
+    write_out("\n" + text);
     for (Watched& w : ranks_) w.page->is_reported.store(1);
     is_reported_ = true;
   }
@@ -260,7 +285,8 @@ class Guardian {
     for (Watched& w : ranks_) {
       if (w.is_gone) continue;
       const EndView end = w.page.end();
-      const bool lingers = end.kind == Ending::exception && now >= end.time_ns + grace_ns_;
+      const bool has_failed = end.kind == Ending::exception || !w.replaced_by.empty();
+      const bool lingers = has_failed && now >= std::max(end.time_ns, w.closed_ns) + grace_ns_;
       if (fault_tolerant_ && !lingers && !(is_last(w) && is_stopped(w))) continue;
       if (w.term_ns == 0) {
         w.term_ns = now;
@@ -272,6 +298,24 @@ class Guardian {
     }
   }
 
+  // What a rank that ended well has left running is there on purpose.
+  void end_orphans() {
+    if (!is_reported_) return;
+    std::vector<Parent> dead;
+    for (const Watched& w : ranks_)
+      if (w.is_gone && (w.is_reported || !ended_well(w.facts()))) dead.push_back(w.parent);
+    const std::string said = orphans_.end_those_of(dead, orphan_grace_ns());
+    if (!said.empty()) write_out(said);
+  }
+
+  std::int64_t orphan_grace_ns() const { return std::min(grace_ns_, kOrphanGrace); }
+
+  void end_all_orphans() {
+    const std::int64_t deadline = now_ns() + orphan_grace_ns() + kLetDie;
+    for (end_orphans(); orphans_.remain() && now_ns() < deadline; end_orphans())
+      usleep(kTickMs * 1000);
+  }
+
   bool is_last(const Watched& w) const {
     return now_ns() > last_gone_ns_ + grace_ns_ &&
            std::all_of(ranks_.begin(), ranks_.end(),
@@ -279,12 +323,8 @@ class Guardian {
   }
 
   static bool is_stopped(const Watched& w) {
-    std::ifstream file("/proc/" + std::to_string(w.page->pid) + "/stat");
-    std::string line;
-    std::getline(file, line);
-    const std::size_t name_ends = line.rfind(')');
-    return name_ends != std::string::npos && line.size() > name_ends + 2 &&
-           line[name_ends + 2] == 'T';
+    const auto process = process_of(w.page->pid);
+    return process && process->state == 'T';
   }
 
   void wait_until_reaped() {
@@ -295,6 +335,26 @@ class Guardian {
     }
   }
 
+  // The launcher of MPICH takes the codes of the ranks that it has killed for 0, but for those that it
+  // waits for while output of the job is open: one for each time that there is something to read. So
+  // where the first that failed may have ended with 0, it is given empty lines until it has waited
+  // for another.
+  void hold_output_open() const {
+    const auto is_culprit_with_0 = [](const Watched& w) {
+      return w.is_reported && w.killed_by == 0 && w.page->exit_code.load() <= 0;
+    };
+    if (std::none_of(ranks_.begin(), ranks_.end(), is_culprit_with_0)) return;
+    const auto has_bad_code = [](const Watched& w) {
+      return w.is_gone && !w.is_reported && w.page->exit_code.load() != 0 && w.was_waited_for();
+    };
+    const std::int64_t deadline = now_ns() + kLetReap;
+    unsigned pause_us = 2000;
+    while (now_ns() < deadline && std::none_of(ranks_.begin(), ranks_.end(), has_bad_code)) {
+      write_out("\n");
+      usleep(pause_us = std::min(2 * pause_us, 100'000u));
+    }
+  }
+
   void remove_segments() const {
     const bool all_gone = std::all_of(ranks_.begin(), ranks_.end(),
                                       [](const Watched& w) { return w.is_gone; });
@@ -302,11 +362,10 @@ class Guardian {
     remove_files(segments_);
   }
 
-  static void say(const std::string& text) {
-    const std::string line = "\n" + text;
+  static void write_out(const std::string& text) {
     std::size_t done = 0;
-    while (done < line.size()) {
-      const ssize_t n = write(STDERR_FILENO, line.data() + done, line.size() - done);
+    while (done < text.size()) {
+      const ssize_t n = write(STDERR_FILENO, text.data() + done, text.size() - done);
       if (n < 0 && errno == EINTR) continue;
       if (n <= 0) return;
       done += static_cast<std::size_t>(n);
@@ -321,6 +380,7 @@ class Guardian {
   std::int64_t fault_ns_ = 0, news_ns_ = 0, last_gone_ns_ = 0;
   bool is_reported_ = false;
   std::set<std::string> segments_;
+  Orphans orphans_;
 };
 
 Watched watched(const char* argument) {
@@ -329,7 +389,9 @@ Watched watched(const char* argument) {
   if (std::sscanf(argument, "%d:%d:%llu", &pid, &fd, &nonce) != 3)
     throw std::runtime_error(std::string("not PID:FD:NONCE: ") + argument);
   const int pidfd = pidfd_open(pid);  // before the page, whose nonce then proves whose it is
-  return {MappedPage::open(pid, fd, nonce), pidfd};
+  MappedPage page = MappedPage::open(pid, fd, nonce);
+  const Parent parent = parent_of(page->rank, pid, fd, page.fd());
+  return {std::move(page), pidfd, parent};
 }
 
 int run(int argc, char** argv) {

@@ -77,12 +77,17 @@ void on_signal(int signal) {
   raise(signal);
 }
 
-// A thread may have failed although the main thread ends well: that is no good end of a rank.
+// What is no good end of a rank although its code is 0: a thread has failed, or C code has called exit
+// in the middle of the job, which MPICH's mpiexec may take for a good job (measured).
+bool is_bad_end(const Page& page) {
+  return page.end.kind.load() == Ending::exception || page.state.load() == State::running;
+}
+
 void on_exit_code(int code, void*) {
   if (recorded_page == nullptr || recorded_page->pid != getpid()) return;
   const bool has_failed = recorded_page->end.kind.load() == Ending::exception;
   recorded_page->exit_code.store(code == 0 && has_failed ? 1 : code);
-  if (code == 0 && has_failed) {
+  if (code == 0 && is_bad_end(*recorded_page)) {
     std::fflush(nullptr);
     _exit(1);
   }

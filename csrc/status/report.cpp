@@ -29,7 +29,8 @@ std::int64_t death_time(const RankFacts& r) { return r.closed_ns != 0 ? r.closed
 // When this rank failed of its own accord; kNever if it did not.
 std::int64_t failure_time(const RankFacts& r) {
   if (is_primary(r.end.kind)) return r.end.time_ns;
-  if (!r.is_gone || left_in_order(r)) return kNever;
+  const bool is_lost = r.is_gone || !r.replaced_by.empty();
+  if (!is_lost || left_in_order(r)) return kNever;
   if (r.end.kind != Ending::none) return kNever;
   if (r.exit_code > 0) return r.leaving_ns != 0 ? r.leaving_ns : death_time(r);
   return r.exit_code == 0 && r.leaving_ns != 0 ? kNever : death_time(r);
@@ -135,6 +136,8 @@ std::string deed(const RankFacts& r) {
     default:
       break;
   }
+  if (!r.replaced_by.empty())
+    return "became another program (exec of " + r.replaced_by + ")" + after_step(r);
   if (r.killed_by == SIGKILL)
     return "was killed by SIGKILL (out of memory?)" + after_step(r);
   if (r.killed_by != 0) return "was killed by " + name_of(r.killed_by) + after_step(r);
@@ -144,9 +147,9 @@ std::string deed(const RankFacts& r) {
     return "was ended inside C code" + after_step(r) + exit +
            " (MPI does so when another host fails: see that host's report)";
   if (r.exit_code == 0 && r.leaving_ns == 0)
-    return "ended in its middle" + after_step(r) + " - exit 0 (exit or _exit in C code)";
+    return "ended in its middle" + after_step(r) + " - exit 0 (exit, _exit or exec in C code)";
   if (r.leaving_ns != 0) return "left the job" + after_step(r) + " while others waited for it";
-  return "ended without a word (SIGKILL, out of memory, or _exit in C code)" + after_step(r);
+  return "ended without a word (SIGKILL, out of memory, _exit or exec in C code)" + after_step(r);
 }
 
 std::string where_lines(const std::string& where) {
@@ -198,6 +201,10 @@ std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
 }
 
 }  // namespace
+
+bool ended_well(const RankFacts& r) {
+  return left_in_order(r) || (r.exit_code == 0 && r.leaving_ns != 0);
+}
 
 bool may_follow(const std::vector<RankFacts>& ranks, int index) {
   const RankFacts& r = ranks[static_cast<std::size_t>(index)];

@@ -16,6 +16,7 @@ struct RankFacts {
   OpView op;
   EndView end;
   bool is_gone = false;         // the process is no more
+  std::string replaced_by;      // the program that it has become by exec; "": none
   std::int64_t gone_ns = 0;     // when that was seen
   std::int64_t closed_ns = 0;   // when the kernel closed its descriptors; 0: not seen
   std::int64_t leaving_ns = 0;  // 0: never said it leaves
@@ -24,6 +25,9 @@ struct RankFacts {
 };
 
 constexpr int kNobody = -1;
+
+// True of a process that came to the end of its program and returned 0.
+bool ended_well(const RankFacts& rank);
 
 // Index into `ranks` of the one that failed first, or kNobody. Later failures follow from it:
 // a PeerFailedError and a SIGTERM are never the cause.

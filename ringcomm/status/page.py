@@ -51,4 +51,4 @@ def how_it_ended(snapshot: dict[str, Any]) -> str:
     }
     if kind == Ending.FATAL_SIGNAL:
         return f"died of {signal.Signals(code).name}"
-    return words.get(kind, "died without a word (SIGKILL, out of memory, or _exit in C code)")
+    return words.get(kind, "died without a word (SIGKILL, out of memory, _exit or exec in C code)")

@@ -311,6 +311,22 @@ def test_children_are_no_ranks_and_disturb_nobody(tmp_path):
     assert "x rank" not in job.output
 
 
+def test_what_a_lost_rank_has_started_does_not_keep_the_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        import ctypes
+        subprocess.Popen(["sleep", "60"])
+        if os.fork() == 0:
+            time.sleep(60)
+        ctypes.CDLL(None)._exit(0)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path, timeout_s=50)
+    assert job.code != 0, job.output
+    assert "x rank 1" in report_of(job.output)
+
+
 def test_a_forked_child_that_raises_or_exits_by_itself_is_no_failure(tmp_path):
     body = """
     rc.init()
