@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ringcomm.codec import Codec
 from ringcomm.errors import MismatchError
 from ringcomm.ps.client import Ask
-from ringcomm.ps.compression import spec_of
+from ringcomm.ps.compression import is_finite, spec_of
 from ringcomm.ps.deltas import RowDelta, Stamp, pull_row_delta
 from ringcomm.ps.frames import Kind, Status
 from ringcomm.ps.future import Future, Pushed
@@ -154,7 +154,17 @@ class HashTable(Opened):
                 f"with nan={nan!r} now. Open it alike everywhere"
             )
 
+    @property
+    def mode(self) -> Mode:
+        """When pushes become updates."""
+        return self._spec.mode
+
     # --- push -----------------------------------------------------------------------------------
+    def require_finite(self, rows: Array) -> None:
+        """Raise ValueError if rows have NaN or inf that the table does not allow."""
+        if self._is_strict and not is_finite(rows):
+            raise not_finite(self.name, len(rows))
+
     def push(
         self,
         keys: ArrayLike,

@@ -2,12 +2,13 @@
 
 A forward pass pulls the rows of the keys that are in the batch, each once; the backward pass pushes
 their gradients as soon as they are there. No optimizer of the worker knows of the rows: the servers
-have their own.
+have their own. But one that clips, or unscales what a GradScaler has scaled, does so to them, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from ringcomm.ps.job import is_chief
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.policies import Admit, Evict
 from ringcomm.ps.rounds import Mode
+from ringcomm.torch.ps_row_gradients import submit
 
 
 class _Rows(nn.Module):
@@ -33,8 +35,10 @@ class _Rows(nn.Module):
         num_embeddings: ids are less; None: any id >= 0 may come.
         embedding_dim: columns of a row.
         padding_idx: the id that reads as zeros and learns nothing; None: there is none.
-        samples: weight of this worker's gradients in the mean of a round.
-        pushed: what became of the last gradients; None before the first backward pass.
+        samples: weight of this worker's gradients in the mean of a round; None: what set_samples()
+            of the optimizer has said for the step, or 1.
+        pushed: what became of the last gradients; None before the first. They leave in the backward
+            pass, or with the step() of an optimizer that has max_grad_norm= or scaler=.
         is_in_state_dict: state_dict() has all rows as "weight", fetched from the servers, and
             load_state_dict() takes them; as ps.convert() has it. Needs num_embeddings.
     """
@@ -64,7 +68,7 @@ class _Rows(nn.Module):
         self.embedding_dim = dim
         self.padding_idx = _padding(padding_idx, num_embeddings, name)
         self.dtype = dtype
-        self.samples = 1.0
+        self.samples: float | None = None
         self.is_in_state_dict = False
         self.pushed: Future[Pushed] | None = None
         init = normal(std=1.0) if init is None else init  # as nn.Embedding begins
@@ -184,7 +188,7 @@ class _Rows(nn.Module):
         rows.grad = None  # one that runs backward again pushes what is new
         if padding is not None:
             keys, grad = np.delete(keys, padding), np.delete(grad, padding, 0)
-        self.pushed = self.table.push(keys, grad, weight=self.samples)
+        submit(self.table, keys, grad, self.samples, partial(setattr, self, "pushed"))
 
     def _require_range(self, keys: Tensor) -> None:
         if not len(keys):
@@ -207,7 +211,9 @@ class Embedding(_Rows):
     """nn.Embedding whose rows live on parameter servers. ps.init() has run.
 
     Every forward pass that is followed by a backward pass is a push of its own. In a table with
-    rounds each worker must run as many of them as the others, if need be with no ids.
+    rounds each worker must run as many of them as the others, if need be with no ids. Where a
+    ps.DistributedOptimizer has max_grad_norm= or scaler=, its next step() pushes the sum of them:
+    clipped by the norm of all gradients, and skipped with them.
 
     Args:
         num_embeddings: ids are less; None: any id >= 0 may come.

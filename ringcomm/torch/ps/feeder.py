@@ -28,6 +28,7 @@ from ringcomm.torch.passes import Passes
 from ringcomm.torch.ps import clock, states
 from ringcomm.torch.ps.buckets import Bucket, Slot, plan
 from ringcomm.torch.ps.scaling import factor_of, is_on, squares_of
+from ringcomm.torch.ps_row_gradients import NO_ROWS, RowGradients, let_rows_wait, take
 from ringcomm.torch.registry import claim, enrol, note_samples, release
 from ringcomm.torch.together import Work
 
@@ -88,6 +89,7 @@ class Feeder:
         groups: as they are now; the owner replaces them.
         step: how many steps have been completed.
         was_applied: this worker's last gradients are part of the parameters.
+        rows: of embeddings, whose gradients go with this step; once it has begun to end.
         number: see registry.Numbered.
     """
 
@@ -112,8 +114,10 @@ class Feeder:
         self._is_spoiled = False
         self._samples: float | None = None
         self._is_weighed: bool | None = None
+        self.rows: RowGradients = NO_ROWS
         enrol(self, self._session.group)
         self.extend(named_parameters)
+        let_rows_wait(self, self._session)
 
     def extend(self, named_parameters: Named) -> None:
         """Let the servers have more parameters. Collective, between two steps.
@@ -230,13 +234,15 @@ class Feeder:
         if is_alone and (gradients is None or weight == 0):
             bucket.note_pushed(None)
             return
+        absent = bucket.absent()
+        if gradients is None and math.isnan(factor):  # see _poison()
+            gradients, absent = bucket.room_for_gradients().zero_(), []
         if gradients is None:
             push = bucket.table.push(None, weight=weight, hold=self.terms.is_held)
         else:
             gradients = gradients if factor == 1.0 else gradients * factor
             weight = 1.0 if is_alone else weight
             array, is_held = gradients.numpy(), self.terms.is_held
-            absent = bucket.absent()
             push = bucket.table.push(array, weight=weight, hold=is_held, scale=scale, absent=absent)
         bucket.note_pushed(push)
 
@@ -281,9 +287,14 @@ class Feeder:
         factor = self._own_factor(grad_scale)
         if factor is None:
             is_finite = False
+        elif self.terms.is_held:
+            self._flush(factor, grad_scale)
+            self.rows.hold(grad_scale, self._weight())
+            is_finite = self._release(grad_scale)
         else:
-            self._flush(factor, grad_scale if self.terms.is_held else 1.0)
-            is_finite = self._release(grad_scale) if self.terms.is_held else True
+            self._flush(factor)
+            self.rows.push(factor, self._weight())
+            is_finite = True
         clock.tick(self._session, self)
         outcomes = self._fetch_values([b for b in self._buckets if not b.is_frozen])
         self.was_applied = is_finite and "late" not in outcomes
@@ -296,7 +307,8 @@ class Feeder:
             grad_scale: see apply_on_servers(); it is left in .grad.
         """
         self._begin_end()
-        self._flush(scale=grad_scale)
+        self._flush(self._poison(), grad_scale)
+        self.rows.hold(grad_scale, self._weight())
         pulls = [
             (bucket, room := bucket.room_for_gradients(), bucket.table.pull(out=room.numpy()))
             for bucket in reversed(self._buckets)
@@ -317,6 +329,7 @@ class Feeder:
         """The optimizer has made its step."""
         self.step += 1
         self._samples = None
+        self.rows = NO_ROWS
         self._begin_step()
 
     def complete_step_of_worker(self) -> None:
@@ -328,6 +341,11 @@ class Feeder:
         self._refuse_spoiled()
         self._refuse_changed_values()
         self._refuse_changed_gradients()
+        if self.terms.is_deferred and not self.rows:  # else step() is called again: it raised
+            self.rows = take(self._session)
+            self.rows.require_fit(_WHO, self.terms.mode, has_norm=self.terms.max_norm is not None)
+            if not is_on(self.terms.scaler):
+                self.rows.require_finite()
         self._refuse_unlike_samples()
 
     def _own_factor(self, grad_scale: float) -> float | None:
@@ -335,13 +353,21 @@ class Feeder:
 
         Without rounds each push is an update: it is clipped, and skipped, by itself.
         """
-        if not self.terms.is_deferred or self.terms.is_held:
+        if not self.terms.is_deferred:
             return 1.0
+        if self.terms.is_held:
+            return self._poison()
         found = [bucket.gradients() for bucket in self._buckets]
         squares, is_finite = squares_of(x for x in found if x is not None)
-        if not is_finite and is_on(self.terms.scaler):
+        of_rows, are_finite = self.rows.own_squares()
+        if not (is_finite and are_finite) and is_on(self.terms.scaler):
             return None
-        return factor_of(squares, grad_scale, self.terms.max_norm)
+        return factor_of(squares + of_rows, grad_scale, self.terms.max_norm)
+
+    def _poison(self) -> float:
+        """Return NaN, so that all workers skip the step, if rows are not finite that wait here."""
+        is_finite = not is_on(self.terms.scaler) or self.rows.own_squares()[1]
+        return 1.0 if is_finite else math.nan
 
     def _release(self, grad_scale: float) -> bool:
         """Make updates of the means that the servers hold; return False if one is not finite."""
@@ -350,8 +376,11 @@ class Feeder:
         for bucket in held:
             assert bucket.push is not None
             told.append(bucket.push.wait())
-        is_finite = all(each.is_finite for each in told) or not is_on(self.terms.scaler)
-        factor = factor_of(sum(each.squares for each in told), grad_scale, self.terms.max_norm)
+        of_rows, are_finite = self.rows.mean_squares()
+        are_finite &= all(each.is_finite for each in told)
+        is_finite = are_finite or not is_on(self.terms.scaler)
+        squares = sum(each.squares for each in told) + of_rows * grad_scale**2
+        factor = factor_of(squares, grad_scale, self.terms.max_norm)
         late = [each.why == "late" for each in told]
         releases = [
             bucket.table.release(factor if is_finite else None)
@@ -360,7 +389,14 @@ class Feeder:
         ]
         for each in releases:
             each.wait()
+        self.finish_rows(factor * grad_scale if is_finite else None, grad_scale)
         return is_finite
+
+    def finish_rows(self, clip: float | None, grad_scale: float) -> None:
+        """Let rows have their update, unscaled and times a factor; None: let them have none."""
+        self.rows.release(clip)
+        if clip is not None:
+            self.rows.push(clip / grad_scale, self._weight())
 
     def _fetch_values(self, buckets: Sequence[Bucket]) -> list[str]:
         """Fetch the values, front layers first; return what became of the pushes."""
@@ -386,6 +422,11 @@ class Feeder:
         note_samples(self, self._session.engine)
 
     @property
+    def is_deferred(self) -> bool:
+        """See ps_row_gradients.Deferring."""
+        return self.terms.is_deferred
+
+    @property
     def samples(self) -> float | None:
         """See registry.Weighed."""
         return self._samples
@@ -399,6 +440,9 @@ class Feeder:
                 "gradients are not finite pass scaler=, to clip pass max_grad_norm="
             )
         self._is_spoiled = False
+        if self.terms.is_deferred:
+            take(self._session)
+        self.rows = NO_ROWS
         self._begin_step()
 
     def push_values(self) -> None:

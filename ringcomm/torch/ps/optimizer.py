@@ -22,7 +22,7 @@ from ringcomm.torch.compression import Compression
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.feeder import Feeder, Terms
 from ringcomm.torch.ps.hybrid import count_steps, require_something_served
-from ringcomm.torch.ps.scaling import is_on, note_found_inf
+from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
 from ringcomm.torch.wrapping import dressed, named_in_order
 
 T = TypeVar("T", bound=Optimizer)
@@ -75,10 +75,12 @@ def DistributedOptimizer(
             codecs, as codec.TopK(0.01), or Compression.fp16 and so on; alike on every worker. What
             TopK drops goes with this worker's next gradient; see ps.table().
         backward_passes_per_step: the n-th backward() of a step pushes the sum of all.
-        max_grad_norm: gradients of this step are clipped to this norm, over all parameters:
-            that of the mean where there are rounds, else of each worker's own. step() pushes.
+        max_grad_norm: gradients of this step are clipped to this norm, over all parameters and rows
+            of embeddings: that of the mean where there are rounds, else of each worker's own.
+            step() pushes.
         scaler: the torch.amp.GradScaler that scales the loss, for scaler.step(optimizer). One inf
-            anywhere skips the step everywhere; without rounds, on the worker that has it.
+            anywhere, in rows too, skips the step everywhere; without rounds, on the worker that has
+            it.
 
     Raises:
         NotInitializedError: ps.init() has not run.
@@ -95,6 +97,12 @@ def DistributedOptimizer(
     named = named_in_order(optimizer, named_parameters)
     compression = _compression(compression)
     if hybrid is not None:
+        if max_grad_norm is not None or scaler is not None:
+            raise ValueError(
+                f"hybrid is {hybrid!r}, and max_grad_norm= or scaler= was passed: the ring's "
+                "optimizer clips and unscales .grad, and the rows of embeddings have none. Leave "
+                "hybrid= out, or those"
+            )
         return _by_the_ring(optimizer, named, hybrid, compression, backward_passes_per_step)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}; it must be more than 0")
@@ -227,19 +235,23 @@ class _Served(Optimizer):
         """Let .grad be the mean, unscaled and clipped; return False to skip the step."""
         feeder, scale = self._feeder, self._grad_scale()
         feeder.fetch_mean(scale)
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = (p for group in self.param_groups for p in group["params"])
         grads = [p.grad for p in parameters if p.grad is not None]
+        of_rows, is_finite = feeder.rows.mean_squares()
         if is_on(feeder.terms.scaler):
-            is_finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+            is_finite &= all(bool(torch.isfinite(grad).all()) for grad in grads)
             self._tell_scaler(is_finite=is_finite)
             if not is_finite:
                 feeder.was_applied = False
                 feeder.take_back()
+                feeder.finish_rows(None, scale)
                 return False
             for grad in grads:
                 grad.div_(scale)
+        clip = 1.0
         if feeder.terms.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, feeder.terms.max_norm)
+            clip = clip_gradients(grads, of_rows, feeder.terms.max_norm)
+        feeder.finish_rows(clip, scale)
         return True
 
     def _grad_scale(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,21 @@ def squares_of(gradients: Iterable[torch.Tensor]) -> tuple[float, bool]:
         squares += total
         is_finite &= math.isfinite(total) or bool(torch.isfinite(x).all())
     return squares, is_finite
+
+
+def clip_gradients(gradients: Sequence[torch.Tensor], of_rows: float, max_norm: float) -> float:
+    """Clip gradients in place; return what rows are to be multiplied by, too.
+
+    Args:
+        gradients: of all parameters, each any shape.
+        of_rows: the sum of squares of the gradients of rows.
+        max_norm: of all together.
+    """
+    squares, _ = squares_of(gradients)
+    factor = clip_factor(math.sqrt(squares + of_rows), max_norm)
+    for x in gradients:
+        x.mul_(factor)
+    return factor
 
 
 def is_on(scaler: Any) -> bool:
