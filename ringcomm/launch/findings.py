@@ -138,6 +138,10 @@ def _settings(facts: Facts) -> _Verdict:
     return _Verdict("ok", "every RINGCOMM_ variable is understood")
 
 
+# By the gate, or ci/torch_versions: docs/torch_distributed.md has what was run. The newest is last.
+TESTED_TORCH: Final = ("2.6", "2.13", "2.14", "2.15")
+
+
 def _torch(facts: Facts) -> _Verdict:
     version = facts.versions.get("torch")
     floor = facts.floors.get("torch")
@@ -149,7 +153,10 @@ def _torch(facts: Facts) -> _Verdict:
     if version.endswith("+cpu") and facts.gpu is not None and facts.gpu.driver.gpus:
         fix = "pip install --force-reinstall torch, from where its builds for CUDA are"
         return _Verdict("note", f"{version}; this torch cannot use the GPU that is here", fix)
-    return _Verdict("ok", version)
+    found = f"{version}; ringcomm.torch was tested with {', '.join(TESTED_TORCH)}"
+    if _numbers(version)[:2] not in [_numbers(each) for each in TESTED_TORCH]:
+        return _Verdict("note", found, f"pip install 'torch=={TESTED_TORCH[-1]}.*'")
+    return _Verdict("ok", found)
 
 
 def _gpu(facts: Facts) -> _Verdict:

@@ -24,6 +24,7 @@ OPENMPI_4 = Kind("Open MPI", "4.1.4", "openmpi")
 MPICH = Kind("MPICH", "5.0.2", "mpich")
 INTEL = Kind("Intel MPI", "2021.5", "mpich")
 OTHER = Kind("Some MPI 7")
+TESTED = "; ringcomm.torch was tested with 2.6, 2.13, 2.14, 2.15"
 BARE = {"numpy": "2.4.6", "mpi4py": "4.1.2", "torch": "2.13.0+cpu"}
 GOOD = Facts(
     python=("3.11.7", "/v/bin/python"),
@@ -183,6 +184,12 @@ NOTES = [
     ("torch", {"versions": without("torch")}, "not installed", "pip install 'ringcomm[torch]'"),
     (
         "torch",
+        {"versions": BARE | {"torch": "2.99.0"}},
+        "2.99.0" + TESTED,
+        "pip install 'torch==2.15.*'",
+    ),
+    (
+        "torch",
         {"versions": BARE | {"torch": "2.5.1"}},
         "2.5.1; ringcomm.torch needs 2.6 or later",
         "pip install 'ringcomm[torch]'",
@@ -251,9 +258,9 @@ def test_a_note_is_no_problem(subject, changes, words, fix):
 
 
 SOUND = [
-    ("torch", {}, "2.13.0+cpu"),
-    ("torch", {"gpu": None, "gpu_error": "no answer"}, "2.13.0+cpu"),
-    ("torch", {"gpu": GPUS, "versions": BARE | {"torch": "2.13.0+cu130"}}, "2.13.0+cu130"),
+    ("torch", {}, "2.13.0+cpu" + TESTED),
+    ("torch", {"gpu": None, "gpu_error": "no answer"}, "2.13.0+cpu" + TESTED),
+    ("torch", {"gpu": GPUS, "versions": BARE | {"torch": "2.13.0+cu130"}}, "2.13.0+cu130" + TESTED),
     ("Python", {}, "3.11.7 (/v/bin/python)"),
     ("numpy", {"versions": {"numpy": "1.26"}}, "1.26"),
     ("MPI library", {}, "Open MPI 5.0.11 (/v/lib/libmpi.so.40)"),

@@ -33,6 +33,7 @@ _HANDED_ON = (
     "barrier",
     "broadcast",
     "gather",
+    "getBackendName",
     "monitored_barrier",
     "name",
     "recv",
@@ -52,9 +53,10 @@ def put_inside(group: Any) -> None:
     """Give a process group a backend for the CPU, where torch can take one from Python."""
     if compat.CppBackend is not None:
         inner = _inner_class()(group)
-        group._register_backend(
-            torch.device("cpu"), compat.c10d.ProcessGroup.BackendType.CUSTOM, inner
-        )
+        custom = compat.c10d.ProcessGroup.BackendType.CUSTOM
+        group._register_backend(torch.device("cpu"), custom, inner)
+        if compat.VERSION >= (2, 15):  # its flight recorder asks the default one for its names
+            group._set_default_backend(custom)
 
 
 @functools.cache
