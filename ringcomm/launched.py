@@ -79,6 +79,46 @@ def torch_ranks(environ: Mapping[str, str] | None = None) -> dict[str, int]:
     return found
 
 
+def require_mpi_launcher(
+    size: int, who: str, *, or_else: str = "", environ: Mapping[str, str] | None = None
+) -> None:
+    """Refuse several ranks that were started by something that is no MPI launcher.
+
+    Every process would be an MPI job of its own, rank 0 of 1, and sums would be of one rank. To be
+    called before MPI starts.
+
+    Args:
+        size: how many ranks there are to be.
+        who: says so: "WORLD_SIZE".
+        or_else: what else can be done.
+        environ: of this process, by default.
+
+    Raises:
+        ConfigError: size is more than 1, and no MPI launcher started this process.
+    """
+    if size <= 1 or is_launched_by_mpi(environ):
+        return
+    launcher = foreign_launcher(environ)
+    by = f"{launcher} started this process" if launcher else "no MPI launcher started this process"
+    raise ConfigError(
+        f"{who} wants {size} ranks, but {by}: to MPI it is rank 0 of 1. Start the job with MPI: "
+        f"mpirun -np N python train.py, and leave RANK and WORLD_SIZE to it{or_else}"
+    )
+
+
+def refuse_foreign_ranks(environ: Mapping[str, str] | None = None) -> None:
+    """Refuse a process that torchrun, or the like, has made one of several ranks.
+
+    Raises:
+        ConfigError: WORLD_SIZE says so, and no MPI launcher started this process.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get("WORLD_SIZE", "")
+    if text.isdigit():  # anything else is not torch's
+        alone = "; or unset WORLD_SIZE, if this process is to be alone"
+        require_mpi_launcher(int(text), "WORLD_SIZE", or_else=alone, environ=environ)
+
+
 def missing_of_torch(
     given: Container[str] = (), environ: Mapping[str, str] | None = None
 ) -> list[str]:

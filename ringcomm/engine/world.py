@@ -67,7 +67,8 @@ def init(comm: MPI.Comm | None = None) -> None:
 
     Raises:
         ConfigError: no MPI library, an unknown RINGCOMM_ variable, or a launcher that does not
-            fit the MPI library (every process would be "rank 0 of 1").
+            fit the MPI library, or is none of MPI, as torchrun (every process would be "rank 0 of
+            1").
         MismatchError: ranks differ in their version of ringcomm, or in a setting that must be
             alike.
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
@@ -105,6 +106,8 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
             "ringcomm.init: a rank of this job has failed, so MPI cannot bring its ranks together "
             "again. End this job"
         )
+    if _mpi is None:
+        launched.refuse_foreign_ranks()
     with start_deadline(settings.timeout_or_inf):
         _mpi = _mpi or _start_mpi()
         refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)

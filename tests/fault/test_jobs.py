@@ -506,6 +506,36 @@ def test_a_launcher_of_another_kind_is_refused(tmp_path):
     assert "SLURM_STEP_NUM_TASKS says that 4 processes were launched" in done.stderr
 
 
+def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp_path):
+    """Each would be rank 0 of 1; but a rank of MPI that has torch's variables is none of these."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    body = """
+        import os, subprocess
+        if "WORLD_SIZE" not in os.environ:
+            rc.init()
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+            child = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
+            assert "is a child of the rank" in child.stderr, child.stderr
+            rc.shutdown()
+            print("told")
+        rc.init()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(script(body))
+    for extra, told in (ranks, "WORLD_SIZE wants 2 ranks, but torchrun started"), ({}, "told"):
+        done = subprocess.run(
+            [sys.executable, path],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=tmp_path,
+            env=job_environment(extra),
+        )
+        assert told in done.stderr + done.stdout
+        assert done.returncode == int(bool(extra))
+
+
 def test_two_jobs_side_by_side_do_not_meet(tmp_path):
     body = "rc.init(); assert rc.allreduce(X)[0] == rc.size(); time.sleep(0.3); rc.barrier()"
     (tmp_path / "script.py").write_text(script(body))

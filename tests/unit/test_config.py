@@ -124,6 +124,32 @@ def test_other_launchers_are_named(variable, name):
     assert launched.foreign_launcher({variable: "1"}) == name
 
 
+@pytest.mark.parametrize(
+    ("environ", "by"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "no MPI launcher"),
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+    ],
+)
+def test_ranks_that_are_not_mpis_are_refused(environ, by):
+    with pytest.raises(ConfigError, match=rf"WORLD_SIZE wants 2 ranks, but {by} started"):
+        launched.refuse_foreign_ranks(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+        {"WORLD_SIZE": "huge"},
+        {"RANK": "1", "WORLD_SIZE": "2", "PMIX_RANK": "1"},
+        {"WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_process_that_is_to_be_alone_or_is_mpis_is_no_foreign_rank(environ):
+    launched.refuse_foreign_ranks(environ)
+
+
 def test_torchs_ranks_are_read_and_what_is_missing_is_known():
     assert launched.torch_ranks({"RANK": "1", "WORLD_SIZE": ""}) == {"rank": 1}
     assert launched.missing_of_torch({"rank"}, {"WORLD_SIZE": "2"}) == [
