@@ -98,7 +98,7 @@ def test_no_pull_sees_half_an_update_or_goes_back(count):
             values = t.pull(out=out).wait()
             assert values.min() == values.max() == t._versions[0] >= before
             before = values[0]
-            n_pulls[rank] += 1
+            n_pulls[rank] += before > 0  # those before the first push do not count
         return before
 
     assert min(run_workers(3, body)[:2]) > 0
