@@ -66,17 +66,24 @@ def nothing_is_left():
 def orphaned_files(before):
     """Return new files of /dev/shm that no process has mapped: jobs beside this one may run."""
     new = set(os.listdir(SHM)) - before
-    return {name for name in new if not is_mapped(SHM / name)}
+    if not new:
+        return new
+    mapped = mapped_inodes()  # after the look at what is there: who makes a file maps it then
+    return {name for name in new if inode(SHM / name) not in mapped}
 
 
-def is_mapped(path):
-    """Return True if a process maps it: by number, for a semaphore was mapped by another name."""
+def mapped_inodes():
+    """Return what of /dev/shm is mapped: by number, for a semaphore was mapped by another name."""
+    lines = (line.split() for pid in pids() for line in read(pid, "maps").splitlines())
+    return {None} | {int(line[4]) for line in lines if len(line) > 5 and "/dev/shm/" in line[5]}
+
+
+def inode(path):
+    """Return its number; None if it is gone."""
     try:
-        found = path.stat()
-    except OSError:  # it is gone
-        return True
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
-    return any(f" {device} {found.st_ino} " in read(pid, "maps") for pid in pids())
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def orphaned_guardians(others):
