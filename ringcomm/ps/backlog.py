@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from ringcomm.ps.credit import table_of
 
 if TYPE_CHECKING:
     from ringcomm.ps.client import Ask
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Backlog:
-    """What waits for credit of calls that are on their way, by server, in the order of the calls.
+    """What waits for credit of calls that are on their way, by server and table, in their order.
 
     Not safe by itself: the client's lock is held around each call.
 
@@ -27,7 +29,8 @@ class Backlog:
     def __init__(self, has_credit: Callable[[Ask], bool]) -> None:
         self._has_credit = has_credit
         self.n_waiting = 0
-        self._queues: defaultdict[int, deque[Ask]] = defaultdict(deque)
+        self._queues: dict[tuple[int, int], deque[Ask]] = {}
+        self._tables: Counter[int] = Counter()
         self._partitions: dict[Partition, tuple[int, int]] = {}  # where they wait, and how many
         self._calls: Counter[Future[Any]] = Counter()
 
@@ -40,21 +43,26 @@ class Backlog:
         if ask.partition is not None:
             server, n = self._partitions.get(ask.partition, (server, 0))
             self._partitions[ask.partition] = server, n + 1
-        self._queues[server].append(ask)
+        table = table_of(ask)
+        self._queues.setdefault((server, table), deque()).append(ask)
+        self._tables[table] += 1
         self.n_waiting += 1
         self._calls[ask.future] += 1
 
     def due(self) -> Iterator[Ask]:
         """Take out the requests that may be sent now; each must be sent before the next is taken.
 
-        None overtakes another of its server: what is pushed first arrives first.
+        None overtakes another of its server and table: what is pushed first arrives first.
         """
-        for queue in self._queues.values():
+        for key, queue in tuple(self._queues.items()):
             while queue and self._has_credit(queue[0]):
                 yield self._taken(queue.popleft())
+            if not queue:
+                del self._queues[key]
 
     def _taken(self, ask: Ask) -> Ask:
         self.n_waiting -= 1
+        self._tables[table_of(ask)] -= 1
         self._calls[ask.future] -= 1
         if not self._calls[ask.future]:
             del self._calls[ask.future]
@@ -67,6 +75,10 @@ class Backlog:
     def has(self, partition: Partition | None) -> bool:
         """Return True if a request to a partition waits: later ones must not overtake it."""
         return partition in self._partitions
+
+    def has_table(self, table: int) -> bool:
+        """Return True if a request for a table waits."""
+        return self._tables[table] > 0
 
     def n_of(self, future: Future[Any]) -> int:
         """Return how many requests of a call wait."""

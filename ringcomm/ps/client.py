@@ -1,8 +1,9 @@
 """A rank's requests to servers: sent, matched with their replies, waited for, and held back.
 
 Requests of one rank to one server are answered in any order, but carried out in the order in which
-they were made. What large requests may hold of the servers' memory is bounded by credit: past it,
-the call that would send more waits. A call of several requests sends all of them or none.
+they were sent. What large requests may hold of the servers' memory is bounded by credit: past it,
+the call that would send more waits. A call of several requests sends all of them or none. What
+waits for credit may be overtaken by what is for other tables.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import itertools
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +22,7 @@ from ringcomm.engine.patience import refuse_hopeless
 from ringcomm.errors import CommTimeoutError, MismatchError, RingcommError
 from ringcomm.files import BrokenFileError
 from ringcomm.ps.backlog import Backlog
+from ringcomm.ps.credit import Credit, table_of
 from ringcomm.ps.frames import Header, Kind, Status, Step
 from ringcomm.ps.lanes import Lane
 from ringcomm.ps.link import Delivery
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 CREDIT_NBYTES: Final = 64 << 20  # of bodies on their way from one rank to one server
 CREDIT_REQUESTS: Final = 4096  # likewise
+STALL_S: Final = 1.0  # without credit for that long, a push goes on in the background
 ACK_NBYTES: Final = 256 << 10  # a push of more takes longer than this rank should stay awake
 ACK_NS: Final = 100_000
 LISTEN_S: Final = 0.05  # between looks of a rank that only reads
@@ -139,9 +141,9 @@ class Client:
         self._life = engine.transport.incarnation
         self._sequence = itertools.count(1)
         self._asked: dict[int, Ask | PlainPush] = {}
-        self.n_bytes: Counter[int] = Counter()
-        self._n_asked: Counter[int] = Counter()
-        self._backlog = Backlog(self._has_credit)
+        self._credit = Credit(lambda: (CREDIT_NBYTES, CREDIT_REQUESTS))
+        self.n_bytes = self._credit.n_bytes
+        self._backlog = Backlog(self._credit.allows)
         self.view: View | None = None
         self.n_moved = 0
         self._lanes: dict[Partition, Lane] = {}
@@ -192,9 +194,9 @@ class Client:
     def ask(self, asks: list[Ask], future: Future[Any], *, is_admitted: bool = False) -> None:
         """Send requests, whose replies make `future` complete: all of them, or none.
 
-        Waits for credit if it must, for the first and until the last has left. If that takes
-        longer than the deadline, the rest leaves as credit comes back: it is for the future's
-        wait() to raise.
+        Waits for credit if it must: for the first, and while some of the others leave. Once none
+        has for STALL_S, or the deadline, the rest leaves as credit comes back, which this rank may
+        have to push another table for; it is for the future's wait() to raise.
 
         Args:
             asks: in the order in which they are to leave.
@@ -212,7 +214,7 @@ class Client:
             future.awaited.add(ask.server)
         if not asks:
             return
-        if not (is_admitted or self._may_leave(asks[0])):
+        if not (is_admitted or self._may_begin(asks[0])):
             self._await_credit(asks[0], future.label)
         with self._lock:
             for ask in asks:  # nothing can go wrong any more: rounds are counted
@@ -238,7 +240,7 @@ class Client:
         self._engine.require_usable()
         assert first.partition is not None
         first.server = self._owner(first.partition)
-        if not self._may_leave(first):
+        if not self._may_begin(first):
             self._await_credit(first, label)
 
     def _send_backlog(self) -> None:
@@ -247,12 +249,13 @@ class Client:
             self._submit(ask)
 
     def _await_departure(self, future: Future[Any]) -> None:
-        """Return once all requests of a call have left, or none has for as long as the deadline."""
+        """Return once all requests of a call have left, or none has for so long; see ask()."""
+        limit_s = min(STALL_S, self.deadline_s)
         n = self._backlog.n_of(future)
         while n and self.drive_until(
             lambda before=n: self._backlog.n_of(future) < before,  # type: ignore[misc]
             future.label,
-            None,
+            limit_s,
         ):
             n = self._backlog.n_of(future)
 
@@ -265,7 +268,7 @@ class Client:
         """Send a push that is request and future in one; waits for credit if it must."""
         self._engine.require_usable()
         push.server = self._owner(push.partition)
-        if not self._may_leave(push):
+        if not self._may_begin(push):
             self._await_credit(push, push.label)
         with self._lock:
             self._submit(push)
@@ -276,7 +279,7 @@ class Client:
         """Wait until there is credit for requests that submit() is to send."""
         for ask in asks:
             future.awaited.add(ask.server)
-            if not self._may_leave(ask):
+            if not self._may_begin(ask):
                 self._await_credit(ask, future.label)
 
     def submit(self, asks: list[Ask]) -> None:
@@ -331,7 +334,7 @@ class Client:
         if ask.partition is not None:
             ask.server = self._owner(ask.partition)
         self._asked[sequence] = ask
-        self._note_sent(ask, 1)
+        self._credit.note(ask, 1)
         if ask.on_ack is not None:
             ask.future.acked_by = sequence
         lane = None if ask.partition is None else self._lanes[ask.partition]
@@ -396,16 +399,12 @@ class Client:
         for sequence in sequences:
             ask = self._asked[sequence]
             self.n_moved += 1
-            self._note_sent(ask, -1)
+            self._credit.note(ask, -1)
             ask.server = server
-            self._note_sent(ask, 1)
+            self._credit.note(ask, 1)
             ask.future.awaited.add(server)
             ask.body = self._reachable(ask.body, server)
             self._send(ask, sequence, self._lanes[partition].epoch)
-
-    def _note_sent(self, ask: Ask | PlainPush, sign: int) -> None:
-        self.n_bytes[ask.server] += sign * ask.body.nbytes
-        self._n_asked[ask.server] += sign
 
     def _reachable(self, body: Bytes, server: int) -> Bytes:
         """Return a body that was meant for another server where this one can read it."""
@@ -433,19 +432,18 @@ class Client:
                 self._link.send(self._layout.servers[server], header)
         self._notices = waiting
 
-    def _has_credit(self, ask: Ask | PlainPush) -> bool:
-        held = self.n_bytes[ask.server]
-        n = ask.body.nbytes
-        is_small = not (n and held) or held + n <= CREDIT_NBYTES
-        return is_small and self._n_asked[ask.server] < CREDIT_REQUESTS
-
     def _may_leave(self, ask: Ask | PlainPush) -> bool:
         """Return True if a new request has credit, and overtakes none that waits for it."""
         is_behind = self._backlog.n_waiting and self._backlog.has(ask.partition)
-        return not is_behind and self._has_credit(ask)
+        return not is_behind and self._credit.allows(ask)
+
+    def _may_begin(self, ask: Ask | PlainPush) -> bool:
+        """Return True if a new call may begin with a request; one push per table may wait."""
+        is_second = ask.kind == Kind.PUSH and self._backlog.has_table(table_of(ask))
+        return not is_second and self._may_leave(ask)
 
     def _await_credit(self, ask: Ask | PlainPush, label: str) -> None:
-        self._wait_until(lambda: self._may_leave(ask), label, {ask.server}, self.deadline_s)
+        self._wait_until(lambda: self._may_begin(ask), label, {ask.server}, self.deadline_s)
 
     # --- replies --------------------------------------------------------------------------------
     def place_for(self, header: Header) -> Bytes | None:
@@ -506,7 +504,7 @@ class Client:
 
     def _note_answered(self, ask: Ask | PlainPush, sequence: int) -> None:
         del self._asked[sequence]
-        self._note_sent(ask, -1)
+        self._credit.note(ask, -1)
         if ask.partition is not None:
             due = self._lanes[ask.partition].answered(sequence)
             if due:

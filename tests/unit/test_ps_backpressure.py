@@ -10,7 +10,10 @@ from ps_jobs import run_workers
 from ringcomm import codec, ps
 from ringcomm.engine.world import engine
 from ringcomm.ps import client
+from ringcomm.ps.client import Ask
+from ringcomm.ps.credit import Credit
 from ringcomm.ps.dense import DensePartition
+from ringcomm.ps.frames import Kind
 from ringcomm.ps.hashed import Shard
 from ringcomm.ps.job import session
 
@@ -148,3 +151,65 @@ def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credi
         assert peak > total / 2
     else:
         assert peak < total / 2
+
+
+# --- tables in any order ------------------------------------------------------------------------
+def dense_tables(names, n_blocks, block_nbytes):
+    n = n_blocks * block_nbytes // 4
+    tables = [
+        ps.table(name, n, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=block_nbytes)
+        for name in names
+    ]
+    x = -np.ones(n, np.float32)
+    return [(lambda t=t: t.push(x), lambda t=t: t.pull().wait()) for t in tables]
+
+
+def hash_tables(names, n_blocks, block_nbytes):
+    n = n_blocks * block_nbytes // 40
+    tables = [ps.hashtable(name, 8, updater=ps.optim.SGD(1.0), mode="sync") for name in names]
+    keys, x = np.arange(n), -np.ones((n, 8), np.float32)
+    return [(lambda t=t: t.push(keys, x), lambda t=t: t.pull(keys).wait()) for t in tables]
+
+
+@pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("make", [dense_tables, hash_tables], ids=["dense", "hash"])
+@pytest.mark.parametrize("n_servers", [1, 2])
+def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monkeypatch):
+    """Each has more than its credit under way, which waits for what the others push later."""
+    block, n_blocks = 32_000, 8
+    monkeypatch.setattr(client, "CREDIT_NBYTES", 3 * block)
+    monkeypatch.setattr(client, "STALL_S", 0.02)
+    most = []
+
+    def body(rank):
+        tables = make("abc", n_blocks, block)
+        order = tables[rank:] + tables[:rank]
+        for _ in range(2):
+            futures = [push() for push, _ in order]
+            most.append(max(session().client.n_bytes.values()))
+            assert all(each.wait().applied for each in futures)
+        return [pull().mean() for _, pull in tables]
+
+    assert run_workers(3, body, n_servers) == [[2.0] * 3] * 3
+    if make is dense_tables:
+        assert max(most) <= (3 + 3) * block  # of each table one more
+
+
+def test_a_table_has_one_push_on_its_way_whatever_others_wait_for():
+    def ask(table, nbytes=100, kind=Kind.PUSH, server=0):
+        return Ask(kind, (table, 0), server=server, body=np.empty(nbytes, np.uint8))
+
+    credit = Credit(lambda: (250, 3))
+    for _ in range(2):
+        credit.note(ask(1), 1)
+    assert not credit.allows(ask(1))
+    assert credit.allows(ask(1, nbytes=50))
+    assert credit.allows(ask(1, server=1))
+    assert credit.allows(ask(2))
+    assert not credit.allows(ask(2, kind=Kind.CALL))
+    credit.note(ask(2), 1)
+    assert not credit.allows(ask(2))
+    assert not credit.allows(ask(2, nbytes=0))
+    assert credit.allows(ask(3, nbytes=0))
+    credit.note(ask(2), -1)
+    assert credit.allows(ask(2))

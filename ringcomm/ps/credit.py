@@ -1,0 +1,55 @@
+"""How much of a rank's requests may be on its way to each server."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ringcomm.ps.frames import Kind
+
+if TYPE_CHECKING:
+    from ringcomm.ps.client import Ask
+    from ringcomm.ps.pushing import PlainPush
+
+
+def table_of(ask: Ask | PlainPush) -> int:
+    """Return the number of the table that a request is for."""
+    return ask.table if ask.partition is None else ask.partition[0]
+
+
+class Credit:
+    """Bounds what is on its way: bytes of bodies, and requests, of all tables together.
+
+    Beyond that each table may have one push on its way to each server. Pushes of a round wait there
+    for those of other workers, who may push their tables in another order: if those that wait could
+    keep a table's out, the two would wait for each other.
+
+    Args:
+        limits: returns how many bytes and requests may be on their way to one server.
+
+    Attributes:
+        n_bytes: on their way, by server.
+    """
+
+    def __init__(self, limits: Callable[[], tuple[int, int]]) -> None:
+        self._limits = limits
+        self.n_bytes: Counter[int] = Counter()
+        self._n_asked: Counter[int] = Counter()
+        self._n_pushes: Counter[tuple[int, int]] = Counter()  # by server and table
+
+    def note(self, ask: Ask | PlainPush, sign: int) -> None:
+        """Take note that a request is on its way, or, with -1, that it is not any more."""
+        self.n_bytes[ask.server] += sign * ask.body.nbytes
+        self._n_asked[ask.server] += sign
+        if ask.kind == Kind.PUSH:
+            self._n_pushes[ask.server, table_of(ask)] += sign
+
+    def allows(self, ask: Ask | PlainPush) -> bool:
+        """Return True if a request may be sent now."""
+        held, n = self.n_bytes[ask.server], ask.body.nbytes
+        most_nbytes, most_requests = self._limits()
+        is_small = not (n and held) or held + n <= most_nbytes
+        if is_small and self._n_asked[ask.server] < most_requests:
+            return True
+        return ask.kind == Kind.PUSH and not self._n_pushes[ask.server, table_of(ask)]
