@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
+from ringcomm.errors import CommTimeoutError
+
 if TYPE_CHECKING:
     from ringcomm.ps.client import Client
 
@@ -151,3 +153,17 @@ class Future(Generic[R]):
     def __repr__(self) -> str:
         state = "pending" if not self._is_done else "failed" if self._error else "done"
         return f"<Future of {self.label}: {state}>"
+
+
+def behind(push: Future[Any], pull: Callable[[], Future[R]]) -> Future[R]:
+    """Return pull(); a future that raises what that raises, as who calls must not push again."""
+    try:
+        return pull()
+    except CommTimeoutError as error:
+        failed: Future[R] = Future(push._client, push.label, 1, _unreachable, push.timestamp)
+        failed.fail(error)
+        return failed
+
+
+def _unreachable() -> Any:
+    raise AssertionError("it failed before it was sent")

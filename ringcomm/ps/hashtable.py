@@ -15,7 +15,7 @@ from ringcomm.ps.client import Ask
 from ringcomm.ps.compression import is_finite, spec_of
 from ringcomm.ps.deltas import RowDelta, Stamp, pull_row_delta
 from ringcomm.ps.frames import Kind, Status
-from ringcomm.ps.future import Future, Pushed
+from ringcomm.ps.future import Future, Pushed, behind
 from ringcomm.ps.hashed import REJECTED
 from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.job import Session, session
@@ -309,16 +309,8 @@ class HashTable(Opened):
                 f"pull[{self.name}]: missing is {missing!r}; it must be one of {', '.join(MISSING)}"
             )
         shape = (*shape, self.dim)
-        if out is not None and (
-            out.dtype != self.dtype
-            or out.shape != shape
-            or not (out.flags.c_contiguous and out.flags.writeable)
-        ):
-            raise ValueError(
-                f"pull[{self.name}]: out must be contiguous and writeable, of {self.dtype} and "
-                f"shape {shape}, "
-                f"not {out.dtype} {out.shape}"
-            )
+        if out is not None:
+            self._require_out(out, shape)
         flat_out = None if out is None else out.reshape(-1).view(np.uint8)
         pulling = Pulling(self._session, self._spec, len(flat), flat_out, is_exact=exact)
         wanted, number = self._wanted(), MISSING.index(missing)
@@ -353,6 +345,14 @@ class HashTable(Opened):
             if self._spec.mode.has_rounds:  # after rounds that went by without this worker
                 self._n_pushed = max(self._n_pushed, version)
 
+    def _require_out(self, out: Array, shape: tuple[int, ...]) -> None:
+        is_fit = out.dtype == self.dtype and out.shape == shape
+        if not (is_fit and out.flags.c_contiguous and out.flags.writeable):
+            raise ValueError(
+                f"pull[{self.name}]: out must be contiguous and writeable, of {self.dtype} and "
+                f"shape {shape}, not {out.dtype} {out.shape}"
+            )
+
     def _wanted(self) -> int:
         mode = self._spec.mode
         if mode.name == "ssp":
@@ -362,9 +362,16 @@ class HashTable(Opened):
     def push_pull(
         self, keys: ArrayLike, rows: Array, *, out: Array | None = None, weight: float = 1.0
     ) -> Future[Array]:
-        """Push gradients and fetch the rows after it; see push() and pull()."""
-        self.push(keys, rows, weight=weight)
-        return self.pull(keys, out=out)
+        """Push gradients and fetch the rows after it; see push() and pull().
+
+        Raises:
+            ValueError, TypeError, CommTimeoutError: see push(); nothing was sent. What keeps the
+                rows from being fetched after it is raised by the future.
+        """
+        if out is not None:
+            self._require_out(out, (*np.shape(keys), self.dim))
+        push = self.push(keys, rows, weight=weight)
+        return behind(push, lambda: self.pull(keys, out=out))
 
     def changed(self, *, since: Stamp | int = 0) -> Future[RowDelta]:
         """Fetch the rows that have changed, and tell which are gone, since an earlier look.

@@ -78,13 +78,14 @@ class Session:
     def tick(self, clock: int | None = None) -> None:
         """Tell the servers that this worker has completed a step: all it pushed is on its way."""
         self.client.wait_until_sent("tick")
-        self.clock = self.clock + 1 if clock is None else clock
+        clock = self.clock + 1 if clock is None else clock
         client = self.client
         future: Future[None] = Future(
             client, "tick", client.n_servers, lambda: None, client.timestamp()
         )
         servers = range(client.n_servers)
-        client.ask([Ask(Kind.TICK, server=s, clock=self.clock) for s in servers], future)
+        client.ask([Ask(Kind.TICK, server=s, clock=clock) for s in servers], future)
+        self.clock = clock
 
     def leave(self) -> None:
         """Tell the servers that this rank asks nothing more; waits for what is under way.

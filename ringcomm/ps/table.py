@@ -17,7 +17,7 @@ from ringcomm.ps.client import Ask
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.deltas import Delta, Stamp, pull_delta
 from ringcomm.ps.frames import Kind
-from ringcomm.ps.future import Future, Pushed
+from ringcomm.ps.future import Future, Pushed, behind
 from ringcomm.ps.job import Session, is_chief, session
 from ringcomm.ps.keys import is_16bit
 from ringcomm.ps.link import INLINE_MAX
@@ -475,11 +475,8 @@ class Table(Opened):
             return pull_delta(self, since, None)
         if out is None:
             out = np.empty(shape, self.dtype)
-        elif not _is_fit(out, self.dtype, shape):
-            raise ValueError(
-                f"pull[{self.name}]: out must be contiguous and writeable, of {self.dtype} and "
-                f"shape {shape}, or flat, not {out.dtype} {out.shape}"
-            )
+        else:
+            self._require_out(out, shape)
         flat = out.reshape(-1)
         if since is not None:
             return pull_delta(self, since, flat)
@@ -581,9 +578,16 @@ class Table(Opened):
     def push_pull(
         self, x: Array, *, out: Array | None = None, weight: float = 1.0
     ) -> Future[Array]:
-        """Push a gradient and fetch the values after it; see push() and pull()."""
-        self.push(x, weight=weight)
-        return self.pull(out=out)
+        """Push a gradient and fetch the values after it; see push() and pull().
+
+        Raises:
+            ValueError, TypeError, CommTimeoutError: see push(); nothing was sent. What keeps the
+                values from being fetched after it is raised by the future.
+        """
+        if out is not None:
+            self._require_out(out, self.shape)
+        push = self.push(x, weight=weight)
+        return behind(push, lambda: self.pull(out=out))
 
     # --- functions ------------------------------------------------------------------------------
     def call(self, name: str, /, **arguments: Any) -> Future[list[Any]]:
@@ -648,6 +652,13 @@ class Table(Opened):
                 yield part, first, last
             elif every_part:
                 yield part, own, own
+
+    def _require_out(self, out: Array, shape: tuple[int, ...]) -> None:
+        if not _is_fit(out, self.dtype, shape):
+            raise ValueError(
+                f"pull[{self.name}]: out must be contiguous and writeable, of {self.dtype} and "
+                f"shape {shape}, or flat, not {out.dtype} {out.shape}"
+            )
 
     def _flat(self, what: str, x: ArrayLike, count: int) -> Array:
         x = np.asarray(x, self.dtype if isinstance(x, tuple) else None)

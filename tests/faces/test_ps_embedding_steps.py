@@ -12,7 +12,10 @@ from ps_training import wrap
 from torch import nn
 
 import ringcomm as rc
-from ringcomm import ps
+from ringcomm.ps.client import Client
+from ringcomm.ps.job import session
+from ringcomm.ps.row_calls import RowCalls
+from ringcomm.torch import ps
 from ringcomm.torch.ps_row_gradients import TableGradient
 from ringcomm.torch.ps_rows import Embedding
 
@@ -54,7 +57,7 @@ def spoil_of(rank, step):
     return {(0, 1): "rows", (0, 3): "parameters"}.get((rank, step))
 
 
-def plain(n_workers, *, clips, scales, weighs):
+def plain(n_workers, *, clips=True, scales=False, weighs=False, n_steps=N_STEPS):
     """Return what one process makes of all batches."""
     emb = nn.Embedding(ROWS, DIM)
     emb.load_state_dict({"weight": start()})
@@ -62,7 +65,7 @@ def plain(n_workers, *, clips, scales, weighs):
     optimizer = torch.optim.SGD(model.parameters(), LR)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scales)
     weights = SAMPLES[:n_workers] if weighs else [1.0] * n_workers
-    for step in range(N_STEPS):
+    for step in range(n_steps):
         optimizer.zero_grad()
         losses = [
             model.loss(rank, step, spoil_of(rank, step) if scales else None) * weights[rank]
@@ -109,7 +112,7 @@ def require_alike(results, expected):
 
 
 TERMS = ("clips", "scales", "weighs")
-CASES = [set(each) for n in range(4) for each in combinations(TERMS, n)]
+CASES = [each for n in range(4) for each in combinations(TERMS, n)]
 SOME = [CASES[1], CASES[2], CASES[3], CASES[-1]]
 
 
@@ -186,6 +189,49 @@ def test_modes_without_a_norm_or_a_scale_in_common_are_refused(mode, emb_mode, c
             scaler.step(optimizer)
 
     run_workers(1, body)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_step_that_found_no_credit_half_way_is_called_again_and_made_once(mode, monkeypatch):
+    """Whichever of its requests it is: all before it count, and are not sent again."""
+    n_calls = 40
+
+    def body(_):
+        emb = Embedding(ROWS, DIM, name="e", optimizer=ps.optim.SGD(LR), mode=mode)
+        emb.load(start())
+        model, left = Model(emb), [-1]
+        optimizer = ps.DistributedOptimizer(
+            torch.optim.SGD([{"params": [p]} for p in model.head.parameters()], LR),
+            mode=mode, max_grad_norm=MAX_NORM,
+        )  # fmt: skip
+        for name, kind in (("ask", Client), ("push", Client), ("begin", RowCalls)):
+            monkeypatch.setattr(kind, name, counted(getattr(kind, name), left))
+        for step in range(n_calls):
+            optimizer.zero_grad()
+            model.loss(0, step).backward()
+            left[0] = step
+            try:
+                optimizer.step()
+            except rc.CommTimeoutError:
+                optimizer.step()
+            was_last, left[0] = left[0] > 0, -1
+        assert was_last  # no step has so many requests
+        assert session().clock == n_calls
+        return emb(torch.arange(ROWS)).detach(), model.head.weight.detach(), 1.0
+
+    require_alike(run_workers(1, body, 2), plain(1, n_steps=n_calls))
+
+
+def counted(method, left):
+    """Return a method that finds no credit when it is called for the left[0]-th time."""
+
+    def call(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == -1:
+            raise rc.CommTimeoutError("no credit", missing=[1])
+        return method(*args, **kwargs)
+
+    return call
 
 
 def test_what_zero_grad_forgets_is_no_part_of_the_step():

@@ -1,6 +1,7 @@
 """A push of several blocks is sent whole or not at all, also where servers do not answer."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -119,3 +120,43 @@ def test_a_step_is_not_told_before_its_pushes_have_left(deaf):
         return session().clock
 
     assert run_workers(1, body, deadline_s=0.3) == [1]
+
+
+@pytest.mark.parametrize("kind", ["dense", "hash"])
+def test_push_pull_raises_at_once_only_if_nothing_was_sent(kind, monkeypatch):
+    def body(_):
+        x = np.ones((3, 2), np.float32)
+        if kind == "dense":
+            t = ps.table("w", (3, 2), updater=ps.optim.Add())
+            push_pull, pull = t.push_pull, t.pull
+        else:
+            t = ps.hashtable("e", 2, updater=ps.optim.Add())
+            push_pull = partial(t.push_pull, np.arange(3))
+            pull = partial(t.pull, np.arange(3))
+        with pytest.raises(ValueError, match="out must be contiguous"):
+            push_pull(x, out=np.empty((2, 2), np.float32))
+        np.testing.assert_array_equal(pull().wait(), 0)
+
+        def late(*args, **kwargs):
+            raise rc.CommTimeoutError("no credit", missing=[1])
+
+        with monkeypatch.context() as no_credit:
+            no_credit.setattr(type(t), "pull", late)
+            pulled = push_pull(x)
+            with pytest.raises(rc.CommTimeoutError, match="no credit"):
+                pulled.wait()
+        return pull().wait()
+
+    np.testing.assert_array_equal(run_workers(1, body)[0], 1)
+
+
+def test_a_step_that_was_not_told_is_told_once(monkeypatch):
+    def body(_):
+        with monkeypatch.context() as no_credit:
+            no_credit.setattr(client, "CREDIT_REQUESTS", 0)
+            with pytest.raises(rc.CommTimeoutError, match="tick"):
+                ps.complete_step()
+        ps.complete_step()
+        return session().clock
+
+    assert run_workers(1, body, deadline_s=0.1) == [1]

@@ -18,6 +18,7 @@ from ringcomm.codec import Codec
 from ringcomm.engine import ops
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
+from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import is_chief, session
 from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.rounds import Mode
@@ -111,7 +112,7 @@ class Feeder:
         self._n_passes = 0
         self._n_pushed = 0  # buckets of this step, in order
         self._updaters: dict[int, Updater] = {}
-        self._is_spoiled = False
+        self._is_spoiled = self._has_ticked = False
         self._samples: float | None = None
         self._is_weighed: bool | None = None
         self.rows: RowGradients = NO_ROWS
@@ -222,29 +223,34 @@ class Feeder:
 
     # --- pushes ---------------------------------------------------------------------------------
     def _push(self, bucket: Bucket, factor: float = 1.0, scale: float = 1.0) -> None:
-        """Push the next bucket; `scale` is in its gradients, and is not undone before."""
+        """Push the next bucket; `scale` is in its gradients, and is not undone before.
+
+        What raises has pushed nothing of it, and may be called again.
+        """
+        bucket.note_pushed(self._pushed(bucket, factor, scale))
         self._n_pushed += 1
+
+    def _pushed(self, bucket: Bucket, factor: float, scale: float) -> Future[Pushed] | None:
+        """Push a bucket; return None where there is nothing to push."""
         if bucket.is_frozen:
-            bucket.note_pushed(None)
-            return
+            return None
         _refuse_half_frozen(bucket)
         bucket.table.updater = self._updater_for(bucket)
         gradients, weight = bucket.gradients(), self._weight()
         is_alone = not self.terms.mode.has_rounds
         if is_alone and (gradients is None or weight == 0):
-            bucket.note_pushed(None)
-            return
+            return None
         absent = bucket.absent()
         if gradients is None and math.isnan(factor):  # see _poison()
             gradients, absent = bucket.room_for_gradients().zero_(), []
+        is_held = self.terms.is_held
         if gradients is None:
-            push = bucket.table.push(None, weight=weight, hold=self.terms.is_held)
-        else:
-            gradients = gradients if factor == 1.0 else gradients * factor
-            weight = 1.0 if is_alone else weight
-            array, is_held = gradients.numpy(), self.terms.is_held
-            push = bucket.table.push(array, weight=weight, hold=is_held, scale=scale, absent=absent)
-        bucket.note_pushed(push)
+            return bucket.table.push(None, weight=weight, hold=is_held)
+        gradients = gradients if factor == 1.0 else gradients * factor
+        weight = 1.0 if is_alone else weight
+        return bucket.table.push(
+            gradients.numpy(), weight=weight, hold=is_held, scale=scale, absent=absent
+        )
 
     def _updater_for(self, bucket: Bucket) -> Updater:
         """Return the updater with the hyper-parameters of now."""
@@ -295,7 +301,7 @@ class Feeder:
             self._flush(factor)
             self.rows.push(factor, self._weight())
             is_finite = True
-        clock.tick(self._session, self)
+        self._tick()
         outcomes = self._fetch_values([b for b in self._buckets if not b.is_frozen])
         self.was_applied = is_finite and "late" not in outcomes
         return is_finite
@@ -329,13 +335,20 @@ class Feeder:
         """The optimizer has made its step."""
         self.step += 1
         self._samples = None
+        self._has_ticked = False
         self.rows = NO_ROWS
         self._begin_step()
 
     def complete_step_of_worker(self) -> None:
         """Like complete_step(), where the worker's own optimizer has made it."""
-        clock.tick(self._session, self)
+        self._tick()
         self.complete_step()
+
+    def _tick(self) -> None:
+        """Count the step, once, also if step() is called again for what it raised."""
+        if not self._has_ticked:
+            clock.tick(self._session, self)
+        self._has_ticked = True
 
     def _begin_end(self) -> None:
         self._refuse_spoiled()
