@@ -6,7 +6,7 @@ breaks can tell.
 
 from dataclasses import dataclass
 
-CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer", "ps", "gpu")
+CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer", "ps", "gpu", "node", "wire")
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,18 @@ class Mutation:
     harm: str
     targets: tuple[str, ...]
 
-    def apply(self, text):
-        """Return the faulty text of the file.
+    def planted(self, root):
+        """Return the file to change, in the checkout `root`, and its faulty text.
 
         Raises:
             ValueError: `old` does not occur exactly once.
         """
+        path = root / "ringcomm" / self.file
+        text = path.read_text()
         n = text.count(self.old)
         if n != 1:
             raise ValueError(f"{self.name}: its text occurs {n} times in ringcomm/{self.file}")
-        return text.replace(self.old, self.new)
+        return path, text.replace(self.old, self.new)
 
 
 ORDER = [
@@ -609,8 +611,8 @@ PARAMETER_SERVER = [
         "ps-rounds-in-order-of-arrival",
         "ps",
         "ps/rounds.py",
-        "return sorted(self._came.pop(self.current - 1).items())",
-        "return list(self._came.pop(self.current - 1).items())",
+        "return sorted(came.items())",
+        "return list(came.items())",
         "sums depend on who was first: other bits in every run",
         (
             "unit/test_ps_rounds.py",
@@ -773,7 +775,7 @@ self.steps = int(state.meta["steps"])
         "ps-credit-for-all",
         "ps",
         "ps/client.py",
-        "is_small = held == 0 or held + ask.body.nbytes <= CREDIT_NBYTES",
+        "is_small = not (n and held) or held + n <= CREDIT_NBYTES",
         "is_small = held >= 0",
         "a slow server's memory fills up",
         (
@@ -814,7 +816,7 @@ self.steps = int(state.meta["steps"])
         "ps-rows-of-a-round-uncounted",
         "ps",
         "ps/hashed.py",
-        "rejected = self._apply(sources, parts[0].hyper, sum(weights))",
+        "rejected = self._apply(sources, parts[0].hyper, divisor)",
         "rejected = self._apply(sources, parts[0].hyper, 1.0)",
         "a round of a hash table is a sum, not a mean",
         (
@@ -866,8 +868,8 @@ self.steps = int(state.meta["steps"])
         "ps-rounds-outrun-a-snapshot",
         "ps",
         "ps/rounds.py",
-        "if not self.may_end(self.current + 1):",
-        "if self.current < 0:",
+        "if not self.may_end(self.current + 1) or (came := self.complete()) is None:",
+        "if (came := self.complete()) is None:",
         "a snapshot beside fast training never finds its moment",
         (
             "unit/test_ps_rounds.py",

@@ -24,6 +24,7 @@ class FakeMpi:
         self.calls = dict.fromkeys(_signatures(handle), 0)
         self._handle, self._short, self._failing = handle, short, failing
         self._requests = {}  # by handle: (is_receive, address, nbytes)
+        self.received = []  # those of receives, also of what has ended
         self._sent = []
         self._next = 100
         self._kept = [kind(self._counted(name)) for name, kind in _signatures(handle).items()]
@@ -58,6 +59,7 @@ class FakeMpi:
     def mpi_recv_init(self, out, count, byte, source, tag, comm, request):  # noqa: PLR0917
         assert (byte, source, tag, comm) == (BYTE, 0, TAG, COMM)
         self._new(request, True, out, count)
+        self.received.append((True, out, count))
 
     def mpi_isend(self, *arguments):
         self.mpi_send_init(*arguments)
@@ -230,6 +232,24 @@ def test_what_is_given_up_is_cancelled_if_it_is_a_receive():
     run.abandon()
     assert mpi.calls["MPI_Cancel"] == 1
     assert not run.advance()
+
+
+def test_scratch_memory_of_what_was_given_up_is_nobody_elses():
+    """Peers may still write into it."""
+    mpi, nbytes = FakeMpi(ctypes.c_void_p), 3000
+    schedule = _core.Schedule([])
+    schedule.wait([schedule.receive((schedule.add_scratch(nbytes), 0, nbytes), 0)])
+    runner = mpi.runner()
+
+    def begin():
+        run = runner.run(schedule, [], [0], TAG)
+        assert not run.drive(0)
+        return run
+
+    begin().abandon()
+    later = [begin() for _ in range(20)]
+    addresses = [address for _, address, _ in mpi.received]
+    assert len(set(addresses)) == len(addresses) == 1 + len(later)
 
 
 def test_a_library_that_lacks_a_function_is_refused():

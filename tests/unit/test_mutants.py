@@ -6,27 +6,45 @@ from pathlib import Path
 
 import pytest
 from mutations import CATEGORIES, MUTATIONS
+from mutations_cpp import CPP_MUTATIONS
 
 ROOT = Path(__file__).parents[2]
+EVERY = [*MUTATIONS, *CPP_MUTATIONS]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_each_fault_has_one_place_and_changes_the_code(mutation):
-    text = (ROOT / "ringcomm" / mutation.file).read_text()
-    faulty = mutation.apply(text)  # raises unless there is one place
-    assert ast.dump(ast.parse(faulty)) != ast.dump(ast.parse(text))
+    path, faulty = mutation.planted(ROOT)  # raises unless there is one place
+    assert ast.dump(ast.parse(faulty)) != ast.dump(ast.parse(path.read_text()))
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", CPP_MUTATIONS, ids=lambda mutation: mutation.name)
+def test_each_fault_in_cpp_has_one_place_and_changes_more_than_a_comment(mutation):
+    path, faulty = mutation.planted(ROOT)  # raises unless there is one place
+    assert without_comments(faulty) != without_comments(path.read_text())
+
+
+def without_comments(text):
+    return [line.partition("//")[0] for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("mutation", CPP_MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_stress_runs_that_are_to_catch_it_exist(mutation):
+    assert mutation.targets or mutation.stress
+    for name, *_ in mutation.stress:
+        assert (ROOT / "csrc" / "stress" / f"{name}.cpp").exists()
+
+
+@pytest.mark.parametrize("mutation", EVERY, ids=lambda mutation: mutation.name)
 def test_the_tests_that_are_to_catch_it_exist(mutation):
-    assert mutation.targets
+    assert mutation.targets or mutation in CPP_MUTATIONS
     for target in mutation.targets:
         file, _, test = target.partition("::")
         assert f"def {test}" in (ROOT / "tests" / file).read_text()
 
 
 def test_names_are_unique_and_every_category_has_some():
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
-    counts = Counter(mutation.category for mutation in MUTATIONS)
+    assert len({mutation.name for mutation in EVERY}) == len(EVERY)
+    counts = Counter(mutation.category for mutation in EVERY)
     assert set(counts) == set(CATEGORIES)
     assert min(counts.values()) >= 3

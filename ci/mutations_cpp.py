@@ -1,0 +1,260 @@
+"""The faults that ci/mutants plants in C++: mistakes of order, of places and of memory.
+
+Each compiles, imports and sums two float32 arrays over two ranks. Some show in a race alone: the
+tests and stress runs named for them make it likely enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mutations import Mutation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class CppMutation(Mutation):
+    """One fault; `file` is a folder of csrc/, for what is where within it may change.
+
+    Attributes:
+        stress: programs of csrc/stress that may catch it, each with its arguments.
+    """
+
+    stress: tuple[tuple[str, ...], ...] = ()
+
+    def planted(self, root: Path) -> tuple[Path, str]:
+        """Return the file to change and its faulty text.
+
+        Raises:
+            ValueError: `old` does not occur exactly once in the folder.
+        """
+        files = sorted((root / "csrc" / self.file).glob("*.[ch]pp"))
+        found = {path: n for path in files if (n := path.read_text().count(self.old))}
+        if list(found.values()) != [1]:
+            told = {path.name: n for path, n in found.items()} or "nowhere"
+            raise ValueError(f"{self.name}: its text occurs in csrc/{self.file}: {told}")
+        (path,) = found
+        return path, path.read_text().replace(self.old, self.new)
+
+
+CPP_MUTATIONS = [
+    # --- the node engine ------------------------------------------------------------------------
+    CppMutation(
+        "copy-returns-before-all-have-read",
+        "node",
+        "shm",
+        "if (kind_ == Source::registered && !all_at(&Progress::done, kAllDone))",
+        "if (kind_ == Source::staged && !all_at(&Progress::done, kAllDone))",
+        "who broadcasts a registered array and changes it sends what it has become",
+        ("unit/test_node_memory.py",),
+    ),
+    CppMutation(
+        "reduction-returns-before-all-have-read",
+        "node",
+        "shm",
+        "const bool is_read = is_registered_ && !is_due(index());",
+        "const bool is_read = is_registered_ && is_due(index());",
+        "who gives to a reduction a registered array and changes it adds what it has become",
+        ("unit/test_node_memory.py",),
+    ),
+    CppMutation(
+        "slices-return-before-all-have-read",
+        "node",
+        "shm",
+        "if (!all_at(&Progress::done, kAllDone)) return Step::waiting;",
+        "if (size() == 1) return Step::waiting;",
+        "who gives a registered array to reduce_scatter and changes it adds what it has become",
+        ("unit/test_node_memory.py",),
+    ),
+    CppMutation(
+        "lane-place-again-too-early",
+        "node",
+        "shm",
+        "!all_at(&Progress::done, n_copied_ - n_places + 1)) return false;",
+        "!all_at(&Progress::done, n_copied_ - n_places)) return false;",
+        "a place of a lane is written again while another rank still reads it",
+        ("unit/test_node.py", "unit/test_node_memory.py"),
+        stress=(("node", "600"),),
+    ),
+    CppMutation(
+        "lane-again-too-early",
+        "node",
+        "shm",
+        "if (!all_at(lane->slot, &Progress::done, lane->until)) continue;",
+        "if (lane->slot == kSlots) continue;",
+        "the next operation writes into a lane that others still read",
+        ("unit/test_node_memory.py", "unit/test_node.py"),
+        stress=(("node", "600"),),
+    ),
+    CppMutation(
+        "lane-short-by-its-skew",
+        "node",
+        "shm",
+        "allocator().take(kLane + kSkew)",
+        "allocator().take(kLane)",
+        "the end of a lane lies in somebody's array",
+        ("unit/test_node_memory.py",),
+    ),
+    CppMutation(
+        "one-place-of-a-lane",
+        "node",
+        "shm",
+        "const std::size_t place = number % (kLane / (segment_ * size()));",
+        "const std::size_t place = number % 1;",
+        "segments of a reduction overwrite each other",
+        ("unit/test_node.py",),
+    ),
+    CppMutation(
+        "one-place-of-a-copy",
+        "node",
+        "shm",
+        "std::memcpy(lane_of(index()) + n_shown_ % n_places * kSegment,",
+        "std::memcpy(lane_of(index()) + n_shown_ % 2 * kSegment,",
+        "segments of a broadcast come from the wrong place",
+        ("unit/test_node.py",),
+    ),
+    CppMutation(
+        "pieces-of-the-first-slice",
+        "node",
+        "shm",
+        "const std::size_t from = begin + (before - at(0)) * kPiece;",
+        "const std::size_t from = begin + (before - at(0)) / 2 * 2 * kPiece;",
+        "every other piece of a registered array is not reduced",
+        ("unit/test_node.py",),
+    ),
+    CppMutation(
+        "trim-takes-the-neighbours-page",
+        "node",
+        "shm",
+        "const std::size_t begin = rounded_up(offset, page_nbytes_);",
+        "const std::size_t begin = offset / page_nbytes_ * page_nbytes_;",
+        "small arrays become zeros when a large one is given back",
+        ("unit/test_node_memory.py",),
+    ),
+    CppMutation(
+        "sleeper-is-not-seen",
+        "node",
+        "shm",
+        "mine.store(value, std::memory_order_seq_cst);",
+        "mine.store(value, std::memory_order_release);",
+        "now and then a rank sleeps on although all others are there",
+        (),
+        stress=(("bell", "1000000"),),
+    ),
+    # --- the loop, and messages without Python --------------------------------------------------
+    CppMutation(
+        "scratch-is-freed-after-a-failure",
+        "wire",
+        "loop",
+        "  workspace_->cancel_receives();\n  bury(std::move(workspace_));",
+        "  workspace_->cancel_receives();\n  workspace_.reset();",
+        "messages that are still under way are written into memory that is another's",
+        ("unit/test_recording.py", "unit/test_mpi_wire.py"),
+    ),
+    CppMutation(
+        "requests-of-other-arguments",
+        "wire",
+        "loop",
+        "return tag == other.tag && arguments == other.arguments && members == other.members;",
+        "return tag == other.tag && members == other.members;",
+        "an operation that comes again with another array sends the one before",
+        ("unit/test_recording.py",),
+    ),
+    CppMutation(
+        "idle-memory-counts-twice",
+        "wire",
+        "loop",
+        "  idle_.erase(best);\n  idle_nbytes_ -= found->nbytes();",
+        "  idle_.erase(best);\n  idle_nbytes_ += found->nbytes();",
+        "what idle operations keep is counted wrongly, and thrown away ever again",
+        ("unit/test_recording.py",),
+    ),
+    CppMutation(
+        "fork-frees-what-a-thread-holds",
+        "wire",
+        "loop",
+        "if (getpid() == pid_) delete has_work_;",
+        "delete has_work_;",
+        "a DataLoader's worker hangs at its end",
+        ("unit/test_node.py::test_a_fork_lets_go_of_what_a_thread_of_its_parent_drives",),
+    ),
+    CppMutation(
+        "segments-of-a-message-begin-alike",
+        "wire",
+        "wire",
+        "segments_.push_back({data + start, static_cast<int>(length), Handle{}, false});",
+        "segments_.push_back({data, static_cast<int>(length), Handle{}, false});",
+        "of a message beyond 1 GiB the first part comes again and again",
+        ("unit/test_mpi_wire.py",),
+    ),
+    CppMutation(
+        "tags-of-others-fit",
+        "wire",
+        "wire",
+        "return tag_ == receive.tag_ && (receive.peer_ == rank_ || receive.peer_ == kAnySource);",
+        "return receive.peer_ == rank_ || receive.peer_ == kAnySource;",
+        "ranks as threads take each other's messages",
+        ("unit/test_transport.py",),
+    ),
+    # --- parameter servers ----------------------------------------------------------------------
+    CppMutation(
+        "torn-values-are-read",
+        "ps",
+        "ps",
+        "if (header.begun.load(std::memory_order_relaxed) < version + 2)",
+        "if (header.begun.load(std::memory_order_relaxed) < version + 3)",
+        "a pull has some values of one update and some of the next",
+        ("unit/test_ps_blocks.py",),
+    ),
+    CppMutation(
+        "an-update-is-not-announced",
+        "ps",
+        "ps",
+        "header().begun.store(next, std::memory_order_relaxed);",
+        "header().begun.store(next - 1, std::memory_order_relaxed);",
+        "a pull has some values of one update and some of the next",
+        ("unit/test_ps_blocks.py",),
+    ),
+    CppMutation(
+        "frames-overtake-those-that-wait",
+        "ps",
+        "ps",
+        "if (line.unsent.empty() && line.mate.to_it.put(chunks, n)) {",
+        "if (line.mate.to_it.put(chunks, n)) {",
+        "a push is applied before one that was made before it, or is taken for one that came twice",
+        ("unit/test_ps_wire.py", "unit/test_ps_promises.py"),
+        stress=(("post", "300"),),
+    ),
+    CppMutation(
+        "pushes-overtake-what-is-pythons",
+        "ps",
+        "ps",
+        "line.is_held = has_news = true;",
+        "has_news = true;",
+        "a push is applied before a restore that was asked for before it",
+        ("unit/test_ps_promises.py", "unit/test_ps_rebalance.py", "unit/test_ps_tables.py"),
+        stress=(("post", "300"),),
+    ),
+    CppMutation(
+        "a-push-counts-twice",
+        "ps",
+        "ps",
+        "if (last.has(header.incarnation, header.sequence)) return true;",
+        "if (last.has(header.incarnation, header.sequence) && steps == 0) return true;",
+        "a push that comes twice is applied twice",
+        ("unit/test_ps_promises.py",),
+    ),
+    CppMutation(
+        "a-pipe-forgets-the-rest-of-its-ring",
+        "ps",
+        "shm",
+        "if (taken + (wraps ? rest : 0) + size_of(nbytes) > capacity_) return false;",
+        "if (taken + size_of(nbytes) > capacity_) return false;",
+        "a request overwrites one that has not been read",
+        ("unit/test_ps_wire.py", "unit/test_ps_promises.py"),
+        stress=(("post", "300"),),
+    ),
+]
