@@ -161,7 +161,7 @@ CPP_MUTATIONS = [
         "return tag == other.tag && arguments == other.arguments && members == other.members;",
         "return tag == other.tag && members == other.members;",
         "an operation that comes again with another array sends the one before",
-        ("unit/test_recording.py",),
+        ("unit/test_mpi_wire.py", "unit/test_recording.py"),
     ),
     CppMutation(
         "idle-memory-counts-twice",
