@@ -369,12 +369,21 @@ class Cluster:
         network = (NETNS / self._netns(member)).stat().st_ino
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                pidfd = os.pidfd_open(pid)
-                try:
-                    if network_of(pid) == network:
-                        signal.pidfd_send_signal(pidfd, what)
-                finally:
-                    os.close(pidfd)
+                signal_if(pid, what, lambda pid=pid: network_of(pid) == network)
+
+
+def signal_if(pid, what, is_it):
+    """Send a signal if is_it(), to the process that was asked about where Python has pidfds."""
+    if not hasattr(os, "pidfd_open"):  # as in builds against old headers
+        if is_it():
+            os.kill(pid, what)
+        return
+    pidfd = os.pidfd_open(pid)
+    try:
+        if is_it():
+            signal.pidfd_send_signal(pidfd, what)
+    finally:
+        os.close(pidfd)
 
 
 def burst_of(rate):

@@ -203,6 +203,11 @@ void bind_shm(nb::module_& m) {
       .def_static("create", &NodeMemory::create, "nonce"_a, "arena_nbytes"_a,
                   "page_nbytes"_a = page_nbytes())
       .def_static("open", &NodeMemory::open, "pid"_a, "board_fd"_a, "arena_fd"_a, "nonce"_a)
+      .def_static("adopt",
+                  [](int board_fd, int arena_fd, std::uint64_t nonce) {
+                    return NodeMemory::adopt(Descriptor(board_fd), Descriptor(arena_fd), nonce);
+                  },
+                  "board_fd"_a, "arena_fd"_a, "nonce"_a)
       .def_prop_ro("board_fd", &NodeMemory::board_fd)
       .def_prop_ro("arena_fd", &NodeMemory::arena_fd)
       .def("holds", [](const NodeMemory& self, ConstBytes x) { return self.holds(x.data(), x.nbytes()); },

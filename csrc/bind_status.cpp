@@ -11,6 +11,7 @@
 #include <string>
 
 #include "status/page.hpp"
+#include "status/pidfd.hpp"
 #include "status/watchdog.hpp"
 
 namespace nb = nanobind;
@@ -90,11 +91,15 @@ void bind_status(nb::module_& m) {
                   "local_rank"_a, "nonce"_a)
       .def_static("open", &MappedPage::open, "pid"_a, "fd"_a, "nonce"_a)
       .def_prop_ro("fd", &MappedPage::fd)
+      .def_static("adopt",
+                  [](int fd, std::uint64_t nonce) {
+                    return MappedPage::adopt(Descriptor(fd), nonce);
+                  },
+                  "fd"_a, "nonce"_a)
+      .def_prop_ro("lifeline_fd", &MappedPage::lifeline_fd)
       .def("open_lifeline",
            [](const MappedPage& page, int pid) { return page.open_lifeline(pid).release(); }, "pid"_a)
       .def("snapshot", &snapshot)
-      .def("set_local_rank", [](MappedPage& page, int local_rank) { page->local_rank = local_rank; },
-           "local_rank"_a)
       .def("set_state", &set_state, "state"_a)
       .def("set_step", [](MappedPage& page, std::uint64_t step) { page->step.store(step); },
            "step"_a)
@@ -120,6 +125,7 @@ void bind_status(nb::module_& m) {
   m.def("exit_at_last", [](int code) { end_with(LastAct::exit, code); }, "code"_a);
   m.def("kill_at_last", [] { end_with(LastAct::kill, 0); });
   m.def("monotonic_ns", &now_ns);
+  m.def("open_pidfd", [](int pid) { return open_pidfd(pid).release(); }, "pid"_a);
 }
 
 }  // namespace ringcomm

@@ -15,8 +15,6 @@
 #include <system_error>
 #include <utility>
 
-#include "../descriptor.hpp"
-
 namespace ringcomm {
 namespace {
 
@@ -214,6 +212,11 @@ std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t 
 std::shared_ptr<NodeMemory> NodeMemory::open(int pid, int board_fd, int arena_fd,
                                              std::uint64_t nonce) {
   Descriptor board(open_of(pid, board_fd));
+  return adopt(std::move(board), Descriptor(open_of(pid, arena_fd)), nonce);
+}
+
+std::shared_ptr<NodeMemory> NodeMemory::adopt(Descriptor board, Descriptor arena,
+                                              std::uint64_t nonce) {
   struct stat state {};
   if (fstat(board.get(), &state) != 0) throw_errno("fstat of shared memory");
   if (static_cast<std::size_t>(state.st_size) != kBoardBytes)
@@ -224,7 +227,6 @@ std::shared_ptr<NodeMemory> NodeMemory::open(int pid, int board_fd, int arena_fd
     if (head->magic != kBoardMagic || head->nonce != nonce)
       throw std::runtime_error("that board belongs to another process");
   }
-  Descriptor arena(open_of(pid, arena_fd));
   if (fstat(arena.get(), &state) != 0) throw_errno("fstat of shared memory");
   std::shared_ptr<NodeMemory> made(
       new NodeMemory(board.get(), arena.get(), static_cast<std::size_t>(state.st_size),

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../descriptor.hpp"
 #include "board.hpp"
 
 namespace ringcomm {
@@ -88,6 +89,8 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   // Maps that of another process. Throws std::system_error, or std::runtime_error if it is not the
   // one with this nonce.
   static std::shared_ptr<NodeMemory> open(int pid, int board_fd, int arena_fd, std::uint64_t nonce);
+  // The same, by descriptors that were handed over.
+  static std::shared_ptr<NodeMemory> adopt(Descriptor board, Descriptor arena, std::uint64_t nonce);
 
   NodeMemory(const NodeMemory&) = delete;
   NodeMemory& operator=(const NodeMemory&) = delete;

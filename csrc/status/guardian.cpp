@@ -4,9 +4,11 @@
 // A process of its own, in its own session, because a rank cannot report its own SIGKILL, and
 // because a launcher that kills the job must not kill the reporter. It has no MPI and no port.
 //
-//   ringcomm-guardian GRACE_MS FAULT_TOLERANT(0|1) PID:FD:NONCE ...
+//   ringcomm-guardian GRACE_MS FAULT_TOLERANT(0|1) PID:FD:NONCE[:PAGE:LIFELINE] ...
 //
+// FD is of that process; PAGE and LIFELINE are descriptors that this one was given.
 // Writes one byte to stdout when it watches, and the report to stderr. Goes with the last rank.
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
@@ -28,6 +30,7 @@
 
 #include "orphans.hpp"
 #include "page.hpp"
+#include "pidfd.hpp"
 #include "processes.hpp"
 #include "report.hpp"
 #include "segments.hpp"
@@ -56,30 +59,30 @@ static_assert(sizeof(PidfdInfo) == 64);
 constexpr std::uint64_t kInfoExit = 1u << 3;
 constexpr unsigned long kGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
-// -1 if there is no such process; any other trouble is no reason to believe that it is dead.
-int pidfd_open(int pid) {
-  const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (pidfd < 0 && errno != ESRCH)
-    throw std::runtime_error(std::string("pidfd_open: ") + std::strerror(errno));
-  return pidfd;
-}
-
-void pidfd_kill(int pidfd, int signal) {
-  syscall(SYS_pidfd_send_signal, pidfd, signal, nullptr, 0);
+bool has_hung_up(int fd) {
+  pollfd end{fd, 0, 0};
+  return poll(&end, 1, 0) > 0;
 }
 
 struct Watched {
   MappedPage page;
-  int pidfd;
+  int pidfd;            // -1 if it is gone, or the kernel has none
+  Descriptor lifeline;  // none if it is gone
   Parent parent;
-  Descriptor lifeline{};
+  bool is_gone;
   std::int64_t closed_ns = 0;
-  bool is_gone = false;
   bool is_closing_explained = false;
   std::string replaced_by{};
   int killed_by = 0;
   bool is_reported = false;
   std::int64_t term_ns = 0;  // when it was asked to end
+
+  // What /proc says, for want of a pidfd.
+  bool lives() const {
+    const auto process = process_of(page->pid);
+    return process && process->start_ticks == parent.start_ticks && process->state != 'Z' &&
+           process->state != 'X';
+  }
 
   void ask_kernel_how() {
     PidfdInfo info{};
@@ -102,6 +105,7 @@ struct Watched {
   }
 
   bool was_waited_for() const {
+    if (pidfd < 0) return !process_of(page->pid);
     return syscall(SYS_pidfd_send_signal, pidfd, 0, nullptr, 0) != 0 && errno == ESRCH;
   }
 
@@ -137,18 +141,11 @@ class Guardian {
       epoll_event event{};
       event.events = EPOLLIN;
       event.data.u64 = i;
-      if (w.pidfd < 0)
-        note_gone(w);
-      else if (epoll_ctl(epoll_, EPOLL_CTL_ADD, w.pidfd, &event) != 0)
-        throw std::runtime_error(std::string("epoll_ctl: ") + std::strerror(errno));
+      if (w.is_gone) note_gone(w);
+      if (w.pidfd >= 0) await(w.pidfd, event);
       event.events = 0;  // a hang-up is told all the same
       event.data.u64 = i + ranks_.size();
-      try {
-        w.lifeline = w.page.open_lifeline(w.page->pid);
-        epoll_ctl(epoll_, EPOLL_CTL_ADD, w.lifeline.get(), &event);
-      } catch (const std::system_error&) {
-        continue;  // it has died, and its pidfd tells
-      }
+      if (w.lifeline.get() >= 0) await(w.lifeline.get(), event);
     }
   }
 
@@ -167,6 +164,10 @@ class Guardian {
   }
 
  private:
+  void await(int fd, epoll_event& event) {
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw_errno("epoll_ctl");
+  }
+
   bool all_done() const {
     return std::all_of(ranks_.begin(), ranks_.end(), [](const Watched& w) {
       return w.is_gone || w.page->state.load() == State::left;
@@ -185,6 +186,8 @@ class Guardian {
       else
         note_closed(ranks_[which - ranks_.size()]);
     }
+    for (Watched& w : ranks_)
+      if (w.pidfd < 0 && w.closed_ns != 0 && !w.is_gone && !w.lives()) note_gone(w);
   }
 
   void note_closed(Watched& w) {
@@ -290,12 +293,20 @@ class Guardian {
       if (fault_tolerant_ && !lingers && !(is_last(w) && is_stopped(w))) continue;
       if (w.term_ns == 0) {
         w.term_ns = now;
-        pidfd_kill(w.pidfd, SIGTERM);
-        pidfd_kill(w.pidfd, SIGCONT);  // a stopped process dies only when it runs
+        send_signal(w, SIGTERM);
+        send_signal(w, SIGCONT);  // a stopped process dies only when it runs
       } else if (now > w.term_ns + kTermToKill) {
-        pidfd_kill(w.pidfd, SIGKILL);
+        send_signal(w, SIGKILL);
       }
     }
+  }
+
+  // Without pidfds: an exec closes the lifeline, too, and the number may be another's by now.
+  static void send_signal(const Watched& w, int signal) {
+    if (w.pidfd >= 0)
+      syscall(SYS_pidfd_send_signal, w.pidfd, signal, nullptr, 0);
+    else if (w.lives())
+      kill(w.page->pid, signal);
   }
 
   // What a rank that ended well has left running is there on purpose.
@@ -383,15 +394,42 @@ class Guardian {
   Orphans orphans_;
 };
 
+// None if there is no such process, or no pidfds. Other trouble is no reason to believe that it is dead.
+Descriptor pidfd_or_none(int pid) {
+  try {
+    return open_pidfd(pid);
+  } catch (const std::system_error& error) {
+    const int why = error.code().value();
+    if (why != ESRCH && why != ENOSYS && why != EPERM) throw;
+    return Descriptor();
+  }
+}
+
+Descriptor lifeline_or_none(const MappedPage& page, int pid) {
+  try {
+    return page.open_lifeline(pid);
+  } catch (const std::system_error&) {  // it has died since
+    return Descriptor();
+  }
+}
+
+// Whose number it is, is proved after the pidfd is there: by the nonce of a page that was opened by the
+// number, or by a lifeline that was handed over and is still open.
 Watched watched(const char* argument) {
-  int pid = 0, fd = 0;
+  int pid = 0, fd = 0, page_fd = -1, lifeline_fd = -1;
   unsigned long long nonce = 0;
-  if (std::sscanf(argument, "%d:%d:%llu", &pid, &fd, &nonce) != 3)
-    throw std::runtime_error(std::string("not PID:FD:NONCE: ") + argument);
-  const int pidfd = pidfd_open(pid);  // before the page, whose nonce then proves whose it is
-  MappedPage page = MappedPage::open(pid, fd, nonce);
+  if (std::sscanf(argument, "%d:%d:%llu:%d:%d", &pid, &fd, &nonce, &page_fd, &lifeline_fd) < 3)
+    throw std::runtime_error(std::string("not PID:FD:NONCE[:PAGE:LIFELINE]: ") + argument);
+  Descriptor pidfd = pidfd_or_none(pid);
+  const bool is_handed = lifeline_fd >= 0;
+  MappedPage page = is_handed ? MappedPage::adopt(Descriptor(page_fd), nonce)
+                              : MappedPage::open(pid, fd, nonce);
+  Descriptor lifeline = is_handed ? Descriptor(lifeline_fd) : lifeline_or_none(page, pid);
+  const bool has_end = lifeline.get() >= 0 && !has_hung_up(lifeline.get());
+  const bool is_gone = !has_end && (is_handed || pidfd.get() < 0);
+  if (is_gone) pidfd.reset();
   const Parent parent = parent_of(page->rank, pid, fd, page.fd());
-  return {std::move(page), pidfd, parent};
+  return {std::move(page), pidfd.release(), std::move(lifeline), parent, is_gone};
 }
 
 int run(int argc, char** argv) {

@@ -269,21 +269,20 @@ def _refuse_child() -> None:
 
 def _topology(places: list[Place], rank: int) -> Topology:
     me = places[rank]
-    peers = sorted({p.node for p in places if p.local_rank == me.local_rank})
-    return Topology(me.local_rank, me.local_size, peers.index(me.node), len(peers))
+    peers = sorted({p.machine for p in places if p.local_rank == me.local_rank})
+    return Topology(me.local_rank, me.local_size, peers.index(me.machine), len(peers))
 
 
 def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guardian | None:
-    """Let local rank 0 start the guardian of its node. A job of one needs none."""
-    from ringcomm.status.guardian import Guardian, Ward
+    """Let the first rank of a node start its guardian. A job of one needs none."""
+    from ringcomm.status.guardian import Guardian
 
     place = transport.place
-    if place.local_rank != 0 or transport.size == 1:
+    if place.node != transport.rank or transport.size == 1:
         return None
-    wards = [Ward(p.pid, p.page_fd, p.nonce) for p in transport.places if p.node == place.node]
     try:
         return Guardian(
-            wards,
+            transport.wards(),
             grace_s=settings.grace_s,
             is_fault_tolerant=transport.is_fault_tolerant,
         )

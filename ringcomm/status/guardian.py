@@ -24,11 +24,25 @@ _FOREVER_S = 1e9  # what it takes for "never"
 
 @dataclass(frozen=True)
 class Ward:
-    """A rank to watch: its pid, and the descriptor and nonce of its status page."""
+    """A rank to watch.
+
+    Attributes:
+        pid: of its process.
+        page_fd: its status page, by a descriptor of that process.
+        nonce: of the page.
+        handed: descriptors of this process for its page and for its lifeline, which hangs up when
+            it dies; none: the guardian may open those of the process by itself.
+    """
 
     pid: int
     page_fd: int
     nonce: int
+    handed: tuple[int, ...] = ()
+
+    @property
+    def argument(self) -> str:
+        """What the program is told."""
+        return ":".join(map(str, (self.pid, self.page_fd, self.nonce, *self.handed)))
 
 
 class Guardian:
@@ -39,18 +53,20 @@ class Guardian:
     """
 
     def __init__(self, wards: Sequence[Ward], *, grace_s: float, is_fault_tolerant: bool) -> None:
+        handed = [fd for w in wards for fd in w.handed]
         with needed_for(f"start {_PROGRAM}"):
             self._process = subprocess.Popen(
                 [
                     str(_PROGRAM),
                     str(int(min(grace_s, _FOREVER_S) * 1000)),
                     str(int(is_fault_tolerant)),
-                    *(f"{w.pid}:{w.page_fd}:{w.nonce}" for w in wards),
+                    *(w.argument for w in wards),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 close_fds=True,
+                pass_fds=handed,
                 cwd="/",
                 env={},
             )

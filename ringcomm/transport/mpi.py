@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import secrets
-import select
 import socket
 import sys
 import threading
@@ -24,7 +23,6 @@ import numpy as np
 from ringcomm import launched
 from ringcomm._core import Loop, NodeMemory, StatusPage, Watchdog
 from ringcomm.arrays.base import Bytes
-from ringcomm.descriptors import needed_for
 from ringcomm.errors import ConfigError
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page import Ending, State, how_it_ended
@@ -40,10 +38,11 @@ from ringcomm.transport.base import (
     contexts_within,
 )
 from ringcomm.transport.mail import Mail, MpiMail
+from ringcomm.transport.meeting import meet
 from ringcomm.transport.mpi_library import runner_over
-from ringcomm.transport.nodes import node_of
+from ringcomm.transport.neighbours import Neighbours, Offer
 from ringcomm.transport.parking import Parking
-from ringcomm.transport.shm import RegionAddress, SharedNode, make_memory
+from ringcomm.transport.shm import SharedNode, make_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -175,12 +174,10 @@ class Place:
 
     host: str
     pid: int
-    page_fd: int
-    nonce: int
-    node: int  # world rank of the lowest rank of its node
-    local_rank: int
+    node: int  # the lowest rank of those that it shares memory with
+    machine: int  # the lowest rank of its host, as MPI sees it
+    local_rank: int  # on that host
     local_size: int
-    region_fds: tuple[int, int] = (-1, -1)
 
 
 class _MpiRequest:
@@ -315,57 +312,24 @@ class MpiTransport:
         host, pid, nonce = socket.gethostname(), os.getpid(), secrets.randbits(63)
         job: str = self._data.bcast(secrets.token_hex(4))
         self.page = StatusPage.create(job, host, self.rank, self.size, candidates.rank, nonce)
-        self._neighbours: dict[int, StatusPage] = {}
-        self._pidfds: dict[int, int] = {}
-        with needed_for("the watch on the ranks of this node (epoll)"):
-            self._deaths = select.epoll()  # the pidfds of the neighbours
-        self._parking = Parking(self._deaths.fileno())
-        node = self._find_node(candidates, Ward(pid, self.page.fd, nonce))
-        local_rank = node.index(self.rank)
-        self.page.set_local_rank(local_rank)
-        memory = _memory_or_none(nonce) if len(node) > 1 else None
+        self._neighbours = Neighbours()
+        self._parking = Parking(self._neighbours.fileno())
+        memory = _memory_or_none(nonce) if candidates.size > 1 else None
         fds = (-1, -1) if memory is None else (memory.board_fd, memory.arena_fd)
-        mine = Place(host, pid, self.page.fd, nonce, node[0], local_rank, len(node), fds)
+        self._offer = Offer(pid, nonce, self.page.fd, self.page.lifeline_fd, *fds)
+        node, separate = meet(candidates, self.rank, self._offer, self._neighbours)
+        for text in separate:
+            _log.warning("host %s: %s", host, text)
+        machine = self.ranks_of(candidates)[0]
+        mine = Place(host, pid, node[0], machine, candidates.rank, candidates.size)
         self.places: list[Place] = self._data.allgather(mine)
         self.nodes = tuple(place.node for place in self.places)
         self.node = self._share_memory(candidates, node, memory)
         candidates.Free()
         is_crowded = len(node) > len(os.sched_getaffinity(0))
         self.loop = Loop(None if self.node is None else self.node.memory, is_crowded)
-        self.loop.watch(self._deaths.fileno())
+        self.loop.watch(self._neighbours.fileno())
         self.implementation = _first_clause(self._mpi.Get_library_version())
-
-    def _find_node(self, candidates: MPI.Comm, me: Ward) -> list[int]:
-        """Watch the ranks of this node; return them, with this one.
-
-        What MPI takes for one node, by its host name, may be containers that see neither each
-        other's processes nor their memory.
-        """
-        for rank, ward in candidates.allgather((self.rank, me)):
-            if rank != self.rank:
-                self._watch_neighbour(rank, ward)
-        # Nobody may close a page before all have opened it: this comes after, on every rank.
-        opened = dict(candidates.allgather((self.rank, set(self._neighbours))))
-        node = node_of(self.rank, opened)
-        for rank in opened[self.rank].difference(node):
-            self._unwatch(rank)
-            del self._neighbours[rank]
-        return node
-
-    def _watch_neighbour(self, rank: int, ward: Ward) -> None:
-        """Map the page and open a pidfd, if this process may; the nonce proves whose page it is."""
-        try:
-            pidfd = os.pidfd_open(ward.pid)  # before the page: the pid may change hands
-        except OSError:
-            return  # MPI's own news, the control channel and the deadline remain
-        try:
-            page = StatusPage.open(ward.pid, ward.page_fd, ward.nonce)
-        except (OSError, RuntimeError):
-            os.close(pidfd)
-            return
-        self._neighbours[rank] = page
-        self._pidfds[pidfd] = rank
-        self._deaths.register(pidfd, select.EPOLLIN)
 
     def _share_memory(
         self, candidates: MPI.Comm, node: list[int], memory: NodeMemory | None
@@ -376,9 +340,8 @@ class MpiTransport:
         for rank in node:
             if shared is None or rank == self.rank:
                 continue
-            place = self.places[rank]
             try:
-                shared.meet(rank, RegionAddress(place.pid, *place.region_fds, place.nonce))
+                shared.adopt(rank, self._neighbours[rank].memory())
             except (OSError, RuntimeError) as error:
                 shared, problem = None, f"that of rank {rank} cannot be mapped: {error}"
         shares = dict(candidates.allgather((self.rank, shared is not None)))
@@ -393,17 +356,16 @@ class MpiTransport:
             )
         return None
 
-    def _unwatch(self, rank: int) -> None:
-        for pidfd, owner in list(self._pidfds.items()):
-            if owner == rank:
-                self._deaths.unregister(pidfd)
-                os.close(pidfd)
-                del self._pidfds[pidfd]
-
     @property
     def place(self) -> Place:
         """Where this rank lives."""
         return self.places[self.rank]
+
+    def wards(self) -> list[Ward]:
+        """Return what a guardian must know of the ranks of this node."""
+        me = self._offer
+        others = [self._neighbours[rank].ward() for rank in self._neighbours.ranks]
+        return [Ward(me.pid, me.page, me.nonce), *others]
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send."""
@@ -468,7 +430,7 @@ class MpiTransport:
         if now < self._look_for_deaths_at:
             return events
         self._look_for_deaths_at = now + _LOOK_FOR_DEATHS_S
-        dead = self._ended_neighbours() + self._failed_in_mpi()
+        dead = self._neighbours.ended() + self._failed_in_mpi()
         if dead:
             events += self._received()  # last words travel faster than the news of a death
         for rank in dead:
@@ -500,12 +462,8 @@ class MpiTransport:
     def close(self, *, is_clean: bool) -> None:
         """Free the communicators if all ranks do; after a failure MPI keeps them."""
         self.loop.stop()
-        for pidfd in self._pidfds:
-            os.close(pidfd)
-        self._pidfds.clear()
-        self._neighbours.clear()
         self._parking.close()
-        self._deaths.close()
+        self._neighbours.close()
         if self.runner is not None:
             self.runner.close()
         if not is_clean:
@@ -537,10 +495,6 @@ class MpiTransport:
                 self._control.Ack_failed()  # else a wildcard probe fails for ever
         return events
 
-    def _ended_neighbours(self) -> list[int]:
-        """Return them in the order in which they ended, which is what epoll keeps."""
-        return [self._pidfds[fd] for fd, _ in self._deaths.poll(0) if fd in self._pidfds]
-
     def _failed_in_mpi(self) -> list[int]:
         if not self.is_fault_tolerant:
             return []
@@ -551,10 +505,10 @@ class MpiTransport:
         return list(failed.Translate_ranks(None, everyone))
 
     def _death(self, rank: int) -> list[Event]:
-        self._unwatch(rank)
+        self._neighbours.unwatch(rank)
         if rank not in self._neighbours:
             return [Died(rank, "died (so says MPI)", rank)]
-        last_words = self._neighbours[rank].snapshot()
+        last_words = self._neighbours[rank].page.snapshot()
         if last_words["state"] == State.LEFT:
             return []  # it ended in order
         blames = rank

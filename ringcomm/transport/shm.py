@@ -62,6 +62,10 @@ class SharedNode:
         """Return that of a rank of this node. Raises KeyError if it shares none."""
         return self._memories[rank]
 
+    def adopt(self, rank: int, memory: NodeMemory) -> None:
+        """Take the mapped memory of another rank of this node."""
+        self._memories[rank] = memory
+
     def meet(self, rank: int, address: RegionAddress) -> None:
         """Map the memory of another rank of this node.
 

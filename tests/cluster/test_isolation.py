@@ -39,8 +39,9 @@ time.sleep(60)  # holds it until the test kills it
 """
 INTRUDER = """
 import mmap, os, sys, time
+from ringcomm._core import open_pidfd
 pid = int(sys.argv[1])
-pidfd = os.pidfd_open(pid)
+pidfd = open_pidfd(pid)
 path = next(f.path for f in os.scandir(f"/proc/{pid}/fd") if "memfd" in os.readlink(f.path))
 page = mmap.mmap(os.open(path, os.O_RDWR), 4096)
 print("ready", flush=True)

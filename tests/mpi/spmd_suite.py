@@ -285,9 +285,10 @@ def test_the_status_page_says_what_the_rank_does():
 
 def test_neighbours_are_watched_and_their_pages_mapped():
     transport = world._world.transport
-    assert sorted([*transport._neighbours, rc.rank()]) == ranks_of_this_host()
-    for rank, page in transport._neighbours.items():
-        assert page.snapshot()["rank"] == rank
+    neighbours = transport._neighbours
+    assert sorted([*neighbours.watched, rc.rank()]) == ranks_of_this_host()
+    for rank in neighbours.ranks:
+        assert neighbours[rank].page.snapshot()["rank"] == rank
 
 
 def test_operations_leave_no_request_behind():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ringcomm._core import open_pidfd
 from ringcomm.gpu.presence import Cupy, Driver, Gpu, Nccl, Stack
 from ringcomm.launch import check, child, cli, facts
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
@@ -495,7 +496,7 @@ def test_at_the_deadline_the_child_and_its_children_are_gone(manners, monkeypatc
 
 def ends(pid, within_s=10):
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_pidfd(pid)
     except ProcessLookupError:
         return True
     with os.fdopen(pidfd):

@@ -13,6 +13,7 @@ from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.page import Ending, OpState, State, how_it_ended
 from ringcomm.transport.mpi import MpiTransport
+from ringcomm.transport.neighbours import Neighbour, Neighbours, Offer
 
 
 def page(nonce=7, **fields):
@@ -77,10 +78,14 @@ def test_a_neighbour_s_page_tells_whom_it_followed():
     failed.record_end(Ending.EXCEPTION, 1, "ValueError", "train.py:3\nValueError: boom", "")
     left.set_state(State.LEFT)
     transport = object.__new__(MpiTransport)  # which needs no MPI to read pages
-    transport._pidfds, transport._neighbours = {}, {1: followed, 2: failed, 3: left}
+    transport._neighbours = Neighbours()
+    for rank, its in enumerate((followed, failed, left), 1):
+        offer = Offer(os.getpid(), 7, its.fd, its.lifeline_fd)
+        transport._neighbours.add(rank, Neighbour.reached(offer))
     deaths = [event for rank in (1, 2, 3, 5) for event in transport._death(rank)]
     assert [(death.rank, death.blames) for death in deaths] == [(1, 4), (2, 2), (5, 5)]
     assert deaths[1].reason == "raised ValueError: boom"
+    transport._neighbours.close()
 
 
 def test_the_first_record_stands():
