@@ -16,14 +16,15 @@ def blocks_of(page):
 
 
 DATA, SHARDED = blocks_of("data.md"), blocks_of("sharded_optimizer.md")
+CLUSTER = blocks_of("cluster.md")
 
 
 def test_there_are_blocks():
-    assert (len(DATA), len(SHARDED)) == (3, 1)
+    assert (len(DATA), len(SHARDED), len(CLUSTER)) == (3, 1, 1)
 
 
 @pytest.mark.parametrize("size", at_length([1, 2], [2]))
-@pytest.mark.parametrize("block", at_length(DATA, DATA[:1]) + SHARDED)
+@pytest.mark.parametrize("block", at_length(DATA, DATA[:1]) + SHARDED + CLUSTER)
 def test_block_runs(block, size, tmp_path):
     job = run_script(size, block, cwd=tmp_path)
     assert job.code == 0, job.output

@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,17 @@ def test_the_user_s_own_mpi_setting_wins():
     assert environ["OMPI_MCA_pml"] == "ucx"
     assert not any(line.startswith(("OMPI_MCA_coll", "OMPI_MCA_pml")) for line in added)
     assert "OMPI_MCA_btl=self,sm,tcp" in added
+
+
+def test_all_settings_of_mpi_are_in_the_docs_and_no_others():
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    made = [f"{k}={v}" for e in (dict(ONE_HOST), dict(TWO_HOSTS), {}) for k, v in settings_in(e)]
+    assert set(re.findall(r"^\| `(OMPI_MCA_\S+)`", page, re.MULTILINE)) == set(made)
+
+
+def settings_in(environ):
+    launched.set_mpi_defaults(environ)
+    return [each for each in environ.items() if each[0].startswith("OMPI_MCA_")]
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
