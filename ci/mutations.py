@@ -671,6 +671,49 @@ PARAMETER_SERVER = [
         ),
     ),
     Mutation(
+        "ps-clipping-without-its-factor",
+        "ps",
+        "ps/hashed.py",
+        "divisor = sum(weights) / factor if factor else math.inf",
+        "divisor = sum(weights)",
+        "rows are updated with gradients that are neither clipped nor unscaled",
+        (
+            "unit/test_ps_row_holds.py",
+            "faces/test_ps_embedding_steps.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-step-called-again-leaves-out-a-bucket",
+        "ps",
+        "torch/ps/feeder.py",
+        """\
+        bucket.note_pushed(self._pushed(bucket, factor, scale))
+        self._n_pushed += 1""",
+        """\
+        self._n_pushed += 1
+        bucket.note_pushed(self._pushed(bucket, factor, scale))""",
+        "a push without credit is lost, though step() was called again",
+        ("faces/test_ps_embedding_steps.py",),
+    ),
+    Mutation(
+        "ps-residual-of-absent-segments-is-sent",
+        "ps",
+        "ps/packing.py",
+        "absent=absent(part))",
+        "absent=())",
+        "what compression dropped of a parameter without a gradient is lost",
+        ("unit/test_ps_segments.py",),
+    ),
+    Mutation(
+        "ps-a-part-is-a-step-of-all-segments",
+        "ps",
+        "ps/dense.py",
+        "present = self.segments.present(meta.mask) & self.segments.touched(part)",
+        "present = self.segments.present(meta.mask)",
+        "Adam's bias correction of parameters that were not pushed to",
+        ("unit/test_ps_segments.py",),
+    ),
+    Mutation(
         "ps-a-push-twice",
         "ps",
         "ps/dense.py",
@@ -774,8 +817,8 @@ self.steps = int(state.meta["steps"])
     Mutation(
         "ps-credit-for-all",
         "ps",
-        "ps/client.py",
-        "is_small = not (n and held) or held + n <= CREDIT_NBYTES",
+        "ps/credit.py",
+        "is_small = not (n and held) or held + n <= most_nbytes",
         "is_small = held >= 0",
         "a slow server's memory fills up",
         (
