@@ -919,6 +919,42 @@ self.steps = int(state.meta["steps"])
             "unit/test_ps_evaluation.py",
         ),
     ),
+    Mutation(
+        "ps-a-pause-waits-for-another",
+        "ps",
+        "ps/pauses.py",
+        "if not moves_wait or now >= each.until]",
+        "if not moves_wait]",
+        "beside a long evaluation no checkpoint is saved once partitions wait to move",
+        ("unit/test_ps_pauses.py",),
+    ),
+    Mutation(
+        "ps-one-waiting-request-per-change",
+        "ps",
+        "ps/waiting.py",
+        "while heap and heap[0].wanted <= progress:",
+        "if heap and heap[0].wanted <= progress:",
+        "of several workers that wait for a round one goes on, and the others time out",
+        ("unit/test_ps_waiting.py",),
+    ),
+    Mutation(
+        "ps-a-table-begins-twice",
+        "ps",
+        "ps/dense.py",
+        "if not (meta.flags & INITIAL and self.is_ready):",
+        "if meta.flags:",
+        "what was trained is set back when a table is opened again",
+        ("unit/test_ps_opening.py",),
+    ),
+    Mutation(
+        "ps-no-table-has-a-place-of-its-own",
+        "ps",
+        "ps/credit.py",
+        "return ask.kind == Kind.PUSH and not self._n_pushes[ask.server, table_of(ask)]",
+        "return False",
+        "workers that push large tables in different orders wait for each other",
+        ("unit/test_ps_backpressure.py",),
+    ),
 ]
 
 GPU = [
