@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <utility>
 
@@ -72,12 +73,15 @@ Descent descent_of(const Process& process, const Parent& parent) {
 }
 
 std::string Orphans::end_those_of(const std::vector<Parent>& dead, std::int64_t kill_after_ns) {
-  if (dead.empty() || now_ns() < next_look_ns_) return "";
+  const auto is_settled = [this](const Parent& each) { return settled_.count(each.pid) != 0; };
+  if (now_ns() < next_look_ns_ || std::all_of(dead.begin(), dead.end(), is_settled)) return "";
   next_look_ns_ = now_ns() + kLookEvery;
   const auto asked_before = std::exchange(asked_, {});
   const auto processes = all_processes();
   std::string said;
   for (const Parent& parent : dead) {
+    if (is_settled(parent)) continue;
+    bool is_left_alone = true;
     std::vector<Process> ended, left;
     for (const Process& each : processes) {
       if (each.pid == getpid() || each.state == 'Z' || each.state == 'X') continue;
@@ -86,10 +90,12 @@ std::string Orphans::end_those_of(const std::vector<Parent>& dead, std::int64_t 
       const bool is_new = before == asked_before.end();
       if (descent == Descent::detached && detached_.insert(each.pid).second) left.push_back(each);
       if (descent != Descent::attached) continue;
+      is_left_alone = false;
       asked_[each.pid] = is_new ? now_ns() : before->second;
       if (is_new) ended.push_back(each);
       end(each.pid, is_new, now_ns() - asked_[each.pid] > kill_after_ns);
     }
+    if (is_left_alone) settled_.insert(parent.pid);
     said += line("and is ended with it", parent, ended) +
             line("in a session of its own, and runs on", parent, left);
   }

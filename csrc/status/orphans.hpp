@@ -36,8 +36,9 @@ Descent descent_of(const Process& process, const Parent& parent);
 class Orphans {
  public:
   // Ends what these ranks, which are dead, have started, by SIGTERM and, kill_after_ns later, by
-  // SIGKILL; what is detached is left alone. Looks at most ten times a second. Returns what there is
-  // to say of those that were not seen before, in lines of the report.
+  // SIGKILL; what is detached is left alone. Looks at most ten times a second, and no more once nothing
+  // is left of a rank. Returns what there is to say of those that were not seen before, in lines of the
+  // report.
   std::string end_those_of(const std::vector<Parent>& dead, std::int64_t kill_after_ns);
 
   // True if some were there at the last look.
@@ -46,6 +47,7 @@ class Orphans {
  private:
   std::map<int, std::int64_t> asked_;  // by pid: when it was asked to end
   std::set<int> detached_;             // pids
+  std::set<int> settled_;              // pids of ranks of which nothing is left
   std::int64_t next_look_ns_ = 0;
 };
 

@@ -5,9 +5,12 @@ import os
 import re
 import select
 import signal
+import time
+from pathlib import Path
 
 import pytest
 from guarded_ranks import WAITING
+from harness import wait_until
 
 from ringcomm.status.guardian import Guardian
 
@@ -131,3 +134,22 @@ def test_a_job_that_fails_leaves_what_a_rank_that_had_ended_well_has_started(
     one.guardian.wait()
     assert "x rank 1" in capfd.readouterr().err
     assert not one.ends_within(0)
+
+
+def test_survivors_of_a_fault_are_watched_without_looking_for_orphans_for_ever(start_rank, capfd):
+    survivor, lost = start_rank(0, WAITING), start_rank(1, WAITING)
+    wards = [survivor.ward, lost.ward]
+    guardian = Guardian(wards, grace_s=60, is_fault_tolerant=True)
+    lost.process.kill()
+    wait_until(lambda: "x rank 1" in capfd.readouterr().err, "no report")
+    counts = Path("/proc", str(guardian._process.pid), "io")
+
+    def is_at_rest():
+        before = counts.read_text()
+        time.sleep(0.3)  # that nothing happens cannot be waited for: it would look 3 times
+        return counts.read_text() == before
+
+    wait_until(is_at_rest, "it reads /proc again and again")
+    survivor.process.kill()
+    survivor.process.wait(20)
+    guardian.wait()
