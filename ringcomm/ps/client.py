@@ -262,7 +262,8 @@ class Client:
     def wait_until_sent(self, label: str) -> None:
         """Drive until all requests have left that earlier calls made; see wait_for()."""
         if self._backlog.n_waiting:
-            self._wait_until(lambda: not self._backlog.n_waiting, label, set(), self.deadline_s)
+            busy = self._credit.busy()
+            self._wait_until(lambda: not self._backlog.n_waiting, label, busy, self.deadline_s)
 
     def push(self, push: PlainPush) -> None:
         """Send a push that is request and future in one; waits for credit if it must."""
@@ -547,7 +548,7 @@ class Client:
 
     def wait_until_settled(self, label: str) -> None:
         """Drive until is_settled; see wait_for()."""
-        self._wait_until(lambda: self.is_settled, label, set(), self.deadline_s)
+        self._wait_until(lambda: self.is_settled, label, self._credit.busy(), self.deadline_s)
 
     def drive_until(self, is_over: Callable[[], bool], label: str, timeout_s: float | None) -> bool:
         """Return True once it is over, False if that takes longer than timeout_s; None: deadline_s.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ringcomm.ps.frames import Kind
 
 if TYPE_CHECKING:
     from ringcomm.ps.client import Ask
     from ringcomm.ps.pushing import PlainPush
+
+
+_STEERING: Final = frozenset((Kind.LEAVE, Kind.MOVE, Kind.SNAPSHOT, Kind.STATS))
 
 
 def table_of(ask: Ask | PlainPush) -> int:
@@ -20,6 +23,8 @@ def table_of(ask: Ask | PlainPush) -> int:
 
 class Credit:
     """Bounds what is on its way: bytes of bodies, and requests, of all tables together.
+
+    What steers the job is small and rare, and waits for none: above all not who leaves.
 
     Beyond that each table may have one push on its way to each server. Pushes of a round wait there
     for those of other workers, who may push their tables in another order: if those that wait could
@@ -38,6 +43,10 @@ class Credit:
         self._n_asked: Counter[int] = Counter()
         self._n_pushes: Counter[tuple[int, int]] = Counter()  # by server and table
 
+    def busy(self) -> set[int]:
+        """Return the servers to which something is on its way."""
+        return {server for server, n in self._n_asked.items() if n}
+
     def note(self, ask: Ask | PlainPush, sign: int) -> None:
         """Take note that a request is on its way, or, with -1, that it is not any more."""
         self.n_bytes[ask.server] += sign * ask.body.nbytes
@@ -47,6 +56,8 @@ class Credit:
 
     def allows(self, ask: Ask | PlainPush) -> bool:
         """Return True if a request may be sent now."""
+        if ask.kind in _STEERING:
+            return True
         held, n = self.n_bytes[ask.server], ask.body.nbytes
         most_nbytes, most_requests = self._limits()
         is_small = not (n and held) or held + n <= most_nbytes

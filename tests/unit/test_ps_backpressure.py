@@ -211,5 +211,7 @@ def test_a_table_has_one_push_on_its_way_whatever_others_wait_for():
     assert not credit.allows(ask(2))
     assert not credit.allows(ask(2, nbytes=0))
     assert credit.allows(ask(3, nbytes=0))
+    assert credit.allows(ask(0, kind=Kind.LEAVE))
+    assert credit.busy() == {0}
     credit.note(ask(2), -1)
     assert credit.allows(ask(2))

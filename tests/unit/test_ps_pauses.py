@@ -9,6 +9,7 @@ from ps_jobs import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.ps import client
 from ringcomm.ps.client import Client
 from ringcomm.ps.job import session
 from ringcomm.ps.pauses import Pauses, owner_of, pause_number
@@ -139,6 +140,24 @@ def test_a_rank_that_fails_to_leave_in_time_tells_the_servers_all_the_same(monke
         return True
 
     assert run_workers(2, body, 2) == [True, True]
+
+
+def test_a_rank_without_credit_leaves_all_the_same(monkeypatch):
+    may_push = threading.Event()
+
+    def body(rank):
+        t = ps.table("w", 8, updater=ps.optim.SGD(1.0), mode="sync")
+        if rank == 1:
+            assert may_push.wait(30)
+            return t.push(np.ones(8, np.float32)).wait().applied
+        push = t.push(np.ones(8, np.float32))  # waits for the other worker
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "CREDIT_REQUESTS", 1)
+            session().leave()
+        may_push.set()
+        return push.wait().applied
+
+    assert run_workers(2, body, deadline_s=2) == [True, True]
 
 
 def test_what_a_rank_holds_is_let_go_when_it_leaves():
