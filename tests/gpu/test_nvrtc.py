@@ -79,10 +79,11 @@ EVERYWHERE = [
 ]
 # The others take minutes on all architectures: each is compiled for one, in turns.
 OTHERS = [(k, ARCHITECTURES[i % 4]) for i, k in enumerate(all_variants())]
+IN_TURNS = [(k, ARCHITECTURES[i % 4]) for i, k in enumerate(representative_variants())]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "architecture"), EVERYWHERE + at_length(OTHERS, []), ids=name_of
+    ("kernel", "architecture"), at_length(EVERYWHERE + OTHERS, IN_TURNS), ids=name_of
 )
 def test_kernels_need_registers_alone(kernel, architecture):
     log, cubin = compiled(source(), architecture, kernel.defines)

@@ -65,7 +65,7 @@ def expected(op, name, rows):
 
 
 @pytest.mark.parametrize(("op", "name"), DEFINED)
-@pytest.mark.parametrize("size", at_length([1, 2, 3, 7], [1, 2, 7]))
+@pytest.mark.parametrize("size", at_length([1, 2, 3, 7], [1, 3]))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_allreduce_equals_numpy(op, name, size, deterministic):
     rows = [small_numbers(name, rank, 29) for rank in range(size)]
