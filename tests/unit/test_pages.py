@@ -5,7 +5,7 @@ import pytest
 
 from ringcomm._core import NodeMemory, take, view
 
-LARGE = 300 << 20  # more than is kept
+LARGE = (300 << 20) + 5 * 4096  # more than is kept, and it ends within a page
 PAGE = 65536
 
 
@@ -24,7 +24,8 @@ def test_only_whole_pages_of_a_freed_block_are_given_back():
     assert np.array_equal(before, pattern(100))
     assert np.array_equal(behind, pattern(100))
     first, last = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
-    assert 0 < first - start < PAGE
+    assert 4096 < first - start < PAGE
+    assert 4096 < stop - last < PAGE
     assert view(memory, start, first - start).all()  # the page that it shares with its neighbour
     assert view(memory, last, stop - last).all()
     assert not view(memory, first, PAGE).any()
