@@ -20,7 +20,8 @@ bool has_page_of(int pid, const Parent& parent) {
   const std::string path =
       "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(parent.page_fd);
   struct stat facts {};
-  return stat(path.c_str(), &facts) == 0 && facts.st_ino == parent.page;
+  return stat(path.c_str(), &facts) == 0 && facts.st_ino == parent.page &&
+         facts.st_dev == parent.page_device;
 }
 
 std::string names_of(const std::vector<Process>& processes) {
@@ -52,7 +53,10 @@ Parent parent_of(int rank, int pid, int page_fd, int own_page_fd) {
   parent.pid = pid;
   parent.page_fd = page_fd;
   struct stat facts {};
-  if (fstat(own_page_fd, &facts) == 0) parent.page = facts.st_ino;
+  if (fstat(own_page_fd, &facts) == 0) {
+    parent.page_device = facts.st_dev;
+    parent.page = facts.st_ino;
+  }
   if (const auto process = process_of(pid)) {
     parent.session = process->session;
     parent.leads_group = process->group == pid;

@@ -19,6 +19,7 @@ struct Parent {
   bool leads_group = false;  // launchers give each rank a process group, and its children are in it
   unsigned long long start_ticks = 0;
   int page_fd = -1;  // forks have the rank's descriptors
+  dev_t page_device = 0;
   ino_t page = 0;
 };
 
