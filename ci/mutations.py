@@ -47,6 +47,18 @@ class Mutation:
 
 ORDER = [
     Mutation(
+        "tensor-still-under-way",
+        "order",
+        "engine/p2p.py",
+        """\
+    x = arrived(x)
+    adapter = any_adapter_for(x)""",
+        """\
+    adapter = any_adapter_for(x)""",
+        "a pipeline stage that sends what tensor parallelism returns waits for itself, for ever",
+        ("unit/test_turn.py",),
+    ),
+    Mutation(
         "place-counts-names",
         "order",
         "engine/ledger.py",
@@ -493,6 +505,18 @@ OPTIMIZER = [
         self.step += 1""",
         "the number of samples of one step weighs the next one, too",
         ("faces/test_samples.py",),
+    ),
+    Mutation(
+        "added-weights-uncompared",
+        "optimizer",
+        "torch/reducer.py",
+        """\
+        self._weights.expect_more()
+        n = len(self.slots)""",
+        """\
+        n = len(self.slots)""",
+        "parameters that are added between steps begin with other values on each rank, unnoticed",
+        ("faces/test_first_weights.py",),
     ),
 ]
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.torch.first_weights import FirstWeights
 from ringcomm.torch.process_sets import ProcessSet
 from ringcomm.torch.reducing import Adasum
 from ringcomm.torch.reductions import allreduce_async
 
 T = TypeVar("T", bound=Optimizer)
-_OURS = ("_named", "_compression", "_process_set")
+_OURS = ("_named", "_compression", "_process_set", "_weights", "_sync_weights")
 
 
 def with_adasum(
@@ -21,6 +23,8 @@ def with_adasum(
     named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
     compression: Any,
     process_set: ProcessSet,
+    *,
+    sync_weights: bool = True,
 ) -> T:
     """Return `optimizer` with the change that each step() makes combined over all ranks.
 
@@ -29,6 +33,7 @@ def with_adasum(
         named_parameters: its parameters, in the same order on every rank.
         compression: what is sent: Compression.none, fp16 or bf16.
         process_set: the ranks that take part.
+        sync_weights: see DistributedOptimizer.
     """
     base = type(optimizer)
     kind: type[_Adaptive] = type(base.__name__, (_Adaptive, base), {"__doc__": base.__doc__})
@@ -37,6 +42,8 @@ def with_adasum(
     wrapped._named = list(named_parameters)
     wrapped._compression = compression
     wrapped._process_set = process_set
+    wrapped._sync_weights = sync_weights
+    wrapped._weights = FirstWeights(is_wanted=sync_weights)
     return cast(T, wrapped)
 
 
@@ -46,9 +53,13 @@ class _Adaptive(Optimizer):
     _named: list[tuple[str, torch.nn.Parameter]]
     _compression: Any
     _process_set: ProcessSet
+    _weights: FirstWeights
+    _sync_weights: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the combination of what each rank would have added."""
+        if self._process_set.included():
+            self._weights.compare(self._named, self._process_set.group, " (adasum)")
         starts = [p.detach().clone() for _, p in self._named]
         result = super().step() if closure is None else super().step(closure)
         if self._process_set.included():
@@ -61,7 +72,8 @@ class _Adaptive(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Optimizer = object.__new__(type(self).__bases__[1])
         plain.__dict__ = {k: v for k, v in self.__dict__.items() if k not in _OURS}
-        return with_adasum, (plain, self._named, self._compression, self._process_set)
+        rewrap = functools.partial(with_adasum, sync_weights=self._sync_weights)
+        return rewrap, (plain, self._named, self._compression, self._process_set)
 
     @torch.no_grad()
     def _combine(self, starts: Sequence[torch.Tensor]) -> None:

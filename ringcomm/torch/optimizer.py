@@ -37,6 +37,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     *,
     shard_state: int = 0,
+    sync_weights: bool = True,
 ) -> T:
     """Return `optimizer` with gradients averaged over all ranks when backward() returns.
 
@@ -64,7 +65,8 @@ def DistributedOptimizer(
         backward_passes_per_step: the first n - 1 backward() of a step send nothing; the n-th sends
             the sum of what all have computed, and so do any that follow.
         op: Average or Sum. Adasum: gradients stay each rank's own, and what step() adds to the
-            weights is combined; of the arguments that follow it takes process_set alone.
+            weights is combined; of the arguments that follow it takes process_set and
+            sync_weights alone.
         gradient_predivide_factor: gradients are divided by it before they are sent and multiplied
             after, for 16-bit dtypes whose sums would overflow.
         num_groups: this many groups of parameters travel as one message each; 0: buckets of
@@ -76,6 +78,11 @@ def DistributedOptimizer(
             that (ZeRO-1). It changes no result, but .grad is this rank's part of the mean, and zero
             elsewhere; state_dict() is collective. See ringcomm.torch.sharding.Sharding, and
             docs/sharded_optimizer.md.
+        sync_weights: in the first backward() ranks compare a fingerprint of their parameters,
+            frozen ones too, and where they differ all have those of the first rank at its end, and
+            a warning says so. What
+            makes them alike before is hvd.broadcast_parameters(model.state_dict()), which sends
+            buffers, too. False: ranks mean to have different weights.
 
     Raises:
         NotInitializedError: init() has not run.
@@ -110,6 +117,7 @@ def DistributedOptimizer(
             sparse_as_dense,
             process_set,
             shard_state,
+            sync_weights=sync_weights,
         )
         require_own(recipe, named, given or ())
         if recipe.is_sharded:
@@ -118,4 +126,4 @@ def DistributedOptimizer(
         return (sharding if recipe.is_sharded else averaging)(optimizer, reducer)
     if shard_state:
         raise ValueError("op=hvd.Adasum combines what whole steps add: it needs shard_state=0")
-    return with_adasum(optimizer, named, compression, process_set)
+    return with_adasum(optimizer, named, compression, process_set, sync_weights=sync_weights)

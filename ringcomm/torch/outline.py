@@ -33,31 +33,38 @@ class Outline:
 
 
 class Check:
-    """The comparison of all ranks' outlines, under way. Collective.
+    """The comparison of all ranks' outlines and weights, under way. Collective.
 
     Args:
         mine: this rank's.
         name: by which the ranks know it.
         group: those ranks.
+        weights: digest of this rank's weights, of the same length on every rank.
 
     Attributes:
         handle: what to wait for.
     """
 
-    def __init__(self, mine: Outline, name: str, group: Group) -> None:
+    def __init__(self, mine: Outline, name: str, group: Group, weights: bytes = b"") -> None:
         self._mine = mine
         self._group = group
         self._name = name
-        message = np.array(list(with_complement(mine.digest())), np.uint8)
+        outline = with_complement(mine.digest())
+        self._cut = len(outline)
+        message = np.array(list(outline + with_complement(weights)), np.uint8)
         self.handle = async_ops.allreduce_async_(message, BOR, name=name, group=group)
 
     def require_alike(self) -> None:
         """Raise MismatchError, on every rank and with the first difference, if there is any."""
-        if not is_alike(self.handle.wait().tobytes()):
+        if not is_alike(self.handle.wait().tobytes()[: self._cut]):
             outlines = ops.allgather_object(
                 self._mine, name=f"{self._name}, in full", group=self._group
             )
             raise MismatchError(explain(outlines))
+
+    def has_same_weights(self) -> bool:
+        """Return True if the weights of all ranks have one digest."""
+        return is_alike(self.handle.wait().tobytes()[self._cut :])
 
 
 def explain(outlines: Sequence[Outline]) -> str:

@@ -34,6 +34,7 @@ class Recipe:
         sparse_as_dense: sparse gradients are made dense first.
         process_set: the ranks that take part.
         shard_state: 1: each rank gets, and updates, its share alone.
+        sync_weights: all ranks are to begin with the same weights.
 
     Raises:
         ValueError: one of them is out of range, or they do not fit together.
@@ -46,6 +47,7 @@ class Recipe:
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
     shard_state: int = 0
+    sync_weights: bool = True
 
     def __post_init__(self) -> None:
         if self.op not in (AVERAGE, SUM):
@@ -109,6 +111,7 @@ class Recipe:
             "groups": together,
             "sparse_as_dense": self.sparse_as_dense,
             "shard_state": int(self.shard_state),
+            "sync_weights": bool(self.sync_weights),
         }
 
 
@@ -134,6 +137,8 @@ def recipe_of(
     sparse_as_dense: bool,
     process_set: ProcessSet,
     shard_state: int = 0,
+    *,
+    sync_weights: bool = True,
 ) -> Recipe:
     """Return the recipe of these arguments of DistributedOptimizer. Raises as Recipe does."""
     if groups is not None and num_groups:
@@ -149,7 +154,14 @@ def recipe_of(
         if len({id(p) for p in listed}) < len(listed):
             raise ValueError("groups: a parameter is in two groups, or twice in one")
     return Recipe(
-        op, compression, float(predivide), which, sparse_as_dense, process_set, shard_state
+        op,
+        compression,
+        float(predivide),
+        which,
+        sparse_as_dense,
+        process_set,
+        shard_state,
+        sync_weights,
     )
 
 

@@ -27,6 +27,7 @@ from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.autograd import Hooks
 from ringcomm.torch.buckets import MIB, Bucket, Scaling, make_buckets
 from ringcomm.torch.exchange import Exchange
+from ringcomm.torch.first_weights import FirstWeights
 from ringcomm.torch.fusion_tuner import FusionTuner
 from ringcomm.torch.outline import Check, Outline
 from ringcomm.torch.passes import Passes
@@ -74,6 +75,7 @@ class GradientReducer:
         self._samples: float | None = None
         self._are_samples_used = False
         self._check: Check | None = None
+        self._weights = FirstWeights(is_wanted=recipe.sync_weights)
         self._is_agreed = False
         self._full: list[Bucket] = []  # they leave as soon as ranks have agreed on the parameters
         self._fired: dict[int, None] | None = {}  # in order; None once buckets go by that order
@@ -103,6 +105,7 @@ class GradientReducer:
             ValueError: another optimizer reduces one already.
         """
         self._refuse_spoiled()
+        self._weights.expect_more()
         n = len(self.slots)
         self.slots += [Slot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
         self._replan()
@@ -152,6 +155,16 @@ class GradientReducer:
         if self._tuner is not None:
             self._tune(self._tuner)
         self._begin_step()
+
+    def go_on_from(self, step: int) -> None:
+        """Count steps from this one on, and agree on all else anew; on every rank, between steps.
+
+        For ranks of which some have made fewer steps, in join().
+        """
+        self.step = step
+        self._weights.expect_more()
+        self._sparse.clear()
+        self._replan()
 
     def _tune(self, tuner: FusionTuner) -> None:
         """Go on to the next bucket size if it is time to. Collective at the end of the trials."""
@@ -253,7 +266,8 @@ class GradientReducer:
             self._replan()
         if self._check is None:
             name = f"parameters{self.suffix}"
-            self._check = Check(self._outline(), name, self.recipe.group)
+            weights = self._weights.digest(self._named)
+            self._check = Check(self._outline(), name, self.recipe.group, weights)
         self._full.clear()
         for bucket in self.laid_out():
             bucket.expect_all()
@@ -271,6 +285,7 @@ class GradientReducer:
                 return False
             self._check = None  # for the case that they have not
             check.require_alike()
+            self._weights.note(are_alike=check.has_same_weights())
             self._check, self._is_agreed = check, True
         return True
 
@@ -316,6 +331,7 @@ class GradientReducer:
             yield self._check.handle
             self._has_agreed()
             presence = yield from self._exchange().run()
+            yield from self._weights.make_alike(self._named, self.recipe.group, self.suffix)
             self._is_synchronized = self._are_samples_used = True
             yield from self._learn(presence)
         except BaseException as error:
@@ -369,6 +385,10 @@ class GradientReducer:
         self._full.clear()
         for slot in self.slots:
             slot.place(None, None)
+
+    @property
+    def _named(self) -> Named:
+        return [(slot.name, slot.parameter) for slot in self.slots]
 
     def _outline(self) -> Outline:
         settings = {

@@ -1,0 +1,160 @@
+"""Whether all ranks begin with the same weights; if they do not, they get the first one's.
+
+Compared once, by a fingerprint that travels with what ranks compare before the first gradient
+anyway. Ranks that broadcast_parameters() has made alike are not heard of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ringcomm.collectives.op import BOR
+from ringcomm.engine import async_ops, ops
+from ringcomm.engine.group import Group
+from ringcomm.engine.handle import Handle
+from ringcomm.torch.presence import is_alike, with_complement
+from ringcomm.torch.together import Work, carry_out
+
+Named = Sequence[tuple[str, torch.Tensor]]
+Sums = tuple[int, int]
+
+NBYTES: Final = 16
+_NOTHING: Final = bytes(NBYTES)
+_PIECE: Final = 1 << 16  # words that are looked at together: what is made of them stays in a cache
+_ODD: Final = 0x1E3779B97F4A7C15  # 2**64 / golden ratio, but for the sign: spreads small numbers
+_log = logging.getLogger("ringcomm")
+
+
+class FirstWeights:
+    """The weights with which one optimizer begins, as far as ranks have compared them.
+
+    Every rank goes through the same calls, with the same verdicts.
+
+    Args:
+        is_wanted: compare them; False: ranks mean to differ.
+    """
+
+    def __init__(self, *, is_wanted: bool = True) -> None:
+        self._is_wanted = is_wanted
+        self._is_compared = not is_wanted
+        self._do_differ = False
+        self._sums: list[Sums] = []
+
+    def expect_more(self) -> None:
+        """Compare again: there are parameters that have not been."""
+        self._is_compared = not self._is_wanted
+
+    def digest(self, named: Named) -> bytes:
+        """Return 16 bytes that differ where weights differ; zeros once they have been compared."""
+        if self._is_compared:
+            return _NOTHING
+        self._sums = [fingerprint(each) for _, each in named if _is_comparable(each)]
+        return hashlib.blake2b(repr(self._sums).encode(), digest_size=NBYTES).digest()
+
+    def note(self, *, are_alike: bool) -> None:
+        """Take down the verdict on what digest() has returned on all ranks."""
+        self._do_differ |= not are_alike
+        self._is_compared = True
+
+    def compare(self, named: Named, group: Group, suffix: str) -> None:
+        """Compare them now, unless that was done, and make them alike. Collective."""
+        if self._is_compared:
+            return
+        message = np.frombuffer(bytearray(with_complement(self.digest(named))), np.uint8)
+        ops.allreduce_(message, BOR, name=f"digest of weights{suffix}", group=group)
+        self.note(are_alike=is_alike(message.tobytes()))
+        carry_out([self.make_alike(named, group, suffix)])
+
+    def make_alike(self, named: Named, group: Group, suffix: str) -> Work:
+        """Give all ranks the first one's weights if theirs differ, with a warning. Collective then.
+
+        Autograd is not told: a graph that is kept for another backward() stays usable.
+
+        Args:
+            named: the parameters.
+            group: whose ranks they are.
+            suffix: of the names of messages.
+        """
+        if not self._do_differ:
+            return
+        self._do_differ = False
+        comparable = [(name, each.data) for name, each in named if _is_comparable(each)]
+        mine = np.array(self._sums, np.int64).reshape(1, -1, 2)
+        told = async_ops.allgather_async(mine, name=f"sums of weights{suffix}", group=group)
+        handles: list[Handle[Any]] = [
+            async_ops.broadcast_async_(each, 0, name=f"weights of {name}{suffix}", group=group)
+            for name, each in comparable
+        ]
+        for handle in (told, *handles):
+            yield handle
+            handle.wait()
+        if group.index == 0:
+            _warn([name for name, _ in comparable], told.wait(), group.ranks[0])
+
+
+def fingerprint(x: torch.Tensor) -> Sums:
+    """Return 128 bits that differ where elements do, on whatever device x is.
+
+    Its layout in memory does not count, so that a tensor in channels_last equals one that is not.
+    """
+    words = _words(x.detach())
+    n = min(len(words), _PIECE)
+    weights = _mixed(torch.arange(1, n + 1, dtype=torch.int64, device=words.device)) | 1
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    weighed = torch.zeros_like(total)
+    for number, piece in enumerate(torch.split(words, _PIECE)):
+        mixed = _mixed(piece)
+        total += mixed.sum()
+        weighed += (mixed * weights[: len(piece)]).sum() * (2 * number + 1)
+    first, second = torch.stack([total, weighed]).tolist()
+    return first, second
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of x, with zeros to the next word, as int64."""
+    line = x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    missing = -len(line) % 8
+    if missing or line.data_ptr() % 8 or line.storage_offset() % 8:
+        line = torch.cat([line, line.new_zeros(missing)])
+    return line.view(torch.int64)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Spread each word's bits: of signs alone, which are the highest bits, sums would lose most."""
+    words = (words ^ (words >> 32)) * _ODD
+    return words ^ (words >> 29)
+
+
+def _is_comparable(x: torch.Tensor) -> bool:
+    """Return True for a plain tensor: a DTensor, or what is still lazy, has no whole here."""
+    is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and x.layout is torch.strided and x.device.type != "meta"
+
+
+def _warn(names: Sequence[str], sums: NDArray[np.int64], rank: int) -> None:
+    """Say which weights differed.
+
+    Args:
+        names: of the parameters.
+        sums: of each rank, shape (size, len(names), 2); a rank in join() has none.
+        rank: whose weights all have.
+    """
+    has_differed = (sums != sums[0]).any(axis=(0, 2))
+    differ = [name for name, has in zip(names, has_differed, strict=True) if has]
+    _log.warning(
+        "DistributedOptimizer: ranks began with different weights (%s: %d of %d parameters), so "
+        "all have those of rank %d now. Call hvd.broadcast_parameters(model.state_dict()) before "
+        "the first step, which brings buffers along; or pass sync_weights=False if ranks are to "
+        "differ",
+        ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else ""),
+        len(differ),
+        len(names),
+        rank,
+    )
