@@ -185,6 +185,11 @@ class ShardedSampler:
         """True if `epoch` was begun by an iteration of this sampler."""
         return self._run is not None
 
+    @property
+    def is_under_way(self) -> bool:
+        """True once some samples of an epoch have been handed out, until all have."""
+        return self._run is not None and self._run.taken > 0 and not self._run.is_over
+
     def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> Run:
         """Begin the next epoch, and return this rank's part of it. Collective the first time.
 

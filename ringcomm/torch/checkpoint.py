@@ -11,6 +11,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
+from ringcomm.data.sampler import ShardedSampler
 from ringcomm.engine import ops
 from ringcomm.engine.world import rank, size
 from ringcomm.errors import MismatchError, RingcommError
@@ -87,6 +88,7 @@ class Checkpoint:
         /,
         *,
         sampler: Any = None,
+        consumed: int | None = None,
         rng: bool = True,
         shard: Any = None,
         **parts: Any,
@@ -96,6 +98,10 @@ class Checkpoint:
         Args:
             step: its number, at least 0; a checkpoint of that number is replaced.
             sampler: a ShardedSampler or Loader: where each rank is.
+            consumed: how many of its samples this rank has trained on in this epoch. Needed in the
+                middle of an epoch of a ShardedSampler, which cannot know: a DataLoader with workers
+                takes samples ahead. In the last steps of an epoch those workers may have taken all
+                of them: then, too, only this says that the epoch is not over. A Loader counts.
             rng: also the state of the global random generators of each rank: torch's for the CPU,
                 numpy's, Python's.
             shard: what this rank alone has: tensors, in lists and dicts, of which it writes a file
@@ -116,7 +122,7 @@ class Checkpoint:
         attempts = _Attempts(f"{self.folder}, step {step}")
         mine = {
             "step": step,
-            "sampler": None if sampler is None else sampler.state_dict(),
+            "sampler": attempts.do(_place_in, sampler, consumed),
             "rng": random_state() if rng else None,
             "shard": attempts.do(self._write_shard, step, shard),
         }
@@ -296,6 +302,30 @@ def _collected(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return, on rank 0, the states of which each rank has a share. Collective."""
     shared = {name: part for name, part in parts.items() if isinstance(part, Sharding)}
     return {name: part.state_dict(root_rank=0) for name, part in shared.items()}
+
+
+def _place_in(sampler: Any, consumed: int | None) -> Any:
+    """Return where this rank is in its samples.
+
+    Raises:
+        ValueError: that cannot be known, or `consumed` does not fit.
+    """
+    if not isinstance(sampler, ShardedSampler):
+        if consumed is not None:
+            raise ValueError(
+                f"consumed={consumed} is for a ShardedSampler, and sampler is "
+                f"{'None' if sampler is None else f'a {type(sampler).__name__}'}: leave it out"
+            )
+        return None if sampler is None else sampler.state_dict()
+    if consumed is None and sampler.is_under_way:
+        n = sampler.state_dict()["taken"]
+        raise ValueError(
+            f"sampler is in the middle of epoch {sampler.epoch}: {n} of {len(sampler)} samples "
+            "have been handed out, but a DataLoader with workers takes them ahead, and those that "
+            "were not trained on would be lost. Pass consumed=, the samples that this rank has "
+            "trained on in this epoch (steps * batch size), or a rc.data.Loader, which counts them"
+        )
+    return sampler.state_dict(consumed)
 
 
 def _has_state(part: Any) -> bool:

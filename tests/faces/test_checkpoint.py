@@ -1,6 +1,7 @@
 """Checkpoint: a job goes on where it was, on any number of ranks, whatever ended it."""
 
 import copy
+import itertools
 import os
 import signal
 import stat
@@ -364,6 +365,73 @@ def test_what_cannot_be_restored_is_told_on_every_rank_and_loads_nothing(
         rc.barrier()
 
     run_ranks(2, body)
+
+
+# --- samplers of DataLoaders ---------------------------------------------------------------------
+def read_ahead(sampler, n):
+    """As a DataLoader with workers does: take n batches of 8."""
+    batches = iter(sampler.batches(8))
+    return [next(batches) for _ in range(n)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_workers_took_ahead_is_seen_after_a_restore(size, tmp_path):
+    n = 64 * size
+
+    def save(rank):
+        sampler = ShardedSampler(n, seed=3)
+        trained = read_ahead(sampler, 5)[:2]
+        hvd.Checkpoint(tmp_path).save(2, sampler=sampler, consumed=16, rng=False)
+        return [*itertools.chain(*trained)]
+
+    def go_on(rank):
+        sampler = ShardedSampler(n, seed=3)
+        hvd.Checkpoint(tmp_path).restore(sampler=sampler, rng=False)
+        return list(sampler)
+
+    seen = itertools.chain(*run_ranks(size, save), *run_ranks(size, go_on))
+    assert sorted(seen) == list(range(n))
+
+
+def test_a_place_that_a_sampler_cannot_know_is_refused_on_every_rank(tmp_path):
+    def body(rank):
+        sampler = ShardedSampler(128)
+        batches = iter(sampler.batches(8))
+        next(batches)
+        if rank == 0:
+            list(batches)
+        text = r"rank 1: ValueError: sampler is in the middle of epoch 0: 8 of 64 .*Pass consumed="
+        with pytest.raises(rc.RingcommError, match=text):
+            hvd.Checkpoint(tmp_path).save(1, sampler=sampler)
+        return hvd.Checkpoint(tmp_path).steps()
+
+    assert run_ranks(2, body) == [[], []]
+
+
+def test_between_epochs_a_sampler_knows_its_place(tmp_path):
+    sampler = ShardedSampler(24, rank=0, size=1)
+
+    def body(rank):
+        checkpoint = hvd.Checkpoint(tmp_path)
+        checkpoint.save(0, sampler=sampler)
+        list(sampler)
+        checkpoint.save(1, sampler=sampler)
+        sampler.set_epoch(0)
+        checkpoint.restore(sampler=sampler)
+        return sampler.epoch
+
+    assert run_ranks(1, body) == [1]
+
+
+@pytest.mark.parametrize("kind", ["Loader", "None"])
+def test_consumed_is_for_a_sampler_alone(kind, tmp_path):
+    def body(rank):
+        sampler = Loader(samples(), 4) if kind == "Loader" else None
+        text = rf"consumed=4 is for a ShardedSampler, and sampler is (a )?{kind}"
+        with pytest.raises(rc.RingcommError, match=text):
+            hvd.Checkpoint(tmp_path).save(1, sampler=sampler, consumed=4)
+
+    run_ranks(1, body)
 
 
 def test_a_sampler_that_was_not_saved_is_missed(tmp_path):
