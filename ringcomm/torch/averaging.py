@@ -61,6 +61,15 @@ class Averaging(Optimizer):
         self._reducer.flush()
         self._has_synchronized = True
 
+    @property
+    def n_steps(self) -> int:
+        """How many step() this rank has completed."""
+        return self._reducer.step
+
+    def go_on_from(self, step: int) -> None:
+        """Count steps from this one on; on every rank alike, between two steps."""
+        self._reducer.go_on_from(step)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Send nothing before the n-th backward() of a step; on every rank alike, between steps."""
         self._reducer.set_passes_per_step(passes)

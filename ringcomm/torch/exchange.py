@@ -210,7 +210,8 @@ def explain_steps(steps: Sequence[int]) -> str:
     return (
         f"DistributedOptimizer: rank 0 is in step {steps[0] + 1}, rank {other} in step "
         f"{steps[other] + 1}. Every rank must run as many backward() and step() as the others: "
-        "give all of them as many batches"
+        "give all of them as many batches. Behind hvd.join(), which returns the last rank, "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=last) brings the others in step"
     )
 
 

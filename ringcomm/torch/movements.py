@@ -236,11 +236,18 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Take part in what the others do until all ranks have called this; see ringcomm.join().
 
+    A rank that joined makes no step() meanwhile, so its weights and optimizer stay as they were.
+    Before all go on, bring them up to date from the last rank, which has made every step:
+
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+
     Args:
         device: ignored: tensors are in host memory.
 
     Returns:
-        The last rank that joined.
+        The last rank that joined, the same on all.
     """
     del device
     prepare()  # what is made at the first operation, all ranks must make

@@ -14,6 +14,7 @@ from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine, rank
 from ringcomm.errors import MismatchError
+from ringcomm.torch.averaging import Averaging
 from ringcomm.torch.chunk_update import settings_of
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.sharding import Sharding
@@ -106,8 +107,12 @@ def broadcast_optimizer_state(
 
     With shard_state=1, once there was a step, each rank has its share of one state already: then
     only hyper-parameters are sent.
+
+    Ranks that have made fewer steps than root, in hvd.join(), count from root's on.
     """
     del model
+    if isinstance(optimizer, Averaging):
+        _bring_in_step(optimizer, root_rank, process_set)
     if isinstance(optimizer, Sharding) and _is_spread(optimizer, root_rank, process_set):
         settings = broadcast_tree(
             settings_of(optimizer), root_rank, name="optimizer settings", process_set=process_set
@@ -120,6 +125,14 @@ def broadcast_optimizer_state(
     state = broadcast_tree(state, root_rank, name="optimizer state", process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _bring_in_step(optimizer: Averaging, root_rank: int, process_set: ProcessSet) -> None:
+    """Let all ranks go on from root's step, if some have made fewer. Collective."""
+    root, group = process_set.root(root_rank), process_set.group
+    steps = ops.allgather_object(optimizer.n_steps, name="optimizer steps", group=group)
+    if len(set(steps)) > 1:
+        optimizer.go_on_from(steps[root])
 
 
 def _is_spread(optimizer: Sharding, root_rank: int, process_set: ProcessSet) -> bool:

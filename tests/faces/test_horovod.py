@@ -566,6 +566,40 @@ def test_operations_without_names_go_on_after_a_join():
     assert run_ranks(3, body) == [(3, 3)] * 3
 
 
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.Adam])
+def test_the_last_to_join_brings_the_others_up_to_date(optimizer_of):
+    """Rank 1 has most batches, rank 2 none: they have weights of earlier steps until then."""
+
+    def body(rank):
+        model = torch.nn.Linear(3, 1)
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = optimizer_of(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+        def train(n):
+            for _ in range(n):
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).pow(2).mean().backward()
+                optimizer.step()
+
+        train([2, 4, 0][rank])
+        last = hvd.join()
+        old = model.weight.tolist()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        updated = model.weight.tolist()
+        train(2)
+        return last, old, updated, model.weight.tolist()
+
+    lasts, olds, updated, trained = zip(*run_ranks(3, body), strict=True)
+    assert lasts == (1, 1, 1)
+    assert olds[0] != olds[1]
+    assert olds[2] != olds[1]
+    assert updated == (olds[1],) * 3
+    assert trained == (trained[0],) * 3
+
+
 @pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product])
 def test_min_max_and_product_do_not_see_a_rank_that_joined(op):
     def body(rank):
