@@ -49,6 +49,21 @@ class Backlog:
         self.n_waiting += 1
         self._calls[ask.future] += 1
 
+    def add_behind(self, ask: Ask) -> None:
+        """Let a request wait right behind the last one of its partition, which gives credit back.
+
+        There is one: see has().
+        """
+        assert ask.partition is not None
+        server, n = self._partitions[ask.partition]
+        self._partitions[ask.partition] = server, n + 1
+        queue = self._queues[server, table_of(ask)]
+        behind = max(k for k, each in enumerate(queue) if each.partition == ask.partition)
+        queue.insert(behind + 1, ask)
+        self._tables[table_of(ask)] += 1
+        self.n_waiting += 1
+        self._calls[ask.future] += 1
+
     def due(self) -> Iterator[Ask]:
         """Take out the requests that may be sent now; each must be sent before the next is taken.
 

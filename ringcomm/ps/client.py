@@ -130,6 +130,7 @@ class Client:
         view: who owns what, as far as this rank has heard.
         n_moved: how often requests had to go to another server than the one they were sent to.
         row_calls: of hash tables, by number.
+        undecided: futures that tell whether this worker is in a round; see ringcomm.ps.entering.
     """
 
     def __init__(self, engine: Engine, link: Link, layout: Layout, deadline_s: float) -> None:
@@ -146,6 +147,7 @@ class Client:
         self._backlog = Backlog(self._credit.allows)
         self.view: View | None = None
         self.n_moved = 0
+        self.undecided: set[Future[Any]] = set()
         self._lanes: dict[Partition, Lane] = {}
         self.row_calls: dict[int, RowCalls] = {}
         self._notices: list[tuple[Partition, int, int, int]] = []
@@ -191,7 +193,14 @@ class Client:
         """Return the number of a new request."""
         return next(self._sequence)
 
-    def ask(self, asks: list[Ask], future: Future[Any], *, is_admitted: bool = False) -> None:
+    def ask(
+        self,
+        asks: list[Ask],
+        future: Future[Any],
+        *,
+        is_admitted: bool = False,
+        before_wait: Callable[[], object] | None = None,
+    ) -> None:
         """Send requests, whose replies make `future` complete: all of them, or none.
 
         Waits for credit if it must: for the first, and while some of the others leave. Once none
@@ -202,6 +211,7 @@ class Client:
             asks: in the order in which they are to leave.
             future: of all of them.
             is_admitted: admit() has returned.
+            before_wait: called before it waits for credit: it may bring some back.
 
         Raises:
             CommTimeoutError: there was no credit for the first; nothing was sent.
@@ -215,7 +225,7 @@ class Client:
         if not asks:
             return
         if not (is_admitted or self._may_begin(asks[0])):
-            self._await_credit(asks[0], future.label)
+            self._await_credit(asks[0], future.label, before_wait)
         with self._lock:
             for ask in asks:  # nothing can go wrong any more: rounds are counted
                 if ask.clock_of is not None:
@@ -225,11 +235,15 @@ class Client:
                 else:
                     self._backlog.add(ask)
         if self._backlog.n_waiting:
+            if before_wait is not None:
+                before_wait()
             self._await_departure(future)
         if self._link.waits_to_leave:
             self._engine.nudge()
 
-    def admit(self, first: Ask, label: str) -> None:
+    def admit(
+        self, first: Ask, label: str, before_wait: Callable[[], object] | None = None
+    ) -> None:
         """Return once there is credit for the first request of a call; ask() is to send it.
 
         For who cannot take back what it does to make requests.
@@ -241,7 +255,7 @@ class Client:
         assert first.partition is not None
         first.server = self._owner(first.partition)
         if not self._may_begin(first):
-            self._await_credit(first, label)
+            self._await_credit(first, label, before_wait)
 
     def _send_backlog(self) -> None:
         """Send what waits for credit, as far as there is some now; with the lock."""
@@ -290,6 +304,24 @@ class Client:
                 ask.future.awaited.add(ask.server)
                 self._submit(ask)
 
+    def post(self, asks: list[Ask], future: Future[Any]) -> None:
+        """Send requests without a body behind all that their partitions are asked before.
+
+        They need no credit, for what waits for them may hold it all. Any thread; waits for nothing.
+        """
+        with self._lock:
+            for ask in asks:
+                ask.future = future
+                if ask.partition is not None:
+                    ask.server = self._owner(ask.partition)
+                future.awaited.add(ask.server)
+                if self._backlog.n_waiting and self._backlog.has(ask.partition):
+                    self._backlog.add_behind(ask)
+                else:
+                    self._submit(ask)
+        if self._link.waits_to_leave:
+            self._engine.nudge()
+
     def nudge(self) -> None:
         """Let what was submitted leave soon."""
         self._engine.nudge()
@@ -319,9 +351,9 @@ class Client:
 
     @property
     def is_settled(self) -> bool:
-        """True if nothing waits for credit, and nothing is on its way back from where it was."""
+        """True if nothing waits for credit, or to be let into a round, or is on its way back."""
         with self._lock:
-            is_settled = not self._backlog.n_waiting
+            is_settled = not (self._backlog.n_waiting or self.undecided)
             is_settled &= all(lane.is_settled for lane in self._lanes.values())
         return is_settled and all(each.is_settled for each in list(self.row_calls.values()))
 
@@ -443,7 +475,14 @@ class Client:
         is_second = ask.kind == Kind.PUSH and self._backlog.has_table(table_of(ask))
         return not is_second and self._may_leave(ask)
 
-    def _await_credit(self, ask: Ask | PlainPush, label: str) -> None:
+    def _await_credit(
+        self,
+        ask: Ask | PlainPush,
+        label: str,
+        before_wait: Callable[[], object] | None = None,
+    ) -> None:
+        if before_wait is not None:
+            before_wait()
         self._wait_until(lambda: self._may_begin(ask), label, {ask.server}, self.deadline_s)
 
     # --- replies --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.pushing import PlainPush
 
 
-_STEERING: Final = frozenset((Kind.LEAVE, Kind.MOVE, Kind.SNAPSHOT, Kind.STATS))
+_STEERING: Final = frozenset((Kind.ENTER, Kind.LEAVE, Kind.MOVE, Kind.SNAPSHOT, Kind.STATS))
 
 
 def table_of(ask: Ask | PlainPush) -> int:
@@ -24,7 +24,8 @@ def table_of(ask: Ask | PlainPush) -> int:
 class Credit:
     """Bounds what is on its way: bytes of bodies, and requests, of all tables together.
 
-    What steers the job is small and rare, and waits for none: above all not who leaves.
+    What steers the job is small and rare, and waits for none: above all not who leaves, and not
+    Client.post(), which brings some back.
 
     Beyond that each table may have one push on its way to each server. Pushes of a round wait there
     for those of other workers, who may push their tables in another order: if those that wait could

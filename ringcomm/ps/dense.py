@@ -327,8 +327,25 @@ class DensePartition:
             if self.rounds.add(worker, clock, contribution):
                 self.advance()
             else:
-                self.traffic.late += 1
-                answer(False, self.version, b"late")
+                self._refuse_late(answer)
+
+    def decide(self, worker: int, number: int, *, is_in: bool) -> None:
+        """Let a worker's contribution count in a round of ps.FirstOf(k), or drop it as late.
+
+        Raises:
+            ValueError: the mode is another one; nothing is changed.
+        """
+        if self.rounds is None or self.spec.mode.name != "first_of":
+            raise ValueError(f"[{self.spec.name}]: nobody enters rounds of mode {self.spec.mode}")
+        if is_in:
+            self.rounds.enter(worker, number)
+            self.advance()
+        elif (dropped := self.rounds.drop(worker, number)) is not None:
+            self._refuse_late(dropped.answer)
+
+    def _refuse_late(self, answer: Answer) -> None:
+        self.traffic.late += 1
+        answer(False, self.version, b"late")
 
     def leave(self, worker: int) -> None:
         """Wait no more for a worker."""

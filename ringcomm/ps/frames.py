@@ -45,6 +45,7 @@ class Kind(IntEnum):
     ROWS = 18
     STOP = 19
     PIECE = 20  # of a frame that is too long for a letter, see ringcomm.ps.long_frames
+    ENTER = 21  # rounds of ps.FirstOf(k), see ringcomm.ps.entering
 
 
 class Step(IntEnum):
@@ -60,6 +61,15 @@ class Step(IntEnum):
     SETTLE = 7
     ROWS = 8
     ROWS_NOTICE = 9
+
+
+class Entry(IntEnum):
+    """What a frame of Kind.ENTER is about; its option. See ringcomm.ps.entering."""
+
+    ASK = 0
+    JOIN = 1
+    IN = 2
+    OUT = 3
 
 
 class Status(IntEnum):

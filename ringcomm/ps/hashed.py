@@ -170,6 +170,7 @@ class Shard:
             clock,
             Contribution(meta.weight, meta.hyper, keys, rows, answer, bool(meta.flags & HOLD)),
         ):
+            self.rounds.enter(worker, clock)  # it was asked before: see HashTable.push()
             self._note(body)
             self.advance()
         else:

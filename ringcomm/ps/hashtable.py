@@ -14,6 +14,7 @@ from ringcomm.errors import MismatchError
 from ringcomm.ps.client import Ask
 from ringcomm.ps.compression import is_finite, spec_of
 from ringcomm.ps.deltas import RowDelta, Stamp, pull_row_delta
+from ringcomm.ps.entering import ask_entry
 from ringcomm.ps.frames import Kind, Status
 from ringcomm.ps.future import Future, Pushed, behind
 from ringcomm.ps.hashed import REJECTED
@@ -223,19 +224,21 @@ class HashTable(Opened):
         first = [self._packer.packed(values, is_exact=assign, is_strict=is_strict)]
 
         def split(owners: Owners, back: list[Piece]) -> list[Piece]:
+            nonlocal number
             if back:
                 own_keys, wire = keys_and_rows(back, self._spec)
             else:
                 own_keys, wire = flat, first.pop()
             found = portions(own_keys, owners, everyone)
             staged = [self._staged(each, wire, is_strict=is_strict) for each in found]
+            if number < 0:  # nothing can go wrong any more
+                number, late_at = self._draw(label, has_rounds=has_rounds, assign=assign)
+                if late_at is not None:
+                    outcome.note_late(late_at)
+                    return []
             return [asked(own, body, wire.dtype) for own, body in staged]
 
         def asked(own: Portion, body: Bytes, dtype: str) -> Piece:
-            nonlocal number
-            if number < 0:  # nothing can go wrong any more
-                with self._lock:
-                    number, self._n_pushed = self._n_pushed, self._n_pushed + (not assign)
             server = own.server
             clock = number if has_rounds else self._versions[server]
             meta = PushMeta(weight, 0, len(own.keys), dtype, flags, hyper)
@@ -245,15 +248,35 @@ class HashTable(Opened):
                 body=body, on_reply=outcome.note,
             ))  # fmt: skip
 
-        def unsent() -> None:
-            with self._lock:
-                if not assign and self._n_pushed == number + 1:
-                    self._n_pushed = number
-
-        future = self._calls.begin(label, split, outcome.pushed, unsent, needs_credit=not hold)
+        future = self._calls.begin(
+            label,
+            split,
+            outcome.pushed,
+            lambda: self._give_back(number, assign=assign),
+            needs_credit=not hold,
+        )
         if hold:
             self._held = number
         return future
+
+    def _draw(self, label: str, *, has_rounds: bool, assign: bool) -> tuple[int, int | None]:
+        """Return the number of a push, and after how many rounds it comes if it is late."""
+        with self._lock:
+            number, self._n_pushed = self._n_pushed, self._n_pushed + (not assign)
+        if not has_rounds or self._spec.mode.name != "first_of":
+            return number, None
+        try:
+            answer = ask_entry(self.client, label, self.number, number).wait()
+        except BaseException:
+            self._give_back(number, assign=assign)
+            raise
+        return number, None if answer.is_in else answer.rounds
+
+    def _give_back(self, number: int, *, assign: bool) -> None:
+        """Let the next push have a number of which nothing was sent."""
+        with self._lock:
+            if not assign and self._n_pushed == number + 1:
+                self._n_pushed = number
 
     def measure(self) -> Future[Mean]:
         """Return how large the mean of the round is that this worker pushed last with hold=True.
@@ -439,6 +462,10 @@ class _Outcome:
             self._whys.add(reply.meta[REJECTED.size :].decode() or "late")
         self._rejected += REJECTED.unpack_from(reply.meta)[0]
         self._versions.append(reply.header.clock)
+
+    def note_late(self, version: int) -> None:
+        self._whys.add("late")
+        self._versions.append(version)
 
     def pushed(self) -> Pushed:
         why = "late" if "late" in self._whys else min(self._whys, default="")

@@ -330,7 +330,7 @@ class Mover:
             releases.append([number, meta.weight, meta.flags, push.source, push.header.sequence])
             arrays[f"release{k}"] = meta.hyper
         more |= {"round": part.rounds.current, "pending": told, "held": part.held is not None}
-        more["releases"] = releases
+        more |= {"releases": releases, "entered": part.rounds.entered()}
         return State({**state.meta, **more}, arrays)
 
     def staged(self, state: State, dest: int) -> Bytes:
@@ -418,7 +418,7 @@ class Mover:
         part.traffic = Traffic(**{**traffic, "staleness": staleness})
         if part.rounds is not None:
             pending = [self._pending(partition, state, k) for k in range(len(meta["pending"]))]
-            part.rounds.resume(meta["round"], pending)
+            part.rounds.resume(meta["round"], pending, meta["entered"])
             arrays = {name: array.copy() for name, array in state.arrays.items() if "held" in name}
             held = Held(arrays.get("held"), arrays.get("held_present"))
             part.held = held if meta["held"] else None

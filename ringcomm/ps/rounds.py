@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -44,7 +44,11 @@ def SSP(staleness: int) -> Mode:
 
 
 def FirstOf(k: int) -> Mode:
-    """Return rounds that end with the k-th contribution; those that come later are dropped."""
+    """Return rounds that consist of the first k gradients; those that come later are dropped.
+
+    A gradient has come once all of its blocks have been pushed, of the table or of all tables of an
+    optimizer; it counts in all of them or in none.
+    """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"FirstOf takes a number of workers >= 1, not {k!r}")
     return Mode("first_of", k)
@@ -61,33 +65,92 @@ def mode_of(mode: str | Mode) -> Mode:
     return Mode(mode)
 
 
+class Entries:
+    """Who is in which round, where the first k that ask for it are.
+
+    It is asked once for all blocks, on whatever servers, that a gradient has a part in.
+
+    Args:
+        workers: who may ask, while they live.
+        first_of: as many are in a round; fewer if fewer live.
+
+    Attributes:
+        current: rounds of which it is known who is in them.
+    """
+
+    def __init__(self, workers: Iterable[int], first_of: int) -> None:
+        self._live = set(workers)
+        self._first_of = first_of
+        self._in: defaultdict[int, set[int]] = defaultdict(set)
+        self._last: dict[int, int] = {}  # of each worker: the round that it was let in last
+        self.current = 0
+
+    def ask(self, worker: int, number: int) -> bool:
+        """Let a worker be in a round; return False if it comes too late.
+
+        Who asks again, for the answer was lost, hears the same again.
+        """
+        if number < self.current:
+            return self._last.get(worker) == number
+        if len(self._in[number]) >= self._first_of and worker not in self._in[number]:
+            return False
+        self._in[number].add(worker)
+        self._last[worker] = number
+        self._advance()
+        return True
+
+    def leave(self, worker: int) -> None:
+        """Wait no more for a worker."""
+        self._live.discard(worker)
+        self._advance()
+
+    def _advance(self) -> None:
+        while entered := self._in.get(self.current):
+            if len(entered) < self._first_of and not self._live <= entered:
+                return
+            del self._in[self.current]
+            self.current += 1
+
+
 class Rounds(Generic[T]):
     """Contributions to one partition, round by round.
 
     Args:
         workers: who contributes, while they live.
-        first_of: as many end a round; None: all.
+        first_of: so many are in a round, those that enter(); None: all who contribute.
     """
 
     def __init__(self, workers: Iterable[int], first_of: int | None = None) -> None:
         self._live = set(workers)
-        self._first_of = math.inf if first_of is None else first_of
+        self._first_of = first_of
         self._came: defaultdict[int, dict[int, T]] = defaultdict(dict)
+        self._entered: defaultdict[int, set[int]] = defaultdict(set)
         self._limits: dict[int, int] = {}
         self.current = 0
 
     def add(self, worker: int, number: int, contribution: T) -> bool:
-        """Take note of a contribution to round `number`; return False if it comes too late.
-
-        That is so once the round is over, or consists of as many as it takes and cannot end yet.
-        """
+        """Take note of a contribution to round `number`; return False if that is over."""
         if number < self.current:
             return False
-        came = self._came[number]
-        if len(came) >= self._first_of and worker not in came:
-            return False
-        came[worker] = contribution
+        self._came[number][worker] = contribution
         return True
+
+    def enter(self, worker: int, number: int) -> None:
+        """Let a worker be in a round; see Entries."""
+        if number >= self.current:
+            self._entered[number].add(worker)
+
+    def drop(self, worker: int, number: int) -> T | None:
+        """Return the contribution of a worker that is not in a round, and forget it."""
+        came = self._came.get(number, {})
+        dropped = came.pop(worker, None)
+        if not came:
+            self._came.pop(number, None)
+        return dropped
+
+    def entered(self) -> list[tuple[int, int]]:
+        """Return who is in rounds that are not over: round, worker."""
+        return [(n, worker) for n, workers in sorted(self._entered.items()) for worker in workers]
 
     def leave(self, worker: int) -> None:
         """Wait no more for a worker; what it has contributed counts."""
@@ -118,35 +181,52 @@ class Rounds(Generic[T]):
     def take(self) -> list[tuple[int, T]] | None:
         """Return what the current round consists of, by worker, and begin the next; None: not yet.
 
-        Worker order makes the sum the same whatever the order of arrival.
+        Worker order makes the sum the same whatever the order of arrival. Contributions of those
+        who are not in the round stay for drop().
         """
         if not self.may_end(self.current + 1) or (came := self.complete()) is None:
             return None
-        del self._came[self.current]
+        for worker, _ in came:
+            del self._came[self.current][worker]
+        if not self._came[self.current]:
+            del self._came[self.current]
+        self._entered.pop(self.current, None)
         self.current += 1
         return came
 
     def complete(self) -> list[tuple[int, T]] | None:
         """Return what the current round consists of, if that is all of it; it goes on."""
-        came = self._came[self.current]
-        if not came or (len(came) < self._first_of and not self._live <= came.keys()):
+        came = self._came.get(self.current, {})
+        counting = set(came)
+        if self._first_of is not None:
+            counting &= self._entered.get(self.current, set())
+        has_k = self._first_of is not None and len(counting) >= self._first_of
+        if not counting or not (has_k or self._live <= counting):
             return None
-        return sorted(came.items())
+        return [(worker, came[worker]) for worker in sorted(counting)]
 
     def pending(self) -> list[tuple[int, int, T]]:
-        """Return what is here of rounds that are not over: round, worker, contribution."""
+        """Return what has not been taken, or dropped: round, worker, contribution."""
         return [
             (number, worker, each)
             for number, came in sorted(self._came.items())
             for worker, each in sorted(came.items())
         ]
 
-    def resume(self, current: int, pending: Iterable[tuple[int, int, T]]) -> None:
-        """Go on where other rounds were; see pending()."""
+    def resume(
+        self,
+        current: int,
+        pending: Iterable[tuple[int, int, T]],
+        entered: Iterable[Sequence[int]] = (),
+    ) -> None:
+        """Go on where other rounds were; see pending() and entered()."""
         self.current = current
         self._came.clear()
         for number, worker, each in pending:
             self._came[number][worker] = each
+        self._entered.clear()
+        for number, worker in entered:
+            self._entered[number].add(worker)
 
 
 class Clocks:

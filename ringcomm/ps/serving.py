@@ -21,6 +21,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps import states
 from ringcomm.ps.changes import Changes
 from ringcomm.ps.client import error_text
+from ringcomm.ps.entries import EntryRequests
 from ringcomm.ps.frames import Header, Kind, Status, Step, is_one_way
 from ringcomm.ps.functions import Calls, Function
 from ringcomm.ps.hashed import Shard
@@ -91,6 +92,7 @@ class Server:
         self.opener = Opener(self)
         self.mover = Mover(self)
         self.store = Store(self)
+        self._entries = EntryRequests(self)
         self.left: set[int] = set()
         self.n_requests = 0
         self._nbytes_in = self._nbytes_out = 0
@@ -109,6 +111,7 @@ class Server:
             Kind.VIEW: self.opener.on_view,
             Kind.PUSH: self._push,
             Kind.PULL: self._pull,
+            Kind.ENTER: self._entries.on_request,
             Kind.CHANGES: changes.of_block,
             Kind.CALL: Calls(self, functions).on_call,
             Kind.TICK: self._tick,
@@ -141,8 +144,8 @@ class Server:
                     f"ringcomm {__version__}"
                 )
             table = self.tables.get(delivery.header.table)
-            is_move = delivery.header.kind == Kind.MOVE
-            if table is not None and table.shard is not None and not is_move:
+            is_of_rows = delivery.header.kind not in (Kind.MOVE, Kind.ENTER)
+            if table is not None and table.shard is not None and is_of_rows:
                 self._serve_rows(delivery, table, table.shard)
             else:
                 handler(delivery)
@@ -508,6 +511,7 @@ class Server:
                 part.leave(rank)
             if table.shard is not None:
                 table.shard.leave(rank)
+        self._entries.leave(rank)
         self.mover.leave(rank)
         for number in [each for each in self._held if owner_of(each) == rank]:
             self._held.pop(number).release()

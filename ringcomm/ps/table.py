@@ -16,6 +16,7 @@ from ringcomm.ps.calls import call
 from ringcomm.ps.client import Ask
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.deltas import Delta, Stamp, pull_delta
+from ringcomm.ps.entering import Entering, Push
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.future import Future, Pushed, behind
 from ringcomm.ps.job import Session, is_chief, session
@@ -80,7 +81,8 @@ def table(
         dtype: float32 or float64.
         updater: what a push does; SGD(0.01) if not given.
         mode: when pushes become updates: "async": each at arrival; "sync": the mean over all
-            workers once they are there; ps.SSP(s), ps.FirstOf(k).
+            workers once they are there; ps.SSP(s); ps.FirstOf(k): the mean over the first k that
+            have pushed, the same k for all blocks.
         init: what all values begin with, or an array, of which the chief's counts.
         block_nbytes: the most bytes of a block, the unit that is read and written as a whole.
         compression: what gradients are sent in: "fp16", "bf16", "int8", or one of ringcomm's
@@ -160,16 +162,20 @@ class Table(Opened):
         dtype: of its values.
         number: of the table in messages.
         client: of this rank.
+        entering: of ps.FirstOf(k): which rounds this worker is in; None in other modes.
     """
 
     def __init__(
         self, current: Session, spec: Spec, updater: Updater, told: dict[str, Any]
     ) -> None:
         super().__init__(current, spec, updater, told)
+        self.entering: Entering | None = None
+        if spec.mode.name == "first_of":
+            self.share_rounds(Entering(current.client))
         self.shape = spec.shape
         self._bounds = cuts(spec.count, spec.block)
         self._versions = [0] * spec.partitions
-        self._rounds = [0] * spec.partitions  # that the next push is for
+        self._rounds = [0] * spec.partitions  # that the next push is for; see entering
         self._blocks: dict[int, tuple[int, Bytes]] = {}  # those that this node maps: epoch, memory
         self._packer = Packer.of(spec, current.group.index)
         self._has_values = spec.initial != "chief"
@@ -177,6 +183,14 @@ class Table(Opened):
         self._known_metas: tuple[Updater, dict[Any, bytes]] = (updater, {})
         self._room_kept: Bytes | None = None
         self._is_plain = spec.partitions == 1 and self._packer is None and not spec.mode.has_rounds
+
+    def share_rounds(self, entering: Entering) -> None:
+        """Let a gradient count in this table where it counts in others, and nowhere else.
+
+        On all workers, and before anything is pushed. Who has pushed to all tables calls enter().
+        """
+        entering.add(self.number)
+        self.entering = entering
 
     @property
     def n_partitions(self) -> int:
@@ -316,18 +330,18 @@ class Table(Opened):
     ) -> Future[Pushed]:  # fmt: skip
         is_update = not flags & (INITIAL | ASSIGN | RELEASE)
         parts = list(self._parts(start, start + len(flat), every_part=every_part))
-        client, pack = self.client, None
+        client, pack, entering = self.client, None, self.entering if is_update else None
+        n, is_held = len(parts) + (entering is not None), bool(flags & HOLD)
+        future = Pushing(client, self.push_label, n, client.timestamp(), is_held=is_held)
+        entry = Push(future, self.number, [part for part, _, _ in parts])
+        hurry = None if entering is None else partial(entering.hurry, entry)
         if is_update and self._packer is not None and len(flat):
             rooms = self._rooms(self._packer, parts)  # all that may fail, before residuals change
-            client.admit(
-                Ask(Kind.PUSH, (self.number, min(rooms)), body=rooms[min(rooms)]), self.push_label
-            )
+            first_ask = Ask(Kind.PUSH, (self.number, min(rooms)), body=rooms[min(rooms)])
+            client.admit(first_ask, self.push_label, hurry)
             pack = self._packer.packing(
                 rate_of(self.updater, scale), rooms, partial(self._absent_in, absent)
             )
-        future = Pushing(
-            client, self.push_label, len(parts), client.timestamp(), is_held=bool(flags & HOLD)
-        )
         asks, mask = [], packed_mask(len(self._spec.segments), absent)
         for part, first, last in parts:
             own = self._bounds[part]
@@ -342,14 +356,20 @@ class Table(Opened):
                 Ask(
                     Kind.PUSH,
                     (self.number, part),
-                    clock_of=partial(self._clock_of_push, part, flags, is_update=is_update),
+                    clock_of=(
+                        partial(self._clock_of_push, part, flags, is_update=is_update)
+                        if entering is None
+                        else partial(entering.number, entry)
+                    ),
                     meta=self._explained((weight, flags, mask, name, first - own, last - first)),
                     body=body,
                     on_reply=note,
                     on_ack=on_ack,
                 )
             )
-        client.ask(asks, future, is_admitted=pack is not None)
+        client.ask(asks, future, is_admitted=pack is not None, before_wait=hurry)
+        if entering is not None:
+            entering.sent(entry)
         return future
 
     def _rooms(self, packer: Packer, parts: Sequence[tuple[int, int, int]]) -> dict[int, Bytes]:
@@ -408,6 +428,8 @@ class Table(Opened):
         """Return the round that a push is for; without rounds, the version it was computed of."""
         if not self._spec.mode.has_rounds:
             return self._versions[part]
+        if self.entering is not None:
+            return self.entering.last_of(self.number)
         with self._lock:
             number = self._rounds[part]
             self._rounds[part] += is_update
@@ -565,6 +587,9 @@ class Table(Opened):
         self._versions[part] = version
         if not self._spec.mode.has_rounds:
             return
+        if self.entering is not None:
+            self.entering.saw(self.number, rounds)
+            return
         with self._lock:  # after rounds that went by without this worker
             self._rounds[part] = max(self._rounds[part], rounds)
 
@@ -573,6 +598,8 @@ class Table(Opened):
         mode = self._spec.mode
         if mode.name == "ssp":
             return max(0, self._session.clock - mode.bound)
+        if self.entering is not None:
+            return self.entering.round_of(self.number)
         return self._rounds[part] if mode.has_rounds else 0
 
     def push_pull(

@@ -102,13 +102,21 @@ class RowGradients:
 
     def require_fit(self, who: str, mode: Mode, *, has_norm: bool) -> None:
         """Raise ValueError if rows and parameters have no norm, or no scale, in common."""
+        n_workers = len(session().layout.workers)
+        if mode.name == "first_of" and mode.bound < n_workers and self._in_rounds:
+            name = self._in_rounds[0].table.name
+            raise ValueError(
+                f"{who}: its mode is {mode}, and embedding[{name}] has rounds of its own, of other "
+                "workers: there is no mean of both for max_grad_norm= or scaler= to look at. Give "
+                "the optimizer mode='sync', or leave both arguments out"
+            )
         unlike = self._in_rounds if not mode.has_rounds else self._alone if has_norm else []
         for each in unlike:
             raise ValueError(
                 f"{who}: its mode is {mode}, and that of embedding[{each.table.name}] "
                 f"{each.table.mode}: one has rounds, so that max_grad_norm= or scaler= would mean "
-                "the mean over workers here and a worker's own gradient there. Give both a mode "
-                "with rounds ('sync', ps.FirstOf(k)), or neither"
+                "the mean over workers here and a worker's own gradient there. Give both "
+                "mode='sync', or neither a mode with rounds"
             )
 
     def require_finite(self) -> None:

@@ -172,25 +172,34 @@ def test_a_round_has_the_same_bits_in_any_order_of_arrival():
     assert len({bits for pair in run_workers(3, body) for bits in pair}) == 1
 
 
-def test_what_first_of_applies_and_what_it_says_are_the_same():
-    """Every push of 1, 2 or 4 is told to be applied, and is in the sum, or to be late."""
-    n_pushes = 40
+@pytest.mark.parametrize("n_servers", [1, 3])
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+def test_what_first_of_applies_and_what_it_says_are_the_same(kind, n_servers):
+    """Every push of 1, 2 or 4 is told to be applied, and is in the sum of each block, or late."""
+    n_pushes, count = 20, 12
 
     def body(rank):
-        t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode=ps.FirstOf(1))
+        updater, mode = ps.optim.SGD(1.0), ps.FirstOf(1)
+        if kind == "dense":
+            t = ps.table("w", count, updater=updater, mode=mode, block_nbytes=8)
+            push, pull = t.push, t.pull
+        else:
+            kv = ps.hashtable("emb", 1, updater=updater, mode=mode)
+            push = lambda x: kv.push(range(count), x.reshape(-1, 1))  # noqa: E731
+            pull = lambda: kv.pull(range(count))  # noqa: E731
         rng, n_applied = random.Random(rank), 0
         for _ in range(n_pushes):
-            future = t.push(ones(4, -(2**rank)))
+            future = push(ones(count, -(2**rank)))
             for _ in range(rng.randrange(3)):
-                t.pull().wait()
+                pull().wait()
             told = future.wait()
             assert (told.applied, told.why) in ((True, ""), (False, "late"))
             n_applied += told.applied
         rc.barrier()
-        return n_applied * 2**rank, t.pull().wait().tolist()
+        return n_applied * 2**rank, pull().wait().reshape(-1).tolist()
 
-    results = run_workers(3, body)
-    assert [values for _, values in results] == [[sum(own for own, _ in results)] * 4] * 3
+    results = run_workers(3, body, n_servers)
+    assert [values for _, values in results] == [[sum(own for own, _ in results)] * count] * 3
 
 
 # --- bounded staleness --------------------------------------------------------------------------

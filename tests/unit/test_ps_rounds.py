@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ringcomm.ps.rounds import SSP, Clocks, FirstOf, Rounds, mode_of
+from ringcomm.ps.rounds import SSP, Clocks, Entries, FirstOf, Rounds, mode_of
 
 
 def test_a_round_ends_with_the_last_and_is_in_worker_order():
@@ -39,31 +39,73 @@ def test_a_worker_that_leaves_is_not_waited_for_and_what_it_gave_counts():
     assert rounds.take() == [(0, "a"), (2, "c")]
 
 
-def test_the_first_k_end_a_round_and_the_next_is_late():
-    rounds = Rounds([0, 1, 2], first_of=2)
-    rounds.add(1, 0, "b")
-    assert rounds.take() is None
-    rounds.add(2, 0, "c")
-    assert rounds.take() == [(1, "b"), (2, "c")]
-    assert not rounds.add(0, 0, "a")
+def test_the_first_k_that_ask_are_in_a_round_and_the_next_is_late():
+    entries = Entries([0, 1, 2], 2)
+    assert entries.ask(1, 0)
+    assert entries.ask(1, 0)  # the answer was lost
+    assert entries.current == 0
+    assert entries.ask(2, 0)
+    assert entries.current == 1
+    assert not entries.ask(0, 0)
+    assert entries.ask(1, 0)  # it was lost again, and the round is over meanwhile
+    assert entries.current == 1
 
 
-def test_no_more_than_k_make_a_round_that_may_not_end_yet():
-    rounds = Rounds([0, 1, 2], first_of=2)
-    rounds.limit(7, 0)
-    assert rounds.add(2, 0, "c")
-    assert rounds.add(0, 0, "a")
-    assert not rounds.add(1, 0, "b")
-    assert rounds.add(1, 1, "d")
-    rounds.unlimit(7)
-    assert rounds.take() == [(0, "a"), (2, "c")]
+def test_a_round_that_is_full_before_its_turn_takes_no_more():
+    entries = Entries([0, 1, 2], 2)
+    assert entries.ask(0, 1)
+    assert entries.ask(1, 1)
+    assert not entries.ask(2, 1)
+    assert entries.current == 0
+    assert entries.ask(2, 0)
+    assert entries.ask(0, 0)
+    assert entries.current == 2
 
 
 def test_fewer_than_k_that_live_are_enough():
+    entries = Entries([0, 1, 2], 2)
+    assert entries.ask(0, 0)
+    entries.leave(1)
+    assert entries.current == 0
+    entries.leave(2)
+    assert entries.current == 1
+    assert entries.ask(0, 1)
+    assert entries.current == 2
+
+
+def test_a_contribution_counts_once_its_worker_is_in_the_round():
+    rounds = Rounds([0, 1, 2], first_of=2)
+    for worker in range(3):
+        assert rounds.add(worker, 0, f"g{worker}")
+        assert rounds.take() is None
+    rounds.enter(2, 0)
+    assert rounds.take() is None
+    rounds.enter(0, 0)
+    assert rounds.take() == [(0, "g0"), (2, "g2")]
+    assert rounds.pending() == [(0, 1, "g1")]  # until it is known that it is not
+    assert rounds.drop(1, 0) == "g1"
+    assert rounds.drop(1, 0) is None
+    assert rounds.pending() == []
+    assert not rounds.add(1, 0, "g1")
+
+
+def test_a_round_ends_without_those_who_have_left():
     rounds = Rounds([0, 1], first_of=2)
-    rounds.leave(1)
     rounds.add(0, 0, "a")
+    rounds.enter(0, 0)
+    assert rounds.take() is None
+    rounds.leave(1)
     assert rounds.take() == [(0, "a")]
+
+
+def test_who_is_in_a_round_goes_where_the_round_goes():
+    rounds, other = Rounds([0, 1], first_of=2), Rounds([0, 1], first_of=2)
+    rounds.add(0, 3, "a")
+    rounds.enter(0, 3)
+    other.resume(3, rounds.pending(), rounds.entered())
+    other.add(1, 3, "b")
+    other.enter(1, 3)
+    assert other.take() == [(0, "a"), (1, "b")]
 
 
 def test_no_round_ends_beyond_the_least_limit_of_those_that_count():

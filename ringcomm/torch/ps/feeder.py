@@ -18,6 +18,7 @@ from ringcomm.codec import Codec
 from ringcomm.engine import ops
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
+from ringcomm.ps.entering import Entering
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import is_chief, session
 from ringcomm.ps.optim import Assign, Updater
@@ -67,6 +68,14 @@ class Terms:
         """True if the mean of a round becomes an update once its norm is known."""
         return self.is_deferred and self.mode.has_rounds and self.class_name is not None
 
+    @property
+    def pushes_scaled(self) -> bool:
+        """True if release() undoes the scale of the loss: all in a round have the same.
+
+        With FirstOf(k) a worker's GradScaler knows of the rounds alone that the worker was in.
+        """
+        return self.is_held and self.mode.name != "first_of"
+
     def updater(self, group: Mapping[str, Any]) -> Updater:
         """Return what the servers do with gradients of a parameter group."""
         if self.class_name is None:
@@ -111,6 +120,9 @@ class Feeder:
         self._passes = Passes()
         self._n_passes = 0
         self._n_pushed = 0  # buckets of this step, in order
+        self._entering: Entering | None = None  # of all tables: a gradient counts in all, or none
+        if terms.mode.name == "first_of":
+            self._entering = Entering(self._session.client, is_shared=True)
         self._updaters: dict[int, Updater] = {}
         self._is_spoiled = self._has_ticked = False
         self._samples: float | None = None
@@ -140,6 +152,9 @@ class Feeder:
             Bucket(slots, suffix, self.terms.updater(groups[slots[0].group]), mode, codec)
             for slots in plan(new)
         ]
+        if self._entering is not None:
+            for bucket in buckets:
+                bucket.table.share_rounds(self._entering)
         self._hear(new)
         self._slots += new
         self._buckets += buckets
@@ -233,7 +248,9 @@ class Feeder:
     def _pushed(self, bucket: Bucket, factor: float, scale: float) -> Future[Pushed] | None:
         """Push a bucket; return None where there is nothing to push."""
         if bucket.is_frozen:
-            return None
+            # With FirstOf(k) workers may freeze it before different rounds.
+            is_due = self._entering is not None
+            return bucket.table.push(None, hold=self.terms.is_held) if is_due else None
         _refuse_half_frozen(bucket)
         bucket.table.updater = self._updater_for(bucket)
         gradients, weight = bucket.gradients(), self._weight()
@@ -294,11 +311,13 @@ class Feeder:
         if factor is None:
             is_finite = False
         elif self.terms.is_held:
-            self._flush(factor, grad_scale)
+            self._flush(factor, grad_scale if self.terms.pushes_scaled else 1.0)
+            self._enter()
             self.rows.hold(grad_scale, self._weight())
             is_finite = self._release(grad_scale)
         else:
             self._flush(factor)
+            self._enter()
             self.rows.push(factor, self._weight())
             is_finite = True
         self._tick()
@@ -314,6 +333,7 @@ class Feeder:
         """
         self._begin_end()
         self._flush(self._poison(), grad_scale)
+        self._enter()
         self.rows.hold(grad_scale, self._weight())
         pulls = [
             (bucket, room := bucket.room_for_gradients(), bucket.table.pull(out=room.numpy()))
@@ -369,9 +389,8 @@ class Feeder:
         if not self.terms.is_deferred:
             return 1.0
         if self.terms.is_held:
-            return self._poison()
-        found = [bucket.gradients() for bucket in self._buckets]
-        squares, is_finite = squares_of(x for x in found if x is not None)
+            return self._poison() / (1.0 if self.terms.pushes_scaled else grad_scale)
+        squares, is_finite = self._own_squares()
         of_rows, are_finite = self.rows.own_squares()
         if not (is_finite and are_finite) and is_on(self.terms.scaler):
             return None
@@ -382,27 +401,46 @@ class Feeder:
         is_finite = not is_on(self.terms.scaler) or self.rows.own_squares()[1]
         return 1.0 if is_finite else math.nan
 
+    def _enter(self) -> None:
+        """Ask to be in the round of what has been pushed, where not all are."""
+        if self._entering is not None:
+            self._entering.enter()
+
+    def _own_squares(self) -> tuple[float, bool]:
+        found = [bucket.gradients() for bucket in self._buckets]
+        return squares_of(x for x in found if x is not None)
+
+    def _is_own_finite(self) -> bool:
+        return self._own_squares()[1] and self.rows.own_squares()[1]
+
     def _release(self, grad_scale: float) -> bool:
-        """Make updates of the means that the servers hold; return False if one is not finite."""
+        """Make updates of the means that the servers hold.
+
+        Args:
+            grad_scale: see apply_on_servers().
+
+        Returns:
+            False if a mean is not finite; of a worker that was late, if its own gradient is not.
+        """
+        scale = grad_scale if self.terms.pushes_scaled else 1.0
         held = [bucket for bucket in self._buckets if bucket.push is not None]
         told = []
         for bucket in held:
             assert bucket.push is not None
             told.append(bucket.push.wait())
+        if any(each.why == "late" for each in told):  # the means are those of others
+            is_finite = not is_on(self.terms.scaler) or self._is_own_finite()
+            self.finish_rows(1.0 if is_finite else None, grad_scale)
+            return is_finite
         of_rows, are_finite = self.rows.mean_squares()
         are_finite &= all(each.is_finite for each in told)
         is_finite = are_finite or not is_on(self.terms.scaler)
-        squares = sum(each.squares for each in told) + of_rows * grad_scale**2
-        factor = factor_of(squares, grad_scale, self.terms.max_norm)
-        late = [each.why == "late" for each in told]
-        releases = [
-            bucket.table.release(factor if is_finite else None)
-            for bucket, is_late in zip(held, late, strict=True)
-            if not is_late
-        ]
+        squares = sum(each.squares for each in told) + of_rows * scale**2
+        factor = factor_of(squares, scale, self.terms.max_norm)
+        releases = [bucket.table.release(factor if is_finite else None) for bucket in held]
         for each in releases:
             each.wait()
-        self.finish_rows(factor * grad_scale if is_finite else None, grad_scale)
+        self.finish_rows(factor * scale if is_finite else None, grad_scale)
         return is_finite
 
     def finish_rows(self, clip: float | None, grad_scale: float) -> None:

@@ -16,7 +16,7 @@ from ringcomm.engine.world import engine
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
 from ringcomm.ps.compression import codec_of
-from ringcomm.ps.job import is_chief, session
+from ringcomm.ps.job import is_chief, session, size
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
@@ -52,7 +52,8 @@ def DistributedOptimizer(
     - set_samples(n): weigh this worker's gradient of this step by n, e.g. its batch size.
     - push_parameters(): after parameters were changed by hand; on every worker.
     - pull_parameters(): have what the servers have; for evaluators.
-    - was_applied: False if FirstOf(k) dropped this worker's last gradient, or a scaler skipped it.
+    - was_applied: False if this worker was late in a round of FirstOf(k), so that nothing of its
+      last gradient counts, or a scaler skipped the round.
 
     .grad stays this worker's own. What is done to it after backward() comes too late and is
     refused: pass max_grad_norm and scaler instead. Hyper-parameters travel with the gradients, so
@@ -66,21 +67,23 @@ def DistributedOptimizer(
         named_parameters: model.named_parameters(), for error messages.
         mode: "sync": an update is the mean over all workers, equal to one process with all their
             samples; "async": each push is one; ps.SSP(s): likewise, but no worker is more than s
-            steps ahead of the slowest; ps.FirstOf(k): the mean over the first k that come.
+            steps ahead of the slowest; ps.FirstOf(k): the mean over the first k whose gradients
+            of all parameters have been pushed; the same k for each of them.
         apply: "server": SGD, Adagrad, Adam, AdamW, RMSprop, Adadelta, NAdam, RAdam. "worker": the
-            servers take means only, and every worker makes the update; of modes with rounds.
-            "auto": on the servers where they can.
+            servers take means only, and every worker makes the update; where no worker may miss
+            one. "auto": on the servers where they can.
         hybrid: "ring": parameters by the ring's DistributedOptimizer, embeddings by the servers.
         compression: what gradients are pushed in: None, "fp16", "bf16", "int8", one of ringcomm's
             codecs, as codec.TopK(0.01), or Compression.fp16 and so on; alike on every worker. What
             TopK drops goes with this worker's next gradient; see ps.table().
         backward_passes_per_step: the n-th backward() of a step pushes the sum of all.
         max_grad_norm: gradients of this step are clipped to this norm, over all parameters and rows
-            of embeddings: that of the mean where there are rounds, else of each worker's own.
-            step() pushes.
+            of embeddings: that of the mean where there are rounds, told to the workers that are in
+            it, else of each worker's own. step() pushes.
         scaler: the torch.amp.GradScaler that scales the loss, for scaler.step(optimizer). One inf
             anywhere, in rows too, skips the step everywhere; without rounds, on the worker that has
-            it.
+            it. With FirstOf(k) that is one of the k; scales may differ, and who is late looks at
+            its own.
 
     Raises:
         NotInitializedError: ps.init() has not run.
@@ -168,11 +171,13 @@ def _class_on_servers(optimizer: Optimizer, apply: str, mode: Mode) -> str | Non
         raise ValueError(
             f"servers cannot be {kind.__name__} with these hyper-parameters. Pass apply='worker'"
         )
-    if not mode.has_rounds:
+    if not mode.has_rounds or (mode.name == "first_of" and mode.bound < size()):
+        why = "each push is an update that the servers make"
+        if mode.name == "first_of":
+            why = "a worker that is late misses the means of rounds, which all must apply"
         raise ValueError(
-            f"mode={mode}: each push is an update that the servers make, and they cannot make that "
-            f"of {kind.__name__} with apply={apply!r}. Use mode='sync' or ps.FirstOf(k), or SGD, "
-            "Adam or the like with apply='auto'"
+            f"mode={mode}: {why}, and servers cannot make the updates of {kind.__name__} with "
+            f"apply={apply!r}. Use mode='sync', or SGD, Adam or the like with apply='auto'"
         )
     if apply == "auto" and is_chief():
         _log.warning(
