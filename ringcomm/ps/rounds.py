@@ -203,7 +203,7 @@ class Rounds(Generic[T]):
         has_k = self._first_of is not None and len(counting) >= self._first_of
         if not counting or not (has_k or self._live <= counting):
             return None
-        return [(worker, came[worker]) for worker in sorted(counting)]
+        return sorted((worker, each) for worker, each in came.items() if worker in counting)
 
     def pending(self) -> list[tuple[int, int, T]]:
         """Return what has not been taken, or dropped: round, worker, contribution."""
