@@ -144,6 +144,34 @@ CPP_MUTATIONS = [
         (),
         stress=(("bell", "1000000"),),
     ),
+    CppMutation(
+        "a-trim-goes-by-small-pages",
+        "node",
+        "shm",
+        "(offset + block.nbytes) / page_nbytes_ * page_nbytes_",
+        "(offset + block.nbytes) / kUnit * kUnit",
+        "with pages of 64 KiB, memory that is given back takes a neighbour's with it",
+        ("unit/test_pages.py",),
+    ),
+    # --- the ends of ranks ----------------------------------------------------------------------
+    CppMutation(
+        "a-fork-closes-the-lifeline-again",
+        "fault",
+        "status",
+        "if (const int taken = held[place].exchange(0); taken != 0)",
+        "if (const int taken = held[place].load(); taken != 0)",
+        "a DataLoader worker closes a file of its own under its feet",
+        ("unit/test_descriptors.py",),
+    ),
+    CppMutation(
+        "a-signal-ends-the-watch-on-deaths",
+        "fault",
+        "loop",
+        "if (errno != EINTR) usleep(kUnheardMs * 1000);",
+        "return;",
+        "a rank that waits in C++ hears of no death any more",
+        ("unit/test_descriptors.py",),
+    ),
     # --- the loop, and messages without Python --------------------------------------------------
     CppMutation(
         "scratch-is-freed-after-a-failure",

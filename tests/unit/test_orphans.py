@@ -12,6 +12,7 @@ import pytest
 from guarded_ranks import WAITING
 from harness import wait_until
 
+from ringcomm._core import open_pidfd
 from ringcomm.status.guardian import Guardian
 
 # The rank starts `child`, says which pid it has, and goes on once it is told to.
@@ -40,15 +41,16 @@ class Family:
         self.guardian = Guardian(wards, grace_s=grace_s, is_fault_tolerant=False)
         rank.go()
         self.child = int(rank.process.stdout.readline())
-        self.pidfd = os.pidfd_open(self.child)
+        self.pidfd = open_pidfd(self.child)
 
     def ends_within(self, seconds):
         """Return whether the child does; by its pidfd, for nobody here is its parent."""
         return bool(select.select([self.pidfd], [], [], seconds)[0])
 
     def close(self):
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        if not self.ends_within(0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child, signal.SIGKILL)
         os.close(self.pidfd)
         self.rank.process.kill()
         self.guardian.wait()
