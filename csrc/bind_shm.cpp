@@ -70,7 +70,7 @@ std::shared_ptr<Team> make_team(std::size_t index, std::size_t context, bool is_
   for (const auto& memory : memories) {
     kept->windows.push_back(memory->window(context));
     mates.push_back({reinterpret_cast<Window*>(kept->windows.back().data()), &memory->bell(),
-                     memory->arena()});
+                     memory->arena(), memory->pid()});
   }
   kept->memories = memories;
   return std::make_shared<Team>(index, std::move(mates), memories[index], is_crowded, kept);
@@ -222,12 +222,17 @@ void bind_shm(nb::module_& m) {
 
   nb::class_<Team>(m, "Team")
       .def_prop_ro("index", &Team::index)
-      .def_prop_ro("size", &Team::size);
+      .def_prop_ro("size", &Team::size)
+      .def("abandon", &Team::abandon, nb::call_guard<nb::gil_scoped_release>());
   m.def("make_team", &make_team, "index"_a, "context"_a, "is_crowded"_a, "memories"_a);
 
   nb::class_<NodeStep, Program>(m, "NodeStep")
       .def_prop_ro("agrees", &NodeStep::agrees)
       .def("has_arrived", &NodeStep::has_arrived, "member"_a)
+      .def_prop_ro("quitter", [](const NodeStep& step) -> std::optional<std::size_t> {
+        if (step.quitter() == step.team().size()) return {};
+        return step.quitter();
+      })
       .def("drive", &drive_step, "seconds"_a);
   m.def("start_reduce", &start_reduce, "team"_a, "slot"_a, "fingerprint"_a, "source"_a.noconvert(),
         "target"_a.noconvert().none(), "bounds"_a, "to"_a, "root"_a, "op"_a, "dtype"_a, "divisor"_a);

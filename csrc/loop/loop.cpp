@@ -128,8 +128,8 @@ void Loop::abandon(Program& program) {
   admit();
   const auto at = std::find_if(programs_.begin(), programs_.end(),
                                [&](const auto& each) { return each.get() == &program; });
+  program.abandon();  // one that was never added, too: nobody else advances it
   if (at == programs_.end()) return;
-  program.abandon();
   n_alone_ -= program.goes_on_alone();
   programs_.erase(at);
   --n_programs_;

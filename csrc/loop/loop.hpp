@@ -55,7 +55,7 @@ class Loop {
   // Who was in park() does not come again soon: the thread takes over.
   void yield_turn();
 
-  // Forgets a program: nobody advances it after this returns.
+  // Abandons a program, and forgets it: nobody advances it after this returns.
   void abandon(Program& program);
 
  private:

@@ -8,6 +8,11 @@
 // inline payloads are kept for two steps: a rank arrives at step k + 2 only after it has seen all
 // ranks at k + 1, and they came there after they were done with k. So nobody overwrites what another
 // still reads, and no further flag is needed for that.
+//
+// A rank may have to give up a step: its deadline passes, or its user interrupts it. What is its own
+// is its user's again then, so no other rank may read or write it any more. A rank that gives up
+// stores `abandoned`, then waits until nobody is `touching`; who goes on stores `touching`, then looks
+// at everybody's `abandoned`. All of these are seq_cst: one of the two sees the other.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -17,7 +22,7 @@
 
 namespace ringcomm {
 
-constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d32;  // "ringcom2"
+constexpr std::uint64_t kBoardMagic = 0x72696e67636f6d33;  // "ringcom3"
 constexpr std::size_t kUnnamedSlots = 16;
 constexpr std::size_t kNamedSlots = 4096;
 constexpr std::size_t kSlots = kUnnamedSlots + kNamedSlots;
@@ -39,7 +44,9 @@ struct alignas(64) Arrival {
   std::uint64_t nbytes;
   Source kind;
   std::uint32_t has_target;  // the result may be written to `target` by others
+  std::atomic<std::uint64_t> abandoned;  // == seq: this rank has given the step up
 };
+static_assert(sizeof(Arrival) == 64, "who looks at one member's part of a step misses one cache line");
 
 // How far a rank is in a step: progress_of(seq, n) for n segments.
 struct alignas(64) Progress {
@@ -47,6 +54,11 @@ struct alignas(64) Progress {
   std::atomic<std::uint64_t> reduced;  // segments of its slice that others may fetch
   std::atomic<std::uint64_t> done;     // segments that it will not read any more
   std::uint64_t lane;  // offset in its arena; written before `ready`
+};
+
+// Written by this rank at every look, and read by who gives up alone: so it has a cache line of its own.
+struct alignas(64) Presence {
+  std::atomic<std::uint64_t> touching;  // the step whose memory, anybody's, it may touch now; or 0
 };
 
 // Pieces of this rank's slice: who is free takes the next. Written by all ranks.
@@ -58,6 +70,7 @@ struct Slot {
   Arrival arrival[2];
   Progress progress;
   Claims claims;
+  Presence presence;
 };
 
 struct Window {

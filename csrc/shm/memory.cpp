@@ -174,9 +174,10 @@ Allocator::Usage Allocator::usage() const {
   return usage_;
 }
 
-NodeMemory::NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes,
+NodeMemory::NodeMemory(int pid, int board_fd, int arena_fd, std::size_t arena_nbytes,
                        std::size_t page_nbytes)
-    : board_fd_(board_fd),
+    : pid_(pid),
+      board_fd_(board_fd),
       arena_fd_(arena_fd),
       head_page_(board_fd, 0, kHeadBytes),
       head_(reinterpret_cast<BoardHead*>(head_page_.data())),
@@ -200,7 +201,7 @@ std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t 
   Descriptor board(make_memfd("ringcomm-board", kBoardBytes));
   Descriptor arena(make_memfd("ringcomm-arena", arena_nbytes));
   std::shared_ptr<NodeMemory> made(
-      new NodeMemory(board.get(), arena.get(), arena_nbytes, page_nbytes));
+      new NodeMemory(getpid(), board.get(), arena.get(), arena_nbytes, page_nbytes));
   board.release();
   arena.release();
   PrivateInForks::instance().add(&made->arena_, made->arena_fd_);
@@ -212,11 +213,11 @@ std::shared_ptr<NodeMemory> NodeMemory::create(std::uint64_t nonce, std::size_t 
 std::shared_ptr<NodeMemory> NodeMemory::open(int pid, int board_fd, int arena_fd,
                                              std::uint64_t nonce) {
   Descriptor board(open_of(pid, board_fd));
-  return adopt(std::move(board), Descriptor(open_of(pid, arena_fd)), nonce);
+  return adopt(std::move(board), Descriptor(open_of(pid, arena_fd)), nonce, pid);
 }
 
 std::shared_ptr<NodeMemory> NodeMemory::adopt(Descriptor board, Descriptor arena,
-                                              std::uint64_t nonce) {
+                                              std::uint64_t nonce, int pid) {
   struct stat state {};
   if (fstat(board.get(), &state) != 0) throw_errno("fstat of shared memory");
   if (static_cast<std::size_t>(state.st_size) != kBoardBytes)
@@ -229,7 +230,7 @@ std::shared_ptr<NodeMemory> NodeMemory::adopt(Descriptor board, Descriptor arena
   }
   if (fstat(arena.get(), &state) != 0) throw_errno("fstat of shared memory");
   std::shared_ptr<NodeMemory> made(
-      new NodeMemory(board.get(), arena.get(), static_cast<std::size_t>(state.st_size),
+      new NodeMemory(pid, board.get(), arena.get(), static_cast<std::size_t>(state.st_size),
                      page_nbytes()));
   board.release();
   arena.release();

@@ -89,8 +89,12 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   // Maps that of another process. Throws std::system_error, or std::runtime_error if it is not the
   // one with this nonce.
   static std::shared_ptr<NodeMemory> open(int pid, int board_fd, int arena_fd, std::uint64_t nonce);
-  // The same, by descriptors that were handed over.
-  static std::shared_ptr<NodeMemory> adopt(Descriptor board, Descriptor arena, std::uint64_t nonce);
+  // The same, by descriptors that were handed over. pid: 0 if it is not known here.
+  static std::shared_ptr<NodeMemory> adopt(Descriptor board, Descriptor arena, std::uint64_t nonce,
+                                           int pid = 0);
+
+  int pid() const { return pid_; }  // of the rank whose it is; 0: not known
+  bool is_of_this_process() const { return getpid() == pid_; }  // and not of a fork of it, either
 
   NodeMemory(const NodeMemory&) = delete;
   NodeMemory& operator=(const NodeMemory&) = delete;
@@ -109,8 +113,10 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
   bool holds(const void* data, std::size_t nbytes) const;
 
  private:
-  NodeMemory(int board_fd, int arena_fd, std::size_t arena_nbytes, std::size_t page_nbytes);
+  NodeMemory(int pid, int board_fd, int arena_fd, std::size_t arena_nbytes,
+             std::size_t page_nbytes);
 
+  const int pid_;
   int board_fd_, arena_fd_;
   Mapping head_page_;
   BoardHead* head_;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
+#include <stdexcept>
 #include <utility>
 
 #include "../kernels/reduce.hpp"
@@ -18,89 +18,6 @@ constexpr std::size_t kLine = 64;
 std::size_t n_parts(std::size_t nbytes, std::size_t part) { return (nbytes + part - 1) / part; }
 
 }  // namespace
-
-NodeStep::NodeStep(Meeting meeting)
-    : meeting_(std::move(meeting)), seq_(meeting_.team->next_step(meeting_.slot)) {}
-
-Arrival& NodeStep::arrival(std::size_t member) const {
-  return meeting_.team->slot(member, slot()).arrival[seq_ % 2];
-}
-
-Progress& NodeStep::progress(std::size_t member) const {
-  return meeting_.team->slot(member, slot()).progress;
-}
-
-std::byte* NodeStep::payload(std::size_t member) const {
-  return meeting_.team->mate(member).window->payload[slot()][seq_ % 2];
-}
-
-void NodeStep::signal(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n) {
-  meeting_.team->signal(slot(), counter, at(n));
-}
-
-bool NodeStep::all_at(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n) const {
-  return meeting_.team->all_at(slot(), counter, at(n));
-}
-
-void NodeStep::take_lane_for(const void* buffer) {
-  lane_ = meeting_.team->take_lane();
-  progress(index()).lane = lane_->offset + skew_from(buffer);
-}
-
-std::byte* NodeStep::lane_of(std::size_t member) const {
-  return meeting_.team->mate(member).arena + progress(member).lane;
-}
-
-void NodeStep::arrive() {
-  Arrival& mine = arrival(index());
-  mine.fingerprint = meeting_.fingerprint;
-  mine.seq.store(seq_, std::memory_order_seq_cst);
-  if (all_here()) meeting_.team->ring();
-}
-
-bool NodeStep::has_arrived(std::size_t member) const {
-  return arrival(member).seq.load(std::memory_order_seq_cst) >= seq_;
-}
-
-bool NodeStep::all_here() {
-  while (n_here_ < size() && has_arrived(n_here_)) ++n_here_;
-  return n_here_ == size();
-}
-
-Program::Step NodeStep::advance() {
-  if (is_over()) return Step::waiting;
-  try {
-    return go_on();
-  } catch (const std::exception& error) {  // no room for a lane: this rank alone cannot go on
-    end(error.what());
-    return Step::moved;
-  }
-}
-
-Program::Step NodeStep::go_on() {
-  if (!has_met_) {
-    if (!all_here()) return Step::waiting;
-    has_met_ = true;
-    for (std::size_t member = 0; member < size(); ++member)
-      agrees_ = agrees_ && arrival(member).fingerprint == meeting_.fingerprint;
-    if (!agrees_) {
-      finish();
-      return Step::moved;
-    }
-    meet();
-  }
-  return work();
-}
-
-void NodeStep::finish() {
-  if (lane_) {
-    lane_->slot = slot();
-    lane_->until = at(kAllDone);
-    meeting_.team->give_back(*lane_);
-    lane_.reset();
-  }
-  end();
-}
 
 // --- reductions ----------------------------------------------------------------------------------
 
@@ -390,10 +307,7 @@ void CopyStep::meet() {
 }
 
 Program::Step CopyStep::work() {
-  if (is_short_) {
-    end("a rank shows fewer bytes than another was to read");
-    return Step::moved;
-  }
+  if (is_short_) throw std::runtime_error("a rank shows fewer bytes than another was to read");
   bool has_moved = show();
   has_moved = pull() || has_moved;
   const bool has_all = next_whole_ == what_.pulls.size() && n_pulled_ == n_segments_;

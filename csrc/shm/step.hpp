@@ -1,68 +1,14 @@
-// One meeting of a team in a slot: all arrive, compare what they are about to do, and do it.
+// The reductions and the copies that the members of a team carry out in shared memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include "../kernels/dtype.hpp"
-#include "../loop/program.hpp"
-#include "team.hpp"
+#include "node_step.hpp"
 
 namespace ringcomm {
-
-// Where a step takes place, and what all members must agree on.
-struct Meeting {
-  std::shared_ptr<Team> team;
-  std::size_t slot;
-  std::uint64_t fingerprint;
-};
-
-class NodeStep : public Program {
- public:
-  Step advance() final;
-  bool needs_polling() const final { return false; }
-  void abandon() final {}
-
-  // False if the fingerprints differ: nothing was touched. To be read once it is over.
-  bool agrees() const { return agrees_; }
-  bool has_arrived(std::size_t member) const;
-  const Team& team() const { return *meeting_.team; }
-
- protected:
-  explicit NodeStep(Meeting meeting);
-
-  // The derived class has written its arrival: lets the others see it.
-  void arrive();
-  Arrival& arrival(std::size_t member) const;
-  Progress& progress(std::size_t member) const;
-  std::byte* payload(std::size_t member) const;
-  std::uint64_t at(std::uint64_t n) const { return progress_of(seq_, n); }
-  void signal(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n);
-  bool all_at(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n) const;
-  // Takes a lane through which `buffer`, private memory of this rank, passes; given back at the end.
-  void take_lane_for(const void* buffer);
-  std::byte* lane_of(std::size_t member) const;
-  std::size_t size() const { return meeting_.team->size(); }
-  std::size_t index() const { return meeting_.team->index(); }
-  std::size_t slot() const { return meeting_.slot; }
-  void finish();
-
-  virtual void meet() = 0;   // all are here, and agree
-  virtual Step work() = 0;   // goes on; calls finish() at the end
-
- private:
-  bool all_here();
-  Step go_on();
-
-  Meeting meeting_;
-  std::uint64_t seq_;
-  std::size_t n_here_ = 0;
-  bool has_met_ = false;
-  bool agrees_ = true;
-  std::optional<Lane> lane_;
-};
 
 // Who gets the result of a reduction.
 enum class Target { all, owner, root };

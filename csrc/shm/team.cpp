@@ -1,11 +1,31 @@
 #include "team.hpp"
 
+#include <signal.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <string>
 #include <utility>
 
 namespace ringcomm {
 namespace {
 
 constexpr std::size_t kSpareLanes = 4;
+constexpr useconds_t kNapUs = 100;
+constexpr int kNapsPerLook = 100;  // at whether a process lives
+
+// False for one that has ended, also while its parent has not asked for its exit status. 0: not known.
+bool is_alive(int pid) {
+  if (pid == 0) return true;
+  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return kill(pid, 0) == 0 || errno == EPERM;  // a node may have no /proc
+  char state = 'X';
+  const bool is_read = std::fscanf(file, "%*d (%*[^)]) %c", &state) == 1;
+  std::fclose(file);
+  return !is_read || (state != 'Z' && state != 'X');
+}
 
 }  // namespace
 
@@ -16,7 +36,7 @@ Team::Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemor
       mine_(std::move(mine)),
       is_crowded_(is_crowded),
       keep_alive_(std::move(keep_alive)),
-      steps_(kSlots, 0) {}
+      steps_(kSlots) {}
 
 Team::~Team() {
   for (const Lane& lane : lanes_)
@@ -48,6 +68,32 @@ bool Team::all_at(std::size_t slot, std::atomic<std::uint64_t> Progress::* count
 void Team::ring() const {
   for (std::size_t member = 0; member < size(); ++member)
     if (member != index_) mates_[member].bell->ring();
+}
+
+void Team::await_untouched(std::size_t slot, std::uint64_t seq) const {
+  const std::int64_t deadline = monotonic_ns() + kStuckNs;
+  for (std::size_t member = 0; member < size(); ++member) {
+    const auto& touching = this->slot(member, slot).presence.touching;
+    for (int naps = 1; touching.load(std::memory_order_seq_cst) == seq; ++naps) {
+      if (monotonic_ns() >= deadline) return;
+      if (naps % kNapsPerLook == 0 && !is_alive(mates_[member].pid)) break;
+      usleep(kNapUs);
+    }
+  }
+}
+
+void Team::abandon() {
+  std::vector<std::size_t> given_up;
+  for (std::size_t slot = 0; slot < kSlots; ++slot) {
+    const std::uint64_t seq = steps_[slot].open.load(std::memory_order_relaxed);
+    if (seq == 0) continue;
+    this->slot(index_, slot).arrival[seq % 2].abandoned.store(seq, std::memory_order_seq_cst);
+    given_up.push_back(slot);
+  }
+  if (given_up.empty()) return;
+  ring();
+  me().bell->ring();  // another thread may sleep for one of them
+  for (const std::size_t slot : given_up) await_untouched(slot, steps_[slot].number);
 }
 
 Lane Team::take_lane() {

@@ -1,5 +1,6 @@
 // The members of a group that share a node, and the slots in which their operations meet.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,7 +17,11 @@ struct Mate {
   Window* window;
   Bell* bell;
   std::byte* arena;
+  int pid;  // 0: not known
 };
+
+// How long a member may take for a piece of a step before it counts as stopped.
+constexpr std::int64_t kStuckNs = 5'000'000'000;
 
 constexpr std::size_t kLane = 1u << 20;
 
@@ -57,7 +62,16 @@ class Team : public std::enable_shared_from_this<Team> {
   Patience patience() const;
 
   // Takes part in the next step of a slot; returns its number, alike on all members.
-  std::uint64_t next_step(std::size_t slot) { return ++steps_[slot]; }
+  std::uint64_t next_step(std::size_t slot) {
+    Step& step = steps_[slot];
+    step.open.store(++step.number, std::memory_order_relaxed);
+    return step.number;
+  }
+  // That step is over on this member.
+  void close_step(std::size_t slot) { steps_[slot].open.store(0, std::memory_order_relaxed); }
+
+  // Gives up every step that is not over, also what another thread advances; see NodeStep::abandon().
+  void abandon();
 
   // Stores `value`, and wakes the others if they may have waited for it: if this member was the only
   // one behind, so that the least of all counters has grown.
@@ -68,17 +82,26 @@ class Team : public std::enable_shared_from_this<Team> {
   // Wakes every other member's process if it sleeps.
   void ring() const;
 
+  // Returns once no member that lives touches memory of this step, this member's other threads
+  // included; after kStuckNs in any case. This member has abandoned it, so none begins to.
+  void await_untouched(std::size_t slot, std::uint64_t seq) const;
+
   // Returns kLane + kSkew bytes of this rank's arena that nobody reads any more.
   Lane take_lane();
   void give_back(Lane lane);
 
  private:
+  struct Step {
+    std::uint64_t number = 0;            // of the last
+    std::atomic<std::uint64_t> open{0};  // the same while it is not over, else 0
+  };
+
   std::size_t index_;
   std::vector<Mate> mates_;
   std::shared_ptr<NodeMemory> mine_;
   bool is_crowded_;
   std::shared_ptr<void> keep_alive_;
-  std::vector<std::uint64_t> steps_;
+  std::vector<Step> steps_;  // by slot
   std::mutex mutex_;
   std::vector<Lane> lanes_;  // not in use by this rank; others may still read them
 };

@@ -1,87 +1,21 @@
 // The node engine under a sanitizer: ranks as threads that share one mapping of every board and
 // arena, random operations of random sizes, all of them checked. `ci/sanitize` builds and runs it.
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "../loop/loop.hpp"
-#include "../shm/step.hpp"
+#include "node.hpp"
 
 using namespace ringcomm;
+using namespace ringcomm::stress;
 
 namespace {
 
-constexpr std::size_t kArena = 256u << 20;
 constexpr std::size_t kInFlight = 4;
-
-[[noreturn]] void fail(const char* what, std::size_t rank, unsigned round) {
-  std::fprintf(stderr, "rank %zu, round %u: %s\n", rank, round, what);
-  std::_Exit(1);
-}
-
-struct Node {
-  std::vector<std::shared_ptr<NodeMemory>> memories;
-  std::vector<Mapping> windows;
-  std::vector<Mate> mates;
-
-  explicit Node(std::size_t size) {
-    for (std::size_t rank = 0; rank < size; ++rank) {
-      memories.push_back(NodeMemory::create(rank + 1, kArena));
-      windows.push_back(memories.back()->window(0));
-      mates.push_back({reinterpret_cast<Window*>(windows.back().data()), &memories.back()->bell(),
-                       memories.back()->arena()});
-    }
-  }
-};
-
-// An array, private or registered.
-class Array {
- public:
-  Array(NodeMemory& memory, std::size_t count, bool is_registered)
-      : memory_(memory), count_(count), is_registered_(is_registered) {
-    if (is_registered) {
-      offset_ = memory.allocator().take(nbytes());
-      data_ = reinterpret_cast<float*>(memory.arena() + offset_);
-    } else {
-      own_.resize(count);
-      data_ = own_.data();
-    }
-  }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-  ~Array() {
-    if (is_registered_) memory_.allocator().give_back(offset_, nbytes());
-  }
-
-  float* data() { return data_; }
-  std::byte* bytes() { return reinterpret_cast<std::byte*>(data_); }
-  std::size_t count() const { return count_; }
-  std::size_t nbytes() const { return count_ * sizeof(float); }
-
- private:
-  NodeMemory& memory_;
-  std::size_t count_;
-  bool is_registered_;
-  std::size_t offset_ = 0;
-  std::vector<float> own_;
-  float* data_;
-};
-
-// What the rank with this seed brings; small integers, so that sums are exact.
-float value(unsigned round, std::size_t rank, std::size_t i) {
-  return static_cast<float>((round * 7 + rank * 3 + i) % 61);
-}
-
-float sum(unsigned round, std::size_t size, std::size_t i) {
-  float total = 0;
-  for (std::size_t rank = 0; rank < size; ++rank) total += value(round, rank, i);
-  return total;
-}
 
 // One operation, alike on all ranks but for where its arrays are.
 struct Operation {

@@ -181,10 +181,11 @@ class Engine:
             CommTimeoutError: a rank did not come within timeout_s.
             NotInitializedError: after shutdown(), or in a child of this rank.
         """
-        task = self._enqueue(
-            kind, name, plan, group, is_awaited=True, timeout_s=timeout_s, is_once=is_once
+        result: R = self.complete(
+            lambda: self._enqueue(
+                kind, name, plan, group, is_awaited=True, timeout_s=timeout_s, is_once=is_once
+            )
         )
-        result: R = self._result_or_loss(task)
         return result
 
     def take_place(self, ledger: Ledger, team: NodeTeam) -> int | None:
@@ -194,16 +195,26 @@ class Engine:
         """
         if self._is_closed or self._broken is not None or self._n_forks != n_forks():
             return None
-        if self.timeline is not None or self.selection.leaves_memory or self._joining.has_guests:
+        if self._needs_task:
             return None
         with self._lock:
             if not team.is_turn_of(ledger.next_place):
                 return None
             return ledger.take_place()
 
-    def lose_place(self, place: int, error: BaseException) -> None:
-        """What was begun at this place ends with an error that the other ranks do not know."""
-        self._lose(f"operation #{place}", error)
+    @property
+    def _needs_task(self) -> bool:
+        """True while none may be carried out without a task: it does more, or cannot go well."""
+        if self.timeline is not None or self.selection.leaves_memory or self._joining.has_guests:
+            return True
+        return self.watch.peers.has_lost
+
+    def lose_place(self, place: int | None, error: BaseException) -> None:
+        """What was begun at this place ends with an error that the other ranks do not know.
+
+        None: an interrupt came while it was taken, so it may be.
+        """
+        self._lose("an operation" if place is None else f"operation #{place}", error)
 
     def _lose(self, label: str, error: BaseException) -> None:
         if self._break(label, error):
@@ -213,20 +224,16 @@ class Engine:
         self,
         place: int,
         step: NodeStep,
-        plan: Callable[[Group], Plan[Any]],
+        plan: Plan[Any],
         group: Group,
         *,
         timeout_s: float | None = None,
-    ) -> None:
-        """Let what was begun at this place of `group` be a task, and wait for it."""
+    ) -> Task:
+        """Let what was begun at this place of `group` be a task, for this thread to wait for."""
         ledger = group.ledger_for(self)
-        entry = _Entry(group, ledger, ledger.unnamed(place), True, timeout_s)
-        try:
-            ready = plan(group)
-        except BaseException as error:  # an interrupt: its place is taken, and others wait for it
-            self.lose_place(place, error)
-            raise
-        self._result_or_loss(self._follow(step, ready, entry))
+        return self._follow(
+            step, plan, _Entry(group, ledger, ledger.unnamed(place), True, timeout_s)
+        )
 
     def start(
         self,
@@ -246,10 +253,15 @@ class Engine:
             NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
         """
         self._progress.work_in_background()
-        task = self._enqueue(
-            kind, name, plan, group, is_awaited=False, timeout_s=timeout_s, is_once=is_once
-        )
-        return Handle(self, task)
+        task = None
+        try:
+            task = self._enqueue(
+                kind, name, plan, group, is_awaited=False, timeout_s=timeout_s, is_once=is_once
+            )
+            return Handle(self, task)
+        except BaseException as error:
+            self.lose_unless_over(task, error)
+            raise
 
     def result_of(self, task: Task | Over, timeout_s: float | None = None) -> Any:
         """Return what a task comes to; see Handle.wait()."""
@@ -289,17 +301,25 @@ class Engine:
         if not is_awaited:
             self._progress.work_in_background()
         self._require_own_process()
-        with self._lock:
-            self.require_usable()
-            self._require_room()
-            self._n_serial += 1
-            if ticket is None:
-                ticket = Ticket(None, base_of(NO_GROUP, f"rank {self.job_rank}"), self._n_serial)
-            task = Task(label, ticket, members)
-            task.timeout_s = timeout_s
-            task.start(talk(task, self._n_serial))
-            self._pending.add(Work(task, None, ticket, 0), self.timeline)
-            self._progress.submit(task, is_awaited=is_awaited)
+        is_begun = False
+        try:
+            with self._lock:
+                self.require_usable()
+                self._require_room()
+                self._n_serial += 1
+                if ticket is None:
+                    base = base_of(NO_GROUP, f"rank {self.job_rank}")
+                    ticket = Ticket(None, base, self._n_serial)
+                task = Task(label, ticket, members)
+                task.timeout_s = timeout_s
+                is_begun = True
+                task.start(talk(task, self._n_serial))
+                self._pending.add(Work(task, None, ticket, 0), self.timeline)
+                self._progress.submit(task, is_awaited=is_awaited)
+        except BaseException as error:
+            if is_begun:
+                self._lose(label, error)
+            raise
         return task
 
     def label_of(self, key: int) -> str:
@@ -374,7 +394,7 @@ class Engine:
         """
         Gpus.note_current(self)  # what it stands in for may be on a GPU
         self.work_in_background()
-        last: int = self._result_or_loss(self._joining.begin())
+        last: int = self.complete(self._joining.begin)
         return last
 
     def stand_in(self, call: Call, plan: Callable[[Group], Plan[Any]], group: Group) -> Task | Over:
@@ -563,14 +583,20 @@ class Engine:
         """Return the label of the oldest operation that is pending, "" if there is none."""
         return self._pending.oldest()
 
-    def _result_or_loss(self, task: Task | Over) -> Any:
-        """Wait for a task of which nobody has a handle."""
+    def complete(self, begin: Callable[[], Task | Over]) -> Any:
+        """Begin a task of which nobody has a handle, and return what it comes to; blocks."""
+        task = None
         try:
+            task = begin()
             return self.result_of(task)
         except BaseException as error:
-            if not task.is_over:  # interrupted
-                self._on_lost(error)
+            self.lose_unless_over(task, error)
             raise
+
+    def lose_unless_over(self, task: Task | Over | None, error: BaseException) -> None:
+        """Take note of what ended the wait for a task; None: it did not begin."""
+        if task is not None and not task.is_over:  # interrupted
+            self._on_lost(error)
 
     def _enqueue(
         self,
@@ -594,18 +620,26 @@ class Engine:
         ready, problem = _try(kind, name, group, plan)
         if is_once:
             ready = replace(ready, call=replace(ready.call, name=name, is_once=True))
-        with self._lock:
-            self.require_usable()
-            self._require_room()
-            ticket = ledger.enter(ready.call.name, is_once=is_once)
-            entry = _Entry(group, ledger, ticket, is_awaited, timeout_s)
-            is_one_step = problem is None and self._is_one_step(ready, entry)
-            if not is_one_step:
-                task = self._make_task(ready, entry, problem)
-        if is_one_step:
-            return self._take_step(ready, entry)
-        begins_here = group.team is not None or group.size == 1
-        self._progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
+        has_place = False
+        try:
+            with self._lock:
+                self.require_usable()
+                self._require_room()
+                ledger.require_free(ready.call.name)
+                has_place = True
+                ticket = ledger.enter(ready.call.name, is_once=is_once)
+                entry = _Entry(group, ledger, ticket, is_awaited, timeout_s)
+                is_one_step = problem is None and self._is_one_step(ready, entry)
+                if not is_one_step:
+                    task = self._make_task(ready, entry, problem)
+            if is_one_step:
+                return self._take_step(ready, entry)
+            begins_here = group.team is not None or group.size == 1
+            self._progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
+        except BaseException as error:
+            if has_place:  # an interrupt, or no memory: others wait for what was begun here
+                self._lose(ready.call.label(ledger.next_place - 1), error)
+            raise
         return task
 
     def _is_one_step(self, plan: Plan[Any], entry: _Entry) -> bool:
@@ -613,7 +647,7 @@ class Engine:
         team, ticket = entry.group.team, entry.ticket
         if plan.step is None or team is None:
             return False
-        if self.timeline is not None or self.selection.leaves_memory or self._joining.has_guests:
+        if self._needs_task:
             return False
         if ticket.name is None:
             return team.is_turn_of(ticket.number)
@@ -625,21 +659,17 @@ class Engine:
         assert team is not None
         assert plan.step is not None
         assert plan.finish is not None
-        try:
-            slot = ledger.slot(ticket, ledger.proposal(ticket))
-            assert slot is not None
-            step = plan.step.begin(Meeting(team, slot, plan.call.fingerprint))
-            is_over = step.is_over or step.drive(team.moment_s if entry.is_awaited else 0.0)
-            if is_over and step.agrees and not step.fault:
-                result = plan.finish(None)
-                with self._lock:
-                    ledger.finish(ticket)
-                    end_turn(team, ticket)
-                label = partial(_label, plan.call, ticket, entry.group, self.world)
-                return Over(result, ticket.number, label)
-        except BaseException as error:  # its place is taken, and others wait for it
-            self._lose(_label(plan.call, ticket, entry.group, self.world), error)
-            raise
+        slot = ledger.slot(ticket, ledger.proposal(ticket))
+        assert slot is not None
+        step = plan.step.begin(Meeting(team, slot, plan.call.fingerprint))
+        is_over = step.is_over or step.drive(team.moment_s if entry.is_awaited else 0.0)
+        if is_over and step.agrees and not step.fault:
+            result = plan.finish(None)
+            with self._lock:
+                ledger.finish(ticket)
+                end_turn(team, ticket)
+            label = partial(_label, plan.call, ticket, entry.group, self.world)
+            return Over(result, ticket.number, label)
         return self._follow(step, plan, entry)
 
     def _follow(self, step: NodeStep, plan: Plan[Any], entry: _Entry) -> Task:
@@ -651,12 +681,8 @@ class Engine:
             await t.follow(step, plan)
             return finish(t)
 
-        try:
-            with self._lock:
-                task = self._make_task(Plan(plan.call, plan.nbytes, run), entry)
-        except BaseException as error:
-            self._lose(_label(plan.call, entry.ticket, entry.group, self.world), error)
-            raise
+        with self._lock:
+            task = self._make_task(Plan(plan.call, plan.nbytes, run), entry)
         self._progress.begin(task, is_awaited=entry.is_awaited, at_once=True)
         return task
 
@@ -778,6 +804,8 @@ class Engine:
             self.watch.announce_broken(error.rank, error.reason)
         elif not isinstance(error, CommTimeoutError):
             self.watch.announce_failed(self.job_rank, f"broke off {label}: {_text_of(error)}")
+        if self._transport.node is not None:
+            self._transport.node.abandon()  # behind the words: who meets with it knows why by then
         return True
 
     def _copy_of_broken(self) -> RingcommError:

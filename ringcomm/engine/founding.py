@@ -34,15 +34,16 @@ class Founding:
         """Return the ledger of a new group, agreed on by its members; blocks."""
         members = tuple(sorted(group.ranks))
         with self._one_at_a_time:
-            number = self._n_made[members] = self._n_made.get(members, 0) + 1
+            number = self._n_made.get(members, 0) + 1
             ticket = Ticket(None, base_of(NO_GROUP, str(members)), number)
             call = Call(f"Group({list(group.ranks)})")
 
             def talk(task: Task, _: int) -> Strand:
+                self._n_made[members] = number  # not before it is under way, and others count it
                 return self._agree(task, call, number, engine)
 
-            context: int = engine.result_of(
-                engine.converse(f"{group!r}", members, talk, ticket=ticket)
+            context: int = engine.complete(
+                lambda: engine.converse(f"{group!r}", members, talk, ticket=ticket)
             )
         largest_tag = engine.transport.largest_tag
         if context >= contexts_within(largest_tag):

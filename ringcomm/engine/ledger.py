@@ -89,11 +89,7 @@ class Ledger:
         """
         if name is None:
             return self.unnamed(self.take_place())
-        if name in self._pending:
-            raise ValueError(
-                f"an operation named {name!r} is pending on this rank: wait for its handle first, "
-                "or pass another name"
-            )
+        self.require_free(name)
         self._pending.add(name)
         self.n_entered += 1
         if is_once:
@@ -103,6 +99,14 @@ class Ledger:
             return Ticket(name, base_of(self.context, name), 0)
         entry.number += 1
         return Ticket(name, self._bases[name], entry.number)
+
+    def require_free(self, name: str | None) -> None:
+        """Raise ValueError if an operation of this name is pending."""
+        if name in self._pending:
+            raise ValueError(
+                f"an operation named {name!r} is pending on this rank: wait for its handle first, "
+                "or pass another name"
+            )
 
     def take_place(self) -> int:
         """Return the place of an unnamed operation that begins on this rank."""

@@ -55,7 +55,7 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
         PeerFailedError: a rank of the group died, or the receiver left.
         CommTimeoutError: nobody received it within RINGCOMM_TIMEOUT_S; the engine is unusable.
     """
-    engine().result_of(_sender(x, dest, tag, group, may_be_self=False)())
+    engine().complete(_sender(x, dest, tag, group, may_be_self=False))
 
 
 def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | None = None) -> int:
@@ -69,7 +69,7 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
 
     Messages of one rank and tag arrive in the order in which they were sent. Raises: see send().
     """
-    source = engine().result_of(_receiver(out, source, tag, group, may_be_self=False)())
+    source = engine().complete(_receiver(out, source, tag, group, may_be_self=False))
     return source
 
 
@@ -89,12 +89,19 @@ def sendrecv(
     """
     receive = _receiver(out, source, recvtag, group, may_be_self=True)
     send = _sender(x, dest, sendtag, group, may_be_self=True)  # refuse both before either begins
-    receiving, sending = receive(), send()
     current = engine()
+    begun: list[Task] = []
     try:
-        source = current.result_of(receiving)
-    finally:
-        current.result_of(sending)
+        begun.append(receive())
+        begun.append(send())
+        try:
+            source = current.result_of(begun[0])
+        finally:
+            current.result_of(begun[1])
+    except BaseException as error:
+        for task in begun:
+            current.lose_unless_over(task, error)
+        raise
     return source
 
 

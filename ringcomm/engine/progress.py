@@ -275,7 +275,7 @@ class Progress:
             at_once: first advance it in this thread as far as that goes: it begins in shared
                 memory, and may be over in microseconds.
         """
-        if at_once:
+        if at_once and not self._watch.peers.has_lost:
             try:
                 task.advance()
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
@@ -609,8 +609,18 @@ class Progress:
     def _admit(self) -> None:
         while self._inbox:
             task = self._inbox.popleft()
-            if not task.is_over:
-                self._tasks.append(task)
+            if task.is_over:
+                continue
+            self._tasks.append(task)
+            if self._watch.peers.has_lost:
+                self._refuse_hopeless(task)
+
+    def _refuse_hopeless(self, task: Task) -> None:
+        """End a task that has done nothing yet if it cannot complete."""
+        try:
+            refuse_hopeless(task, self._watch)
+        except RingcommError as error:
+            self._finish(task, error)
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
         if task.is_over:

@@ -66,27 +66,25 @@ class Quick:
         engine = None if group is None else group.engine_or_none
         if group is None or engine is None:
             return False
-        place = engine.take_place(self._ledger, self._team)
-        if place is None:
-            return False
-        slot = place % N_UNNAMED
+        place = task = None
         try:
+            place = engine.take_place(self._ledger, self._team)
+            if place is None:
+                return False
+            slot = place % N_UNNAMED
             step = known.run_on(slot, x) if is_numpy else known.run(slot, x.data_ptr())
+            if step is None:
+                self._team.end_turn(place)
+            else:
+                plan = _plans().allreduce(group, None, x, op, in_place=True)
+                task = engine.adopt(place, step, plan, group, timeout_s=timeout_s)
+                engine.result_of(task)
         except BaseException as error:
-            engine.lose_place(place, error)
+            if task is None or not task.is_over:  # others wait for what was begun here
+                engine.lose_place(place, error)
             raise
-        if step is None:
-            self._team.end_turn(place)
-            if not is_numpy:
-                adapter_for(x).written(x)
-        else:
-            engine.adopt(
-                place,
-                step,
-                lambda g: _plans().allreduce(g, None, x, op, in_place=True),
-                group,
-                timeout_s=timeout_s,
-            )
+        if step is None and not is_numpy:
+            adapter_for(x).written(x)
         return True
 
     def _learn(self, x: Any, op: Op) -> None:

@@ -184,6 +184,10 @@ class NodeRegion(Protocol):
         """Return where these ranks of the group `context` meet; None if not all can."""
         ...
 
+    def abandon(self) -> None:
+        """Give up what this rank has begun in it; see SharedNode."""
+        ...
+
     @property
     def memory(self) -> NodeMemory:
         """What this rank shares."""

@@ -191,10 +191,15 @@ class Channel(Performer):
                 await Wait((request,))
                 self._posted.discard(request)
         if step.fault:
-            raise WireFault(step.fault)
+            raise WireFault(self._text_of_fault(step))
         if not step.agrees:
             raise Disagreement
         self.has_met = True
+
+    def _text_of_fault(self, step: NodeStep) -> str:
+        if step.quitter is None:
+            return step.fault
+        return f"rank {self.members[step.quitter]} has given this operation up"
 
     async def run(self, schedule: _core.Schedule, arguments: list[Bytes]) -> None:
         """Carry out a recorded algorithm without Python; the transport must have a runner.

@@ -44,6 +44,7 @@ class PeerTable:
         absent: key of an operation -> ranks that left and will never enter it -> how they left.
         broken: rank whose engine is unusable, for it needed one that failed -> that one, and how.
         gave_up: rank -> what it raised when its deadline passed; it takes part in nothing more.
+        has_lost: some rank is dead, broken or gave up.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class PeerTable:
     absent: dict[int, dict[int, str]] = field(default_factory=dict)
     broken: dict[int, Obstacle] = field(default_factory=dict)
     gave_up: dict[int, GaveUp] = field(default_factory=dict)
+    has_lost: bool = False
     _entered: dict[int, set[int]] = field(default_factory=dict)
     _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
     _followed: dict[int, int] = field(default_factory=dict)
@@ -63,10 +65,12 @@ class PeerTable:
             self._followed[rank] = blames
             reason = f"stopped because rank {blames} failed"
         self.dead.setdefault(rank, reason)
+        self.has_lost = True
 
     def note_failed(self, rank: int, reason: str) -> None:
         """`rank` was said to have failed, with better words than a bare death has."""
         self.dead[rank] = reason
+        self.has_lost = True
         self._followed.pop(rank, None)
 
     def note_left(self, rank: int, how: str) -> None:
@@ -80,6 +84,7 @@ class PeerTable:
     def note_broken(self, rank: int, cause: int, reason: str) -> None:
         """`rank` lives, but takes part in nothing more, because `cause` failed."""
         self.broken.setdefault(rank, Obstacle(cause, reason))
+        self.has_lost = True
 
     def note_entered(self, rank: int, key: int) -> None:
         """`rank` has entered operation `key`."""
@@ -93,6 +98,7 @@ class PeerTable:
     def note_gave_up(self, rank: int, gave_up: GaveUp) -> None:
         """The deadline of `rank` passed; what it said first counts."""
         self.gave_up.setdefault(rank, gave_up)
+        self.has_lost = True
 
     def forget(self, key: int) -> None:
         """Operation `key` is over."""

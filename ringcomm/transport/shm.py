@@ -94,6 +94,16 @@ class SharedNode:
         team = make_team(members.index(self._rank), context, self.is_crowded, memories)
         return NodeTeam(team, self.moment_s)
 
+    def abandon(self) -> None:
+        """Give up every operation of this rank that is under way in shared memory.
+
+        Returns once no other rank reads or writes what this one has registered: a rank that comes
+        to such an operation later touches nothing, and its operation fails.
+        """
+        for team in list(self._teams.values()):
+            if team is not None:
+                team.team.abandon()
+
     def empty(self, nbytes: int) -> Bytes:
         """Return memory that the ranks of this node map; freed with the last view of it.
 
@@ -205,7 +215,7 @@ class StepRequest:
         return self.step.is_over
 
     def cancel(self) -> None:
-        """Let nobody advance it."""
+        """Let nobody advance it; no other rank touches its buffers any more."""
         self._loop.abandon(self.step)
 
     @property

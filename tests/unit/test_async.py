@@ -374,15 +374,19 @@ def test_more_names_than_are_cached_are_right_and_warned_of_once(monkeypatch, ca
 
 
 def test_a_death_ends_every_operation_under_way():
+    are_late = threading.Barrier(3)
+
     def body(rank):
         handles = [rc.allreduce_async(np.ones(3), name=f"n{i}") for i in range(5)]
         if rank == 1:
             for handle in handles:
                 handle.wait()
+            are_late.wait(20)
             raise ValueError("boom")
         for handle in handles:
             handle.wait()
         late = [rc.allreduce_async(np.ones(3), name=f"late{i}") for i in range(5)]
+        are_late.wait(20)
         reasons = []
         for handle in reversed(late):
             with pytest.raises(rc.PeerFailedError, match="boom") as caught:
