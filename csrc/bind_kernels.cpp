@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "bind.hpp"
 #include "kernels/copy.hpp"
 #include "kernels/reduce.hpp"
+#include "kernels/standard_floats.hpp"
 
 namespace ringcomm {
 namespace {
@@ -84,6 +86,16 @@ void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& srcs, int code
                   divisor);
 }
 
+// For a `with` block of what numpy computes, in one thread.
+class FloatsOfBlock {
+ public:
+  void enter() { floats_.emplace(); }
+  void leave() { floats_.reset(); }
+
+ private:
+  std::optional<StandardFloats> floats_;
+};
+
 // By address, for arrays that are not numpy's; the caller has checked them.
 void py_copy_memory(std::uintptr_t out, std::uintptr_t x, std::size_t nbytes) {
   copy_streamed(reinterpret_cast<void*>(out), reinterpret_cast<const void*>(x), nbytes);
@@ -92,6 +104,10 @@ void py_copy_memory(std::uintptr_t out, std::uintptr_t x, std::size_t nbytes) {
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
+  nb::class_<FloatsOfBlock>(m, "StandardFloats")
+      .def(nb::init<>())
+      .def("__enter__", &FloatsOfBlock::enter)
+      .def("__exit__", [](FloatsOfBlock& self, nb::args) { self.leave(); });
   m.def("combine", &py_combine, "dst"_a.noconvert(), "src"_a.noconvert(), "dtype"_a, "op"_a);
   m.def("divide", &py_divide, "data"_a.noconvert(), "divisor"_a, "dtype"_a);
   m.def("reduce_many", &py_reduce_many, "dsts"_a.noconvert(), "srcs"_a.noconvert(), "dtype"_a,

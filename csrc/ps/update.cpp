@@ -11,6 +11,7 @@
 #include "../kernels/clones.hpp"
 #include "../kernels/half.hpp"
 #include "../kernels/job.hpp"
+#include "../kernels/standard_floats.hpp"
 #include "formulas.hpp"
 
 namespace ringcomm::ps {
@@ -279,6 +280,7 @@ void require_doable(const DenseUpdate& u) {
 void apply(const DenseUpdate& u) {
   require_doable(u);
   if (u.rows == 0) return;
+  const StandardFloats here;
   u.dtype == DType::float64 ? apply_as<double>(u) : apply_as<float>(u);
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ringcomm._core import StandardFloats
 from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import AVERAGE, SUM, Op
@@ -62,7 +63,7 @@ def scale(x: Flat, factor: float) -> None:
     """
     if factor == 1.0 or x.count == 0:
         return
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are results, too
+    with StandardFloats(), np.errstate(invalid="ignore", over="ignore"):  # NaN is a result, too
         _scale(x, factor)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ringcomm._core import StandardFloats
 from ringcomm.arrays import DTYPES, adapter_for, any_adapter_for, arrived, device_adapter_for
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.scaling import Scaling, from_bfloat16, to_bfloat16
@@ -64,15 +65,17 @@ def plan(
     wide = np.float64 if any(flat.dtype.name == "float64" for flat in flats) else np.float32
     line = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
     parts = consecutive([flat.count for flat in flats])
-    line *= wide(scaling.before)
+    with StandardFloats():
+        line *= wide(scaling.before)
 
     async def run(t: Channel) -> list[A]:
         if t.meeting is not None:
             await t.meet()  # messages follow, of a size that all must have agreed on
         total = await _combine(line, parts, t)
-        total *= wide(scaling.after)
-        for flat, part in zip(flats, parts, strict=True):
-            _write(flat, total[part])
+        with StandardFloats():
+            total *= wide(scaling.after)
+            for flat, part in zip(flats, parts, strict=True):
+                _write(flat, total[part])
         if not in_place:
             return copies
         for x, copy, adapter in zip(xs, copies, adapters, strict=True):
@@ -139,10 +142,11 @@ async def _receive(like: _Vector, source: int, t: Channel) -> _Vector:
 def adasum(a: _Vector, b: _Vector, parts: Sequence[slice]) -> _Vector:
     """Return the combination of two vectors, part by part."""
     total = np.empty_like(a)
-    for part in parts:
-        x, y = a[part], b[part]
-        dot, xx, yy = (float(np.dot(u, v)) for u, v in _pairs(x, y))
-        total[part] = x * a.dtype.type(_share(dot, xx)) + y * a.dtype.type(_share(dot, yy))
+    with StandardFloats():
+        for part in parts:
+            x, y = a[part], b[part]
+            dot, xx, yy = (float(np.dot(u, v)) for u, v in _pairs(x, y))
+            total[part] = x * a.dtype.type(_share(dot, xx)) + y * a.dtype.type(_share(dot, yy))
     return total
 
 
