@@ -40,6 +40,16 @@ class Flat:
         return Flat(np.empty(count * self.dtype.itemsize, np.uint8), self.dtype)
 
 
+def overlap(x: Flat, y: Flat) -> bool:
+    """Return True if some byte is in both."""
+    return bool(np.may_share_memory(x.bytes, y.bytes))  # exact for what is contiguous
+
+
+def is_same(x: Flat, y: Flat) -> bool:
+    """Return True if both are the same bytes of memory."""
+    return x.bytes.ctypes.data == y.bytes.ctypes.data and x.bytes.nbytes == y.bytes.nbytes
+
+
 @dataclass(frozen=True)
 class Span:
     """Consecutive elements of one dtype in a GPU's memory: where they are; a slice shares them.

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Array, ArrayAdapter, DType, Flat, adapter_for
+from ringcomm.arrays.base import is_same, overlap
 from ringcomm.collectives import circulant, exchange
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
@@ -82,7 +83,7 @@ def reduce_scatter_into(
     Args:
         group: who takes part.
         name: see ringcomm.engine.ops.
-        out: as many elements as are due to this rank; may be its own part of x.
+        out: as many elements as are due to this rank; may overlap with x, as its own part does.
         x: the same dtype. Left alone otherwise, and must stay as it is until the operation is over.
         op: as for allreduce().
         counts: how many elements each rank gets; None: as many as `out` has.
@@ -100,9 +101,14 @@ def reduce_scatter_into(
             f"{counts[group.index]} are due to this rank"
         )
     choose = group.engine.selection.algorithm
+    # Other ranks read x until the end, but for this rank's part.
+    is_apart = not overlap(source, target) or is_same(source[parts[group.index]], target)
+    made = target if is_apart else target.like(target.count)
 
     def finish(t: Channel | None = None) -> A:
         del t
+        if made is not target:
+            target.bytes[:] = made.bytes
         adapter.written(out)
         return out
 
@@ -111,10 +117,10 @@ def reduce_scatter_into(
         t.copy(flat, source)
         algorithm = choose("reduce_scatter", flat, t)
         own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
-        t.copy(target, own)
+        t.copy(made, own)
         return finish()
 
-    step = plans.reduction_in_node(source, target.bytes, op, group, parts)
+    step = plans.reduction_in_node(source, made.bytes, op, group, parts)
     call = call_of("reduce_scatter_into", name, op.name, source.dtype.name, tuple(counts))
     return Plan(call, source.bytes.nbytes, run, step, finish)
 
@@ -133,7 +139,7 @@ def alltoall_into(
     Args:
         group: who takes part.
         name: see ringcomm.engine.ops.
-        out: must not overlap with x.
+        out: must not overlap with x, which other ranks read while it is written.
         x: the same dtype.
         received: how many elements come from each rank.
         sent: how many elements go to each rank. A rank that expects another number than is sent
@@ -141,6 +147,12 @@ def alltoall_into(
     """
     adapter, target, source = _pair("alltoall_into", out, x)
     adapter.require_writable(out)
+    if overlap(source, target):
+        raise ValueError(
+            f"alltoall_into: out, {target.bytes.nbytes} bytes at {target.bytes.ctypes.data:#x}, "
+            f"overlaps with x, {source.bytes.nbytes} bytes at {source.bytes.ctypes.data:#x}, which "
+            "other ranks read while it is written. Pass an array of its own memory"
+        )
     outgoing = parts_of("alltoall_into", list(sent), source.count, "x", group)
     incoming = parts_of("alltoall_into", list(received), target.count, "out", group)
 

@@ -21,6 +21,7 @@ from ringcomm.arrays import (
     arrived,
     device_adapter_for,
 )
+from ringcomm.arrays.base import overlap
 from ringcomm.engine import mirrored
 from ringcomm.engine.call import shape_text
 from ringcomm.engine.gpu import Issue, Launched
@@ -85,8 +86,12 @@ def sendrecv(
 ) -> int:
     """Send x to one rank while receiving `out` from another, and return the latter; see send().
 
-    dest and source may be any ranks, this one too; x and out must not overlap.
+    dest and source may be any ranks, this one too.
+
+    Raises:
+        ValueError: x and out overlap, or another bad argument.
     """
+    _require_apart(x, out)
     receive = _receiver(out, source, recvtag, group, may_be_self=True)
     send = _sender(x, dest, sendtag, group, may_be_self=True)  # refuse both before either begins
     current = engine()
@@ -103,6 +108,20 @@ def sendrecv(
             current.lose_unless_over(task, error)
         raise
     return source
+
+
+def _require_apart(x: Array, out: Array) -> None:
+    """Raise ValueError if what is received would be written over what is being sent."""
+    if device_adapter_for(x) is not None or device_adapter_for(out) is not None:
+        return
+    sent, received = adapter_for(x), adapter_for(out)
+    if not (sent.is_contiguous(x) and received.is_contiguous(out)):
+        return  # one of the two goes through memory of its own
+    if overlap(sent.flat(x), received.flat(out)):
+        raise ValueError(
+            "sendrecv: x and out overlap, so that what is received would be written over what is "
+            "being sent. Pass x.copy(), or an out of its own memory"
+        )
 
 
 def send_async(

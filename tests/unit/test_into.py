@@ -66,6 +66,48 @@ def test_reduce_scatter_into_gives_each_rank_its_part(counts, op, wire):
         np.testing.assert_allclose(out, expected[bounds[rank] : bounds[rank + 1]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("is_registered", [False, True])
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+def test_a_part_may_be_written_over_another_part_of_what_is_reduced(is_registered, shift, wire):
+    count = 100_003
+
+    def body(rank):
+        make = rc.empty if is_registered else np.empty
+        x = make(3 * count, "float32")
+        at = (rank + 1) % 3 * count  # where the next rank's part is, or a little beside that
+        at = min(max(at + shift, 0), 2 * count)
+        for round_ in range(5):
+            values = np.arange(3 * count) % 61 + round_
+            x[:] = values * (rank + 1)
+            out = x[at : at + count]
+            start(into.reduce_scatter_into, out, x, rc.SUM)
+            np.testing.assert_array_equal(out, 6 * values[rank * count : (rank + 1) * count])
+
+    run_ranks(3, body)
+
+
+def test_an_alltoall_over_its_own_source_is_refused_on_every_rank(wire):
+    def body(rank):
+        x = np.arange(6.0)
+        out = x[1:3] if rank == 0 else np.empty(2)
+        with pytest.raises((ValueError, rc.MismatchError), match="overlaps with x"):
+            start(into.alltoall_into, out, x[:2], received=[1, 1], sent=[1, 1])
+        return (x == np.arange(6.0)).all()
+
+    assert all(run_ranks(2, body))
+
+
+def test_what_is_received_may_not_lie_over_what_is_sent():
+    def body(rank):
+        x = np.arange(6.0)
+        with pytest.raises(ValueError, match="x and out overlap"):
+            rc.sendrecv(x[:4], 1 - rank, x[2:], 1 - rank)
+        assert rc.sendrecv(x[::2], 1 - rank, x[1::2], 1 - rank) == 1 - rank
+        assert (x[1::2] == [0, 2, 4]).all()
+
+    run_ranks(2, body)
+
+
 def test_alltoall_into_takes_each_part_to_its_rank(wire):
     def body(rank):
         sent = [rank + dest for dest in range(3)]
