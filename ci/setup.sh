@@ -19,6 +19,9 @@ BUILDER=$ROOT/.venv # this environment builds the wheel for all of them
 
 # What is tested is what is installed: nothing may come in beside it.
 unset PYTHONPATH PYTHONHOME
+# Without its byte code, which pip is asked not to make of all that nobody imports, each process that
+# imports torch compiles it for 3 s.
+unset PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 if [[ $(id -u) == 0 ]]; then # in a container; Open MPI's mpirun wants to hear it twice
