@@ -19,6 +19,7 @@ from ringcomm.errors import PeerFailedError
 from ringcomm.transport.faulty import FaultyTransport
 from ringcomm.transport.loopback import LoopbackHub
 
+PROMPTLY_S = 120.0  # a job that no deadline of 600 s has ended, on a busy machine, too
 HANG_S = 240.0  # a machine that is busy takes a minute to import torch
 wire = "messages"  # or "node": ranks as threads share memory, too; see the fixture `wire`
 

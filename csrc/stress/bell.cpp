@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::int64_t kLost = 10'000'000'000, kLongest = 60'000'000'000;
 constexpr std::size_t kSlot = 3;
+constexpr unsigned kSpins = 100'000;  // who yields comes back later than who looks
 
 struct Pair {
   std::vector<std::shared_ptr<NodeMemory>> memories;
@@ -44,7 +45,13 @@ struct Start {
 
   // Returns at about the same time for both; false once it was the last meeting.
   bool of(unsigned round) {
-    for (++n_ready; n_ready.load() < 2 * round;) sched_yield();  // there may be no core for both
+    ++n_ready;
+    for (unsigned looks = 0; n_ready.load() < 2 * round; ++looks) {
+      if (looks < kSpins)
+        cpu_pause();
+      else
+        sched_yield();  // there may be no core for both now
+    }
     return round <= n_rounds.load();
   }
 };

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -37,6 +38,28 @@ Pipe pipe_in(NodeMemory& memory) {
   const Pipe pipe(memory.arena() + memory.allocator().take(kPipe), kPipe);
   pipe.clear();
   return pipe;
+}
+
+// A pipe that is nearly full all the time hands on what was put, in its order.
+void fill_a_pipe() {
+  alignas(64) static std::byte memory[sizeof(Pipe::Head) + 1024];
+  const Pipe pipe(memory, sizeof memory);
+  pipe.clear();
+  std::mt19937 random(1);
+  std::deque<std::string> unread;
+  for (int turn = 0; turn < 20'000; ++turn) {
+    const std::string text(random() % 400, static_cast<char>('a' + turn % 26));
+    const Chunk chunk{text.data(), text.size()};
+    while (!pipe.put(&chunk, 1)) {
+      const Pipe::Message oldest = pipe.peek();
+      if (unread.empty() || oldest.data == nullptr ||
+          std::string(reinterpret_cast<const char*>(oldest.data), oldest.nbytes) != unread.front())
+        fail("a pipe lost a message that was not read", 0);
+      unread.pop_front();
+      pipe.pop();
+    }
+    unread.push_back(text);
+  }
 }
 
 std::string push_meta(std::size_t n) {
@@ -229,6 +252,7 @@ void run(std::uint32_t n_clients, unsigned rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  fill_a_pipe();
   const auto rounds = static_cast<unsigned>(argc > 1 ? std::atoi(argv[1]) : 300);
   for (const std::uint32_t n : {1u, 3u}) run(n, rounds);
 }

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import IS_MPICH, at_length, run_script
+from harness import IS_MPICH, PROMPTLY_S, at_length, run_script
 
 TESTS = Path(__file__).parents[1]
 
@@ -98,7 +98,7 @@ def test_a_rank_that_dies_or_stops_frees_the_streams_of_the_others(transport, ho
     env = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_GRACE_S": "1"}
     job = run_script(3, FAULT, transport, how, tmp_path, cwd=tmp_path, options=options, env=env)
     assert job.code != 0
-    assert job.seconds < 25, job.output
+    assert job.seconds < PROMPTLY_S, job.output
     if IS_MPICH:  # whose launcher ends all at the first death
         return
     kind = "PeerFailedError" if how == "SIGKILL" else "CommTimeoutError"

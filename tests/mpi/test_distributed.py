@@ -6,7 +6,17 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from harness import BIN, IS_MPICH, at_length, is_at_length, job_environment, run_job, run_script
+from harness import (
+    BIN,
+    HANG_S,
+    IS_MPICH,
+    PROMPTLY_S,
+    at_length,
+    is_at_length,
+    job_environment,
+    run_job,
+    run_script,
+)
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
 
@@ -185,13 +195,13 @@ if dist.get_rank() == 1:
     ],
 )
 def test_rule_7_a_groups_timeout_ends_its_operations_and_names_the_missing(call, tmp_path):
-    job = run_script(2, LATE.format(call=call), cwd=tmp_path, timeout_s=40)
+    job = run_script(2, LATE.format(call=call), cwd=tmp_path, timeout_s=HANG_S)
     assert job.code != 0
     assert "for rank 1, which did not answer or did not enter it" in job.output or (
         "for rank 0, which did not answer or did not enter it" in job.output
     )
     assert " timeout of 0.5 s is over" in job.output
-    assert job.seconds < 30
+    assert job.seconds < PROMPTLY_S
 
 
 DEATH = """
@@ -209,10 +219,10 @@ for step in range(100):
 
 @pytest.mark.at_length
 def test_a_rank_that_dies_ends_the_others_backward(tmp_path):
-    job = run_script(3, DEATH, cwd=tmp_path, timeout_s=40)
+    job = run_script(3, DEATH, cwd=tmp_path, timeout_s=HANG_S)
     assert job.code != 0
     assert "x rank 1" in job.output
-    assert job.seconds < 20
+    assert job.seconds < PROMPTLY_S
 
 
 @pytest.mark.at_length

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import IS_MPICH, run_job, run_script
+from harness import IS_MPICH, PROMPTLY_S, run_job, run_script
 
 TRAIN = """
 import sys
@@ -144,7 +144,7 @@ def test_a_death_ends_the_job_and_is_named(before, after, told, tmp_path):
     job = run_script(3, DIES.format(before=before, after=after), cwd=tmp_path)
     assert job.code != 0
     assert told in job.output
-    assert job.seconds < 20
+    assert job.seconds < PROMPTLY_S
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "parameter_server.md"

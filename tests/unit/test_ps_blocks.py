@@ -39,6 +39,7 @@ def test_every_version_is_read_as_it_was_written(count):
         change = whole_numbers(version, count)
         expected = expected + change
         assert add(block, change) == version == block.version
+        assert memory[:16].view(np.uint64).tolist() == [version] * 2  # begun, done
         assert read(memory, count)[0] == version
         assert np.array_equal(read(memory, count)[1], expected)
         assert np.array_equal(memory[block.offset :][: 4 * count].view(np.float32), expected)
