@@ -104,7 +104,7 @@ def test_a_stall_that_is_not_to_be_warned_of_is_not(tmp_path):
 
 
 def test_a_stall_ends_after_its_deadline_and_names_who_is_missing(tmp_path):
-    environment = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1"}
+    environment = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
     job = run_script(3, TRAINING + LATE.format(seconds=600), cwd=tmp_path, env=environment)
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
