@@ -90,6 +90,7 @@ class Ask:
         clock_of: returns the clock once there is credit: what is never sent takes no number.
         on_end: called before that with any reply, also with one that says that it is another
             server's.
+        turn: of one of ask(), in the order of its calls, from 1 on; others have 0.
     """
 
     kind: Kind
@@ -107,6 +108,7 @@ class Ask:
     on_ack: Callable[[int], object] | None = None
     clock_of: Callable[[], int] | None = None
     on_end: Callable[[Delivery], None] | None = None
+    turn: int = 0
     future: Any = None
 
     def take(self, reply: Delivery) -> Ask | None:
@@ -141,6 +143,7 @@ class Client:
         self._me = engine.job_rank
         self._life = engine.transport.incarnation
         self._sequence = itertools.count(1)
+        self._turns = itertools.count(1)
         self._asked: dict[int, Ask | PlainPush] = {}
         self._credit = Credit(lambda: (CREDIT_NBYTES, CREDIT_REQUESTS))
         self.n_bytes = self._credit.n_bytes
@@ -230,6 +233,7 @@ class Client:
             for ask in asks:  # nothing can go wrong any more: rounds are counted
                 if ask.clock_of is not None:
                     ask.clock = ask.clock_of()
+                ask.turn = next(self._turns)
                 if self._may_leave(ask):
                     self._submit(ask)
                 else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +30,9 @@ class Credit:
 
     Beyond that each table may have one push on its way to each server. Pushes of a round wait there
     for those of other workers, who may push their tables in another order: if those that wait could
-    keep a table's out, the two would wait for each other.
+    keep a table's out, the two would wait for each other. So would two workers one of which has
+    sent a later block first, before that one moved to the server of the earlier one: what is called
+    before all pushes of its table that are on their way may always leave.
 
     Args:
         limits: returns how many bytes and requests may be on their way to one server.
@@ -43,6 +46,7 @@ class Credit:
         self.n_bytes: Counter[int] = Counter()
         self._n_asked: Counter[int] = Counter()
         self._n_pushes: Counter[tuple[int, int]] = Counter()  # by server and table
+        self._turns: defaultdict[int, set[int]] = defaultdict(set)  # of pushes, by table
 
     def busy(self) -> set[int]:
         """Return the servers to which something is on its way."""
@@ -53,7 +57,10 @@ class Credit:
         self.n_bytes[ask.server] += sign * ask.body.nbytes
         self._n_asked[ask.server] += sign
         if ask.kind == Kind.PUSH:
-            self._n_pushes[ask.server, table_of(ask)] += sign
+            table = table_of(ask)
+            self._n_pushes[ask.server, table] += sign
+            if ask.turn:
+                (self._turns[table].add if sign > 0 else self._turns[table].discard)(ask.turn)
 
     def allows(self, ask: Ask | PlainPush) -> bool:
         """Return True if a request may be sent now."""
@@ -64,4 +71,8 @@ class Credit:
         is_small = not (n and held) or held + n <= most_nbytes
         if is_small and self._n_asked[ask.server] < most_requests:
             return True
-        return ask.kind == Kind.PUSH and not self._n_pushes[ask.server, table_of(ask)]
+        if ask.kind != Kind.PUSH:
+            return False
+        table = table_of(ask)
+        is_first = 0 < ask.turn < min(self._turns[table], default=math.inf)
+        return is_first or not self._n_pushes[ask.server, table]

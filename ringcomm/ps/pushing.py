@@ -62,7 +62,7 @@ class PlainPush(Future[Pushed]):
     """
 
     kind: Final = Kind.PUSH
-    table = option = place = epoch = 0
+    table = option = place = epoch = turn = 0
     clock_of = out = on_end = None
 
     def __init__(self, table: Table, clock: int, meta: bytes, body: Bytes) -> None:

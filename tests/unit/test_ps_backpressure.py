@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from ps_jobs import run_workers
 
+import ringcomm as rc
 from ringcomm import codec, ps
 from ringcomm.engine.world import engine
 from ringcomm.ps import client
@@ -16,6 +17,9 @@ from ringcomm.ps.dense import DensePartition
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.hashed import Shard
 from ringcomm.ps.job import session
+from ringcomm.ps.placement import Move
+from ringcomm.ps.rebalancing import move_all
+from ringcomm.ps.serving import Server
 
 NBYTES, CREDIT, N_PUSHES = 100_000, 400_000, 60
 
@@ -193,6 +197,49 @@ def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monk
     assert run_workers(3, body, n_servers) == [[2.0] * 3] * 3
     if make is dense_tables:
         assert max(most) <= (3 + 3) * block  # of each table one more
+
+
+@pytest.mark.usefixtures("wire")
+def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server(monkeypatch):
+    """One worker has sent block 3 before 2, and the other, after the move, 2 before 3."""
+    has_come, kept, hear = threading.Event(), [], Server.on_request
+
+    def hear_late(server, delivery):
+        """Keep the second worker's block 1 until the first one's block 3 is at its new server."""
+        header = delivery.header
+        pushed = header.kind == Kind.PUSH and (header.origin, header.partition, server.index)
+        if pushed == (1, 1, 1) and not has_come.is_set():
+            kept.append((server, delivery))
+            return
+        if pushed == (0, 3, 1):
+            has_come.set()
+        hear(server, delivery)
+        while kept and has_come.is_set():
+            hear(*kept.pop())
+
+    def place(t, owners):
+        moves = [Move((t.number, part), -1, owner) for part, owner in enumerate(owners)]
+        move_all(session(), moves).wait()
+
+    def body(rank):
+        t = ps.table("w", 40, updater=ps.optim.Add(), mode="sync", block_nbytes=40)
+        if rank == 0:
+            place(t, [0, 1, 1, 0])
+        rc.barrier()
+        if rank == 0:
+            push = t.push(np.ones(40, np.float32))
+            place(t, [0, 1, 1, 1])
+        rc.barrier()
+        if rank == 1:
+            push = t.push(np.ones(40, np.float32))
+        assert push.wait().applied
+        return t.pull().wait().tolist()
+
+    monkeypatch.setattr(client, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(client, "STALL_S", 0.02)
+    monkeypatch.setattr(Server, "on_request", hear_late)
+    assert run_workers(2, body, 2) == [[1.0] * 40] * 2
+    assert has_come.is_set()
 
 
 def test_a_table_has_one_push_on_its_way_whatever_others_wait_for():
