@@ -144,7 +144,7 @@ void NodeStep::abandon() {
 void NodeStep::give_up() {
   arrival(index()).abandoned.store(seq_, std::memory_order_seq_cst);
   meeting_.team->ring();
-  meeting_.team->await_untouched(slot(), seq_);
+  meeting_.team->await_untouched(slot(), seq_, monotonic_ns() + kStuckNs);
   meeting_.team->close_step(slot());
 }
 

@@ -70,8 +70,7 @@ void Team::ring() const {
     if (member != index_) mates_[member].bell->ring();
 }
 
-void Team::await_untouched(std::size_t slot, std::uint64_t seq) const {
-  const std::int64_t deadline = monotonic_ns() + kStuckNs;
+void Team::await_untouched(std::size_t slot, std::uint64_t seq, std::int64_t deadline) const {
   for (std::size_t member = 0; member < size(); ++member) {
     const auto& touching = this->slot(member, slot).presence.touching;
     for (int naps = 1; touching.load(std::memory_order_seq_cst) == seq; ++naps) {
@@ -83,17 +82,18 @@ void Team::await_untouched(std::size_t slot, std::uint64_t seq) const {
 }
 
 void Team::abandon() {
-  std::vector<std::size_t> given_up;
+  std::vector<std::pair<std::size_t, std::uint64_t>> given_up;
   for (std::size_t slot = 0; slot < kSlots; ++slot) {
     const std::uint64_t seq = steps_[slot].open.load(std::memory_order_relaxed);
     if (seq == 0) continue;
     this->slot(index_, slot).arrival[seq % 2].abandoned.store(seq, std::memory_order_seq_cst);
-    given_up.push_back(slot);
+    given_up.emplace_back(slot, seq);
   }
   if (given_up.empty()) return;
   ring();
   me().bell->ring();  // another thread may sleep for one of them
-  for (const std::size_t slot : given_up) await_untouched(slot, steps_[slot].number);
+  const std::int64_t deadline = monotonic_ns() + kStuckNs;  // of all: there may be thousands
+  for (const auto& [slot, seq] : given_up) await_untouched(slot, seq, deadline);
 }
 
 Lane Team::take_lane() {

@@ -83,8 +83,8 @@ class Team : public std::enable_shared_from_this<Team> {
   void ring() const;
 
   // Returns once no member that lives touches memory of this step, this member's other threads
-  // included; after kStuckNs in any case. This member has abandoned it, so none begins to.
-  void await_untouched(std::size_t slot, std::uint64_t seq) const;
+  // included; at `deadline` in any case. This member has abandoned it, so none begins to.
+  void await_untouched(std::size_t slot, std::uint64_t seq, std::int64_t deadline) const;
 
   // Returns kLane + kSkew bytes of this rank's arena that nobody reads any more.
   Lane take_lane();
