@@ -15,7 +15,7 @@ from ringcomm.status.guardian import Ward
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank lets the ranks of its host open, by numbers of its own descriptors.
+    """The files that a rank lets the others of its host open, by its own descriptors.
 
     Attributes:
         pid: of the rank.
@@ -160,10 +160,18 @@ class Neighbours:
         return self._deaths.fileno()
 
     def add(self, rank: int, neighbour: Neighbour) -> None:
-        """Watch it from now on."""
+        """Watch it from now on; it belongs to this object then.
+
+        Raises:
+            OSError: it cannot be watched, and is closed.
+        """
+        try:
+            self._deaths.register(neighbour.end, select.EPOLLIN)  # a hang-up is told all the same
+        except OSError:
+            neighbour.close()
+            raise
         self._met[rank] = neighbour
         self._watched[neighbour.end] = rank
-        self._deaths.register(neighbour.end, select.EPOLLIN)  # a hang-up is told all the same
 
     def ended(self) -> list[int]:
         """Return those that have died, in the order of their deaths, which is what epoll keeps."""

@@ -215,3 +215,19 @@ def test_descriptors_that_are_refused_are_closed():
     for each in given:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(each)
+
+
+def test_a_neighbour_that_cannot_be_watched_is_closed_and_not_met():
+    class Full:
+        def register(self, *_):
+            raise OSError(errno.ENOSPC, "No space left on device")  # fs.epoll.max_user_watches
+
+    resident = Resident(0)
+    deaths, resident.neighbours._deaths = resident.neighbours._deaths, Full()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        resident.neighbours.add(1, Neighbour.reached(resident.offer))
+    assert set(os.listdir("/proc/self/fd")) == before
+    resident.neighbours._deaths = deaths
+    assert resident.neighbours.ranks == []
+    resident.neighbours.close()
