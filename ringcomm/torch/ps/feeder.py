@@ -374,8 +374,8 @@ class Feeder:
         self._refuse_spoiled()
         self._refuse_changed_values()
         self._refuse_changed_gradients()
-        if self.terms.is_deferred and not self.rows:  # else step() is called again: it raised
-            self.rows = take(self._session)
+        if self.terms.is_deferred:
+            self.rows = self.rows or take(self._session)  # the same if step() raised before
             self.rows.require_fit(_WHO, self.terms.mode, has_norm=self.terms.max_norm is not None)
             if not is_on(self.terms.scaler):
                 self.rows.require_finite()
