@@ -1,4 +1,4 @@
-"""What to say when a process may open no more files."""
+"""Errors that say what a file was needed for, and that a process may open no more of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """Let an OSError of the block say what the descriptor was for, and which limit was met."""
+    """Add to an OSError of the block what the descriptor was for, and which limit was met."""
     try:
         yield
     except OSError as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Backlog:
-    """What waits for credit of calls that are on their way, by server and table, in their order.
+    """Requests that wait for credit, by server and table, in the order of their calls.
 
     Not safe by itself: the client's lock is held around each call.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """What the server says that lets workers into rounds.
+    """The answer of the server that lets workers into rounds.
 
     Attributes:
         is_in: this worker is in the round that it asked for.

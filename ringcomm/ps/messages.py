@@ -20,9 +20,7 @@ ABSENT = 8  # this worker has no gradient in this round
 PARTIAL = 128  # behind the hyper-parameters stands which segments have a gradient
 HOLD, RELEASE, SKIP = 16, 32, 64  # keep the mean of the round; make it an update, or drop it
 SQUARES: Final = struct.Struct("<d?")  # meta of the answer to HOLD: sum of squares, all finite
-MEASURED: Final = struct.Struct(
-    "<d??"
-)  # meta of the answer to MEASURE: those, and "yours is in it"
+MEASURED: Final = struct.Struct("<d??")  # of the answer to MEASURE: those, and "yours is in it"
 ENCODED: Final = "encoded"  # dtype of a push whose body is what a codec wrote
 MISSING: Final = ("init", "zero", "raise")  # of a sparse pull, by number
 

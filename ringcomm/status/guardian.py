@@ -41,7 +41,7 @@ class Ward:
 
     @property
     def argument(self) -> str:
-        """What the program is told."""
+        """The argument of the program for this rank."""
         return ":".join(map(str, (self.pid, self.page_fd, self.nonce, *self.handed)))
 
 

@@ -163,7 +163,7 @@ NO_ROWS: Final = RowGradients()
 
 @dataclass(eq=False)
 class _Waiting:
-    """What waits on one worker, and for whom."""
+    """The gradients that wait on one worker, and the optimizers that they wait for."""
 
     optimizers: WeakSet[Deferring] = field(default_factory=WeakSet)
     found: dict[HashTable, TableGradient] = field(default_factory=dict)

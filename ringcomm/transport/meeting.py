@@ -11,7 +11,7 @@ from ringcomm.transport.nodes import node_of, separations
 
 
 class Comm(Protocol):
-    """What is used of an mpi4py communicator."""
+    """The part of an mpi4py communicator that is used here."""
 
     rank: int
     size: int
@@ -27,7 +27,7 @@ class Comm(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a rank of this host says of itself and of those that it has met.
+    """A rank of this host, by what it says of itself and of those that it has met.
 
     Attributes:
         rank: in the job.
