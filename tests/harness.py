@@ -21,6 +21,7 @@ from ringcomm.transport.loopback import LoopbackHub
 
 PROMPTLY_S = 120.0  # a job that no deadline of 600 s has ended, on a busy machine, too
 HANG_S = 240.0  # a machine that is busy takes a minute to import torch
+DEADLINE_S = 60.0  # of ranks as threads: only a hang reaches it
 wire = "messages"  # or "node": ranks as threads share memory, too; see the fixture `wire`
 
 
@@ -36,7 +37,7 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
         transport = hub.transport(rank)
         if faults is not None and rank in faults:
             transport = FaultyTransport(transport, faults[rank])
-        engine = Engine(transport, settings or Settings(timeout_s=20))
+        engine = Engine(transport, settings or Settings(timeout_s=DEADLINE_S))
         try:
             with entered(engine):
                 results[rank] = body(rank)
@@ -71,7 +72,7 @@ def run_ranks(size, body, **kwargs):
     return results
 
 
-def wait_until(is_so, what, timeout_s=10):
+def wait_until(is_so, what, timeout_s=DEADLINE_S):
     """Return once is_so(); fail with `what` after timeout_s.
 
     For news of other processes, in files and in /proc: nothing can be waited for there, so they are

@@ -1,5 +1,6 @@
 """Jobs of workers and servers as threads."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -7,13 +8,14 @@ import random
 import sys
 import threading
 
-from harness import outcomes
+from harness import DEADLINE_S, outcomes
 
 from ringcomm import ps
 from ringcomm.engine.world import engine
+from ringcomm.ps.job import session
 
 
-def run_workers(n_workers, body, n_servers=1, *, deadline_s=10, faults=None, **options):
+def run_workers(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, **options):
     """Run body(rank) on the workers of a job with servers; return what they return."""
     results = run_all(n_workers, body, n_servers, deadline_s=deadline_s, faults=faults, **options)
     for result in results:
@@ -26,7 +28,7 @@ def run_workers(n_workers, body, n_servers=1, *, deadline_s=10, faults=None, **o
     return results[:n_workers]
 
 
-def run_all(n_workers, body, n_servers=1, *, deadline_s=10, faults=None, **options):
+def run_all(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, **options):
     """Return what each rank returned or raised."""
 
     def main(rank):
@@ -52,6 +54,17 @@ def release_memory():
     """Let go of what ended ranks shared, before descriptors run out: select() knows 1,024."""
     if len(os.listdir("/proc/self/fd")) > 400:
         gc.collect()
+
+
+@contextlib.contextmanager
+def deadline(seconds):
+    """Let this worker's waits in the block end after `seconds`, and no others."""
+    client = session().client
+    before, client.deadline_s = client.deadline_s, seconds
+    try:
+        yield
+    finally:
+        client.deadline_s = before
 
 
 def moving_beside(next_move):

@@ -89,9 +89,9 @@ def test_chains_whose_callbacks_wait_find_their_like_in_any_order(size):
         threads = [threading.Thread(target=chain, args=(i,), daemon=True) for i in range(N)]
         for i in order(rank):
             threads[i].start()
-            assert has_started[i].wait(10)
+            assert has_started[i].wait(60)
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         return [ends[i].wait().unique().tolist() for i in range(N)]
 
     ranks = sum(range(size))

@@ -14,7 +14,6 @@ from training import assert_close, assert_equals_one_process, copies, seeded, wr
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.config import Settings  # noqa: E402
 
 KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 SHAPES = {0: (), 1: (7,), 2: (4, 5), 3: (2, 3, 4)}
@@ -257,7 +256,7 @@ def test_eval_sends_nothing(tracks):
         rc.barrier()
         return outputs
 
-    (_, (output,)) = run_ranks(2, body, settings=Settings(timeout_s=5))
+    (_, (output,)) = run_ranks(2, body)
     assert torch.equal(output, plain(x))
 
 

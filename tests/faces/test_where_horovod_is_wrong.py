@@ -219,7 +219,7 @@ def test_a_parameter_that_one_rank_does_not_use_does_not_deadlock(grouping):
         return [p.grad.to_dense()[:, 0].tolist() for p in model.parameters()]
 
     expected = [[0.0, 0.5, 0.5, 0.0]] * 2
-    assert run_ranks(2, body, settings=Settings(timeout_s=10)) == [expected] * 2
+    assert run_ranks(2, body) == [expected] * 2
 
 
 def test_one_name_for_two_kinds_of_operation_is_an_error_and_does_not_stall():
@@ -229,7 +229,7 @@ def test_one_name_for_two_kinds_of_operation_is_an_error_and_does_not_stall():
             hvd.allreduce(x, name="x") if rank == 0 else hvd.broadcast(x, 0, name="x")
         return hvd.allreduce(x, op=hvd.Sum, name="x").tolist()
 
-    assert run_ranks(2, body, settings=Settings(timeout_s=10)) == [[2.0, 2.0]] * 2
+    assert run_ranks(2, body) == [[2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("form", ["state_dict", "named_parameters", "parameters", "list"])

@@ -148,7 +148,7 @@ def test_whoever_waits_for_a_live_rank_hears_of_a_third_s_death():
         if rank == 3:
             died.set()
             raise RuntimeError("gone")
-        died.wait(10)
+        died.wait(60)
         rc.allreduce(X)
 
     results = outcomes(4, body)
@@ -175,13 +175,13 @@ def test_a_rank_that_followed_another_is_not_blamed():
         if rank == 1:
             raise ValueError("the cause")
         if rank == 0:
-            followers.wait(10)
+            followers.wait(60)
             time.sleep(0.05)  # not for synchronisation: lets the deaths of 2 and 3 be recorded
         try:
             rc.allreduce(X)
         except rc.PeerFailedError:
             if rank != 0:
-                followers.wait(10)
+                followers.wait(60)
             raise
 
     assert outcomes(4, body)[0].rank == 1
@@ -206,7 +206,7 @@ def test_a_rank_that_computes_answers_that_it_is_in_no_operation():
         engine().work_in_background()
         rc.allreduce(X, name="first")
         if rank == 1:
-            assert is_told.wait(10)  # Python has the rank; a thread of ours answers
+            assert is_told.wait(60)  # Python has the rank; a thread of ours answers
             return
         with pytest.raises(rc.CommTimeoutError, match=r"rank 1 is in no operation"):
             rc.allreduce(X, name="second")
@@ -296,7 +296,7 @@ class FollowingLoop(WatchedLoop):
     """Begins a program once the other rank has."""
 
     def add(self, program):
-        assert self._has_begun.wait(10)
+        assert self._has_begun.wait(60)
         self._loop.add(program)
 
 
@@ -327,7 +327,7 @@ def test_leaving_waits_for_the_last_rank_without_a_deadline():
 
     def body(rank):
         if rank == 0:
-            released.wait(10)
+            released.wait(60)
         else:
             threading.Timer(0.6, released.set).start()
         return engine().leave("done")
@@ -343,7 +343,7 @@ def test_a_death_ends_the_wait_of_a_rank_that_leaves():
         if rank == 1:
             raise ValueError("boom")
         if rank == 2:
-            return has_left.wait(10)
+            return has_left.wait(60)
         is_clean = engine().leave("done")
         has_left.set()
         return is_clean
@@ -410,7 +410,7 @@ def test_zero_timeout_waits_for_ever():
 
     def body(rank):
         if rank == 1:
-            late.wait(10)
+            late.wait(60)
         else:
             threading.Timer(0.4, late.set).start()
         return float(rc.allreduce(np.ones(1))[0])
@@ -430,7 +430,7 @@ def test_a_stalled_wait_is_reported_once_with_the_missing_ranks(caplog):
 
     def body(rank):
         if rank == 1:
-            assert warned.wait(10)
+            assert warned.wait(60)
             time.sleep(0.2)  # long enough for a second warning, which must not come
         return float(rc.allreduce(np.ones(1), name="slow")[0])
 
@@ -505,7 +505,7 @@ def test_a_death_that_the_wire_notices_first_is_told_as_one():
     def body(rank):
         if rank == 1:
             handle = rc.allreduce_async(X, name="w")
-            assert hub.has_refused.wait(10)
+            assert hub.has_refused.wait(60)
             time.sleep(0.1)  # not for synchronisation: news travels slower
             assert not handle.done()
             raise ValueError("boom")
@@ -534,7 +534,7 @@ def test_a_failure_in_another_thread_stops_the_wait_of_this_one():
 
     def body(rank):
         if rank == 1:
-            release.wait(10)
+            release.wait(60)
             raise RuntimeError("ends")
         engine().watch.own_failure = "raised ValueError: boom in another thread"
         with pytest.raises(rc.PeerFailedError, match="this rank raised ValueError: boom"):

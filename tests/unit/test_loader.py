@@ -258,7 +258,7 @@ def test_a_dataset_that_hangs_is_told_of(monkeypatch):
     class Hanging(Squares):
         def __getitem__(self, i):
             if i == 5:
-                goes_on.wait(10)
+                goes_on.wait(60)
                 return super().__getitem__(i)
             return super().__getitem__(i)
 

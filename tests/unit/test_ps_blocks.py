@@ -148,7 +148,7 @@ class Readers:
     def __exit__(self, *_):
         self.is_over.set()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
 
 
 @pytest.mark.parametrize("count", [50, 20_000, 200_000])
@@ -157,10 +157,10 @@ def test_nothing_torn_is_read_while_another_thread_writes(count):
     block, one = _core.DenseBlock(memory, count, FLOAT32), np.ones(count, np.float32)
     with Readers(memory, count) as readers:
         for _ in range(2):
-            assert readers.has_read.acquire(timeout=10)
+            assert readers.has_read.acquire(timeout=60)
         for _ in range(1_500 if count < 100_000 else 400):
             add(block, one)
         for _ in range(4):
-            assert readers.has_read.acquire(timeout=10)
+            assert readers.has_read.acquire(timeout=60)
     assert not readers.torn
     assert readers.reads > 4

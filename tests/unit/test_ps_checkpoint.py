@@ -357,9 +357,9 @@ def test_pushes_that_wait_for_their_round_are_not_saved_as_applied(tmp_path):
             waiting.update({ask.partition: sequence for sequence, ask in asked.items()})
             ps.stats()  # what came before has arrived
             pushed.set()
-            assert is_saved.wait(10)
+            assert is_saved.wait(60)
         else:
-            assert pushed.wait(10)
+            assert pushed.wait(60)
             ps.save(tmp_path).wait()
             is_saved.set()
             future = t.push(GRADIENTS[2, rank])

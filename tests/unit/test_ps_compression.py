@@ -282,7 +282,7 @@ def test_late_pushes_go_with_the_next():
         t = table(compression=TopK(0.05), mode=ps.FirstOf(1))
         applied = []
         if rank == 1:
-            assert first_done.wait(10)
+            assert first_done.wait(60)
         for row in steps[:, rank]:
             applied.append(t.push(row).wait().applied)
         first_done.set()
@@ -376,7 +376,7 @@ def train(c, order):
         t = table(updater=adam, mode="sync", compression=c, init=1.0, **options)
         for step in range(6):
             place = step * 3 + order.index(rank)
-            assert place == 0 or turns[place - 1].wait(10)
+            assert place == 0 or turns[place - 1].wait(60)
             t.push(steps[step, rank], weight=rank + 1)
             turns[place].set()
             values = t.pull().wait()
@@ -413,7 +413,7 @@ def test_rounds_that_wait_go_along_when_their_partition_moves():
                     move_all(session(), [Move((t.number, part), -1, dest)]).wait()
             has_moved.set()
         else:
-            assert has_moved.wait(10)
+            assert has_moved.wait(60)
             future = t.push(steps[0, 1])
         assert future.wait().applied
         return t.pull().wait() * 2, t.residual

@@ -61,7 +61,7 @@ def test_an_evaluator_that_was_slow_goes_on_with_the_step_of_now():
     @ps.evaluator(every=3)
     def evaluate(step):
         steps.append(step)
-        assert is_trained.wait(10)
+        assert is_trained.wait(60)
         ps.report(step, {})
 
     def body(rank):

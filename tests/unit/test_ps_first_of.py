@@ -212,7 +212,7 @@ def test_a_gradient_that_is_more_than_the_credit_enters_its_round(limit, is_shar
         job.session().leave()
         return n_applied
 
-    n0, n1 = run_workers(2, body, deadline_s=5)
+    n0, n1 = run_workers(2, body)
     assert n0 == 3
     assert n1 == 4  # the last one alone
 

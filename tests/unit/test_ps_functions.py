@@ -149,7 +149,7 @@ def test_in_a_table_with_rounds_it_runs_between_two_of_them():
             first.wait()
             t.call("double").wait()
         else:
-            assert came.wait(10)
+            assert came.wait(60)
             t.push(push).wait()
         rc.barrier()
         assert t.push(push).wait().version == 2  # a call is no round
@@ -167,7 +167,7 @@ def test_a_call_waits_for_the_chief_s_values():
 
     def body(rank):
         if rank == 0:
-            assert may_begin.wait(10)
+            assert may_begin.wait(60)
         else:
             threading.Timer(0.05, may_begin.set).start()
         t = table(init=np.full(1000, 5.0))

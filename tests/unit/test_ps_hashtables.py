@@ -142,7 +142,7 @@ def test_the_first_k_make_a_round_and_who_is_late_is_told():
         kv = ps.hashtable("emb", 2, updater=ps.optim.SGD(1.0), mode=ps.FirstOf(2))
         rc.barrier()
         if rank == 2:
-            assert came.wait(10)
+            assert came.wait(60)
         done = kv.push([4], np.full((1, 2), rank + 1.0, np.float32)).wait()
         came.set()
         return done.applied, done.why, kv.pull([4]).wait()[0, 0]

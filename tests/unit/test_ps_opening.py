@@ -53,7 +53,7 @@ def test_threads_that_open_a_table_at_once_get_one_object():
         opened, both = [], threading.Barrier(2)
 
         def open_it():
-            both.wait(10)
+            both.wait(60)
             with rc.engine.world.entered(current):
                 opened.append(ps.table("w", 4, init=np.ones(4)))
 

@@ -9,7 +9,7 @@ from ps_jobs import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps import client
+from ringcomm.ps import client, moments
 from ringcomm.ps.client import Client
 from ringcomm.ps.job import session
 from ringcomm.ps.pauses import Pauses, owner_of, pause_number
@@ -81,7 +81,10 @@ def opened():
 
 
 @pytest.mark.usefixtures("wire")
-def test_a_snapshot_that_lasts_keeps_nobody_from_saving_and_leaving_though_moves_wait(tmp_path):
+def test_a_snapshot_that_lasts_keeps_nobody_from_saving_and_leaving_though_moves_wait(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(moments, "_PATIENCE", 0.005)  # 0.3 s of the deadline
     is_inside, is_over = threading.Event(), threading.Event()
 
     def body(rank):
@@ -102,7 +105,7 @@ def test_a_snapshot_that_lasts_keeps_nobody_from_saving_and_leaving_though_moves
         is_over.set()
         return None
 
-    assert run_workers(2, body, 2, deadline_s=2) == [None, None]
+    assert run_workers(2, body, 2) == [None, None]
 
 
 def test_moves_have_their_turn_between_snapshots_that_overlap():
@@ -157,7 +160,7 @@ def test_a_rank_without_credit_leaves_all_the_same(monkeypatch):
         may_push.set()
         return push.wait().applied
 
-    assert run_workers(2, body, deadline_s=2) == [True, True]
+    assert run_workers(2, body) == [True, True]
 
 
 def test_what_a_rank_holds_is_let_go_when_it_leaves():

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from ps_jobs import run_workers
+from ps_jobs import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
@@ -319,7 +319,10 @@ def test_every_call_ends_and_names_the_server_that_does_not_answer(call, deaf, t
         kv = ps.hashtable("emb", 2, updater=ps.optim.Add())
         deaf.set()
         try:
-            with pytest.raises(rc.CommTimeoutError, match=r"server 0 \(rank 1") as told:
+            with (
+                deadline(0.3),
+                pytest.raises(rc.CommTimeoutError, match=r"server 0 \(rank 1") as told,
+            ):
                 CALLS[call](t, kv, tmp_path)
         finally:
             deaf.clear()
@@ -327,7 +330,7 @@ def test_every_call_ends_and_names_the_server_that_does_not_answer(call, deaf, t
         ps.rebalance().wait()  # nothing is held up by what was given up
         return t.push(ones(4)).wait().applied
 
-    assert run_workers(1, body, 2, deadline_s=0.3) == [True]
+    assert run_workers(1, body, 2) == [True]
 
 
 # --- bad input ----------------------------------------------------------------------------------

@@ -138,10 +138,10 @@ def test_a_contribution_that_waits_for_its_round_goes_along():
             future = t.push(np.full(10, -1.0, np.float32))
             pull = t.pull()
             pushed.set()
-            assert moved.wait(10)
+            assert moved.wait(60)
             assert future.wait().applied
             return pull.wait()[0]
-        assert pushed.wait(10)
+        assert pushed.wait(60)
         before = owners(t)[0]
         ps.stats()
         assert move(t, 0, 1 - before).moved == 1
@@ -309,12 +309,12 @@ def test_nothing_moves_within_a_snapshot():
         if rank == 0:
             with ps.snapshot():
                 holds.set()
-                assert asked.wait(10)
+                assert asked.wait(60)
                 assert owners(t)[0] == owner
                 with pytest.raises(rc.RingcommError, match=r"not within ps.snapshot"):
                     ps.rebalance()
         else:
-            assert holds.wait(10)
+            assert holds.wait(60)
             future = move_all(session(), [Move((t.number, 0), -1, 1 - owner)])
             asked.set()
             assert future.wait().moved == 1

@@ -247,11 +247,11 @@ def test_a_snapshot_while_means_are_held_is_of_the_round_before(n_servers):
         t = table()
         for _ in range(2):
             t.push(np.ones(N), hold=True).wait()
-            both.wait(10)
+            both.wait(60)
             if rank == 0:
                 with ps.snapshot() as rounds:
                     seen = rounds, np.unique(t.pull().wait()).tolist()
-            both.wait(10)
+            both.wait(60)
             t.release(1.0).wait()
         return seen if rank == 0 else t.pull().wait()[0]
 

@@ -165,9 +165,9 @@ def test_pushes_that_wait_for_their_round_are_not_saved_as_applied(tmp_path):
             waiting.extend(session().client._asked)
             ps.stats()  # what came before has arrived
             pushed.set()
-            assert is_saved.wait(10)
+            assert is_saved.wait(60)
         else:
-            assert pushed.wait(10)
+            assert pushed.wait(60)
             ps.save(tmp_path).wait()
             is_saved.set()
             future = kv.push(KEYS[1, rank], ROWS[1, rank])
@@ -305,10 +305,10 @@ def test_a_restore_leaves_the_snapshot_of_another_rank_as_it_is(tmp_path):
             before = kv.pull(ALL).wait()
             with ps.snapshot():
                 holds.set()
-                assert is_restored.wait(10)
+                assert is_restored.wait(60)
                 np.testing.assert_array_equal(kv.pull(ALL).wait(), before)
             return len(kv)
-        assert holds.wait(10)
+        assert holds.wait(60)
         ps.restore(tmp_path)
         is_restored.set()
         return len(kv)

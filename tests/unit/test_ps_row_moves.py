@@ -236,11 +236,11 @@ def test_a_contribution_that_waits_for_its_round_is_split_anew():
             pull = kv.pull(KEYS)
             ps.stats()  # it has arrived
             pushed.set()
-            assert moved.wait(10)
+            assert moved.wait(60)
             done = future.wait()
             assert (done.applied, done.version) == (True, 1)
             return pull.wait().tolist()
-        assert pushed.wait(10)
+        assert pushed.wait(60)
         assert move(kv, KEYS, 1) > 0  # before its own part of the round
         moved.set()
         assert kv.push(KEYS, -3 * ONES).wait().applied
@@ -326,7 +326,7 @@ def test_part_of_a_round_whose_worker_has_left_stays_where_it_is_and_counts():
             session().leave()
             has_left.set()
             return 2.0
-        assert has_left.wait(10)
+        assert has_left.wait(60)
         with pytest.raises(rc.RingcommError, match="worker 1 has left, and its part of a round"):
             move(kv, KEYS, 1)
         assert kv.push(KEYS, -ONES).wait().applied
@@ -343,7 +343,7 @@ def test_rows_do_not_move_while_a_worker_is_leaving(monkeypatch):
     def slowly(current, kind, *args, **options):
         if kind == Kind.LEAVE and not has_left.is_set():
             is_leaving.set()
-            assert may_leave.wait(10)
+            assert may_leave.wait(60)
         ask(current, kind, *args, **options)
 
     monkeypatch.setattr(leaving, "_ask", slowly)
@@ -359,7 +359,7 @@ def test_rows_do_not_move_while_a_worker_is_leaving(monkeypatch):
             kv.push(KEYS, -9 * ONES)
             leave()
             return None
-        assert is_leaving.wait(10)
+        assert is_leaving.wait(60)
         if rank == 0:
             kv.push(KEYS, -ONES).wait()
             return kv.pull(KEYS).wait().tolist()
@@ -369,7 +369,7 @@ def test_rows_do_not_move_while_a_worker_is_leaving(monkeypatch):
         future = kv.push(KEYS, -5 * ONES)
         ps.stats()
         may_leave.set()
-        assert has_left.wait(10)
+        assert has_left.wait(60)
         future.wait()
         assert moves.wait().moved > 0
         return kv.pull(KEYS).wait().tolist()
@@ -444,10 +444,10 @@ def test_nothing_moves_within_a_snapshot():
         if rank == 0:
             with ps.snapshot():
                 holds.set()
-                assert asked.wait(10)
+                assert asked.wait(60)
                 assert owned() == before
         else:
-            assert holds.wait(10)
+            assert holds.wait(60)
             future = moving(kv, range(HASH_PARTITIONS), 1)
             asked.set()
             assert future.wait().moved == before[0]

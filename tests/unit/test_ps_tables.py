@@ -56,7 +56,7 @@ def test_a_push_that_comes_before_the_chief_s_values_is_not_lost(mode):
 
     def body(rank):
         if rank == 0:
-            assert has_pushed.wait(10)
+            assert has_pushed.wait(60)
         values = np.full(6, 5.0)
         t = ps.table("w", 6, updater=ps.optim.Add(), mode=mode, init=values, block_nbytes=8)
         pushed = t.push(np.full(6, rank + 1.0, np.float32))
@@ -180,7 +180,7 @@ def test_an_interrupt_within_a_wait_loses_no_ack(count, monkeypatch):
             except Interrupted:
                 n_interrupts += 1
                 is_interrupting[0] = False
-                assert push.wait(5).applied
+                assert push.wait(60).applied
         assert session().client._asked == {}
         assert (t.pull().wait() == 20).all()
         return n_interrupts
@@ -352,9 +352,9 @@ def test_the_first_k_make_a_round_and_who_is_late_is_told():
 
     def body(rank):
         t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode=ps.FirstOf(2))
-        pushed.wait(10)
+        pushed.wait(60)
         if rank == 2:
-            assert came.wait(10)
+            assert came.wait(60)
         result = t.push(np.full(4, -1.0 - rank, np.float32)).wait()
         came.set()
         return result.applied, result.why, t.pull().wait()[0]
@@ -439,7 +439,7 @@ def test_a_wait_that_is_too_long_names_the_server_and_can_be_taken_up_again():
             assert e.value.missing == (2,)
             told.set()
             return future.wait().applied
-        assert told.wait(10)
+        assert told.wait(60)
         return t.push(np.ones(4, np.float32)).wait().applied
 
     assert run_workers(2, body) == [True, True]

@@ -34,7 +34,7 @@ class Waiter(threading.Thread):
         self.seconds = time.monotonic() - began_at
 
     def finish(self):
-        self.join(10)
+        self.join(60)
         assert not self.is_alive(), "a wait has no end"
         return self.outcome
 
@@ -47,7 +47,7 @@ def test_a_wait_ends_in_time_whoever_drives(is_first):
     def body(rank):
         t = ps.table("w", 4, updater=ps.optim.SGD(1.0), mode="sync")
         if rank == 1:  # it pushes nothing before the other has waited in vain
-            assert has_ended.wait(10)
+            assert has_ended.wait(60)
             return t.push(ONES).wait().applied
         future = t.push(ONES)
         waiters = [Waiter(future, 0.2 if is_first else 10)]
@@ -69,13 +69,13 @@ def test_who_drives_finishes_what_others_wait_for():
         never = ps.table("never", 4, mode="sync")
         t = ps.table("w", 4, updater=ps.optim.Add())
         if rank == 1:
-            assert are_done.wait(10)
+            assert are_done.wait(60)
             return never.push(ONES).wait().applied
         driver = Waiter(never.push(ONES), 20)
-        assert driver.has_begun.wait(10)
+        assert driver.has_begun.wait(60)
         for k in range(50):  # each would take 20 s if it waited for its turn
             t.push(ONES)
-            assert t.pull().wait(5)[0] == k + 1
+            assert t.pull().wait(60)[0] == k + 1
         assert driver.outcome is None
         are_done.set()
         return driver.finish().applied
@@ -105,7 +105,7 @@ def test_collectives_and_requests_wait_in_two_threads():
         thread.start()
         for _ in range(30):
             t.push(ONES).wait()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
         assert not failures
         rc.barrier()

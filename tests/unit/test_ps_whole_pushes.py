@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from ps_jobs import run_workers
+from ps_jobs import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
@@ -53,12 +53,13 @@ def test_a_push_whose_blocks_wait_for_credit_arrives_whole_and_once(deaf, mode):
     def body(_):
         t = table(mode=mode)
         deaf.is_deaf.set()
-        push = t.push(np.ones(COUNT, np.float32))
-        assert 0 < session().client.n_bytes[0] <= 8 * BLOCK
-        with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]: no answer within 0.01 s"):
-            push.wait(0.01)
-        with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]"):
-            t.push(np.ones(COUNT, np.float32))  # nothing of it is sent
+        with deadline(0.3):
+            push = t.push(np.ones(COUNT, np.float32))
+            assert 0 < session().client.n_bytes[0] <= 8 * BLOCK
+            with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]: no answer within 0.01 s"):
+                push.wait(0.01)
+            with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]"):
+                t.push(np.ones(COUNT, np.float32))  # nothing of it is sent
         deaf.is_deaf.clear()
         ps.stats()  # which the servers hear
         assert push.wait(20).applied
@@ -66,7 +67,7 @@ def test_a_push_whose_blocks_wait_for_credit_arrives_whole_and_once(deaf, mode):
         assert t.push(np.ones(COUNT, np.float32)).wait().applied
         return t.pull().wait()
 
-    np.testing.assert_array_equal(run_workers(1, body, deadline_s=0.3)[0], -2.0)
+    np.testing.assert_array_equal(run_workers(1, body)[0], -2.0)
 
 
 def test_nothing_overtakes_what_waits_for_credit(deaf):
@@ -75,13 +76,14 @@ def test_nothing_overtakes_what_waits_for_credit(deaf):
     def body(_):
         t = table()
         deaf.is_deaf.set()
-        t.push(np.ones(COUNT, np.float32))
-        with pytest.raises(rc.CommTimeoutError, match=r"pull\[w\]"):
-            t.pull(where=slice(-3, None))
+        with deadline(0.3):
+            t.push(np.ones(COUNT, np.float32))
+            with pytest.raises(rc.CommTimeoutError, match=r"pull\[w\]"):
+                t.pull(where=slice(-3, None))
         deaf.is_deaf.clear()
         return t.pull().wait()
 
-    np.testing.assert_array_equal(run_workers(1, body, deadline_s=0.3)[0], -1.0)
+    np.testing.assert_array_equal(run_workers(1, body)[0], -1.0)
 
 
 def test_a_push_that_is_not_sent_leaves_the_residual_as_it_was(deaf, monkeypatch):
@@ -94,14 +96,14 @@ def test_a_push_that_is_not_sent_leaves_the_residual_as_it_was(deaf, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(Credit, "allows", lambda *_: False)
             for options in ({}, {"assign": True}):
-                with pytest.raises(rc.CommTimeoutError, match=r"push\[w\]"):
+                with deadline(0.1), pytest.raises(rc.CommTimeoutError, match=r"push\[w\]"):
                     t.push(x, **options)
                 np.testing.assert_array_equal(t.residual, before)
         np.testing.assert_array_equal(t.pull().wait(), values)
         t.push(x).wait()
         np.testing.assert_allclose(t.residual - t.pull().wait(), 2 * x, atol=1e-5)
 
-    run_workers(1, body, deadline_s=0.1)
+    run_workers(1, body)
 
 
 def test_a_step_is_not_told_before_its_pushes_have_left(deaf):
@@ -110,16 +112,17 @@ def test_a_step_is_not_told_before_its_pushes_have_left(deaf):
     def body(_):
         t = table(mode=ps.SSP(0))
         deaf.is_deaf.set()
-        push = t.push(np.ones(COUNT, np.float32))
-        with pytest.raises(rc.CommTimeoutError, match=r"tick: .* server 0 \(rank 1\)"):
-            ps.complete_step()
+        with deadline(0.3):
+            push = t.push(np.ones(COUNT, np.float32))
+            with pytest.raises(rc.CommTimeoutError, match=r"tick: .* server 0 \(rank 1\)"):
+                ps.complete_step()
         deaf.is_deaf.clear()
         ps.stats()
         assert push.wait(20).applied
         ps.complete_step()
         return session().clock
 
-    assert run_workers(1, body, deadline_s=0.3) == [1]
+    assert run_workers(1, body) == [1]
 
 
 @pytest.mark.parametrize("kind", ["dense", "hash"])
@@ -154,9 +157,10 @@ def test_a_step_that_was_not_told_is_told_once(monkeypatch):
     def body(_):
         with monkeypatch.context() as no_credit:
             no_credit.setattr(client, "CREDIT_REQUESTS", 0)
-            with pytest.raises(rc.CommTimeoutError, match=r"tick: .* server 0 \(rank 1\)"):
+            told = pytest.raises(rc.CommTimeoutError, match=r"tick: .* server 0 \(rank 1\)")
+            with deadline(0.1), told:
                 ps.complete_step()
         ps.complete_step()
         return session().clock
 
-    assert run_workers(1, body, deadline_s=0.1) == [1]
+    assert run_workers(1, body) == [1]

@@ -108,17 +108,17 @@ def test_a_meta_of_any_length_arrives_and_nothing_overtakes_it(n_meta, n_body, n
         transport = hub.transport(rank)
         pipes = Pipes(transport, range(2))
         places[rank] = pipes.places
-        both.wait(10)
+        both.wait(60)
         post = pipes.connect(places, goes_on_alone=False, looks=1)
         link = Link(transport, transport.mail(), 1, lambda *_: None, post)
-        both.wait(10)
+        both.wait(60)
         other = 1 - rank
         for i in range(3):
             link.send(other, Header(Kind.PULL, sequence=i))
             link.send(other, Header(Kind.CREATE, sequence=i), meta, body)
         is_over = lambda: len(came[rank]) == 6 and not link.is_busy  # noqa: E731
         wait_until(lambda: came[rank].extend(link.poll()) or is_over(), "frames are missing")
-        both.wait(10)
+        both.wait(60)
         transport.close(is_clean=True)
 
     places, both = [None, None], threading.Barrier(2)

@@ -8,7 +8,6 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.config import Settings
 from ringcomm.data import Loader, ShardedSampler
 from ringcomm.data.order import batch_lengths, epoch_order, n_remaining, remaining
 
@@ -170,7 +169,7 @@ def test_arguments_are_compared_once_and_only_among_all_ranks_of_the_job():
         list(shared)
         return alone, [list(shared) for _ in range(rank)]
 
-    run_ranks(3, body, settings=Settings(timeout_s=5))
+    run_ranks(3, body)
 
 
 def test_a_rank_in_join_is_not_asked_for_its_arguments():

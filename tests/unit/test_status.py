@@ -178,7 +178,7 @@ def test_sigkill_is_named(start_rank, capfd):
     bystander, culprit = start_rank(0, WAITING), start_rank(1, "time.sleep(60)")
     guardian = guarded(capfd, culprit, bystander)
     culprit.process.kill()
-    culprit.process.wait(10)
+    culprit.process.wait(60)
     bystander.end()
     guardian.wait()
     report = capfd.readouterr().err
@@ -195,7 +195,7 @@ def test_of_several_deaths_the_first_is_named_however_late_the_guardian_looks(
     os.kill(guardian._process.pid, signal.SIGSTOP)
     for rank in (ranks[first], ranks[1 - first]):
         rank.process.kill()
-        rank.process.wait(10)
+        rank.process.wait(60)
     os.kill(guardian._process.pid, signal.SIGCONT)
     guardian.wait()
     assert re.findall(r"x rank (\d)", capfd.readouterr().err) == [str(first)]
@@ -210,7 +210,7 @@ def test_who_is_buried_first_is_not_taken_for_the_first_to_die(start_rank, capfd
     os.kill(guardian._process.pid, signal.SIGSTOP)
     for rank in (bystander, culprit):
         rank.process.kill()
-        rank.process.wait(10)
+        rank.process.wait(60)
     os.kill(guardian._process.pid, signal.SIGCONT)
     guardian.wait()
     assert re.findall(r"x rank (\d)", capfd.readouterr().err) == ["1"]
