@@ -22,7 +22,7 @@ from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.job import Session, session
 from ringcomm.ps.keys import Portion, keys_of, last_of_each, portions, rows_of
 from ringcomm.ps.messages import ASSIGN, HOLD, MISSING, SPARSE, PushMeta
-from ringcomm.ps.opened import Opened, open_at_leader, opened_once
+from ringcomm.ps.opened import Opened, open_at_leader, opened_once, require_weight
 from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.placement import HASH_PARTITIONS
 from ringcomm.ps.policies import Admit, Evict
@@ -196,16 +196,19 @@ class HashTable(Opened):
             A future of Pushed. Its `rejected` counts the keys that were not admitted; in a table
             with rounds, those of the whole round.
 
+        With ps.FirstOf(k) it waits for a server's answer, whether this worker is among the k, and
+        sends the rows only then.
+
         Raises:
             ValueError, TypeError: keys or rows do not fit, or have NaN; nothing was sent.
-            CommTimeoutError: the servers are so far behind that no more may be sent.
+            CommTimeoutError: the servers are so far behind that no more may be sent, or that one
+                has not answered.
         """
         label = f"push[{self.name}]"
         flat, shape = keys_of(label, keys)
         values = rows_of(label, rows, (*shape, self.dim), self.dtype)
         has_rounds = self._spec.mode.has_rounds and not assign
-        if not (0 if has_rounds else np.nextafter(0, 1)) <= weight < np.inf:
-            raise ValueError(f"{label}: weight is {weight}; it must be more than 0")
+        require_weight(label, weight, may_be_0=has_rounds)
         if hold and not has_rounds:
             raise ValueError(
                 f"{label}: hold=True is for gradients of a table with rounds, not for one with "

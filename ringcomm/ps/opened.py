@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -86,6 +87,13 @@ def opened_once(current: Session, spec: Spec, open_it: Callable[[], T]) -> T:
         else:
             known.require_same(spec)
     return known
+
+
+def require_weight(label: str, weight: float, *, may_be_0: bool) -> None:
+    """Raise ValueError if a contribution cannot count by this weight, NaN among others."""
+    if not 0 <= weight < math.inf or (weight == 0 and not may_be_0):
+        least = "at least 0" if may_be_0 else "more than 0"
+        raise ValueError(f"{label}: weight is {weight}; it must be {least}, and finite")
 
 
 def label_of(spec: Spec) -> str:

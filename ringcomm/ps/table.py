@@ -39,7 +39,7 @@ from ringcomm.ps.messages import (
     PushMeta,
     stamp_of,
 )
-from ringcomm.ps.opened import Opened, open_at_leader, opened_once
+from ringcomm.ps.opened import Opened, open_at_leader, opened_once, require_weight
 from ringcomm.ps.optim import SGD, Assign, Updater
 from ringcomm.ps.packing import Note, Packer, rate_of
 from ringcomm.ps.placement import cuts
@@ -247,9 +247,7 @@ class Table(Opened):
         if x is None:
             start = stop = 0
         flat = self._flat("push", () if x is None else x, stop - start)
-        least = 0 if has_rounds else np.nextafter(0, 1)
-        if not least <= weight < np.inf:
-            raise ValueError(f"push[{self.name}]: weight is {weight}; it must be more than 0")
+        require_weight(f"push[{self.name}]", weight, may_be_0=has_rounds)
         if (x is None or hold) and (assign or not has_rounds):
             raise ValueError(
                 f"push[{self.name}]: None and hold=True are for gradients of a table with rounds, "

@@ -1,5 +1,7 @@
 """Rounds of rows that are held: measured, then released, whatever moves meanwhile."""
 
+import math
+
 import numpy as np
 import pytest
 from ps_jobs import run_workers
@@ -147,6 +149,8 @@ def test_more_rows_than_the_credit_may_be_held(monkeypatch):
         ("async", {"hold": True}, r"hold=True is for gradients of a table with rounds.*'async'"),
         ("sync", {"hold": True, "assign": True}, "nor with assign=True"),
         ("async", {"weight": 0.0}, "weight is 0.0; it must be more than 0"),
+        ("sync", {"weight": -1.0}, "weight is -1.0; it must be at least 0"),
+        ("sync", {"weight": math.nan}, "weight is nan; it must be at least 0, and finite"),
     ],
 )
 def test_a_mistake_is_told(mode, push, message):
