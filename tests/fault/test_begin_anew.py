@@ -98,10 +98,10 @@ def test_shutdown_after_a_timeout_waits_for_nobody_and_init_names_who_is_missing
         pass
     start = time.monotonic()
     rc.shutdown()
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 4
     rc.init()
     """
-    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "5"})
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
     assert "ranks that have not called shutdown(): 1" in job.output

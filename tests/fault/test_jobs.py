@@ -6,10 +6,18 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
-from harness import HANG_S, IS_MPICH, PROMPTLY_S, finish_job, job_environment, run_script, start_job
+from harness import (
+    HANG_S,
+    IS_MPICH,
+    PROMPTLY_S,
+    finish_job,
+    job_environment,
+    run_script,
+    start_job,
+    wait_until,
+)
 
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
@@ -215,7 +223,7 @@ def test_a_stopped_rank_is_a_timeout_and_does_not_outlive_the_job(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_within_5_s(number, tmp_path):
+def test_ctrl_c_ends_a_job_promptly(number, tmp_path):
     body = """
     rc.init()
     rc.barrier()
@@ -226,10 +234,9 @@ def test_ctrl_c_ends_within_5_s(number, tmp_path):
     (tmp_path / "script.py").write_text(script(body))
     process = start_job(3, tmp_path / "script.py", cwd=tmp_path)
     wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 3)
-    start = time.monotonic()
     process.send_signal(number)
     job = finish_job(process, timeout_s=HANG_S)
-    assert time.monotonic() - start < 5
+    assert job.seconds < PROMPTLY_S
     assert job.code != 0
     assert "x rank" not in job.output  # nobody's fault
 
@@ -251,11 +258,8 @@ def test_a_launcher_that_is_killed_leaves_no_rank_behind(tmp_path):
     wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
-def wait_for(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+def wait_for(condition):
+    wait_until(condition, "waited in vain", PROMPTLY_S)
 
 
 def is_running(pid):
