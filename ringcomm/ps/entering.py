@@ -102,12 +102,14 @@ class Step:
         pushes: to these tables.
         is_asked: the server has been asked for the round.
         outcome: what it has said.
+        error: what has come in the place of that.
     """
 
     number: int
     pushes: list[Push] = field(default_factory=list)
     is_asked: bool = False
     outcome: Entry | None = None
+    error: Exception | None = None
 
 
 class Entering:
@@ -201,16 +203,15 @@ class Entering:
 
     def _note_outcome(self, step: Step, answered: Future[Answer]) -> None:
         """Let the blocks know what became of a step; called by whoever drives."""
+        outcome, problem = None, None
         try:
             outcome = Entry.IN if answered.result().is_in else Entry.OUT
         except Exception as error:  # noqa: BLE001 - it is for who waits for a push
-            for push in step.pushes:
-                push.future.fail(error)
-            return
-        else:
-            with self._lock:
-                step.outcome = outcome
-                pushes = list(step.pushes)
+            problem = error
+        with self._lock:
+            step.outcome, step.error = outcome, problem
+            pushes = list(step.pushes)
+        try:
             for push in pushes:
                 self._tell_if_known(push)
         finally:
@@ -218,6 +219,9 @@ class Entering:
 
     def _tell_if_known(self, push: Push) -> None:
         """Send the blocks of a push what became of its step, behind the push; once."""
+        if push.step is not None and push.step.error is not None:
+            push.future.fail(push.step.error)
+            return
         with self._lock:
             if push.step is None or push.step.outcome is None or push.is_told:
                 return

@@ -12,6 +12,7 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.ps import client, job, moments
 from ringcomm.ps.entering import Entering
+from ringcomm.ps.entries import EntryRequests
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.messages import RELEASE, PushMeta
 from ringcomm.ps.placement import Move
@@ -215,6 +216,30 @@ def test_a_gradient_that_is_more_than_the_credit_enters_its_round(limit, is_shar
     n0, n1 = run_workers(2, body)
     assert n0 == 3
     assert n1 == 4  # the last one alone
+
+
+def test_an_entry_that_fails_is_raised_by_every_push_of_its_step(monkeypatch):
+    """Also by those that join the step later."""
+
+    def refuse(entries, request):
+        raise ValueError("no entry today")
+
+    monkeypatch.setattr(EntryRequests, "_ask", refuse)
+
+    def body(rank):
+        tables = [table(name=name) for name in "ab"]
+        entering = Entering(job.session().client, is_shared=True)
+        for t in tables:
+            t.share_rounds(entering)
+        push = tables[0].push(gradient(rank))
+        entering._ask(entering._open)  # as it does for want of credit
+        with pytest.raises(ValueError, match="no entry today"):
+            push.wait()
+        push = tables[1].push(gradient(rank))
+        with pytest.raises(ValueError, match="no entry today"):
+            push.wait(20)
+
+    run_workers(1, body)
 
 
 def test_a_push_without_its_entry_holds_up_nobody():
