@@ -25,6 +25,7 @@ def with_adasum(
     process_set: ProcessSet,
     *,
     sync_weights: bool = True,
+    known: Sequence[tuple[str, torch.nn.Parameter]] = (),
 ) -> T:
     """Return `optimizer` with the change that each step() makes combined over all ranks.
 
@@ -34,6 +35,7 @@ def with_adasum(
         compression: what is sent: Compression.none, fp16 or bf16.
         process_set: the ranks that take part.
         sync_weights: see DistributedOptimizer.
+        known: parameters that have names, among them others; see FirstWeights.
     """
     base = type(optimizer)
     kind: type[_Adaptive] = type(base.__name__, (_Adaptive, base), {"__doc__": base.__doc__})
@@ -43,7 +45,7 @@ def with_adasum(
     wrapped._compression = compression
     wrapped._process_set = process_set
     wrapped._sync_weights = sync_weights
-    wrapped._weights = FirstWeights(is_wanted=sync_weights)
+    wrapped._weights = FirstWeights(is_wanted=sync_weights, known=known)
     return cast(T, wrapped)
 
 

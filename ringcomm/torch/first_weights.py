@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -25,8 +26,8 @@ from ringcomm.torch.together import Work, carry_out
 Named = Sequence[tuple[str, torch.Tensor]]
 Sums = tuple[int, int]
 
-NBYTES: Final = 16
-_NOTHING: Final = bytes(NBYTES)
+_NBYTES: Final = 16
+_NOTHING: Final = bytes(2 * _NBYTES)
 _PIECE: Final = 1 << 16  # words that are looked at together: what is made of them stays in a cache
 _ODD: Final = 0x1E3779B97F4A7C15  # 2**64 / golden ratio, but for the sign: spreads small numbers
 _log = logging.getLogger("ringcomm")
@@ -39,28 +40,50 @@ class FirstWeights:
 
     Args:
         is_wanted: compare them; False: ranks mean to differ.
+        known: parameters that have names. Those that are frozen are compared too where the
+            optimizer does not hold them, and left as they are: they may be another's.
     """
 
-    def __init__(self, *, is_wanted: bool = True) -> None:
+    def __init__(self, *, is_wanted: bool = True, known: Named = ()) -> None:
         self._is_wanted = is_wanted
         self._is_compared = not is_wanted
+        self._known = known
         self._do_differ = False
         self._sums: list[Sums] = []
+        self._do_others_differ = False
+        self._others: list[str] = []
 
     def expect_more(self) -> None:
         """Compare again: there are parameters that have not been."""
         self._is_compared = not self._is_wanted
 
     def digest(self, named: Named) -> bytes:
-        """Return 16 bytes that differ where weights differ; zeros once they have been compared."""
+        """Return 32 bytes that differ where weights differ; zeros once they have been compared.
+
+        The first half is of the optimizer's, the second of frozen ones that it does not hold.
+        """
         if self._is_compared:
             return _NOTHING
         self._sums = [fingerprint(each) for _, each in named if _is_comparable(each)]
-        return hashlib.blake2b(repr(self._sums).encode(), digest_size=NBYTES).digest()
+        held = {id(each) for _, each in named}
+        others = [
+            (name, each)
+            for name, each in sorted(self._known, key=operator.itemgetter(0))
+            if id(each) not in held and not each.requires_grad and _is_comparable(each)
+        ]
+        self._others = [name for name, _ in others]
+        return _hash(self._sums) + _hash([(name, fingerprint(each)) for name, each in others])
 
-    def note(self, *, are_alike: bool) -> None:
-        """Take down the verdict on what digest() has returned on all ranks."""
-        self._do_differ |= not are_alike
+    def note(self, combined: bytes) -> None:
+        """Take down the verdict.
+
+        Args:
+            combined: what digest() has returned on all ranks, each with its complement, by BOR.
+        """
+        n = len(combined) // 4
+        mine, others, not_mine, not_others = (combined[i * n : (i + 1) * n] for i in range(4))
+        self._do_differ |= not is_alike(mine + not_mine)
+        self._do_others_differ |= not is_alike(others + not_others)
         self._is_compared = True
 
     def compare(self, named: Named, group: Group, suffix: str) -> None:
@@ -69,19 +92,23 @@ class FirstWeights:
             return
         message = np.frombuffer(bytearray(with_complement(self.digest(named))), np.uint8)
         ops.allreduce_(message, BOR, name=f"digest of weights{suffix}", group=group)
-        self.note(are_alike=is_alike(message.tobytes()))
+        self.note(message.tobytes())
         carry_out([self.make_alike(named, group, suffix)])
 
     def make_alike(self, named: Named, group: Group, suffix: str) -> Work:
         """Give all ranks the first one's weights if theirs differ, with a warning. Collective then.
 
-        Autograd is not told: a graph that is kept for another backward() stays usable.
+        Of frozen ones that differ beside the optimizer's there is a warning alone. Autograd is not
+        told: a graph that is kept for another backward() stays usable.
 
         Args:
             named: the parameters.
             group: whose ranks they are.
             suffix: of the names of messages.
         """
+        if self._do_others_differ and group.index == 0:
+            _warn_of_others(self._others)
+        self._do_others_differ = False
         if not self._do_differ:
             return
         self._do_differ = False
@@ -115,6 +142,10 @@ def fingerprint(x: torch.Tensor) -> Sums:
         weighed += (mixed * weights[: len(piece)]).sum() * (2 * number + 1)
     first, second = torch.stack([total, weighed]).tolist()
     return first, second
+
+
+def _hash(sums: Sequence[object]) -> bytes:
+    return hashlib.blake2b(repr(sums).encode(), digest_size=_NBYTES).digest()
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
@@ -157,4 +188,16 @@ def _warn(names: Sequence[str], sums: NDArray[np.int64], rank: int) -> None:
         len(differ),
         len(names),
         rank,
+    )
+
+
+def _warn_of_others(names: Sequence[str]) -> None:
+    """Say that frozen parameters differ that are not the optimizer's; names: on this rank."""
+    _log.warning(
+        "DistributedOptimizer: ranks have different weights in the %d frozen parameters that it "
+        "does not hold (%s), so each rank trains another model. Call "
+        "hvd.broadcast_parameters(model.state_dict()) before the first step; or pass "
+        "sync_weights=False if ranks are to differ",
+        len(names),
+        ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
     )

@@ -80,8 +80,9 @@ def DistributedOptimizer(
             docs/sharded_optimizer.md.
         sync_weights: in the first backward() ranks compare a fingerprint of their parameters,
             frozen ones too, and where they differ all have those of the first rank at its end, and
-            a warning says so. What
-            makes them alike before is hvd.broadcast_parameters(model.state_dict()), which sends
+            a warning says so. Frozen ones of named_parameters that the optimizer does not hold are
+            compared, and a warning tells that they differ, but they are left as they are. What
+            makes all alike before is hvd.broadcast_parameters(model.state_dict()), which sends
             buffers, too. False: ranks mean to have different weights.
 
     Raises:
@@ -122,8 +123,10 @@ def DistributedOptimizer(
         require_own(recipe, named, given or ())
         if recipe.is_sharded:
             require_elementwise(optimizer)
-        reducer = GradientReducer(named, recipe, backward_passes_per_step)
+        reducer = GradientReducer(named, recipe, backward_passes_per_step, given or ())
         return (sharding if recipe.is_sharded else averaging)(optimizer, reducer)
     if shard_state:
         raise ValueError("op=hvd.Adasum combines what whole steps add: it needs shard_state=0")
-    return with_adasum(optimizer, named, compression, process_set, sync_weights=sync_weights)
+    return with_adasum(
+        optimizer, named, compression, process_set, sync_weights=sync_weights, known=given or ()
+    )

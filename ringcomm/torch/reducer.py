@@ -48,6 +48,7 @@ class GradientReducer:
         named_parameters: (name, parameter), frozen ones too, alike on every rank and in one order.
         recipe: how they are reduced.
         passes_per_step: backward() calls whose gradients are added up before anything is sent.
+        known: parameters that have names, among them others; see FirstWeights.
 
     Attributes:
         step: how many steps have been completed.
@@ -57,7 +58,13 @@ class GradientReducer:
         number: see registry.Numbered.
     """
 
-    def __init__(self, named_parameters: Named, recipe: Recipe, passes_per_step: int) -> None:
+    def __init__(
+        self,
+        named_parameters: Named,
+        recipe: Recipe,
+        passes_per_step: int,
+        known: Named = (),
+    ) -> None:
         self.recipe = recipe
         self.set_passes_per_step(passes_per_step)
         self.step = 0
@@ -75,7 +82,7 @@ class GradientReducer:
         self._samples: float | None = None
         self._are_samples_used = False
         self._check: Check | None = None
-        self._weights = FirstWeights(is_wanted=recipe.sync_weights)
+        self._weights = FirstWeights(is_wanted=recipe.sync_weights, known=known)
         self._is_agreed = False
         self._full: list[Bucket] = []  # they leave as soon as ranks have agreed on the parameters
         self._fired: dict[int, None] | None = {}  # in order; None once buckets go by that order
@@ -285,7 +292,7 @@ class GradientReducer:
                 return False
             self._check = None  # for the case that they have not
             check.require_alike()
-            self._weights.note(are_alike=check.has_same_weights())
+            self._weights.note(check.combined_weights())
             self._check, self._is_agreed = check, True
         return True
 

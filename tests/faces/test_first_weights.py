@@ -232,3 +232,64 @@ def test_a_fingerprint_tells_a_change(change):
     before = fingerprint(x)
     CHANGES[change](x)
     assert fingerprint(x) != before
+
+
+# --- frozen parameters that the optimizer does not hold -------------------------------------------
+def fine_tune(model, stride=1, **options):
+    """Train what is not frozen, by an optimizer that holds nothing else.
+
+    Args:
+        model: whose first layer is frozen.
+        stride: -1: parameters are named in the reverse order.
+        options: of the optimizer.
+    """
+    plain = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    named = list(model.named_parameters())[::stride]
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, **options)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(BATCH, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model[0].parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_state": 1}, {"op": hvd.Adasum}])
+def test_frozen_weights_beside_the_optimizer_that_differ_are_told_and_left(options, caplog):
+    models = copies(network(), 2)
+    for model in models:
+        model[0].requires_grad_(False)
+    models[1][0].bias.data[3] += 1e-15
+    before = [[p.clone() for p in model[0].parameters()] for model in models]
+
+    after = run_ranks(2, lambda rank: fine_tune(models[rank], **options))
+    assert all(map(torch.equal, before[0] + before[1], after[0] + after[1]))
+    (warning,) = warnings_in(caplog)
+    assert "2 frozen parameters that it does not hold (0.bias, 0.weight)" in warning
+    assert "hvd.broadcast_parameters(model.state_dict())" in warning
+
+
+@pytest.mark.parametrize("options", [{}, {"sync_weights": False}])
+def test_nothing_is_told_of_frozen_weights_that_are_alike_or_meant_to_differ(options, caplog):
+    models = copies(network(), 2)
+    for model in models:
+        model[0].requires_grad_(False)
+    if options:
+        models[1][0].bias.data[3] += 1
+    run_ranks(2, lambda rank: fine_tune(models[rank], stride=1 - 2 * rank, **options))
+    assert not warnings_in(caplog)
+
+
+def test_weights_that_others_train_are_not_compared(caplog):
+    models = unlike(2)
+    for model in models:
+        model[2].load_state_dict(models[0][2].state_dict())
+
+    def body(rank):
+        named = models[rank].named_parameters()
+        plain = torch.optim.SGD(models[rank][2].parameters(), lr=0.05)
+        optimizer = hvd.DistributedOptimizer(plain, named_parameters=named)
+        models[rank](torch.ones(BATCH, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    run_ranks(2, body)
+    assert not warnings_in(caplog)
