@@ -141,6 +141,13 @@ def is_fault_tolerant(environ: Mapping[str, str] | None = None) -> bool:
     return is_on(environ.get("OMPI_MCA_mpi_ft_enable", ""))
 
 
+def is_hydra(environ: Mapping[str, str] | None = None) -> bool:
+    """Return True if MPICH's launcher, or another that speaks its PMI, started this rank."""
+    environ = os.environ if environ is None else environ
+    is_pmi = any(name in environ for name in ("PMI_FD", "PMI_PORT"))
+    return is_pmi and "PMIX_NAMESPACE" not in environ
+
+
 def _launch(environ: Mapping[str, str]) -> str:
     """Tell one launch of a rank from another: a job that a rank starts is not its child."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")

@@ -131,8 +131,12 @@ struct Watched {
 
 class Guardian {
  public:
-  Guardian(std::vector<Watched> ranks, std::int64_t grace_ns, bool fault_tolerant)
-      : ranks_(std::move(ranks)), grace_ns_(grace_ns), fault_tolerant_(fault_tolerant) {
+  Guardian(std::vector<Watched> ranks, std::int64_t grace_ns, bool fault_tolerant,
+           bool is_hydra)
+      : ranks_(std::move(ranks)),
+        grace_ns_(grace_ns),
+        fault_tolerant_(fault_tolerant),
+        is_hydra_(is_hydra) {
     if (epoll_ < 0) throw std::runtime_error(std::string("epoll: ") + std::strerror(errno));
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
       Watched& w = ranks_[i];
@@ -160,7 +164,7 @@ class Guardian {
     report_faults();
     remove_segments();
     end_all_orphans();
-    hold_output_open();
+    if (is_hydra_) hold_output_open();
   }
 
  private:
@@ -346,7 +350,7 @@ class Guardian {
     }
   }
 
-  // The launcher of MPICH takes the codes of the ranks that it has killed for 0, but for those that it
+  // Hydra, the launcher of MPICH, takes the codes of the ranks that it has killed for 0, but for those that it
   // waits for while output of the job is open: one for each time that there is something to read. So
   // where the first that failed may have ended with 0, it is given empty lines until it has waited
   // for another.
@@ -386,6 +390,7 @@ class Guardian {
   std::vector<Watched> ranks_;
   std::int64_t grace_ns_;
   bool fault_tolerant_;
+  bool is_hydra_;
   std::vector<OpView> ops_;
   int epoll_ = epoll_create1(EPOLL_CLOEXEC);
   std::int64_t fault_ns_ = 0, news_ns_ = 0, last_gone_ns_ = 0;
@@ -433,11 +438,13 @@ Watched watched(const char* argument) {
 }
 
 int run(int argc, char** argv) {
-  if (argc < 4) throw std::runtime_error("usage: GRACE_MS FAULT_TOLERANT PID:FD:NONCE ...");
+  if (argc < 5)
+    throw std::runtime_error("usage: GRACE_MS FAULT_TOLERANT HYDRA PID:FD:NONCE[:PAGE:LIFELINE] ...");
   for (const int signal : {SIGHUP, SIGINT, SIGTERM, SIGPIPE}) std::signal(signal, SIG_IGN);
   std::vector<Watched> ranks;
-  for (int i = 3; i < argc; ++i) ranks.push_back(watched(argv[i]));
-  Guardian guardian(std::move(ranks), std::atol(argv[1]) * kMs, std::atol(argv[2]) != 0);
+  for (int i = 4; i < argc; ++i) ranks.push_back(watched(argv[i]));
+  Guardian guardian(std::move(ranks), std::atol(argv[1]) * kMs, std::atol(argv[2]) != 0,
+                    std::atol(argv[3]) != 0);
   const ssize_t told = write(STDOUT_FILENO, "w", 1);
   close(STDOUT_FILENO);
   if (told != 1) return 1;

@@ -285,6 +285,7 @@ def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guard
             transport.wards(),
             grace_s=settings.grace_s,
             is_fault_tolerant=transport.is_fault_tolerant,
+            is_hydra=launched.is_hydra(),
         )
     except OSError as error:
         _log.warning(

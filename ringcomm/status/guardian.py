@@ -48,11 +48,25 @@ class Ward:
 class Guardian:
     """The guardian of this node, child of the rank that started it.
 
+    Args:
+        wards: the ranks of this node.
+        grace_s: how long ranks may live on after a failure.
+        is_fault_tolerant: the others go on when one has failed.
+        is_hydra: MPICH's launcher, to which a job looks good if a rank has left by C's _exit(0), is
+            kept from ending before it has seen another code.
+
     Raises:
         OSError: it cannot be started, or cannot see the pages; the text says why.
     """
 
-    def __init__(self, wards: Sequence[Ward], *, grace_s: float, is_fault_tolerant: bool) -> None:
+    def __init__(
+        self,
+        wards: Sequence[Ward],
+        *,
+        grace_s: float,
+        is_fault_tolerant: bool,
+        is_hydra: bool = False,
+    ) -> None:
         handed = [fd for w in wards for fd in w.handed]
         with needed_for(f"start {_PROGRAM}"):
             self._process = subprocess.Popen(
@@ -60,6 +74,7 @@ class Guardian:
                     str(_PROGRAM),
                     str(int(min(grace_s, _FOREVER_S) * 1000)),
                     str(int(is_fault_tolerant)),
+                    str(int(is_hydra)),
                     *(w.argument for w in wards),
                 ],
                 stdin=subprocess.DEVNULL,

@@ -102,6 +102,13 @@ def settings_in(environ):
     return [each for each in environ.items() if each[0].startswith("OMPI_MCA_")]
 
 
+def test_hydra_is_known_by_its_pmi():
+    assert launched.is_hydra({"PMI_FD": "7", "PMI_RANK": "0"})
+    assert launched.is_hydra({"PMI_PORT": "host:1234"})
+    assert not launched.is_hydra({"PMI_FD": "7", "PMIX_NAMESPACE": "job"})
+    assert not launched.is_hydra({})
+
+
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
 def test_fault_tolerance_is_what_mpirun_says(value, expected):
     assert launched.is_fault_tolerant({"OMPI_MCA_mpi_ft_enable": value}) is expected

@@ -116,10 +116,13 @@ def test_no_record_is_a_death_without_a_word():
     assert "without a word" in how_it_ended(page().snapshot())
 
 
-def guarded(capfd, culprit, bystander, *, grace_s=0.1, is_fault_tolerant=False):
+def guarded(capfd, culprit, bystander, *, grace_s=0.1, is_fault_tolerant=False, is_hydra=False):
     """Run two ranks under a guardian until both are gone; return what the guardian wrote."""
     guardian = Guardian(
-        [bystander.ward, culprit.ward], grace_s=grace_s, is_fault_tolerant=is_fault_tolerant
+        [bystander.ward, culprit.ward],
+        grace_s=grace_s,
+        is_fault_tolerant=is_fault_tolerant,
+        is_hydra=is_hydra,
     )
     bystander.go()
     wait_until_running(bystander)
@@ -253,11 +256,14 @@ def test_a_rank_that_closes_its_descriptors_is_not_lost(start_rank, capfd):
     assert capfd.readouterr().err == ""
 
 
+LEAVES_BY_C = "import ctypes; ctypes.CDLL(None)._exit(0)"
+
+
 def test_output_stays_open_until_the_launcher_knows_of_a_bad_end(start_rank, capfd):
     """MPICH's launcher waits for one process each time that it reads, while output is open."""
     bystander = start_rank(0, WAITING)
-    culprit = start_rank(1, "import ctypes; ctypes.CDLL(None)._exit(0)")
-    guardian = guarded(capfd, culprit, bystander)
+    culprit = start_rank(1, LEAVES_BY_C)
+    guardian = guarded(capfd, culprit, bystander, is_hydra=True)
     assert culprit.process.wait(20) == 0
     bystander.process.kill()
     written = []
@@ -266,6 +272,16 @@ def test_output_stays_open_until_the_launcher_knows_of_a_bad_end(start_rank, cap
     )
     assert bystander.end()[0] == -signal.SIGKILL
     guardian.wait()
+
+
+def test_a_launcher_that_keeps_all_codes_gets_the_report_alone(start_rank, capfd):
+    bystander, culprit = start_rank(0, WAITING), start_rank(1, LEAVES_BY_C)
+    guardian = guarded(capfd, culprit, bystander)
+    assert culprit.process.wait(20) == 0
+    bystander.process.kill()  # and not waited for, so that there would be reason for more
+    guardian.wait()
+    assert "\n\n" not in capfd.readouterr().err
+    bystander.end()
 
 
 def test_the_report_shows_the_user_s_line_and_not_ours(start_rank, capfd):
