@@ -45,9 +45,11 @@ def _settle(current: Session) -> None:
 
     Rows must not move while some servers know that this rank has left, and others do not: so there
     is a pause, which the leader ends as it hears of that. It lets no move go first that has not
-    begun: those may wait for a pause that lasts.
+    begun: those may wait for a pause that lasts. It begins once all pushes have left: they may wait
+    for those of a worker that waits for a move.
     """
     client, n_moved = current.client, -1
+    client.wait_until_sent("leave")
     number = pause_number(current.engine.job_rank)
     _ask(current, Kind.SNAPSHOT, [LEADER], meta={"do": PAUSE, "id": number, "patience_s": 0})
     while n_moved != client.n_moved:  # requests that come back must be there before LEAVE

@@ -10,7 +10,7 @@ from ps_jobs import run_workers
 import ringcomm as rc
 from ringcomm import codec, ps
 from ringcomm.engine.world import engine
-from ringcomm.ps import client
+from ringcomm.ps import client, leaving
 from ringcomm.ps.client import Ask
 from ringcomm.ps.credit import Credit
 from ringcomm.ps.dense import DensePartition
@@ -240,6 +240,35 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
     monkeypatch.setattr(Server, "on_request", hear_late)
     assert run_workers(2, body, 2) == [[1.0] * 40] * 2
     assert has_come.is_set()
+
+
+def test_who_leaves_behind_pushes_that_wait_for_credit_stops_no_move_that_others_wait_for(
+    monkeypatch,
+):
+    monkeypatch.setattr(client, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(client, "STALL_S", 0.02)
+    has_settled, settle = threading.Event(), leaving._settle
+
+    def note_settling(current):
+        has_settled.set()
+        settle(current)
+
+    monkeypatch.setattr(leaving, "_settle", note_settling)
+
+    def body(rank):
+        t = ps.table("w", 40, updater=ps.optim.Add(), mode="sync", block_nbytes=40)
+        rc.barrier()
+        if rank == 1:
+            t.push(np.ones(40, np.float32))
+            session().leave()
+            return None
+        assert has_settled.wait(30)
+        for dest in (1, 0):
+            move_all(session(), [Move((t.number, 3), -1, dest)]).wait()
+        assert t.push(np.ones(40, np.float32)).wait().applied
+        return t.pull().wait().tolist()
+
+    assert run_workers(2, body, 2) == [[1.0] * 40, None]
 
 
 def test_a_table_has_one_push_on_its_way_whatever_others_wait_for():
