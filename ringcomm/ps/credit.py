@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -20,6 +21,29 @@ _STEERING: Final = frozenset((Kind.ENTER, Kind.LEAVE, Kind.MOVE, Kind.SNAPSHOT, 
 def table_of(ask: Ask | PlainPush) -> int:
     """Return the number of the table that a request is for."""
     return ask.table if ask.partition is None else ask.partition[0]
+
+
+class Turns:
+    """The turns of pushes that are on their way: which is the least, without a look at all."""
+
+    def __init__(self) -> None:
+        self._present: set[int] = set()
+        self._heap: list[int] = []  # those, and some that have gone since; the first has not
+
+    def add(self, turn: int) -> None:
+        """Note one that leaves, which it may do again after discard()."""
+        self._present.add(turn)
+        heapq.heappush(self._heap, turn)
+
+    def discard(self, turn: int) -> None:
+        """Forget one."""
+        self._present.discard(turn)
+        while self._heap and self._heap[0] not in self._present:
+            heapq.heappop(self._heap)
+
+    def least(self) -> float:
+        """Return the least; infinity if there is none."""
+        return self._heap[0] if self._heap else math.inf
 
 
 class Credit:
@@ -46,7 +70,7 @@ class Credit:
         self.n_bytes: Counter[int] = Counter()
         self._n_asked: Counter[int] = Counter()
         self._n_pushes: Counter[tuple[int, int]] = Counter()  # by server and table
-        self._turns: defaultdict[int, set[int]] = defaultdict(set)  # of pushes, by table
+        self._turns: defaultdict[int, Turns] = defaultdict(Turns)  # of pushes, by table
 
     def busy(self) -> set[int]:
         """Return the servers to which something is on its way."""
@@ -74,5 +98,5 @@ class Credit:
         if ask.kind != Kind.PUSH:
             return False
         table = table_of(ask)
-        is_first = 0 < ask.turn < min(self._turns[table], default=math.inf)
+        is_first = 0 < ask.turn < self._turns[table].least()
         return is_first or not self._n_pushes[ask.server, table]

@@ -81,7 +81,7 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     [
         (".venv-mpich/bin/pytest", "pytest with MPICH"),
         ("tests/unit", "pytest with Open MPI: ranks as threads"),
-        ("thread 40 node", "ci/sanitize thread 40 node"),
+        ("thread 40 node", "ci/sanitize thread 40 node abandon"),
     ],
 )
 def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):

@@ -1,5 +1,6 @@
 """However slow the servers are, or another worker is: what a rank has under way stays bounded."""
 
+import math
 import threading
 import tracemalloc
 
@@ -12,7 +13,7 @@ from ringcomm import codec, ps
 from ringcomm.engine.world import engine
 from ringcomm.ps import client, leaving
 from ringcomm.ps.client import Ask
-from ringcomm.ps.credit import Credit
+from ringcomm.ps.credit import Credit, Turns
 from ringcomm.ps.dense import DensePartition
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.hashed import Shard
@@ -291,3 +292,19 @@ def test_a_table_has_one_push_on_its_way_whatever_others_wait_for():
     assert credit.busy() == {0}
     credit.note(ask(2), -1)
     assert credit.allows(ask(2))
+
+
+def test_the_least_turn_is_known_whatever_left_and_came_back_in_which_order():
+    random = np.random.default_rng(7)
+    turns, present = Turns(), set()
+    for turn in random.integers(1, 50, 3000).tolist():
+        if turn in present:
+            turns.discard(turn)
+            present.discard(turn)
+        else:
+            turns.add(turn)
+            present.add(turn)
+        assert turns.least() == min(present, default=math.inf)
+    for turn in present:
+        turns.discard(turn)
+    assert turns.least() == math.inf
