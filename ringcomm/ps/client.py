@@ -128,7 +128,6 @@ class Client:
 
     Attributes:
         deadline_s: of each wait, in seconds.
-        n_bytes: of bodies on their way to each server.
         view: who owns what, as far as this rank has heard.
         n_moved: how often requests had to go to another server than the one they were sent to.
         row_calls: of hash tables, by number.
@@ -146,7 +145,6 @@ class Client:
         self._turns = itertools.count(1)
         self._asked: dict[int, Ask | PlainPush] = {}
         self._credit = Credit(lambda: (CREDIT_NBYTES, CREDIT_REQUESTS))
-        self.n_bytes = self._credit.n_bytes
         self._backlog = Backlog(self._credit.allows)
         self.view: View | None = None
         self.n_moved = 0
@@ -282,6 +280,11 @@ class Client:
         if self._backlog.n_waiting:
             busy = self._credit.busy()
             self._wait_until(lambda: not self._backlog.n_waiting, label, busy, self.deadline_s)
+
+    @property
+    def n_bytes(self) -> dict[int, int]:
+        """How many bytes of bodies are on their way, by server."""
+        return self._credit.n_bytes
 
     def push(self, push: PlainPush) -> None:
         """Send a push that is request and future in one; waits for credit if it must."""
@@ -476,6 +479,8 @@ class Client:
 
     def _may_begin(self, ask: Ask | PlainPush) -> bool:
         """Return True if a new call may begin with a request; one push per table may wait."""
+        if not self._backlog.n_waiting:
+            return self._credit.allows(ask)
         is_second = ask.kind == Kind.PUSH and self._backlog.has_table(table_of(ask))
         return not is_second and self._may_leave(ask)
 

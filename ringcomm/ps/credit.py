@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.pushing import PlainPush
 
 
+_PUSH: Final = Kind.PUSH  # looked up once: each request asks for it
 _STEERING: Final = frozenset((Kind.ENTER, Kind.LEAVE, Kind.MOVE, Kind.SNAPSHOT, Kind.STATS))
 
 
@@ -46,6 +47,16 @@ class Turns:
         return self._heap[0] if self._heap else math.inf
 
 
+class OnTheirWay:
+    """What is on its way to one server: bytes of bodies, requests, pushes by table."""
+
+    __slots__ = ("n", "n_bytes", "n_pushes")
+
+    def __init__(self) -> None:
+        self.n = self.n_bytes = 0
+        self.n_pushes: dict[int, int] = {}
+
+
 class Credit:
     """Bounds what is on its way: bytes of bodies, and requests, of all tables together.
 
@@ -61,42 +72,45 @@ class Credit:
     Args:
         limits: returns how many bytes and requests may be on their way to one server.
 
-    Attributes:
-        n_bytes: on their way, by server.
     """
 
     def __init__(self, limits: Callable[[], tuple[int, int]]) -> None:
         self._limits = limits
-        self.n_bytes: Counter[int] = Counter()
-        self._n_asked: Counter[int] = Counter()
-        self._n_pushes: Counter[tuple[int, int]] = Counter()  # by server and table
+        self._on_their_way: defaultdict[int, OnTheirWay] = defaultdict(OnTheirWay)  # by server
         self._turns: defaultdict[int, Turns] = defaultdict(Turns)  # of pushes, by table
+
+    @property
+    def n_bytes(self) -> dict[int, int]:
+        """How many bytes of bodies are on their way, by server."""
+        return {server: each.n_bytes for server, each in self._on_their_way.items()}
 
     def busy(self) -> set[int]:
         """Return the servers to which something is on its way."""
-        return {server for server, n in self._n_asked.items() if n}
+        return {server for server, each in self._on_their_way.items() if each.n}
 
     def note(self, ask: Ask | PlainPush, sign: int) -> None:
         """Take note that a request is on its way, or, with -1, that it is not any more."""
-        self.n_bytes[ask.server] += sign * ask.body.nbytes
-        self._n_asked[ask.server] += sign
-        if ask.kind == Kind.PUSH:
+        there = self._on_their_way[ask.server]
+        there.n_bytes += sign * ask.body.nbytes
+        there.n += sign
+        if ask.kind is _PUSH:
             table = table_of(ask)
-            self._n_pushes[ask.server, table] += sign
+            there.n_pushes[table] = there.n_pushes.get(table, 0) + sign
             if ask.turn:
                 (self._turns[table].add if sign > 0 else self._turns[table].discard)(ask.turn)
 
     def allows(self, ask: Ask | PlainPush) -> bool:
         """Return True if a request may be sent now."""
-        if ask.kind in _STEERING:
+        there = self._on_their_way[ask.server]
+        if not there.n:  # as with each push that is waited for before the next one
             return True
-        held, n = self.n_bytes[ask.server], ask.body.nbytes
+        held, n = there.n_bytes, ask.body.nbytes
         most_nbytes, most_requests = self._limits()
         is_small = not (n and held) or held + n <= most_nbytes
-        if is_small and self._n_asked[ask.server] < most_requests:
+        if (is_small and there.n < most_requests) or ask.kind in _STEERING:
             return True
-        if ask.kind != Kind.PUSH:
+        if ask.kind is not _PUSH:
             return False
         table = table_of(ask)
         is_first = 0 < ask.turn < self._turns[table].least()
-        return is_first or not self._n_pushes[ask.server, table]
+        return is_first or not there.n_pushes.get(table, 0)
