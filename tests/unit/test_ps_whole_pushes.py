@@ -156,7 +156,7 @@ def test_push_pull_raises_at_once_only_if_nothing_was_sent(kind, monkeypatch):
 def test_a_step_that_was_not_told_is_told_once(monkeypatch):
     def body(_):
         with monkeypatch.context() as no_credit:
-            no_credit.setattr(client, "CREDIT_REQUESTS", 0)
+            no_credit.setattr(Credit, "allows", lambda self, ask: False)
             told = pytest.raises(rc.CommTimeoutError, match=r"tick: .* server 0 \(rank 1\)")
             with deadline(0.1), told:
                 ps.complete_step()
