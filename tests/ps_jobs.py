@@ -7,12 +7,16 @@ import os
 import random
 import sys
 import threading
+from collections import defaultdict
 
 from harness import DEADLINE_S, outcomes
 
 from ringcomm import ps
 from ringcomm.engine.world import engine
+from ringcomm.ps.frames import Entry, Kind
 from ringcomm.ps.job import session
+from ringcomm.ps.messages import RELEASE, PushMeta
+from ringcomm.ps.serving import Server
 
 
 def run_workers(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, **options):
@@ -89,3 +93,29 @@ def moving_beside(next_move):
         return next(n_moved)
 
     return end
+
+
+def cross_gradients(monkeypatch):
+    """Let server s hear the gradients of worker s first, of two workers, once the result is set.
+
+    So each worker is late at another server. What a worker has sent behind its gradient stays
+    behind it, as on the wire.
+    """
+    is_on, hear, kept = threading.Event(), Server.on_request, defaultdict(list)
+
+    def hear_crossed(server, delivery):
+        header = delivery.header
+        place = server.index, header.table, header.partition, header.clock
+        is_gradient = header.kind == Kind.PUSH and not PushMeta.of(delivery.meta).flags & RELEASE
+        is_decision = header.kind == Kind.ENTER and header.option in (Entry.IN, Entry.OUT)
+        is_behind = any(each.header.origin == header.origin for each in kept.get(place, ()))
+        if not (is_on.is_set() and (is_gradient or (is_decision and is_behind))):
+            hear(server, delivery)
+            return
+        kept[place].append(delivery)
+        if len({each.header.origin for each in kept[place]}) == 2:
+            for each in sorted(kept.pop(place), key=lambda d: d.header.origin != server.index):
+                hear(server, each)
+
+    monkeypatch.setattr(Server, "on_request", hear_crossed)
+    return is_on

@@ -6,19 +6,15 @@ by what they were clipped.
 
 import random
 import threading
-from collections import defaultdict
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
-from ps_jobs import run_workers  # noqa: E402
+from ps_jobs import cross_gradients, run_workers  # noqa: E402
 from ps_training import wrap  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
-from ringcomm.ps.frames import Kind  # noqa: E402
-from ringcomm.ps.messages import RELEASE, PushMeta  # noqa: E402
-from ringcomm.ps.serving import Server  # noqa: E402
 from ringcomm.torch import ps  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("odd_cuts")
@@ -131,23 +127,8 @@ def test_what_was_applied_is_in_the_values_and_clipped_as_it_is(mode, option, la
 
 @pytest.fixture
 def crossed(monkeypatch):
-    """Set: server s hears worker s first: each worker is late at another server."""
-    is_on, hear, kept = threading.Event(), Server.on_request, defaultdict(list)
-
-    def hear_crossed(server, delivery):
-        header = delivery.header
-        is_gradient = header.kind == Kind.PUSH and not PushMeta.of(delivery.meta).flags & RELEASE
-        if not (is_on.is_set() and is_gradient):
-            hear(server, delivery)
-            return
-        place = server.index, header.table, header.partition, header.clock
-        kept[place].append(delivery)
-        if len(kept[place]) == 2:
-            for each in sorted(kept.pop(place), key=lambda d: d.header.origin != server.index):
-                hear(server, each)
-
-    monkeypatch.setattr(Server, "on_request", hear_crossed)
-    return is_on
+    """Set: each worker is late at another server."""
+    return cross_gradients(monkeypatch)
 
 
 @pytest.mark.parametrize("layout", FEW_LAYOUTS)

@@ -2,11 +2,10 @@
 
 import random
 import threading
-from collections import defaultdict
 
 import numpy as np
 import pytest
-from ps_jobs import run_workers
+from ps_jobs import cross_gradients, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
@@ -14,10 +13,8 @@ from ringcomm.ps import client, job, moments
 from ringcomm.ps.entering import Entering
 from ringcomm.ps.entries import EntryRequests
 from ringcomm.ps.frames import Kind
-from ringcomm.ps.messages import RELEASE, PushMeta
 from ringcomm.ps.placement import Move
 from ringcomm.ps.rebalancing import move_all
-from ringcomm.ps.serving import Server
 
 N = 30
 
@@ -33,23 +30,8 @@ def gradient(rank):
 
 @pytest.fixture
 def crossed(monkeypatch):
-    """Set: server s hears worker s first, in every round: each worker is late at another server."""
-    is_on, hear, kept = threading.Event(), Server.on_request, defaultdict(list)
-
-    def hear_crossed(server, delivery):
-        header = delivery.header
-        is_gradient = header.kind == Kind.PUSH and not PushMeta.of(delivery.meta).flags & RELEASE
-        if not (is_on.is_set() and is_gradient):
-            hear(server, delivery)
-            return
-        place = server.index, header.table, header.partition, header.clock
-        kept[place].append(delivery)
-        if len(kept[place]) == 2:
-            for each in sorted(kept.pop(place), key=lambda d: d.header.origin != server.index):
-                hear(server, each)
-
-    monkeypatch.setattr(Server, "on_request", hear_crossed)
-    return is_on
+    """Set: each worker is late at another server."""
+    return cross_gradients(monkeypatch)
 
 
 def test_who_would_be_late_in_another_block_each_is_late_in_all_or_none(crossed):
