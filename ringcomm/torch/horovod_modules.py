@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
+import torch
+
 import ringcomm
 from ringcomm import config
 from ringcomm.torch import job
@@ -114,9 +116,9 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return False: this version reduces in host memory."""
-    del ext_base_name, verbose
-    return False
+    """Return True for "torch" where torch can use a GPU."""
+    del verbose
+    return extension_available(ext_base_name) and torch.cuda.is_available()
 
 
 def is_iterable(x: Any) -> bool:

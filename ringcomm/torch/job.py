@@ -7,7 +7,9 @@ from typing import Any
 
 from ringcomm import config
 from ringcomm.engine import world
+from ringcomm.engine.gpu import cuda_drivers
 from ringcomm.engine.world import engine
+from ringcomm.errors import ConfigError
 from ringcomm.torch import process_sets as sets
 
 _log = logging.getLogger("ringcomm")
@@ -87,17 +89,32 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0: NCCL is not used by this version."""
-    return 0
+    """Return the version of the NCCL that this process can use, 22703; 0 if it can use none.
+
+    Nothing is compiled for NCCL: it is looked for, and used where it is found. See cuda_built().
+    """
+    drivers = cuda_drivers(config.settings().nccl)
+    try:
+        drivers.require()
+        return drivers.provider().version
+    except ConfigError:
+        return 0
 
 
 def cuda_built() -> bool:
-    """Return False: this version reduces in host memory."""
-    return False
+    """Return True if tensors on a GPU can be reduced here; `ringcomm check` says what is missing.
+
+    Cost: imports cupy, and starts NVIDIA's driver, which children forked later cannot use.
+    """
+    try:
+        cuda_drivers().require()
+    except ConfigError:
+        return False
+    return True
 
 
 def rocm_built() -> bool:
-    """Return False: this version reduces in host memory."""
+    """Return False: GPUs are NVIDIA's."""
     return False
 
 

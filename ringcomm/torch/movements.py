@@ -244,7 +244,7 @@ def join(device: int = -1) -> int:
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
 
     Args:
-        device: ignored: tensors are in host memory.
+        device: ignored: what stands in for this rank's tensors is where those of the others are.
 
     Returns:
         The last rank that joined, the same on all.

@@ -1,6 +1,8 @@
 """Where no GPU can be used, rc.zeros and rc.explain say why, and touch no array library."""
 
 import dataclasses
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.world import engine
 from ringcomm.errors import ConfigError
 from ringcomm.gpu import probing
-from ringcomm.gpu.presence import Cupy, Driver, Stack
+from ringcomm.gpu.presence import Cupy, Driver, Nccl, Stack
 
 NO_CUPY = Stack()
 CUPY_ALONE = Stack(cupy=Cupy(version="14.2.0", cuda=13020, nvrtc="13.0", has_headers=True))
@@ -62,12 +64,42 @@ def test_explain_promises_no_transport(stack, line, found):
 
 def test_where_a_gpu_can_be_used_explain_says_what_will_choose(monkeypatch, found):
     found(NO_CUPY)
-    monkeypatch.setattr(probing, "probe", lambda: dataclasses.replace(CUPY_ALONE, driver=DRIVER))
+    monkeypatch.setattr(probing, "probe", lambda: WITHOUT_NCCL)
     (told,) = run_ranks(1, lambda _: str(rc.explain(1000, device="cuda")))
     assert told.endswith("first operation on them takes the first that can of nccl, ipc and staged")
 
 
 DRIVER = Driver(is_loaded=True, cuda=13000, gpus=(object(),))
+WITHOUT_NCCL = dataclasses.replace(CUPY_ALONE, driver=DRIVER)
+WITH_NCCL = dataclasses.replace(WITHOUT_NCCL, nccl=Nccl(version=22803))
+
+
+@pytest.mark.parametrize(
+    ("stack", "nccl", "has_cuda"),
+    [
+        (NO_CUPY, 0, False),
+        (dataclasses.replace(WITH_NCCL, driver=Driver()), 0, False),
+        (WITHOUT_NCCL, 0, True),
+        (dataclasses.replace(WITH_NCCL, nccl=Nccl(version=22005)), 0, True),  # is too old
+        (WITH_NCCL, 22803, True),
+    ],
+)
+def test_horovods_questions_are_answered_by_what_can_be_used(
+    stack, nccl, has_cuda, found, monkeypatch
+):
+    job = pytest.importorskip("ringcomm.torch.job", reason="the core is tested without torch, too")
+    found(stack)
+    binding = types.ModuleType("cupy.cuda.nccl")
+    binding.NcclError, binding.get_version = RuntimeError, lambda: stack.nccl.version
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.nccl = binding
+    for name, module in {"cupy": types.ModuleType("cupy"), "cupy.cuda": cuda}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    name = "ringcomm.gpu.nccl_cupy"
+    monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules[name]  # to be imported anew, and forgotten again after the test
+    assert (job.nccl_built(), job.cuda_built()) == (nccl, has_cuda)
+    assert type(job.nccl_built()) is int
 
 
 def test_what_is_in_use_is_not_looked_for_again(tmp_path):
