@@ -532,22 +532,22 @@ class Progress:
             if turns % _LOOK_EVERY and self._take_news():
                 polls, nap, moved_at = 0, _NAP_S, time.monotonic()
                 continue
-            began_at = time.monotonic()
+            most = _CPP_SPINS if self._is_in_cpp else spins
+            began_at = time.thread_time() if polls + 1 >= most else math.inf
             has_moved = self._advance()
             now = time.monotonic()
             if has_moved:
                 polls, nap, moved_at = 0, _NAP_S, now
             polls += 1
             is_in_cpp = self._waits_in_cpp
-            is_slow = polls >= (_CPP_SPINS if self._is_in_cpp else spins)
+            is_slow = polls >= most
             if (is_slow and turns > 1) or turns % _LOOK_EVERY == 0:
                 self._look_around(now)
             if is_slow:
+                # What moved is work, and while others had the core nothing was looked at.
+                look_s = 0.0 if has_moved else time.thread_time() - began_at
                 self._park(nap, is_background=spins == _BACKGROUND_SPINS)
-                nap = max(
-                    _longer(nap, now - moved_at, is_in_cpp=is_in_cpp),
-                    _PASS_SHARE * (now - began_at),
-                )
+                nap = max(_longer(nap, now - moved_at, is_in_cpp=is_in_cpp), _PASS_SHARE * look_s)
 
     def _take_news(self) -> bool:
         """Let services take what C++ has for them, without a look at the wire, which costs more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -57,6 +57,17 @@ class Table:
         """Return what of it has versions of its own on this server."""
         return [*self.parts.values(), *([self.shard] if self.shard is not None else [])]
 
+    def loads(self) -> dict[int, int]:
+        """Return the bytes of a dense table by server."""
+        return {owner: n * self.part_nbytes for owner, n in Counter(self.owners).items()}
+
+    @property
+    def part_nbytes(self) -> int:
+        """Bytes of a partition of a dense table, about."""
+        if self.spec.kind != "dense":
+            return 0
+        return self.spec.count * np.dtype(self.spec.dtype).itemsize // len(self.owners)
+
     def described(self) -> dict[str, Any]:
         """Return what others need to know of it."""
         told = {"number": self.number, "spec": self.spec.to_json(), "owners": self.owners}
@@ -85,6 +96,7 @@ class Opener:
         self._by_name: dict[str, Table] = {}
         self._opening: dict[str, _Opening] = {}
         self._numbers: Final = itertools.count(1)
+        self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
 
     def known(self) -> list[Table]:
         """Return the tables that all servers know; for the leader."""
@@ -125,16 +137,7 @@ class Opener:
         bounds = placement.cuts(spec.count, spec.block)
         itemsize = np.dtype(spec.dtype).itemsize
         sizes = [(b - a) * itemsize for a, b in itertools.pairwise(bounds)]
-        return placement.place_dense(sizes, self._loads(), servers)
-
-    def _loads(self) -> dict[int, int]:
-        loads: defaultdict[int, int] = defaultdict(int)
-        for table in self._server.tables.values():
-            if table.spec.kind == "dense":
-                nbytes = table.spec.count * np.dtype(table.spec.dtype).itemsize
-                for owner in table.owners:
-                    loads[owner] += nbytes // len(table.owners)
-        return loads
+        return placement.place_dense(sizes, self._loads, servers)
 
     def _adopted(self, delivery: Delivery) -> None:
         """Another server knows a table now, or says why not. For the leader."""
@@ -201,6 +204,7 @@ class Opener:
         server.tables[table.number] = self._by_name[spec.name] = table
         changes = {(table.number, i): (owner,) for i, owner in enumerate(table.owners)}
         server.view = server.view.with_(changes)
+        self._loads.update(table.loads())
         server.hold_back(table)
         for number, each in parts.items():
             server.keep(table, number, each)
@@ -209,9 +213,16 @@ class Opener:
         """Drop a table that could not be made everywhere; nobody has used it."""
         table = self._server.tables.pop(number, None)
         if table is not None:
+            self._loads.subtract(table.loads())
             for part in list(table.parts):
                 self._server.release(table, part)
             del self._by_name[table.spec.name]
+
+    def give(self, table: Table, part: int, owner: int) -> None:
+        """Let a server own a partition of a dense table."""
+        self._loads[table.owners[part]] -= table.part_nbytes
+        table.owners[part] = owner
+        self._loads[owner] += table.part_nbytes
 
     def new_partition(self, table: Table, start: int, stop: int) -> DensePartition:
         """Return a slice of a table, as it begins."""

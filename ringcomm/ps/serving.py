@@ -339,7 +339,8 @@ class Server:
         """Take note of who owns a partition now."""
         table = self.tables[partition[0]]
         if epoch > table.epochs.get(partition[1], 0):
-            table.owners[partition[1]], table.epochs[partition[1]] = owner, epoch
+            self.opener.give(table, partition[1], owner)
+            table.epochs[partition[1]] = epoch
             self.view = self.view.with_({partition: (owner,)})
 
     def note_owners(self, table: Table, epoch: int, moved: Iterable[Sequence[int]]) -> None:

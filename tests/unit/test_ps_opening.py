@@ -1,5 +1,6 @@
 """A table that is opened again: the same one, whatever has been learned, on each rank."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -8,7 +9,11 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.ps.job import session
 from ringcomm.ps.messages import INITIAL
+from ringcomm.ps.placement import Move
+from ringcomm.ps.rebalancing import move_all
+from ringcomm.ps.spec import Spec
 from ringcomm.ps.table import Table
 
 pytestmark = pytest.mark.usefixtures("wire")
@@ -99,3 +104,24 @@ def test_what_a_table_begins_with_does_not_undo_what_it_has_learned(monkeypatch)
         return t.pull().wait().tolist()
 
     assert run_workers(1, body) == [[1.0] * 4]
+
+
+def test_tables_are_placed_by_what_servers_own_now_which_is_not_counted_anew(monkeypatch):
+    n_looks, count = itertools.count(), Spec.count.fget
+    monkeypatch.setattr(Spec, "count", property(lambda spec: (next(n_looks), count(spec))[1]))
+
+    def owners(t):
+        return [t.client.view.owner((t.number, part)) for part in range(t.n_partitions)]
+
+    def body(rank):
+        big = ps.table("big", 1000, block_nbytes=2000)
+        assert owners(big) == [0, 1]
+        move_all(session(), [Move((big.number, 0), 0, 1)]).wait()
+        looks, placed = [next(n_looks)], []
+        for k in range(60):
+            placed += owners(ps.table(f"w{k}", 10))
+            looks.append(next(n_looks))
+        assert len(set(np.diff(looks))) == 1  # for the last one as often as for the first
+        return placed
+
+    assert run_workers(1, body, 2) == [[0] * 60]

@@ -1,12 +1,14 @@
 """One thread carries out a rank's operations: it never waits for itself."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
 from harness import run_ranks
 
 import ringcomm as rc
+from ringcomm.engine.progress import Progress
 from ringcomm.engine.world import engine
 
 SOON_S = 30.0  # longer than any of this takes; a hang lasts longer
@@ -155,3 +157,35 @@ def test_a_service_that_waits_for_its_own_turn_is_refused():
         return "told"
 
     assert run_ranks(1, body) == ["told"]
+
+
+def test_naps_are_as_long_as_looks_are_costly_whatever_work_and_others_take(monkeypatch):
+    def compute(seconds):
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    class Sluggish:
+        is_busy = has_news = False
+        n_polls = 0
+
+        def poll(self, *, only_news=False):
+            self.n_polls += 1
+            if self.n_polls == 2:
+                time.sleep(0.1)  # as if others had the core
+            else:
+                compute(0.05)
+            return self.n_polls == 1
+
+    def body(rank):
+        service = Sluggish()
+        engine()._progress.attach(service)
+        engine().run_until(lambda: service.n_polls == 4)
+        return naps
+
+    naps = []
+    monkeypatch.setattr(Progress, "_is_in_cpp", True)  # it naps after every look
+    monkeypatch.setattr(Progress, "_park", lambda self, nap_s, *, is_background: naps.append(nap_s))
+    [naps] = run_ranks(1, body)
+    *_, behind_work, behind_others, behind_look = naps
+    assert max(behind_work, behind_others) < 0.5 <= behind_look
