@@ -1,7 +1,9 @@
 # shellcheck shell=bash
-# Sourced by ci/demo, ci/test and .ci/run: makes the virtual environments and puts ringcomm there.
+# Sourced by ci/demo and ci/test: makes the virtual environments and puts ringcomm there.
 #
-#   require_tools                  exit 1, with the apt line, if this machine lacks something
+#   require_tools                  install what this machine lacks, or exit 1 with the line that does
+#   install_packages NAME...       from Debian or Ubuntu, as root or by a sudo that asks nothing
+#   narrate WHAT PATTERN [PID]     show the lines of stdin that match; say every 10 s what goes on
 #   make_venv VENV GROUP...        VENV holds ringcomm's requirements and those of these extras
 #   install_ringcomm WERROR VENV.. each VENV holds the package built from these sources
 #
@@ -28,7 +30,11 @@ if [[ $(id -u) == 0 ]]; then # in a container; Open MPI's mpirun wants to hear i
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-say() { printf '%s: %s\n' "${0##*/}" "$*"; }
+BEAT_S=10         # the longest time without a word
+QUIET_LIMIT_S=900 # who says nothing for so long hangs; a slow machine is no hang
+LANE=             # stands before each line where two things are done at a time
+
+say() { printf '%s%s: %s\n' "$LANE" "${0##*/}" "$*"; }
 
 die() {
   say "$*" >&2
@@ -36,11 +42,57 @@ die() {
 }
 
 require_tools() {
-  local missing
+  local missing line
   missing=$(missing_tools)
-  [[ -z $missing ]] && return
+  [[ -n $missing ]] || return 0
   printf '%s\n' "$missing" >&2
-  die "on Debian 12, Ubuntu 24.04 or newer: apt install $(apt_packages)"
+  line="on Debian 12, Ubuntu 24.04 or newer: apt install $(apt_packages)"
+  # shellcheck disable=SC2046 # a list of names
+  install_packages $(apt_packages) || die "$line"
+  missing=$(missing_tools)
+  [[ -z $missing ]] || die "$missing"
+}
+
+install_packages() {
+  local as_root=()
+  command -v apt-get >/dev/null || return 1
+  if [[ $(id -u) != 0 ]]; then
+    sudo -n true 2>/dev/null || return 1
+    as_root=(sudo -n)
+  fi
+  say "apt-get install $*"
+  as_root+=(env DEBIAN_FRONTEND=noninteractive apt-get -y --no-install-recommends)
+  { "${as_root[@]}" update && "${as_root[@]}" install "$@"; } 2>&1 | narrate "apt-get" '^(Setting up|E:|Err:)'
+}
+
+# A line that has not ended counts, too. Process PID is ended if nothing comes for QUIET_LIMIT_S.
+narrate() {
+  local what=$1 pattern=$2 pid=${3:-} limit=$QUIET_LIMIT_S signal=TERM
+  local start=$SECONDS told=$SECONDS heard=$SECONDS code=0 newest='' line='' piece
+  while [[ $code != 1 ]]; do # 1 is the end of the input, above 128 a second without a whole line
+    code=0
+    IFS= read -r -t 1 piece || code=$?
+    line+=$piece
+    [[ $code != 0 && -z $piece ]] || heard=$SECONDS
+    [[ -z $line ]] || newest=$line
+    if [[ $code -le 128 ]]; then
+      if [[ $line =~ $pattern && ($code == 0 || -n $line) ]]; then
+        printf '%s%s\n' "$LANE" "$line"
+        told=$SECONDS
+      fi
+      line=''
+    fi
+    if ((SECONDS - told >= BEAT_S)); then
+      say "$what, $((SECONDS - start)) s: ${newest:0:100}"
+      told=$SECONDS
+    fi
+    if [[ -n $pid ]] && ((SECONDS - heard >= limit)); then
+      say "$what said nothing for $limit s and gets SIG$signal"
+      kill "-$signal" "$pid" || true
+      [[ $signal == TERM ]] || return 1
+      signal=KILL limit=20 heard=$SECONDS
+    fi
+  done
 }
 
 # Print a line for each thing that is missing, nothing if all is there.
@@ -116,7 +168,8 @@ new_venv() {
   rm -rf "$venv"
   mkdir "$venv"
   touch "$venv/made-by-ci"
-  "$base" -m venv "$venv"
+  say "making ${venv##*/}"
+  "$base" -m venv "$venv" 2>&1 | narrate "making ${venv##*/}" .
 }
 
 # Print the requirements in these groups: extras, or "required" for those of the package itself.
@@ -161,21 +214,33 @@ install_ringcomm() {
   done
 }
 
-# Leave the wheel in $BUILDER/wheel. One that was built under -Werror serves those who do not ask.
+# Leave the wheel in $BUILDER/wheel. Without WERROR it may be one that a compiler of tomorrow warns of.
 build_wheel() {
   local id=$1 werror=$2
   case $(stamp "$BUILDER" wheel) in
     "$id werror=ON" | "$id werror=$werror") return ;;
   esac
-  say "building ringcomm (details in ${BUILDER##*/}/pip.log)"
+  say "building ringcomm, for some minutes (details in ${BUILDER##*/}/pip.log)"
   clear_stamp "$BUILDER" wheel
   rm -rf "$BUILDER/wheel"
-  # A build folder of its own, not the one under build/ that editable installs use: CMake keeps the
-  # interpreter it found there.
-  pip_in "$BUILDER" wheel --no-index --no-deps --no-build-isolation --wheel-dir "$BUILDER/wheel" \
-    --config-settings build-dir="$BUILDER/build" \
-    --config-settings cmake.define.RINGCOMM_WERROR="$werror" "$ROOT"
-  write_stamp "$BUILDER" wheel "$id werror=$werror"
+  # One that was built under -Werror serves all: who begins with ci/demo builds once.
+  if [[ $werror == ON ]]; then
+    run_build ON
+  elif ! (run_build ON); then
+    say "building again, with warnings"
+    run_build OFF
+    write_stamp "$BUILDER" wheel "$id werror=OFF"
+    return
+  fi
+  write_stamp "$BUILDER" wheel "$id werror=ON"
+}
+
+# A build folder of its own, not the one under build/ that editable installs use: CMake keeps the
+# interpreter it found there.
+run_build() {
+  pip_in "$BUILDER" wheel --verbose --no-index --no-deps --no-build-isolation \
+    --wheel-dir "$BUILDER/wheel" --config-settings build-dir="$BUILDER/build" \
+    --config-settings cmake.define.RINGCOMM_WERROR="$1" "$ROOT"
 }
 
 sources_id() {
@@ -193,7 +258,7 @@ pip_in() {
   local venv=$1
   shift
   "$venv/bin/python" -m pip "$@" 2>&1 | tee -a "$venv/pip.log" |
-    { grep --line-buffered -oE 'Downloading .*\([0-9.]+ [MG]B\)' || true; } && return
+    narrate "pip $1 in ${venv##*/}" 'Downloading .*\([0-9.]+ [MG]B\)' && return
   tail -n 40 "$venv/pip.log" >&2
   die "pip $1 failed in ${venv##*/}"
 }

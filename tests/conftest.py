@@ -1,4 +1,4 @@
-"""Nothing that a test starts may outlive it."""
+"""Nothing that a test starts may outlive it; what fails is shown at once."""
 
 import itertools
 import os
@@ -9,7 +9,11 @@ import harness
 import pytest
 from guarded_ranks import Rank
 
+from ringcomm.status import guardian
+
+GUARDIAN = str(guardian._PROGRAM)
 SHM = Path("/dev/shm")
+SHARED = ("sm_segment.", "vader_segment.", "mpich_shm_", "sem.", "torch_", "psm_")
 
 
 @pytest.fixture(params=["messages", "node"])
@@ -64,8 +68,11 @@ def nothing_is_left():
 
 
 def orphaned_files(before):
-    """Return new files of /dev/shm that no process has mapped: jobs beside this one may run."""
-    new = set(os.listdir(SHM)) - before
+    """Return new files of /dev/shm that no process has mapped: jobs beside this one may run.
+
+    And of the names alone that MPI, torch and multiprocessing give: others' data are not ours.
+    """
+    new = {name for name in os.listdir(SHM) if name.startswith(SHARED)} - before
     if not new:
         return new
     mapped = mapped_inodes()  # after the look at what is there: who makes a file maps it then
@@ -79,20 +86,21 @@ def mapped_inodes():
 
 
 def inode(path):
-    """Return its number; None if it is gone."""
+    """Return its number; None if it is gone, or another user's, whose maps are not ours to read."""
     try:
-        return path.stat().st_ino
+        status = path.stat()
     except OSError:
         return None
+    return status.st_ino if status.st_uid == os.geteuid() else None
 
 
 def orphaned_guardians(others):
-    """Return new guardians all of whose ranks are gone."""
+    """Return new guardians of this environment all of whose ranks are gone."""
     found = set()
     for pid in set(pids()) - others:
         program, *arguments = read(pid, "cmdline").split("\0")
         wards = [a.split(":")[0] for a in arguments if a.count(":") in (2, 4)]
-        if program.endswith("ringcomm-guardian") and not any(map(is_alive, wards)):
+        if program == GUARDIAN and not any(map(is_alive, wards)):
             found.add(f"guardian {pid}")
     return found
 
@@ -110,6 +118,40 @@ def read(pid, name):
         return Path("/proc", pid, name).read_text(errors="replace")
     except OSError:
         return ""
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(AtOnce(config))
+
+
+class AtOnce:
+    """Shows a failure when it happens, and not again at the end."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)  # behind the letter that pytest writes
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.show(report, f"{report.when} of {report.nodeid}")
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.show(report, f"collection of {report.nodeid}")
+
+    def show(self, report, what):
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        terminal.write_sep("_", what, red=True)
+        for line in report.longreprtext.splitlines():
+            terminal.write_line(line)
+        for title, text in report.sections:
+            terminal.write_sep("-", title)
+            terminal.write_line(text)
+        terminal.flush()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self):
+        self.config.option.tbstyle = "no"  # which leaves out the part at the end
 
 
 def pytest_collection_modifyitems(items):

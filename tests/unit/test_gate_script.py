@@ -1,19 +1,20 @@
-"""ci/test, with parts that do nothing: what it says, and how it ends."""
+"""ci/test, with parts that do nothing: what it says, and how it ends; what ci/setup.sh installs."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 # The first part ends well though Ctrl-C came meanwhile, as a program may that catches it.
-SET_UP = """
-ROOT=$(dirname "${BASH_SOURCE[0]}")
-say() { printf '%s: %s\\n' "${0##*/}" "$*"; }
-die() { say "$*" >&2; exit 1; }
-require_tools() { :; }
-make_venv() { kill -INT $$; exit 0; }
+SET_UP = f"""
+source {ROOT}/ci/setup.sh
+require_tools() {{ :; }}
+install_packages() {{ :; }}
+make_venv() {{ kill -INT $$; exit 0; }}
 """
 
 
@@ -36,23 +37,23 @@ def test_ctrl_c_ends_the_gate_and_not_one_part_of_it(tmp_path):
 
 
 # Every program says how it was called, and fails if BROKEN is in that.
-STUBS = """
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-PYTHON=$ROOT/stub
-say() { printf '%s: %s\\n' "${0##*/}" "$*"; }
-die() { say "$*" >&2; exit 1; }
-require_tools() { :; }
-make_venv() { mkdir -p "$1/bin"; for each in pytest python ruff mypy lint-imports mpirun; do
-  ln -sf "$ROOT/stub" "$1/bin/$each"; done; }
-install_ringcomm() { :; }
+STUBS = f"""
+source {ROOT}/ci/setup.sh
+ROOT=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+PYTHON=$ROOT/stub BEAT_S=1 QUIET_LIMIT_S=5
+require_tools() {{ :; }}
+install_packages() {{ :; }}
+make_venv() {{ mkdir -p "$1/bin"; for each in pytest python ruff mypy lint-imports mpirun; do
+  ln -sf "$ROOT/stub" "$1/bin/$each"; done; }}
+install_ringcomm() {{ :; }}
 """
 STUB = """#!/bin/sh
 echo "called $0 $*"
-case "$0 $*" in *"$BROKEN"*) exit 3;; esac
+case "$0 $*" in *"$BROKEN"*) exit 3;; *"$SILENT"*) printf dots; exec sleep 600;; esac
 """
 
 
-def run_gate(folder, broken):
+def run_gate(folder, broken, silent="-none-"):
     shutil.copy(ROOT / "ci" / "test", folder / "test")
     (folder / "setup.sh").write_text(STUBS)
     (folder / "ci").mkdir()
@@ -61,7 +62,7 @@ def run_gate(folder, broken):
         path.chmod(0o755)
     return subprocess.run(
         ["bash", folder / "test"],
-        env={"PATH": "/usr/bin:/bin", "BROKEN": broken},
+        env={"PATH": "/usr/bin:/bin", "BROKEN": broken, "SILENT": silent},
         capture_output=True,
         text=True,
         timeout=60,
@@ -73,7 +74,10 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     done = run_gate(tmp_path, "nothing is broken")
     assert done.returncode == 0, done
     assert "all 13 steps passed" in done.stdout
-    assert "called" in done.stdout.partition("== pytest with MPICH")[2]
+    lines = done.stdout.splitlines()
+    beside = lines.index("jobs    | == pytest with MPICH")
+    assert any(line.startswith("jobs    | called") for line in lines[beside:])
+    assert any(line.startswith("threads | called") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -88,4 +92,61 @@ def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
     done = run_gate(tmp_path, broken)
     assert done.returncode == 1, done
     assert f"FAILED: {told}" in done.stderr
+    assert f"FAILED: {told} (exit 3)" in done.stdout  # at once, where it happens
     assert "== hello_allreduce.py" in done.stdout  # the others run all the same
+
+
+def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
+    done = run_gate(tmp_path, "-none-", silent="tests/unit")
+    assert done.returncode == 1, done
+    step = "threads | test: pytest with Open MPI: ranks as threads"
+    assert f"{step}, 2 s: dots" in done.stdout
+    assert f"{step} said nothing for 5 s and gets SIGTERM" in done.stdout
+    assert "FAILED: pytest with Open MPI: ranks as threads" in done.stderr
+
+
+# A machine whose PATH has no compiler until apt-get has brought one.
+APT = """
+echo "$*" >>"$HERE/asked"
+case "$*" in *" install "*) /bin/ln -s /bin/true "$HERE/c++";; esac
+"""
+TOOLS = ("bash", "cat", "dirname", "env", "python3", "true")
+
+
+def require_tools(folder, *, user, sudo):
+    for name in TOOLS:
+        path = sys.executable if name == "python3" else shutil.which(name)
+        (folder / name).symlink_to(path)
+    refuses = "exit 1" if sudo is None else f'[ "$1" = -n ] && shift; {sudo}'
+    programs = {
+        "apt-get": APT,
+        "id": f"#!/bin/sh\necho {user}\n",
+        "sudo": f"#!/bin/sh\n{refuses}\n",
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", "-c", f"source {ROOT}/ci/setup.sh; require_tools"],
+        env={"PATH": str(folder), "HERE": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("user", "sudo"), [(0, None), (1000, 'exec "$@"')])
+def test_what_is_lacking_is_installed_by_whom_nobody_asks_for_a_password(user, sudo, tmp_path):
+    done = require_tools(tmp_path, user=user, sudo=sudo)
+    assert done.returncode == 0, done
+    update, install = (tmp_path / "asked").read_text().splitlines()
+    assert update.endswith("update")
+    assert install.endswith("install python3-dev python3-venv g++")
+
+
+def test_others_get_the_line_that_installs_it(tmp_path):
+    done = require_tools(tmp_path, user=1000, sudo=None)
+    assert done.returncode == 1, done
+    assert done.stderr.endswith("apt install python3-dev python3-venv g++\n")
+    assert not os.path.exists(tmp_path / "asked")
