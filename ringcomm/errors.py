@@ -2,7 +2,7 @@
 
     RingcommError
     |-- ConfigError           a setting, the launch or the installation is wrong
-    |-- NotInitializedError   rc.init() has not run here, or this process is no rank
+    |-- NotInitializedError   rc.init() has not run here, or this is no rank; also a ValueError
     |-- MismatchError         ranks called different things; the same error on every rank
     |-- PeerFailedError       a rank died, failed or left while this one needed it
     |   `-- ServerLostError   that rank held the only copy of a parameter-server shard
@@ -25,8 +25,8 @@ class ConfigError(RingcommError):
     """A setting, the launch or the installation is wrong; the text says what to change."""
 
 
-class NotInitializedError(RingcommError):
-    """The call needs rc.init() in this very process."""
+class NotInitializedError(RingcommError, ValueError):
+    """The call needs rc.init() in this very process. A ValueError, too: Horovod raises that."""
 
 
 class MismatchError(RingcommError):

@@ -71,6 +71,11 @@ class _Adaptive(Optimizer):
     def synchronize(self) -> None:
         """Do nothing: gradients stay each rank's own."""
 
+    @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """See Averaging."""
+        return {p: name for name, p in self._named}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Optimizer = object.__new__(type(self).__bases__[1])
         plain.__dict__ = {k: v for k, v in self.__dict__.items() if k not in _OURS}

@@ -62,6 +62,11 @@ class Averaging(Optimizer):
         self._has_synchronized = True
 
     @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """Names by parameter, which scripts for Horovod look at."""
+        return {slot.parameter: slot.name for slot in self._reducer.slots}
+
+    @property
     def n_steps(self) -> int:
         """How many step() this rank has completed."""
         return self._reducer.step
@@ -152,9 +157,10 @@ Averaging.step.hooked = True  # type: ignore[attr-defined]
 def _warn_of_synchronize() -> None:
     """Say once what Horovod's users forget; here it costs nothing."""
     warnings.warn(
-        "optimizer.step() after optimizer.synchronize(): in Horovod that reduces gradients twice. "
-        "Here it does not, but `with optimizer.skip_synchronize(): optimizer.step()` is right in "
-        "both",
+        # Horovod's words, by which scripts filter it
+        "optimizer.step() called without optimizer.skip_synchronize() context after "
+        "optimizer.synchronize(): in Horovod that reduces gradients twice. Here it does not, but "
+        "`with optimizer.skip_synchronize(): optimizer.step()` is right in both",
         stacklevel=3,
     )
 

@@ -219,6 +219,11 @@ def _alltoall(
     is_awaited: bool = False,
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
     def plan(group: Group, name: str | None) -> Plan[Any]:
+        if isinstance(splits, torch.Tensor) and splits.is_floating_point():
+            raise ValueError(
+                f"alltoall: splits={splits.tolist()} must be {group.size} integers, one per rank, "
+                f"not {splits.dtype}"
+            )
         rows = splits.tolist() if hasattr(splits, "tolist") else splits
         return plans.alltoall(group, name, x, rows, return_splits=True)
 

@@ -11,6 +11,7 @@ import torch
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.engine import adasum, ops, plans
+from ringcomm.errors import RingcommError
 from ringcomm.torch.dispatch import begin
 from ringcomm.torch.handles import Handle
 from ringcomm.torch.movements import allgather
@@ -146,5 +147,7 @@ class Reduction:
 
     def _plain_op(self) -> Op:
         if isinstance(self._op, _Adasum):
-            raise ValueError("reducescatter: op is Average, Sum, Min, Max or Product, not Adasum")
+            raise RingcommError(  # a HorovodInternalError, as Horovod raises
+                "reducescatter: op is Average, Sum, Min, Max or Product, not Adasum"
+            )
         return self._op

@@ -360,10 +360,12 @@ def test_wrong_splits_are_refused(splits):
     assert run_ranks(2, body) == [[1.0, 1.0]] * 2
 
 
-@pytest.mark.parametrize("splits", [[1.5, 1.5], torch.tensor([1.0, 2.0]), 3])
-def test_splits_that_are_no_integers_are_told_as_such(splits):
+@pytest.mark.parametrize(
+    ("splits", "kind"), [([1.5, 1.5], TypeError), (torch.tensor([1.0, 2.0]), ValueError)]
+)
+def test_splits_that_are_no_integers_are_told_as_such(splits, kind):
     def body(rank):
-        with pytest.raises(TypeError, match=r"splits=.* must be 2 integers, one per rank"):
+        with pytest.raises(kind, match=r"splits=.* must be 2 integers, one per rank"):
             hvd.alltoall(torch.ones(3), splits=splits)
         return hvd.alltoall(torch.ones(2)).tolist()
 
@@ -673,6 +675,15 @@ def test_adasum_is_the_sum_of_orthogonal_and_the_mean_of_equal_vectors():
         return [each.tolist() for each in several]
 
     assert run_ranks(2, body) == [[[3.0, 3.0], [1.0, 2.0]]] * 2
+
+
+def test_reducescatter_takes_no_adasum_and_says_so_as_horovod_does():
+    def body(rank):
+        for f in (hvd.reducescatter, lambda x, **how: hvd.grouped_reducescatter([x], **how)):
+            with pytest.raises(hvd.HorovodInternalError, match="not Adasum"):
+                f(torch.ones(4), op=hvd.Adasum)
+
+    run_ranks(1, body)
 
 
 def test_adasum_takes_floats_only():

@@ -378,10 +378,16 @@ def test_wrapping_twice_is_refused():
     run_ranks(1, body)
 
 
-def test_before_init_wrapping_says_so():
+def test_before_init_wrapping_and_size_say_so_by_horovods_kind_of_error():
     model = nn.Linear(1, 1)
-    with pytest.raises(rc.NotInitializedError, match="init"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1))
+    names = [("same", model.weight), ("same", model.bias)]
+    for use in (
+        hvd.size,
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1), names),
+    ):
+        with pytest.raises(rc.NotInitializedError, match="init") as caught:
+            use()
+        assert isinstance(caught.value, ValueError)
 
 
 def test_a_dtype_changed_after_wrapping_is_refused():

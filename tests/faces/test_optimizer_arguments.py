@@ -286,7 +286,8 @@ def test_step_after_synchronize_warns_once():
         (model,) = models(1)
         optimizer = wrap(model)
         optimizer.synchronize()
-        with pytest.warns(UserWarning, match="skip_synchronize"):
+        horovods = r"optimizer.step\(\) called without optimizer.skip_synchronize\(\) context after"
+        with pytest.warns(UserWarning, match=horovods):
             optimizer.step()
         optimizer.synchronize()
         optimizer.step()
@@ -400,6 +401,19 @@ def pair(a, b):
     dot = (a * b).sum()
     share_of = [1 - dot / (2 * (v * v).sum()) if v.any() else 1.0 for v in (a, b)]
     return a * share_of[0] + b * share_of[1]
+
+
+def test_the_names_of_parameters_are_where_scripts_for_horovod_look():
+    def body(rank):
+        for op in (hvd.Average, hvd.Adasum):
+            (model,) = models(1)
+            named = dict(model.named_parameters())
+            optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), named.items(), op=op)
+            assert optimizer._parameter_names == {p: name for name, p in named.items()}
+            optimizer = hvd.DistributedOptimizer(sgd(models(1)[0].parameters()), op=op)
+            assert len(set(optimizer._parameter_names.values())) == len(named)
+
+    run_ranks(1, body)
 
 
 def test_an_adasum_optimizer_can_be_copied():
