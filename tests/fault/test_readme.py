@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from harness import run_script
 
-BLOCKS = re.findall(
-    r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL
-)
+README = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_are_blocks():
@@ -21,3 +20,11 @@ def test_block_runs(block, tmp_path):
         pytest.importorskip("torch", reason="the core is tested without torch, too")
     job = run_script(2, block, cwd=tmp_path)
     assert job.code == 0, job.output
+
+
+def test_what_goes_before_os_exit_ends_the_job_well(tmp_path):
+    [end] = re.findall(r"End with `os._exit` only after `(.*?)`", README)
+    world = "ringcomm.init(); ringcomm.barrier(); "
+    program = f"import os, ringcomm; {world}ringcomm.shutdown(); {world}{end}; os._exit(0)"
+    job = run_script(3, program, cwd=tmp_path)
+    assert (job.code, job.output) == (0, "")
