@@ -39,7 +39,8 @@ def evaluator(every: int) -> Callable[[F], F]:
     `step` is what the slowest worker has completed when the snapshot is asked for: a multiple of
     `every`, or more if the evaluation before took longer; none is made up for. What is seen may be
     some steps further. Within it ps.table(...) and pull() see a snapshot. It must be marked before
-    ps.init(), which calls it on ranks that evaluate.
+    ps.init(), which calls it on ranks that evaluate. What it raises ends the whole job, training
+    too, as the failure of any rank does.
     """
     if every < 1:
         raise ValueError(f"ps.evaluator: every is {every}; it must be 1 or more")

@@ -130,7 +130,8 @@ def init(
     Args:
         servers: how many; None: RINGCOMM_PS_SERVERS, or as many as declare the role, or 1. They are
             taken one per host in turn from the highest rank down.
-        evaluators: how many of the ranks below the servers evaluate.
+        evaluators: how many of the ranks below the servers evaluate. One that fails ends the job,
+            as any rank does.
         role: what this command says it is; None: what remains. Where one command declares servers
             (`python -m ringcomm.ps.server`), no others are made.
         replication: copies of each partition; more than 1 is not there yet.

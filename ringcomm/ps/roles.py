@@ -48,7 +48,7 @@ class Layout:
     Attributes:
         workers: train. Ranks of the default group, in this order; the first is the chief.
         servers: own partitions; the s-th is server s.
-        evaluators: read snapshots.
+        evaluators: read snapshots. If one fails the job ends, as with any rank.
     """
 
     workers: tuple[int, ...]
