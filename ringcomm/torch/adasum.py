@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
 
 from ringcomm.torch.first_weights import FirstWeights
 from ringcomm.torch.process_sets import ProcessSet
+from ringcomm.torch.recipe import require_passes
 from ringcomm.torch.reducing import Adasum
 from ringcomm.torch.reductions import allreduce_async
 
@@ -75,6 +76,21 @@ class _Adaptive(Optimizer):
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
         """See Averaging."""
         return {p: name for name, p in self._named}
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Do nothing: gradients add up in .grad until step(), however many backward() there are.
+
+        Raises:
+            ValueError: passes is no whole number from 1 on.
+        """
+        require_passes(passes)
+
+    def skip_synchronize(self) -> NoReturn:
+        """Raise AssertionError, as Horovod does: what step() adds is combined in any case."""
+        raise AssertionError(
+            "skip_synchronize() is not supported with op=hvd.Adasum: gradients stay each rank's "
+            "own, so change .grad and call step() without it"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Optimizer = object.__new__(type(self).__bases__[1])

@@ -202,12 +202,9 @@ def alltoall_async(
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Any]:
-    """Start alltoall()."""
-    handle = _alltoall(tensor, splits, name, process_set)
-    if splits is None:
-        return Handle([handle], lambda pair: pair[0])
-    return handle
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
+    """Start alltoall(); its result is the pair in any case, as in Horovod."""
+    return _alltoall(tensor, splits, name, process_set)
 
 
 def _alltoall(

@@ -15,7 +15,7 @@ from ringcomm.torch.averaging import Averaging, averaging
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.elementwise import require_elementwise
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
-from ringcomm.torch.recipe import recipe_of, require_own
+from ringcomm.torch.recipe import recipe_of, require_mean, require_own, require_passes
 from ringcomm.torch.reducer import GradientReducer
 from ringcomm.torch.reducing import AnyOp, op_of
 from ringcomm.torch.sharding import sharding
@@ -88,11 +88,10 @@ def DistributedOptimizer(
     Raises:
         NotInitializedError: init() has not run.
         TypeError: a parameter is on another device, or of a dtype that cannot be reduced, or
-            named_parameters has none of the names; or shard_state=1 with an optimizer that is not
-            known to go by element.
-        ValueError: names are not unique, a parameter of the optimizer has none or belongs to
-            another DistributedOptimizer, one in groups is not the optimizer's, or an argument is
-            out of range.
+            shard_state=1 with an optimizer that is not known to go by element.
+        ValueError: named_parameters has no names, or they are not unique, a parameter of the
+            optimizer has none or belongs to another DistributedOptimizer, one in groups is not the
+            optimizer's, or an argument is out of range.
 
     backward() and step() then raise MismatchError (on every rank), PeerFailedError and
     CommTimeoutError; and RingcommError after a backward() that failed, until zero_grad().
@@ -127,6 +126,8 @@ def DistributedOptimizer(
         return (sharding if recipe.is_sharded else averaging)(optimizer, reducer)
     if shard_state:
         raise ValueError("op=hvd.Adasum combines what whole steps add: it needs shard_state=0")
+    require_mean(gradient_predivide_factor, op)
+    require_passes(backward_passes_per_step)
     return with_adasum(
         optimizer, named, compression, process_set, sync_weights=sync_weights, known=given or ()
     )

@@ -56,11 +56,7 @@ class Recipe:
             raise ValueError(
                 f"gradient_predivide_factor is {self.predivide!r}; it is a finite number above 0"
             )
-        if self.predivide != 1.0 and self.op is not AVERAGE:
-            raise ValueError(
-                "gradient_predivide_factor splits the division of a mean in two: it needs "
-                f"op=hvd.Average, not {self.op}"
-            )
+        require_mean(self.predivide, self.op)
         if self.shard_state not in (0, 1):
             raise ValueError(
                 f"shard_state is 0, or 1 for ZeRO-1, not {self.shard_state!r}. FSDP spreads "
@@ -163,6 +159,21 @@ def recipe_of(
         shard_state,
         sync_weights,
     )
+
+
+def require_mean(predivide: float, op: object) -> None:
+    """Raise ValueError if gradients are to be divided before they are sent, and op is no mean."""
+    if predivide != 1.0 and op is not AVERAGE:
+        raise ValueError(
+            "gradient_predivide_factor splits the division of a mean in two: it needs "
+            f"op=hvd.Average, not {op}"
+        )
+
+
+def require_passes(n: object) -> None:
+    """Raise ValueError if n is no number of backward() per step."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
 
 
 def require_own(recipe: Recipe, own: Named, known: Named) -> None:

@@ -32,7 +32,7 @@ from ringcomm.torch.fusion_tuner import FusionTuner
 from ringcomm.torch.outline import Check, Outline
 from ringcomm.torch.passes import Passes
 from ringcomm.torch.presence import SPARSE, Presence, ready_order
-from ringcomm.torch.recipe import Recipe
+from ringcomm.torch.recipe import Recipe, require_passes
 from ringcomm.torch.registry import claim, enrol, note_samples, release
 from ringcomm.torch.slots import Slot, State
 from ringcomm.torch.together import Work, carry_out
@@ -99,8 +99,7 @@ class GradientReducer:
         Raises:
             ValueError: n is no whole number from 1 on.
         """
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
+        require_passes(n)
         self.passes_per_step = n
         self._check, self._is_agreed = None, False
 

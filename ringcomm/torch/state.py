@@ -35,7 +35,7 @@ def broadcast_parameters(
         process_set: the ranks that take part.
 
     Raises:
-        TypeError: params is nothing of this kind.
+        ValueError: params is nothing of this kind.
         MismatchError: names, shapes or dtypes differ between ranks.
     """
     root, group = process_set.root(root_rank), process_set.group
@@ -55,7 +55,7 @@ def _by_name(params: Any) -> dict[str, torch.Tensor]:
     """Return the tensors, by names that are alike on all ranks."""
     entries = params.items() if isinstance(params, Mapping) else params
     if isinstance(entries, torch.Tensor | str | bytes) or not isinstance(entries, Iterable):
-        raise TypeError(
+        raise ValueError(
             "broadcast_parameters: params is model.state_dict(), model.named_parameters() or "
             f"tensors, not {_shown(params)}"
         )

@@ -72,7 +72,7 @@ def _require_pairs(given: Sequence[Any]) -> None:
     for index, each in enumerate(given):
         if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str)):
             what = type(each).__name__
-            raise TypeError(
+            raise ValueError(
                 "named_parameters has pairs (name, parameter), and its item "
                 f"{index} is a {what}: pass named_parameters=model.named_parameters(), not "
                 "model.parameters()"

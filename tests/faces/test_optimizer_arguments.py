@@ -335,7 +335,7 @@ def test_a_group_with_a_parameter_that_is_not_the_optimizers_is_refused(is_named
 def test_named_parameters_that_are_no_pairs_are_refused_with_what_to_pass(wrong):
     def body(rank):
         model = nn.Linear(3, 2)
-        with pytest.raises(TypeError, match=r"item 0 is a .*named_parameters=model.named_param"):
+        with pytest.raises(ValueError, match=r"item 0 is a .*named_parameters=model.named_param"):
             hvd.DistributedOptimizer(sgd(model.parameters()), wrong(model.parameters()))
 
     run_ranks(1, body)
@@ -426,6 +426,25 @@ def test_an_adasum_optimizer_can_be_copied():
         fit(model, optimizer, data(2, 1))
         fit(twin, copied, data(2, 1))
         assert_close([weights(twin)], weights(model), 0)
+
+    run_ranks(2, body)
+
+
+def test_adasum_refuses_what_it_cannot_heed():
+    def body(rank):
+        (model,) = models(1)
+
+        def wrapped(**options):
+            return hvd.DistributedOptimizer(sgd(model.parameters()), op=hvd.Adasum, **options)
+
+        with pytest.raises(ValueError, match="not Adasum"):
+            wrapped(gradient_predivide_factor=2.0)
+        with pytest.raises(ValueError, match="from 1 on, not 0"):
+            wrapped(backward_passes_per_step=0)
+        optimizer = wrapped(backward_passes_per_step=2)
+        optimizer.set_backward_passes_per_step(3)
+        with pytest.raises(AssertionError, match="skip_synchronize"), optimizer.skip_synchronize():
+            pass
 
     run_ranks(2, body)
 
