@@ -28,7 +28,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         process_sets: process sets to put into use, the same on every rank; "dynamic" means none.
 
     Raises:
-        ValueError: comm is a list of ranks other than all of them.
+        ValueError: comm is a list of ranks other than all of them; or a process set has the ranks
+            of one before it, as the global one has all: it alone is not in use then.
     """
     if process_sets == "dynamic":
         process_sets = ()

@@ -21,7 +21,8 @@ class ProcessSet:
     """Ranks that run collectives among themselves; pass it to init() or add_process_set() first.
 
     Args:
-        ranks_or_comm: ranks, in any order; or an mpi4py communicator with those ranks.
+        ranks_or_comm: ranks, in any order; or an mpi4py communicator with those ranks. Where ranks
+            pass their own parts of a split one, all parts are added, and this set is the own one.
 
     Attributes:
         process_set_id: the same on every rank; None until it is added, and after it is removed.
@@ -68,6 +69,11 @@ class ProcessSet:
     def included(self) -> bool:
         """Return True if this process is one of its ranks."""
         return engine().rank in self._known_ranks()
+
+    @property
+    def is_of_comm(self) -> bool:
+        """True if it was made of a communicator."""
+        return self._comm is not None
 
     @property
     def group(self) -> Group:
@@ -131,20 +137,26 @@ class _Registry:
         return lanes
 
     def add(self, which: ProcessSet) -> ProcessSet:
-        """Number a process set, whose ranks no other one in use has."""
-        ranks = tuple(which.resolve())
-        if self._sets:
-            _require_alike("add", ranks)
-        known = self.of_ranks(ranks)
+        """Number a process set, whose ranks no other one in use has, and all parts of a split."""
+        mine = tuple(which.resolve())
+        parts = _agreed("add", mine, is_comm=which.is_of_comm) if self._sets else [mine]
+        known = next((each for part in parts if (each := self.of_ranks(part))), None)
         if known is not None:
-            raise ValueError(
-                f"add_process_set: {known} is in use and has these ranks already: use that one"
-            )
+            raise _InUseError(known)
+        for ranks in parts:
+            self._number(which if ranks == mine else ProcessSet(ranks), ranks)
+        return which
+
+    def _number(self, which: ProcessSet, ranks: tuple[int, ...]) -> None:
         is_all = ranks == tuple(range(engine().size))
         self._lanes[ranks] = _Lanes(engine().world if is_all else Group(ranks))
         self._sets[self._next_id] = which
         which.process_set_id, self._next_id = self._next_id, self._next_id + 1
-        return which
+
+    def has(self, which: ProcessSet) -> bool:
+        """Return True if this very process set is in use."""
+        number = which.process_set_id
+        return number is not None and self._sets.get(number) is which
 
     def of_ranks(self, ranks: Sequence[int]) -> ProcessSet | None:
         """Return the one in use that has these ranks."""
@@ -157,7 +169,7 @@ class _Registry:
             raise ValueError(f"{which} is not in use")
         if number == 0:
             return False
-        _require_alike("remove", tuple(which.resolve()))  # and no rank may still need it
+        _agreed("remove", tuple(which.resolve()))  # and no rank may still need it
         known = self._sets.pop(number)
         del self._lanes[tuple(known.resolve())]
         known.process_set_id = known.ranks = None
@@ -168,22 +180,36 @@ class _Registry:
         return dict(sorted(self._sets.items()))
 
 
-def _require_alike(verb: str, ranks: tuple[int, ...]) -> None:
-    """Raise MismatchError, on every rank that is not in join(), if one does not do the same."""
-    told = ops.allgather_object((verb, ranks))
+class _InUseError(ValueError):
+    """A process set in use has these ranks already."""
+
+    def __init__(self, known: ProcessSet) -> None:
+        super().__init__(
+            f"add_process_set: {known} is in use and has these ranks already: use that one"
+        )
+
+
+def _agreed(verb: str, ranks: tuple[int, ...], *, is_comm: bool = False) -> list[tuple[int, ...]]:
+    """Return the ranks of each set that all ranks add or remove: of a split communicator, several.
+
+    Raises:
+        MismatchError: on every rank that is not in join(), one does not do the same.
+    """
+    told = ops.allgather_object((verb, ranks, is_comm))
     joined = [rank for rank, each in enumerate(told) if each is None]  # what a stand-in gathers
     if joined:
         raise MismatchError(
             f"{verb}_process_set: ranks {joined} are in join(), and every rank must {verb} a "
             "process set. Do it before the first rank calls join(), or after join() has returned"
         )
-    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
-    if other is not None:
-        (first, theirs), (second, others) = told[0], told[other]
+    other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), None)
+    if other is not None and not all(is_comm for *_, is_comm in told):
+        (first, theirs, _), (second, others, _) = told[0], told[other]
         raise MismatchError(
             f"{verb}_process_set: rank 0 {first}s ranks {list(theirs)}, rank {other} {second}s "
             f"{list(others)}. Every rank must add and remove the same process sets in one order"
         )
+    return list(dict.fromkeys(theirs for _, theirs, _ in told))
 
 
 global_process_set: Final = ProcessSet([])
@@ -246,12 +272,18 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 def prepare(process_sets: Iterable[ProcessSet] = ()) -> None:
     """Put the global process set into use, and these. Every rank calls it.
 
-    As in Horovod, of several with the same ranks the first is put into use, and it alone.
+    Raises:
+        ValueError: another one has the ranks of one of them; as in Horovod all others are in use.
     """
-    registry = _registry()
-    for each in process_sets:
-        if registry.of_ranks(each.resolve()) is None:
-            registry.add(each)
+    registry, duplicates = _registry(), []
+    for number, each in enumerate(process_sets):
+        try:
+            if not registry.has(each):
+                registry.add(each)
+        except _InUseError as error:
+            duplicates.append(f"process_sets entry number {number} is a duplicate: {error}")
+    if duplicates:
+        raise ValueError(f"init: {duplicates[0]}")
 
 
 def _registry() -> _Registry:

@@ -118,22 +118,30 @@ def test_process_sets_from_communicators_and_at_init(tmp_path):
 import torch, ringcomm.torch as hvd
 from mpi4py import MPI
 halves = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
-first = hvd.ProcessSet([0, 2])
-hvd.init(process_sets=[first, hvd.ProcessSet([1])])
-assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
-try:
-    hvd.add_process_set(hvd.ProcessSet(MPI.COMM_WORLD))
-    raise SystemExit("the global process set has these ranks")
-except ValueError as error:
-    assert "process_set_id=0" in str(error)
-if first.included():
-    mine = hvd.ProcessSet(halves)
-    assert mine.resolve() == [0, 2]
-    print("sum", hvd.allreduce(torch.tensor([hvd.rank()]), op=hvd.Sum, process_set=first).item())
+first, mine = hvd.ProcessSet([0]), hvd.ProcessSet(halves)
+hvd.init(comm=MPI.COMM_WORLD, process_sets=[first, mine])
+rank, known = hvd.rank(), {0: [0, 1, 2], 1: [0], 2: [0, 2], 3: [1]}
+assert hvd.get_process_set_ids_and_ranks() == known
+assert (mine.process_set_id, mine.ranks) == ((3, [1]) if rank == 1 else (2, [0, 2]))
+of_one, again = MPI.COMM_WORLD.Split(rank), MPI.COMM_WORLD.Split(rank % 2)
+for comm, number in ((MPI.COMM_WORLD, 0), (of_one, 1), (again, 2)):
+    try:
+        hvd.add_process_set(hvd.ProcessSet(comm))
+        raise SystemExit("a process set has these ranks")
+    except ValueError as error:
+        assert f"process_set_id={number}" in str(error)
+assert hvd.get_process_set_ids_and_ranks() == known
+hvd.remove_process_set(hvd.process_set_by_id(1))
+parts = hvd.add_process_set(hvd.ProcessSet(MPI.COMM_WORLD.Split(int(rank == 0))))
+assert (parts.process_set_id, parts.ranks) == ((4, [0]) if rank == 0 else (5, [1, 2]))
+for each in (mine, parts):
+    hvd.broadcast(torch.zeros(1), each.ranks[0], process_set=each)
+    print("sum", hvd.allreduce(torch.tensor([rank + 1]), op=hvd.Sum, process_set=each).item())
 """
     job = run_script(3, text, cwd=tmp_path)
     assert job.code == 0, job.output
-    assert job.output.count("sum 2") == 2
+    sums = sorted(line for line in job.output.splitlines() if line.startswith("sum"))
+    assert sums == [f"sum {n}" for n in (1, 2, 4, 4, 5, 5)]
 
 
 MODULES = """

@@ -472,16 +472,21 @@ def test_a_second_process_set_of_the_same_ranks_is_refused_on_every_rank(ranks):
     assert run_ranks(3, body) == [2, 2, 2]
 
 
-def test_of_several_process_sets_of_the_same_ranks_init_takes_the_first():
+@pytest.mark.parametrize("again", [[0], [1, 0]])
+def test_init_refuses_a_second_process_set_of_the_same_ranks_and_takes_the_others(again):
     def body(rank):
-        first, second = hvd.ProcessSet([0]), hvd.ProcessSet([0])
+        first, second, third = (hvd.ProcessSet(ranks) for ranks in ([0], again, [1]))
         for _ in range(2):
-            hvd.init(process_sets=[first, second])
+            with pytest.raises(
+                ValueError, match=r"process_sets entry number 1 is a duplicate: .*0"
+            ):
+                hvd.init(process_sets=[first, second, third])
         with pytest.raises(ValueError, match="not in use"):
             hvd.allreduce(torch.ones(1), process_set=second)
-        return first.process_set_id, second.process_set_id, hvd.get_process_set_ids_and_ranks()
+        ids = [each.process_set_id for each in (first, second, third)]
+        return ids, hvd.get_process_set_ids_and_ranks()
 
-    assert run_ranks(2, body) == [(1, None, {0: [0, 1], 1: [0]})] * 2
+    assert run_ranks(2, body) == [([1, None, 2], {0: [0, 1], 1: [0], 2: [1]})] * 2
 
 
 def test_a_process_set_that_is_removed_is_not_used_again():
