@@ -3,17 +3,16 @@
 import itertools
 import os
 import time
-from pathlib import Path
 
 import harness
+import leftovers
 import pytest
 from guarded_ranks import Rank
+from leftovers import pids, read
 
 from ringcomm.status import guardian
 
 GUARDIAN = str(guardian._PROGRAM)
-SHM = Path("/dev/shm")
-SHARED = ("sm_segment.", "vader_segment.", "mpich_shm_", "sem.", "torch_", "psm_")
 
 
 @pytest.fixture(params=["messages", "node"])
@@ -51,47 +50,26 @@ def start_rank():
         rank.process.communicate()
 
 
+@pytest.fixture(scope="session")
+def watch():
+    watch = leftovers.Watch()
+    yield watch
+    watch.end()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left():
+def nothing_is_left(request):
     """Fail the test that leaves a file in /dev/shm or a guardian behind."""
     if "PMIX_RANK" in os.environ or "PMI_RANK" in os.environ:  # inside a job of test_spmd.py
         yield
         return
-    before, others = set(os.listdir(SHM)), set(pids())
+    watch = request.getfixturevalue("watch")
+    before, others = watch.files(), set(pids())
     yield
     deadline = time.monotonic() + 60
-    left = orphaned_files(before) | orphaned_guardians(others)
-    while left:
+    while left := (watch.orphans() - before) | orphaned_guardians(others):
         assert time.monotonic() < deadline, left
-        time.sleep(0.02)
-        left &= orphaned_files(before) | orphaned_guardians(others)  # others' files come and go
-
-
-def orphaned_files(before):
-    """Return new files of /dev/shm that no process has mapped: jobs beside this one may run.
-
-    And of the names alone that MPI, torch and multiprocessing give: others' data are not ours.
-    """
-    new = {name for name in os.listdir(SHM) if name.startswith(SHARED)} - before
-    if not new:
-        return new
-    mapped = mapped_inodes()  # after the look at what is there: who makes a file maps it then
-    return {name for name in new if inode(SHM / name) not in mapped}
-
-
-def mapped_inodes():
-    """Return what of /dev/shm is mapped: by number, for a semaphore was mapped by another name."""
-    lines = (line.split() for pid in pids() for line in read(pid, "maps").splitlines())
-    return {None} | {int(line[4]) for line in lines if len(line) > 5 and "/dev/shm/" in line[5]}
-
-
-def inode(path):
-    """Return its number; None if it is gone, or another user's, whose maps are not ours to read."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino if status.st_uid == os.geteuid() else None
+        time.sleep(0.02)  # nobody tells of the end of another process
 
 
 def orphaned_guardians(others):
@@ -105,19 +83,8 @@ def orphaned_guardians(others):
     return found
 
 
-def pids():
-    return filter(str.isdigit, os.listdir("/proc"))
-
-
 def is_alive(pid):
     return read(pid, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
-
-
-def read(pid, name):
-    try:
-        return Path("/proc", pid, name).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def pytest_configure(config):

@@ -1,0 +1,100 @@
+"""Tells which files in /dev/shm a run of tests has made, and not another job of this machine.
+
+A file does not say who made it once they are dead. So a process of its own notes, as files appear,
+who has mapped them: a process of this run inherits a mark in its environment.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+MARK = "RUN_OF_TESTS"
+LOOK_S = 0.02  # much less than a process lives between the first use of such a file and its end
+
+
+class Watch:
+    """Looks at /dev/shm from now on; all that this process starts from now on is of its run."""
+
+    def __init__(self):
+        os.environ[MARK] = str(os.getpid())
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-S", __file__, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        self.files()
+
+    def files(self):
+        """Return the names of this run's files that are there."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return set(json.loads(self._process.stdout.readline()))
+
+    def orphans(self):
+        """Return the names of this run's files that no process has mapped any more."""
+        files = self.files()
+        used = mapped() if files else set()
+        return {name for name in files if inode(name) not in {None, *used}}
+
+    def end(self):
+        self._process.communicate()
+
+
+def main(run):
+    old, own = set(os.listdir(SHM)), set()
+    while True:
+        is_asked = select.select([sys.stdin], [], [], LOOK_S)[0]
+        there = set(os.listdir(SHM))
+        old, own = old & there, own & there
+        if new := {name: inode(name) for name in there - old - own}:
+            users = mapped()
+            own |= {n for n, i in new.items() if any(is_of(run, p) for p in users.get(i, ()))}
+            old |= {name for name, i in new.items() if i in users} - own
+        if is_asked:
+            if not sys.stdin.readline():
+                return
+            print(json.dumps(sorted(own)), flush=True)
+
+
+def mapped():
+    """Return {number of a file: who has mapped it}; a semaphore had another name at that time."""
+    users = {}
+    for pid in pids():
+        for line in read(pid, "maps").splitlines():
+            fields = line.split()
+            if len(fields) > 5 and "/dev/shm/" in fields[5]:
+                users.setdefault(int(fields[4]), set()).add(pid)
+    return users
+
+
+def is_of(run, pid):
+    return pid == run or f"{MARK}={run}" in read(pid, "environ").split("\0")
+
+
+def inode(name):
+    """Return its number; None if it is gone."""
+    try:
+        return (SHM / name).stat().st_ino
+    except OSError:
+        return None
+
+
+def pids():
+    return filter(str.isdigit, os.listdir("/proc"))
+
+
+def read(pid, name):
+    try:
+        return Path("/proc", pid, name).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
