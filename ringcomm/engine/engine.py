@@ -691,6 +691,7 @@ class Engine:
         group, ledger, ticket, is_awaited, timeout_s = entry
         task = Task(_label(plan.call, ticket, group, self.world), ticket, group.ranks)
         task.timeout_s = timeout_s
+        task.is_in_line = ticket.name is None and timeout_s is None  # else it has its own deadline
         work = Work(task, ledger, ticket, plan.nbytes, plan.call, problem, group, is_awaited)
         self._launch(work, plan)
         return task

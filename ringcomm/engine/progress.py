@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 
 from ringcomm.config import Settings
 from ringcomm.engine.ledger import Ticket
+from ringcomm.engine.line import Lines
 from ringcomm.engine.patience import Patience, Warnings, refuse_hopeless
 from ringcomm.engine.turn import Mark, refuse_own_turn
 from ringcomm.errors import RingcommError
@@ -87,6 +88,7 @@ class Task:
         patience: of the wait at hand, once it has lasted a moment.
         timeout_s: its own deadline in seconds, None for RINGCOMM_TIMEOUT_S.
         late_elsewhere: returns ranks of the job that hold it up where no channel sees it.
+        is_in_line: it need not begin before those of its base with smaller numbers.
     """
 
     def __init__(self, label: str, ticket: Ticket, members: tuple[int, ...]) -> None:
@@ -104,6 +106,7 @@ class Task:
         self.patience: Patience | None = None
         self.timeout_s: float | None = None
         self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
+        self.is_in_line = False
         self._callbacks: deque[Callable[[], None]] = deque()
         self._strands: list[tuple[Strand, list[Request]]] = []
         self._first: Strand | None = None
@@ -239,7 +242,8 @@ class Progress:
         self._on_lost = on_lost
         self._warnings = Warnings(settings)
         self._inbox: deque[Task] = deque()
-        self._tasks: list[Task] = []
+        self._tasks: dict[Task, None] = {}  # in the order in which they began
+        self._lines = Lines()
         self._services: tuple[Service, ...] = ()
         self._turn = threading.Condition()
         self._driver: Mark | None = None  # of the thread whose turn it is
@@ -378,6 +382,7 @@ class Progress:
         """End every task, those that come too, each with an error of its own; for the driver."""
         self._failure = make
         self._admit()
+        self._tasks.update(dict.fromkeys(self._lines.give_up()))
         for task in tuple(self._tasks):
             self._finish(task, make())
 
@@ -609,9 +614,9 @@ class Progress:
     def _admit(self) -> None:
         while self._inbox:
             task = self._inbox.popleft()
-            if task.is_over:
+            if task.is_over or (task.is_in_line and not self._lines.may_begin(task)):
                 continue
-            self._tasks.append(task)
+            self._tasks[task] = None
             if self._watch.peers.has_lost:
                 self._refuse_hopeless(task)
 
@@ -626,7 +631,10 @@ class Progress:
         if task.is_over:
             return
         task.stop()
-        self._tasks.remove(task)
+        del self._tasks[task]
+        after = self._lines.leave(task) if task.is_in_line else None
+        if after is not None:
+            self._tasks[after] = None
         self._on_over(task, error)
         if self._waiting:
             with self._turn:

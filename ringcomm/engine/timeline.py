@@ -10,7 +10,7 @@ Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhY
 from __future__ import annotations
 
 import contextlib
-import itertools
+import heapq
 import json
 import logging
 import os
@@ -66,7 +66,8 @@ class Timeline:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o644)
         self._lock = threading.Lock()
-        self._lanes: set[int] = set()
+        self._n_lanes = 0
+        self._free: list[int] = []  # lanes, as a heap
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         os.write(self._fd, b"[\n")
         self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
@@ -74,8 +75,11 @@ class Timeline:
     def begin(self, label: str, nbytes: int) -> Lane:
         """An operation begins; one that never ends is shown as unfinished."""
         with self._lock:
-            number = next(n for n in itertools.count() if n not in self._lanes)
-            self._lanes.add(number)
+            if self._free:
+                number = heapq.heappop(self._free)
+            else:
+                number = self._n_lanes
+                self._n_lanes += 1
         kind = label.partition("[")[0].partition(" ")[0]
         event = {"name": label, "cat": kind, "ph": "B", "args": {"nbytes": nbytes}}
         self._write(event | {"ts": self.now(), "tid": number})
@@ -85,7 +89,7 @@ class Timeline:
         """See Lane.end()."""
         self._write({"ph": "E", "ts": self.now(), "tid": lane.number, "args": {"outcome": outcome}})
         with self._lock:
-            self._lanes.discard(lane.number)
+            heapq.heappush(self._free, lane.number)
 
     def span(self, lane: Lane, name: str, start: float, end: float) -> None:
         """Record a phase; times as of now()."""
