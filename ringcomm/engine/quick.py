@@ -60,7 +60,8 @@ class Quick:
         if known is None:
             self._learn(x, op)
             return False
-        if not (x.flags.carray if is_numpy else _is_plain_tensor(x)):
+        address = None if is_numpy else _address(x)
+        if not (x.flags.carray if is_numpy else address is not None):
             return False
         group = self._group()
         engine = None if group is None else group.engine_or_none
@@ -72,7 +73,7 @@ class Quick:
             if place is None:
                 return False
             slot = place % N_UNNAMED
-            step = known.run_on(slot, x) if is_numpy else known.run(slot, x.data_ptr())
+            step = known.run_on(slot, x) if address is None else known.run(slot, address)
             if step is None:
                 self._team.end_turn(place)
             else:
@@ -118,16 +119,19 @@ def _plans() -> Any:
     return plans
 
 
-def _is_plain_tensor(x: Any) -> bool:
-    """Return True for what the adapter of torch takes for contiguous, in host memory."""
+def _address(x: Any) -> int | None:
+    """Return where a tensor is, if the adapter of torch takes it as it is: else None."""
     torch = sys.modules.get("torch")
-    return (
-        torch is not None
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
-        and x.layout is torch.strided
-        and x.is_cpu
-        and x.is_contiguous()
-        and not x.is_conj()
-        and not x.is_neg()
-        and x.data_ptr() % x.element_size() == 0
-    )
+    if (
+        torch is None
+        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or x.layout is not torch.strided
+        or not x.is_cpu
+        or not x.is_contiguous()
+        or x.is_conj()
+        or x.is_neg()
+        or x.untyped_storage().nbytes() < x.nbytes  # resize_() has freed it
+    ):
+        return None
+    address: int = x.data_ptr()
+    return None if address % x.element_size() else address

@@ -1,11 +1,13 @@
-"""Tensors that a functional collective is still filling, passed to further collectives."""
+"""Tensors that collectives are filling, or have filled: who waits for them, who may resize them."""
 
 import threading
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ringcomm.torch as hvd
 from ringcomm.engine.group import Group
@@ -22,13 +24,20 @@ class Late(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-def late(waiters):
+def late(waiters, all_made):
     def make(value=0.0, count=N):
         made = torch.full((count,), float(value)).as_subclass(Late)
         made.waiters = waiters
+        all_made.append(made)
         return made
 
     return make
+
+
+def resize(tensors):
+    """Let each tensor take new memory: over gloo and NCCL all can, and PowerSGD's hook does it."""
+    for each in tensors:
+        each.resize_(1000)
 
 
 def both(send, receive):
@@ -69,17 +78,18 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_process_group_waits_for_them_in_the_caller_before_the_call(name):
+def test_a_process_group_waits_in_the_caller_and_leaves_tensors_resizable(name):
     call, n_tensors = CALLS[name]
 
     def body(rank):
         group = ProcessGroup(dist.HashStore(), Group(range(2)), 10.0)
-        waiters = []
-        works = call(group, rank, late(waiters))
+        waiters, passed = [], []
+        works = call(group, rank, late(waiters, passed))
         due = n_tensors[rank] if isinstance(n_tensors, tuple) else n_tensors
         assert waiters == [threading.get_ident()] * due
         for work in works if isinstance(works, list) else [works]:
             work.wait()
+        resize(passed)
         return True
 
     assert run_ranks(2, body) == [True, True]
@@ -90,6 +100,7 @@ HVD = {
     "allreduce": (lambda t, r: hvd.allreduce_async(t(r), op=hvd.Adasum), 1),
     "grouped_allreduce": (lambda t, r: hvd.grouped_allreduce_async([t(r), t(r)]), 2),
     "allgather": (lambda t, r: hvd.allgather_async(t(r)), 1),
+    "grouped_allreduce_": (lambda t, r: hvd.grouped_allreduce_async_([t(r), t(r)]), 2),
     "broadcast_": (lambda t, r: hvd.broadcast_async_(t(r), 0), 1),
     "alltoall": (lambda t, r: hvd.alltoall_async(t(r)), 1),
     "reducescatter": (lambda t, r: hvd.reducescatter_async(t(r)), 1),
@@ -97,20 +108,61 @@ HVD = {
 
 
 @pytest.mark.parametrize("name", HVD)
-def test_hvd_waits_for_them_in_the_caller_before_the_call(name):
+def test_hvd_waits_in_the_caller_and_leaves_tensors_resizable(name):
     call, n_tensors = HVD[name]
 
     def body(rank):
-        waiters = []
-        handle = call(late(waiters), rank)
+        waiters, passed = [], []
+        handle = call(late(waiters, passed), rank)
         assert waiters == [threading.get_ident()] * n_tensors
-        hvd.synchronize(handle)
+        results = hvd.synchronize(handle)
+        resize([*passed, *(results if isinstance(results, list | tuple) else [results])])
         return True
 
     assert run_ranks(2, body) == [True, True]
 
 
-def test_a_tensor_of_a_functional_collective_is_sent_as_its_result(monkeypatch):
+def test_an_operation_keeps_memory_that_its_tensor_has_left():
+    is_asked = threading.Event()
+
+    def body(rank):
+        hvd.barrier()  # the first call of all is collective
+        x = torch.arange(1000.0) + rank
+        if rank == 1:
+            assert is_asked.wait(20)
+        handle = hvd.allreduce_async_(x, op=hvd.Sum)
+        if rank == 0:
+            memory = StorageWeakRef(x.untyped_storage())
+            x.set_(torch.zeros(3).untyped_storage())
+            assert not memory.expired()
+            is_asked.set()
+        return hvd.synchronize(handle).tolist()
+
+    expected = (torch.arange(1000.0) * 2 + 1).tolist()
+    assert run_ranks(2, body) == [[0.0] * 3, expected]
+
+
+def test_a_tensor_whose_memory_is_freed_is_refused_also_the_short_way(monkeypatch):
+    monkeypatch.setattr(harness, "wire", "node")
+
+    def body(rank):
+        group = ProcessGroup(dist.HashStore(), Group(range(2)), 20.0)
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        assert group.group.quick is not None
+        x = torch.full((100,), float(rank))[40:]
+        for _ in range(3):
+            group.allreduce([x], options)
+        x.untyped_storage().resize_(0)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"Tensor \(60,\) without memory: .*resize it back"):
+                group.allreduce([x], options)
+        return True
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_tensor_of_a_functional_collective_is_sent_as_its_result():
     """As pipelines do behind tensor parallelism: rank 1 sends what rank 0 is late for."""
     funcol = pytest.importorskip("torch.distributed._functional_collectives")
     from torch._C._distributed_c10d import _register_work

@@ -35,7 +35,7 @@ class ReducingGroup(BaseGroup):
             return self.start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
         op = moves.scaled_(x, call.reduction)
         line = line_of(x)
-        is_own = line.data_ptr() == x.data_ptr()
+        is_own = line is x or line.data_ptr() == x.data_ptr()
         quick = self.group.quick if is_own and not (call.is_async or self._is_special) else None
         if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
             return Work(None, tensors)
