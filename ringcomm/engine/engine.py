@@ -481,6 +481,11 @@ class Engine:
         if self._broken is not None:
             raise self._copy_of_broken()
 
+    @property
+    def is_own_turn(self) -> bool:
+        """See Progress.is_own_turn."""
+        return self._progress.is_own_turn
+
     def work_in_background(self) -> None:
         """Let this rank answer others, and operations advance, while it computes."""
         self._progress.work_in_background()

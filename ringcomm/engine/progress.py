@@ -22,7 +22,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.ledger import Ticket
 from ringcomm.engine.line import Lines
 from ringcomm.engine.patience import Patience, Warnings, refuse_hopeless
-from ringcomm.engine.turn import Mark, refuse_own_turn
+from ringcomm.engine.turn import Mark, is_own_turn, refuse_own_turn
 from ringcomm.errors import RingcommError
 from ringcomm.transport.base import Request, WireFault
 from ringcomm.transport.channel import Channel
@@ -377,6 +377,11 @@ class Progress:
                 self._take_part(mark, drive)
         finally:
             self._step_back(mark)
+
+    @property
+    def is_own_turn(self) -> bool:
+        """True in the thread that drives, as in a callback: it must not wait."""
+        return is_own_turn(self._driver)
 
     def fail_all(self, make: Callable[[], RingcommError]) -> None:
         """End every task, those that come too, each with an error of its own; for the driver."""

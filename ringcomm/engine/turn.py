@@ -20,6 +20,15 @@ class Mark:
         self.thread = threading.get_ident()
 
 
+def is_own_turn(driver: Mark | None) -> bool:
+    """Return True if this thread carries out the operations.
+
+    Args:
+        driver: see refuse_own_turn().
+    """
+    return driver is not None and driver.thread == threading.get_ident()
+
+
 def refuse_own_turn(driver: Mark | None, what: str) -> None:
     """Refuse a wait of the thread that carries out the operations: it would wait for itself.
 
@@ -30,7 +39,7 @@ def refuse_own_turn(driver: Mark | None, what: str) -> None:
     Raises:
         RingcommError: it is this thread's turn.
     """
-    if driver is not None and driver.thread == threading.get_ident():
+    if is_own_turn(driver):
         raise RingcommError(
             f"{what}: waited for by thread {threading.current_thread().name!r} while it carries "
             "out this rank's operations, so that the wait would never end. A callback of "

@@ -206,7 +206,8 @@ class Client:
 
         Waits for credit if it must: for the first, and while some of the others leave. Once none
         has for STALL_S, or the deadline, the rest leaves as credit comes back, which this rank may
-        have to push another table for; it is for the future's wait() to raise.
+        have to push another table for; it is for the future's wait() to raise. In a callback, which
+        cannot wait, the rest leaves so at once.
 
         Args:
             asks: in the order in which they are to leave.
@@ -216,6 +217,7 @@ class Client:
 
         Raises:
             CommTimeoutError: there was no credit for the first; nothing was sent.
+            RingcommError: likewise, in a callback.
         """
         self._engine.require_usable()
         for ask in asks:
@@ -239,7 +241,8 @@ class Client:
         if self._backlog.n_waiting:
             if before_wait is not None:
                 before_wait()
-            self._await_departure(future)
+            if not self._engine.is_own_turn:
+                self._await_departure(future)
         if self._link.waits_to_leave:
             self._engine.nudge()
 
@@ -492,6 +495,12 @@ class Client:
     ) -> None:
         if before_wait is not None:
             before_wait()
+        if self._engine.is_own_turn:
+            raise RingcommError(
+                f"{label}: server {ask.server} takes no more until it has answered what is under "
+                "way, and a callback of then() cannot wait for that; nothing was sent. Call it "
+                "where the program waits for its futures"
+            )
         self._wait_until(lambda: self._may_begin(ask), label, {ask.server}, self.deadline_s)
 
     # --- replies --------------------------------------------------------------------------------

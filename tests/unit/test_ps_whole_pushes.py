@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from harness import listen
 from ps_jobs import deadline, run_workers
 
 import ringcomm as rc
@@ -84,6 +85,41 @@ def test_nothing_overtakes_what_waits_for_credit(deaf):
         return t.pull().wait()
 
     np.testing.assert_array_equal(run_workers(1, body)[0], -1.0)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync", ps.FirstOf(1)], ids=str)
+def test_a_push_in_a_callback_that_cannot_wait_is_sent_whole_or_not_at_all(deaf, mode):
+    has_pushed = threading.Event()
+    told = []
+
+    def body(_):
+        t, x = table(mode=mode), np.ones(COUNT, np.float32)
+
+        def push(_):
+            deaf.is_deaf.set()
+            try:
+                told.append(t.push(x))
+                t.push(x)
+            except rc.RingcommError as error:
+                told.append(str(error))
+            has_pushed.set()
+
+        deaf.is_deaf.set()
+        pull = t.pull().then(push)
+        assert not pull.done()
+        deaf.is_deaf.clear()
+        t.pull(where=slice(1))  # the servers hear both
+        listen(has_pushed.is_set)
+        deaf.is_deaf.clear()
+        ps.stats()
+        first, second = told
+        assert first.wait().applied
+        assert second.startswith("push[w]: server 0 takes no more")
+        assert "nothing was sent" in second
+        assert t.push(x).wait().applied
+        return t.pull().wait()
+
+    np.testing.assert_array_equal(run_workers(1, body)[0], -2.0)
 
 
 def test_a_push_that_is_not_sent_leaves_the_residual_as_it_was(deaf, monkeypatch):
