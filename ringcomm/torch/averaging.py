@@ -41,7 +41,7 @@ class Averaging(Optimizer):
             _warn_of_synchronize()
         self._has_synchronized = False
         if closure is None:
-            self._flush()
+            self._finish_gradients()
             result = self._update()
         else:
             result = self._update(functools.partial(self._evaluate, closure))
@@ -146,8 +146,15 @@ class Averaging(Optimizer):
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
-        self._flush()
+        self._finish_gradients()
         return loss
+
+    def _finish_gradients(self) -> None:
+        """Make .grad what the optimizer's own class takes; clipping takes dense ones only."""
+        self._flush()
+        if self._reducer.recipe.sparse_as_dense:
+            for slot in self._reducer.slots:
+                slot.make_sparse_again()
 
 
 # torch wraps the step() of a class to run its step hooks, and the base class's is wrapped already.

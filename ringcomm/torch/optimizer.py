@@ -72,7 +72,8 @@ def DistributedOptimizer(
         num_groups: this many groups of parameters travel as one message each; 0: buckets of
             RINGCOMM_FUSION_MIB.
         groups: lists of parameters that travel as one message each, or their number.
-        sparse_as_dense: sparse gradients are made dense first.
+        sparse_as_dense: sparse gradients are reduced as dense ones. step() sees them sparse again,
+            but for shard_state=1.
         process_set: the ranks that take part; on others the optimizer works alone.
         shard_state: 1: each rank keeps the state of its share of the parameters alone, and updates
             that (ZeRO-1). It changes no result, but .grad is this rank's part of the mean, and zero

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# Of a parameter. LATE: a part of it came after its bucket had left.
-DENSE, SPARSE, LATE = 1, 2, 4
+# Of a parameter. LATE: a part of it came after its bucket had left. WAS_SPARSE: it is sent dense.
+DENSE, SPARSE, LATE, WAS_SPARSE = 1, 2, 4, 8
 # Of a rank.
 FAILED, WEIGHTED, UNWEIGHTED, HAS_SAMPLES = 1, 2, 4, 8
 
@@ -23,7 +23,7 @@ class Presence:
     """What one rank has; or, as read from a combined message, what any rank has.
 
     Attributes:
-        codes: of each parameter: 0, or DENSE, SPARSE and LATE, or-ed.
+        codes: of each parameter: 0, or DENSE, SPARSE, LATE and WAS_SPARSE, or-ed.
         flags: FAILED, WEIGHTED, UNWEIGHTED and HAS_SAMPLES, or-ed.
         is_one_step: all ranks have completed as many steps.
     """

@@ -31,7 +31,7 @@ class Recipe:
         compression: turns a bucket into what is sent, and back.
         predivide: gradients are divided by it before they are sent, and multiplied after.
         groups: parameters that travel together: how many groups, or the groups.
-        sparse_as_dense: sparse gradients are made dense first.
+        sparse_as_dense: sparse gradients are reduced as dense ones.
         process_set: the ranks that take part.
         shard_state: 1: each rank gets, and updates, its share alone.
         sync_weights: all ranks are to begin with the same weights.

@@ -208,6 +208,7 @@ class GradientReducer:
         slot = self.slots[index]
         if self.recipe.sparse_as_dense and slot.has_sparse:
             slot.densify()
+            slot.was_sparse = not self.recipe.is_sharded
         if slot.state is State.SETTLED:
             self._spoiling(self._require_heard, slot)
         elif self._is_communicating and slot.state is State.OPEN and slot.is_ready:

@@ -12,7 +12,7 @@ from ringcomm._core import copy_memory
 from ringcomm.arrays.torch import TORCH
 from ringcomm.errors import RingcommError
 from ringcomm.torch.buckets import Bucket, Member, line_of
-from ringcomm.torch.presence import DENSE, LATE, SPARSE
+from ringcomm.torch.presence import DENSE, LATE, SPARSE, WAS_SPARSE
 
 WORTH_KEEPING = 128 << 10  # bytes; what malloc asks the system for by itself
 
@@ -38,6 +38,8 @@ class Slot:
         state: what .grad is.
         bucket: where its dense gradients travel, or None.
         is_heard: hooks tell of its gradients. Those of a parameter that was always frozen are not.
+        was_sparse: what this rank has computed was sparse, and is made dense for the reduction.
+        is_sparse_in_step: .grad, dense now, was so on some rank: the optimizer is to see it sparse.
     """
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
@@ -47,6 +49,7 @@ class Slot:
         self.state = State.SETTLED
         self.bucket: Bucket | None = None
         self.is_heard = False
+        self.was_sparse = self.is_sparse_in_step = False
         self._view: torch.Tensor | None = None
         self._base: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None  # kept, see pack()
@@ -88,6 +91,7 @@ class Slot:
     def restart(self) -> None:
         """.grad, whatever it is now, is the user's."""
         self.state = State.SETTLED
+        self.was_sparse = self.is_sparse_in_step = False
         self._base = self._reduced = None
         self._zeroed_version = -1  # what a reduction writes to the view does not count as a change
 
@@ -136,6 +140,10 @@ class Slot:
     @property
     def code(self) -> int:
         """What this rank contributes, for the other ranks to know."""
+        return self._present | (WAS_SPARSE if self.was_sparse else 0)
+
+    @property
+    def _present(self) -> int:
         if self.state is State.SENT:
             return DENSE
         if self.state is State.LATE:
@@ -166,6 +174,12 @@ class Slot:
         gradient = self.parameter.grad
         if gradient is not None:
             self.parameter.grad = gradient.to_dense()
+
+    def make_sparse_again(self) -> None:
+        """Let the optimizer see .grad as autograd has made it on some rank: rows, if it is so."""
+        gradient = self.parameter.grad
+        if self.is_sparse_in_step and gradient is not None and not self.has_sparse:
+            self.parameter.grad = gradient.to_sparse(1)
 
     def pack(self, code: int = DENSE) -> None:
         """Write this rank's gradient, or zeros, to the bucket.
@@ -212,6 +226,7 @@ class Slot:
         if parts:
             self.parameter.grad = _total(parts)
         self.restart()
+        self.is_sparse_in_step = bool(code & WAS_SPARSE)
         if self._own is not None:
             self._keep_own(len(parts))
 

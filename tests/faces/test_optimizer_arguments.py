@@ -119,7 +119,7 @@ def test_sparse_gradients_made_dense(size, predivide):
         optimizer = wrap(model, sparse_as_dense=True, gradient_predivide_factor=predivide)
         for _ in range(3):
             step(model, optimizer, words[rank::size])
-            assert model.weight.grad.layout is torch.strided
+            assert model.weight.grad.layout is torch.sparse_coo
         return weights(model)
 
     single.sparse = False
@@ -127,6 +127,67 @@ def test_sparse_gradients_made_dense(size, predivide):
     for _ in range(3):
         step(single, optimizer, words)
     assert_close(run_ranks(size, body), weights(single), 1e-12)
+
+
+def clip_as_horovods_scripts(model, optimizer):
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def clip_after_backward(model, optimizer):
+    optimizer.clip_grad_norm_(9.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("members", "clip_and_step", "how"),
+    [
+        ([0, 1], clip_after_backward, {"compression": hvd.Compression.bf16}),
+        ([0, 2], clip_as_horovods_scripts, {"num_groups": 1}),
+    ],
+    ids=["compressed", "of a process set"],
+)
+def test_sparse_gradients_made_dense_come_back_to_sparse_adam(members, clip_and_step, how):
+    generator = torch.Generator().manual_seed(4)
+    shape = (3, 2, 2, 5)  # steps, passes, ranks, words
+    words = torch.randint(0, 23, shape, generator=generator)
+    factors = torch.randint(1, 9, shape, generator=generator)  # means of them are exact in 16 bits
+    factors[1, :, 1] = 0  # rank 1 has no gradient in this step
+    single, *replicas = copies(seeded(lambda: nn.Embedding(23, 4, sparse=True)).double(), 4)
+
+    def adam(parameters):
+        return torch.optim.SparseAdam(list(parameters), lr=0.1)
+
+    def body(rank):
+        hvd.init()
+        of_two = len(members) == hvd.size()
+        some = hvd.global_process_set if of_two else hvd.add_process_set(members)
+        model, mine = replicas[rank], some.rank()
+        optimizer = wrap(
+            model, adam, sparse_as_dense=True, backward_passes_per_step=2, process_set=some, **how
+        )
+        for step in range(3 if some.included() else 0):
+            optimizer.zero_grad()
+            for part in range(2 if factors[step, :, mine].any() else 0):
+                rows = model(words[step, part, mine])
+                (rows * factors[step, part, mine, :, None]).sum().backward()
+            clip_and_step(model, optimizer)
+            assert model.weight.grad.is_sparse
+        return weights(model)
+
+    optimizer = adam(single.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        there = factors[step].nonzero(as_tuple=True)
+        (single(words[step][there]) * factors[step][there][:, None] / 2).sum().backward()
+        gradient = single.weight.grad.coalesce()
+        gradient.values().mul_((9.0 / (gradient.values().norm() + 1e-6)).clamp(max=1.0))
+        single.weight.grad = gradient
+        optimizer.step()
+    results = run_ranks(max(members) + 1, body)
+    assert_close([results[r] for r in members], weights(single), 1e-12)
 
 
 @SIZES
