@@ -48,7 +48,8 @@ def save(
 
     Returns:
         A future of the checkpoint's own folder, done once it is complete. A save before that is
-        still under way is waited for first.
+        still under way is waited for first. What a save has written that fails is removed; what
+        one that was killed has left, by the next.
 
     Raises:
         RingcommError: this is not the chief, or is within ps.snapshot().
@@ -67,6 +68,7 @@ def save(
         told = hold(current, number, save_to=str(root))
     except BaseException:
         release(current, number)
+        files.discard(folder)
         raise
     release(current, number, is_taken=True)
     manifest = {
@@ -142,16 +144,21 @@ def _write(
     """Let all servers write, and a thread of this process complete the checkpoint."""
     client = current.client
     outer: Future[Path] = Future(client, "save", 1, lambda: folder, client.timestamp())
-    inner = asking(current, Kind.SAVE, {"id": number, "folder": str(folder)})
-    written = threading.Event()
-    inner.then(lambda _: written.set())
+    said = {"id": number, "folder": str(folder)}
+    inner = [asking(current, Kind.SAVE, said, [server]) for server in range(client.n_servers)]
+    written = threading.Semaphore(0)
+    for each in inner:
+        each.then(lambda _: written.release())
 
     def complete() -> None:
-        written.wait()  # a job that dies meanwhile ends this process, too
+        for _ in inner:  # also after an error: what others still write could not be removed
+            written.acquire()  # a job that dies meanwhile ends this process, too
         try:
-            files.write_manifest(folder, {**manifest, "servers": inner.wait()})
+            told = [each.wait()[0] for each in inner]
+            files.write_manifest(folder, {**manifest, "servers": told})
             files.tidy(folder.parent, keep)
         except BaseException as error:  # noqa: BLE001 - raised where the future is waited for
+            files.discard(folder)
             outer.fail(error)
         else:
             outer.replied(-1)

@@ -82,9 +82,15 @@ class Checkpoint(NamedTuple):
 
 # --- folders ------------------------------------------------------------------------------------
 def new_folder(root: Path) -> Path:
-    """Make the folder of the next checkpoint."""
+    """Make the folder of the next checkpoint; first remove what saves that were killed have left.
+
+    To be called while nobody writes.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    numbers = [number for number, _ in _folders(root)]
+    folders = list(_folders(root))
+    for _, folder in folders:
+        discard(folder)
+    numbers = [number for number, _ in folders]
     folder = root / f"save-{max(numbers, default=0) + 1:08d}"
     folder.mkdir()
     return folder
@@ -97,15 +103,18 @@ def complete(root: Path) -> list[Path]:
 
 
 def tidy(root: Path, keep: int | None) -> None:
-    """Remove all but the last `keep` checkpoints, and what saves that were killed have left.
-
-    To be called while nobody writes.
-    """
-    kept = set(complete(root)[:keep])
+    """Remove all but the last `keep` checkpoints. To be called while nobody writes."""
+    kept = complete(root)[:keep]
     for _, folder in _folders(root):
         if folder not in kept:
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what has none is no checkpoint
             shutil.rmtree(folder)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that has not become a checkpoint, as far as that goes; any other stays."""
+    if not (folder / MANIFEST).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folders(root: Path) -> Iterator[tuple[int, Path]]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -488,29 +489,49 @@ def test_if_all_are_damaged_nothing_is_changed_and_all_files_are_named(tmp_path)
     assert run_workers(1, body, 2) == [7.0 * COUNT]
 
 
-def test_a_save_that_fails_is_told_and_the_next_one_is_whole(tmp_path, monkeypatch):
-    fail = threading.Event()
-    fsync = os.fsync
+def test_a_save_that_fails_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    """Server 0's disk is full while server 1 still writes; so it may be because of what was left
+    by a job that was killed.
+    """
+    fail, is_removed = threading.Event(), threading.Event()
+    left = tmp_path / "save-00000009" / "server-0.data-9-0"
+    writer = checkpoint_files.Writer
+    finish, add, rmtree = writer.finish, writer.add, shutil.rmtree
 
-    def failing(descriptor):
-        if fail.is_set():
+    def finishing(writer):
+        if fail.is_set() and writer._server == 0:
             raise OSError(28, "No space left on device")
-        fsync(descriptor)
+        assert not (fail.is_set() and is_removed.wait(0.2))
+        return finish(writer)
 
-    monkeypatch.setattr(os, "fsync", failing)
+    def adding(writer, *args):
+        assert not left.exists()
+        return add(writer, *args)
+
+    def removing(folder, **options):
+        rmtree(folder, **options)
+        is_removed.set()
+
+    monkeypatch.setattr(writer, "finish", finishing)
+    monkeypatch.setattr(writer, "add", adding)
 
     def body(rank):
         t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=1000)
-        ps.save(tmp_path).wait()
+        first = ps.save(tmp_path, keep=None).wait()
         t.push(np.ones(COUNT, np.float32)).wait()
         fail.set()
+        monkeypatch.setattr(shutil, "rmtree", removing)
         with pytest.raises(OSError, match="No space left"):
-            ps.save(tmp_path).wait()
-        fail.clear()
+            ps.save(tmp_path, keep=None).wait()
+        assert os.listdir(tmp_path) == [first.name]
         assert (ps.load_state_dict(tmp_path)["w"] == 0).all()
-        ps.save(tmp_path).wait()
+        fail.clear()
+        left.parent.mkdir()
+        left.write_bytes(b"half")
+        second = ps.save(tmp_path, keep=None).wait()
+        assert sorted(os.listdir(tmp_path)) == [first.name, second.name]
 
-    run_workers(1, body, 2)
+    run_workers(1, body, 3)
     assert (ps.load_state_dict(tmp_path)["w"] == 1).all()
 
 
