@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ringcomm.engine import ops, plans
 from ringcomm.engine.execution import Plan
@@ -100,7 +101,8 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: of the same class over parameters of the same shapes on every rank. State that
-            a rank lacks (it has made no step yet) is created.
+            a rank lacks (it has made no step yet) is created; there .grad is zeros behind it where
+            it was None, as in Horovod.
         root_rank: the rank of the job whose state, hyper-parameters included, all get.
         model: ignored; Horovod needs it for some optimizers.
         process_set: the ranks that take part.
@@ -120,11 +122,27 @@ def broadcast_optimizer_state(
         for group, root_s in zip(optimizer.param_groups, settings, strict=True):
             group.update(root_s)
         return
+    if not optimizer.state:
+        _make_gradients(optimizer)
     is_root = rank() == root_rank
     state = optimizer.state_dict() if is_root else None
     state = broadcast_tree(state, root_rank, name="optimizer state", process_set=process_set)
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set .grad to zeros where it is None: scripts read it behind broadcast_optimizer_state()."""
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # it takes no other gradients
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        if not p.requires_grad or p.grad is not None or is_lazy(p):
+            continue
+        if is_sparse:
+            none = torch.empty((1, 0), dtype=torch.int64, device=p.device)
+            rows = p.new_empty((0, *p.shape[1:]))
+            p.grad = torch.sparse_coo_tensor(none, rows, p.shape, check_invariants=True)
+        else:
+            p.grad = torch.zeros_like(p)
 
 
 def _bring_in_step(optimizer: Averaging, root_rank: int, process_set: ProcessSet) -> None:

@@ -69,6 +69,30 @@ def test_broadcast_optimizer_state_brings_state_and_settings_and_moves_no_weight
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_broadcast_optimizer_state_leaves_zero_gradients_where_there_was_no_state(kind):
+    models = [nn.Embedding(7, 3, sparse=kind is torch.optim.SparseAdam) for _ in range(2)]
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def body(rank):
+        weight = models[rank].weight
+        optimizer = hvd.DistributedOptimizer(kind([weight, frozen], lr=0.5))
+        for is_first in (True, False):
+            hvd.broadcast_optimizer_state(optimizer)
+            if is_first:
+                assert frozen.grad is None
+                assert weight.grad.shape == weight.shape
+                assert not weight.grad.to_dense().any()
+            before = hvd.broadcast(weight.detach(), 0)
+            models[rank](torch.tensor([rank, 5])).sum().backward()
+            optimizer.step()
+            moved = (weight.detach() - before).any(1).nonzero().flatten().tolist()
+            assert moved == [0, 1, 5]
+            optimizer.zero_grad()
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4)])
 def test_torch_tensors_come_back_as_torch_tensors(dtype, shape):

@@ -159,7 +159,6 @@ def test_broadcasting_an_optimizers_state_moves_no_weights():
         before = weights(model)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
-        assert all(p.grad is None for p in model.parameters())
 
     run_ranks(2, body)
 
