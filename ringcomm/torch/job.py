@@ -31,7 +31,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ValueError: comm is a list of ranks other than all of them; or a process set has the ranks
             of one before it, as the global one has all: it alone is not in use then.
     """
-    if process_sets == "dynamic":
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
         process_sets = ()
     members = comm if isinstance(comm, list | tuple | range) else None
     level = config.horovod_log_level()

@@ -27,20 +27,21 @@ class ProcessSet:
     Attributes:
         process_set_id: the same on every rank; None until it is added, and after it is removed.
         ranks: ascending; None for a communicator until it is added, and after it is removed.
+        mpi_comm: the communicator; None if it was made of ranks.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
         self.process_set_id: int | None = None
         self.ranks: list[int] | None = None
-        self._comm = None if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
-        if self._comm is None:
+        self.mpi_comm = None if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
+        if self.mpi_comm is None:
             ranks = list(ranks_or_comm)
             if any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
                 raise ValueError(
                     f"ProcessSet takes ranks, ints, or an mpi4py communicator, not {ranks!r}"
                 )
             self.ranks = sorted(ranks)
-        elif not hasattr(self._comm, "Get_group"):
+        elif not hasattr(self.mpi_comm, "Get_group"):
             raise ValueError(
                 f"ProcessSet takes ranks or an mpi4py communicator, not {ranks_or_comm!r}"
             )
@@ -73,7 +74,7 @@ class ProcessSet:
     @property
     def is_of_comm(self) -> bool:
         """True if it was made of a communicator."""
-        return self._comm is not None
+        return self.mpi_comm is not None
 
     @property
     def group(self) -> Group:
@@ -97,8 +98,8 @@ class ProcessSet:
 
     def resolve(self) -> list[int]:
         """Return its ranks; those of a communicator are looked up."""
-        if self.ranks is None and self._comm is not None:
-            self.ranks = sorted(engine().ranks_of(self._comm))
+        if self.ranks is None and self.mpi_comm is not None:
+            self.ranks = sorted(engine().ranks_of(self.mpi_comm))
         return self._known_ranks()
 
     def _known_ranks(self) -> list[int]:
@@ -163,11 +164,9 @@ class _Registry:
         return next((each for each in self._sets.values() if each.resolve() == list(ranks)), None)
 
     def remove(self, which: ProcessSet) -> bool:
-        """Forget a process set."""
+        """Forget a process set, and return True; False: it is the global one, or not in use."""
         number = which.process_set_id
-        if number is None or number not in self._sets:
-            raise ValueError(f"{which} is not in use")
-        if number == 0:
+        if not number or number not in self._sets:
             return False
         _agreed("remove", tuple(which.resolve()))  # and no rank may still need it
         known = self._sets.pop(number)
@@ -248,7 +247,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a process set out of use. Every rank calls it.
 
     Returns:
-        False for the global one, which stays.
+        False for the global one, which stays, and for one that is not in use.
 
     Raises:
         MismatchError: ranks remove different ones, or some are in join().

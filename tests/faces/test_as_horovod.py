@@ -122,6 +122,7 @@ first, mine = hvd.ProcessSet([0]), hvd.ProcessSet(halves)
 hvd.init(comm=MPI.COMM_WORLD, process_sets=[first, mine])
 rank, known = hvd.rank(), {0: [0, 1, 2], 1: [0], 2: [0, 2], 3: [1]}
 assert hvd.get_process_set_ids_and_ranks() == known
+assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
 assert (mine.process_set_id, mine.ranks) == ((3, [1]) if rank == 1 else (2, [0, 2]))
 of_one, again = MPI.COMM_WORLD.Split(rank), MPI.COMM_WORLD.Split(rank % 2)
 for comm, number in ((MPI.COMM_WORLD, 0), (of_one, 1), (again, 2)):
@@ -131,6 +132,7 @@ for comm, number in ((MPI.COMM_WORLD, 0), (of_one, 1), (again, 2)):
     except ValueError as error:
         assert f"process_set_id={number}" in str(error)
 assert hvd.get_process_set_ids_and_ranks() == known
+assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
 hvd.remove_process_set(hvd.process_set_by_id(1))
 parts = hvd.add_process_set(hvd.ProcessSet(MPI.COMM_WORLD.Split(int(rank == 0))))
 assert (parts.process_set_id, parts.ranks) == ((4, [0]) if rank == 0 else (5, [1, 2]))

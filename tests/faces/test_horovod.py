@@ -475,6 +475,7 @@ def test_a_second_process_set_of_the_same_ranks_is_refused_on_every_rank(ranks):
 @pytest.mark.parametrize("again", [[0], [1, 0]])
 def test_init_refuses_a_second_process_set_of_the_same_ranks_and_takes_the_others(again):
     def body(rank):
+        hvd.init(process_sets="Dynamic")
         first, second, third = (hvd.ProcessSet(ranks) for ranks in ([0], again, [1]))
         for _ in range(2):
             with pytest.raises(
@@ -494,6 +495,8 @@ def test_a_process_set_that_is_removed_is_not_used_again():
         some = hvd.add_process_set([0, 1])
         assert hvd.remove_process_set(some)
         assert not hvd.remove_process_set(hvd.global_process_set)
+        assert not hvd.remove_process_set(some)
+        assert not hvd.remove_process_set(hvd.ProcessSet([0, 1]))
         with pytest.raises(ValueError, match="not in use"):
             hvd.allreduce(torch.ones(1), process_set=some)
         assert hvd.add_process_set([0, 1]).process_set_id == 2
