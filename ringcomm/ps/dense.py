@@ -75,10 +75,12 @@ class Held(NamedTuple):
 
     Attributes:
         mean: None: nobody had a gradient.
+        workers: whose gradients it is of.
         present: which of the block's segments have one; None: it has no segments.
     """
 
     mean: Array | None
+    workers: frozenset[int]
     present: Mask | None = None
 
 
@@ -358,15 +360,17 @@ class DensePartition:
         assert self.rounds is not None
         self._carry_out_releases()
         while self.held is None and (came := self.rounds.take()) is not None:
-            self._complete([part for _, part in came])
+            self._complete(came)
             self._carry_out_releases()
 
-    def _complete(self, parts: list[Contribution]) -> None:
-        """Make an update of the contributions to a round, or hold their mean."""
+    def _complete(self, came: list[tuple[int, Contribution]]) -> None:
+        """Make an update of the contributions to a round, by worker, or hold their mean."""
+        parts = [part for _, part in came]
         mean = shares_of(parts)
         present = None if mean is None else self._present_in(parts)
         if any(part.is_held for part in parts):
-            self.held = Held(None if mean is None else mean.mean(self.dtype), present)
+            workers = frozenset(worker for worker, _ in came)
+            self.held = Held(None if mean is None else mean.mean(self.dtype), workers, present)
             squares = packed_squares(self.held.mean)
             for part in parts:
                 part.answer(True, self.version, squares)
@@ -378,7 +382,8 @@ class DensePartition:
     def _carry_out_releases(self) -> None:
         """End the round whose mean is held, if that is asked for, and it may end.
 
-        One that came before the mean waits for it; one of a round that is over is answered.
+        One that came before the mean waits for it; one of a round that is over is answered. A mean
+        that nobody is left to ask for is dropped.
         """
         assert self.rounds is not None
         releases, self.releases = self.releases, deque()
@@ -390,11 +395,15 @@ class DensePartition:
                     continue
                 self._release(release.meta)
             release.answer(True, self.version)
+        if self.held is not None and self.rounds.have_left(self.held.workers):
+            is_asked = any(release.number == self.version for release in self.releases)
+            if not is_asked and self.rounds.may_end(self.version + 1):
+                self._release(PushMeta(0.0, 0, 0, "", RELEASE | SKIP, self.updater.hyper))
 
     def _release(self, meta: PushMeta) -> None:
         """Make the mean that is held an update; the first of its workers that asks does."""
         assert self.held is not None
-        (mean, present), self.held = self.held, None
+        (mean, _, present), self.held = self.held, None
         if meta.flags & SKIP:
             mean = None
         if mean is not None:

@@ -199,9 +199,12 @@ class Shard:
         while self.rounds is not None:
             self._holds.on_over(self.rounds.current)
             came = self.rounds.complete()
-            if came is None or not self._holds.on_complete(self.rounds.current, came, self.dim):
+            if came is None:
                 return
-            factor = self._holds.factor_of(self.rounds.current)
+            may_end = self._holds.on_complete(self.rounds.current, came, self.dim)
+            if not (may_end or self.rounds.have_left(worker for worker, _ in came)):
+                return
+            factor = self._holds.factor_of(self.rounds.current) if may_end else None
             if self.rounds.take() is None:
                 return
             self._end_round([part for _, part in came], factor)

@@ -190,7 +190,8 @@ class HashTable(Opened):
                 stands in it more than once the last counts.
             hold: the round ends by release(), and the future is done then; measure() tells how
                 large the mean is. Of a table with rounds; all workers must push alike. Rows may
-                have NaN, and are sent at once, whatever is under way.
+                have NaN, and are sent at once, whatever is under way. The mean is dropped if all
+                have left whose rows it is of.
 
         Returns:
             A future of Pushed. Its `rejected` counts the keys that were not admitted; in a table

@@ -329,7 +329,8 @@ class Mover:
             push = answer.request
             releases.append([number, meta.weight, meta.flags, push.source, push.header.sequence])
             arrays[f"release{k}"] = meta.hyper
-        more |= {"round": part.rounds.current, "pending": told, "held": part.held is not None}
+        held_of = None if part.held is None else sorted(part.held.workers)
+        more |= {"round": part.rounds.current, "pending": told, "held_of": held_of}
         more |= {"releases": releases, "entered": part.rounds.entered()}
         return State({**state.meta, **more}, arrays)
 
@@ -420,8 +421,8 @@ class Mover:
             pending = [self._pending(partition, state, k) for k in range(len(meta["pending"]))]
             part.rounds.resume(meta["round"], pending, meta["entered"])
             arrays = {name: array.copy() for name, array in state.arrays.items() if "held" in name}
-            held = Held(arrays.get("held"), arrays.get("held_present"))
-            part.held = held if meta["held"] else None
+            if (workers := meta["held_of"]) is not None:
+                part.held = Held(arrays.get("held"), frozenset(workers), arrays.get("held_present"))
             releases = range(len(meta["releases"]))
             part.releases.extend(self._released(partition, state, k) for k in releases)
         return part

@@ -156,6 +156,10 @@ class Rounds(Generic[T]):
         """Wait no more for a worker; what it has contributed counts."""
         self._live.discard(worker)
 
+    def have_left(self, workers: Iterable[int]) -> bool:
+        """Return True if all of these have left, while others are there."""
+        return bool(self._live) and self._live.isdisjoint(workers)
+
     @property
     def missing(self) -> list[int]:
         """The workers that the round waits for."""

@@ -224,7 +224,8 @@ class Table(Opened):
                 it does not count, whatever it is.
             assign: x replaces the values.
             hold: the mean of the round becomes an update by release(); of a table with rounds.
-                All workers must push alike.
+                All workers must push alike. It is dropped if all have left whose gradients it is
+                of.
             scale: by which x has been multiplied, as release() is going to undo; error feedback
                 must know it.
             absent: numbers of the segments for which this worker has no gradient; x is 0 there. One

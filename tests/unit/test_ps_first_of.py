@@ -147,6 +147,35 @@ def test_who_leaves_behind_a_push_that_it_did_not_wait_for_is_in_its_round(kind)
 
 
 @pytest.mark.usefixtures("wire")
+@pytest.mark.parametrize("is_moving", [False, True], ids=["at rest", "blocks move"])
+def test_rounds_go_on_when_all_leave_whose_mean_is_held(is_moving):
+    def body(rank):
+        t, kv = table(2), ps.hashtable("emb", 2, updater=ps.optim.SGD(1.0), mode=ps.FirstOf(2))
+        rows = np.full((1, 2), -(2.0**rank), np.float32)
+        rc.barrier()
+        if rank < 2:
+            assert t.push(gradient(rank), hold=True).wait().applied
+            kv.push([1], rows, hold=True)
+            assert kv.measure().wait().is_in
+        rc.barrier()
+        if rank == 2 and is_moving:
+            moves = [Move((t.number, part), -1, part % 2) for part in range(t.n_partitions)]
+            moves += [Move((kv.number, part), -1, 1) for part in range(64)]
+            move_all(job.session(), moves).wait()
+        rc.barrier()
+        if rank < 2:
+            job.session().leave()
+            return None
+        late = t.push(gradient(rank), hold=True), kv.push([1], rows, hold=True)
+        assert [push.wait().why for push in late] == ["late"] * 2
+        pushes = t.push(gradient(rank)), kv.push([1], rows)
+        assert [push.wait().applied for push in pushes] == [True] * 2
+        return [np.unique(each).tolist() for each in (t.pull().wait(), kv.pull([1]).wait())]
+
+    assert run_workers(3, body, 2) == [None, None, [[4.0], [4.0]]]  # its own alone
+
+
+@pytest.mark.usefixtures("wire")
 def test_blocks_that_move_take_along_who_is_in_their_rounds():
     n_rounds = 20
 
