@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
@@ -77,7 +78,21 @@ def run(
         )
     n = num_proc if num_proc is not None else np
     options = shlex.split(mpi_args or "")
-    return ringcomm.run(func, args, kwargs, 1 if n is None else n, mpirun_options=options)
+    call = functools.update_wrapper(functools.partial(_call, _Alias(), func), func)
+    return ringcomm.run(call, args, kwargs, 1 if n is None else n, mpirun_options=options)
+
+
+class _Alias:
+    """Installs the alias where it is unpickled: what is pickled behind it may be of horovod."""
+
+    def __reduce__(self) -> Any:
+        from ringcomm.torch.as_horovod import install  # which imports this module
+
+        return install, ()
+
+
+def _call(_: Any, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return func(*args, **kwargs)
 
 
 def _is_here(hosts: str | None) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the core is tested without torch, too")
 
-from harness import IS_MPICH, run_job, run_script
+from harness import HANG_S, IS_MPICH, run_job, run_script
 
 SCRIPT = """
 import sys
@@ -220,13 +220,13 @@ def test_run_takes_what_horovods_run_takes(tmp_path):
     text = """
 import sys
 import pytest
-from ringcomm.torch.as_horovod import install
-install()
 import horovod
+import horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
 
-def rank_plus(x, y=0):
-    import ringcomm.torch as hvd
+def rank_plus(x, y=0, kind=HorovodInternalError):
     hvd.init()
+    assert kind is HorovodInternalError
     return hvd.rank() + x + y
 
 if __name__ == "__main__":
@@ -242,12 +242,12 @@ if __name__ == "__main__":
     text = text.replace("OPTIONS", "" if IS_MPICH else "--oversubscribe")
     (tmp_path / "program.py").write_text(text)
     done = subprocess.run(
-        [sys.executable, "program.py"],
+        [sys.executable, "-m", "ringcomm.torch.as_horovod", "program.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fine" in done.stdout
