@@ -206,6 +206,7 @@ install_ringcomm() {
   build_wheel "$id" "$werror"
   for venv in "$@"; do
     [[ $(stamp "$venv" ringcomm) == "$(stamp "$BUILDER" wheel)" ]] && continue
+    say "installing ringcomm into ${venv##*/}"
     clear_stamp "$venv" ringcomm
     # --force-reinstall, for the version is the same
     pip_in "$venv" install --no-index --no-deps --force-reinstall "$BUILDER"/wheel/*.whl

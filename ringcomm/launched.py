@@ -154,6 +154,12 @@ def _launch(environ: Mapping[str, str]) -> str:
     return "/".join(environ.get(name, "-") for name in names)
 
 
+def job_on_this_host(environ: Mapping[str, str] | None = None) -> str:
+    """Return a name that the ranks of one job on one host have alike, and other jobs' have not."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PMIX_NAMESPACE", "") or f"child of {os.getppid()}"
+
+
 def mark_children_of_this_rank(environ: MutableMapping[str, str] | None = None) -> None:
     """Let processes started from now on know that they are children of a rank."""
     environ = os.environ if environ is None else environ

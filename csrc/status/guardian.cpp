@@ -257,11 +257,11 @@ class Guardian {
   }
 
   // A failed rank that still runs waits for the report, so there is time to let the others say
-  // their line first. When a process has died, the launcher closes the output in a moment.
+  // their line first, or fail alike. When a process has died, the launcher closes the output in a moment.
   bool others_have_spoken(const std::vector<RankFacts>& now) const {
     return now_ns() > news_ns_ + kLetSpeak ||
            std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
-             return f.is_gone || f.end.kind != Ending::none || f.op.state != OpState::running;
+             return f.is_gone || f.end.kind != Ending::none;
            });
   }
 

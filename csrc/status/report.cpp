@@ -172,6 +172,16 @@ std::string rank_list(const std::vector<int>& ranks) {
   return out;
 }
 
+// Of ranks that ended in the same way at the same place one is shown.
+std::string likewise_line(const std::vector<RankFacts>& ranks, const RankFacts& first) {
+  std::vector<int> alike;
+  for (const RankFacts& r : ranks)
+    if (r.rank != first.rank && is_primary(r.end.kind) && r.end.kind == first.end.kind &&
+        r.end.code == first.end.code && r.end.what == first.end.what && r.end.where == first.end.where)
+      alike.push_back(r.rank);
+  return alike.empty() ? "" : "  likewise: " + rank_list(alike) + "\n";
+}
+
 std::string waiting_lines(const std::vector<RankFacts>& ranks, int culprit,
                           const std::vector<OpView>& ops, std::int64_t fault_ns) {
   struct Group {
@@ -239,7 +249,7 @@ std::string report(const std::vector<RankFacts>& ranks, int culprit,
                    const std::vector<OpView>& ops, std::int64_t fault_ns) {
   const RankFacts& first = ranks[static_cast<std::size_t>(culprit)];
   return "x " + who(first) + " " + deed(first) + "\n" + where_lines(first.end.where) +
-         waiting_lines(ranks, culprit, ops, fault_ns);
+         likewise_line(ranks, first) + waiting_lines(ranks, culprit, ops, fault_ns);
 }
 
 std::string interruption(const std::vector<RankFacts>& ranks) {

@@ -15,6 +15,7 @@ from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import NotInitializedError, RingcommError
+from ringcomm.status.alike import print_alike_errors_once
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
 
@@ -90,6 +91,7 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     _refuse_child()
     if _current() is not None:
         return
+    print_alike_errors_once(is_watched=lambda: _world is not None)
     settings = read_settings()
     from ringcomm.engine.tuning import load
     from ringcomm.transport.mpi import (

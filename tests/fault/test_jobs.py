@@ -42,6 +42,34 @@ def report_of(output):
     return re.search(r"^x .*(?:\n  .*)*", output, re.MULTILINE).group(0)
 
 
+def test_an_error_alike_on_all_ranks_is_printed_once(tmp_path):
+    body = """
+    rc.init()
+    rc.barrier()
+    raise ValueError("a batch of 7")
+    """
+    job = run_script(4, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert job.output.count("Traceback") == 1, job.output
+    report = report_of(job.output)
+    assert "raised ValueError - exit 1" in report
+    others = re.search(r"likewise: ranks (\d),(\d),(\d)$", report, re.MULTILINE)
+    assert {*others.groups()} | {report.split()[2]} == set("0123"), report
+
+
+def test_an_error_in_init_is_printed_once_though_no_rank_knows_another(tmp_path):
+    body = """
+    open(f"{os.getpid()}.here", "w").close()
+    while len([name for name in os.listdir() if name.endswith(".here")]) < 3:
+        time.sleep(0.001)
+    rc.init()
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_CYCEL": "1"})
+    assert job.code != 0
+    assert job.output.count("Traceback") == 1, job.output
+    assert job.output.count("ConfigError: RINGCOMM_CYCEL is not a setting") == 1
+
+
 def test_a_rank_that_ends_early_is_named_as_having_left(tmp_path):
     body = """
     rc.init()
