@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,8 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.engine import plans
-from ringcomm.engine.call import Call
 from ringcomm.engine.engine import Engine
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
@@ -23,6 +19,7 @@ from ringcomm.torch.distributed.callbacks import Path, is_in_callback, path_here
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.torch.distributed.devices import Devices
 from ringcomm.torch.distributed.inner import put_inside
+from ringcomm.torch.distributed.members import compare
 from ringcomm.torch.distributed.options import Asked, asked
 from ringcomm.torch.distributed.work import Together, Work
 
@@ -31,17 +28,6 @@ Tensors = Sequence[torch.Tensor]
 # Groups of a rank are numbered: an operation on one may be started by a callback of another, which
 # is another group on each row of a mesh.
 _n_made: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
-
-
-_SHOWN = 16  # ranks that a message names
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """Return the ranks; of many the first, and what tells them from others."""
-    if len(ranks) <= _SHOWN:
-        return str(list(ranks))
-    digest = zlib.crc32(repr(list(ranks)).encode())
-    return f"[{', '.join(map(str, ranks[:_SHOWN]))}, ...: {len(ranks)} ranks, crc {digest:08x}]"
 
 
 class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are not those of its callers
@@ -97,17 +83,14 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         return Work(None, results, path)
 
     def compare_members(self, ranks: Sequence[int]) -> None:
-        """See that all ranks are about to make a group of the same ranks. Collective.
+        """See that the ranks of a group that is about to be made all make it. Collective.
 
         Raises:
-            MismatchError: they are not, or one is about to do something else; on every rank.
+            MismatchError: they do not, or one does something else; on every rank of this group.
         """
-        kind = f"new_group({_listed(ranks)})"
-
-        def plan(g: Group) -> Plan[None]:
-            return dataclasses.replace(plans.barrier(g, None), call=Call(kind))
-
-        self.start(asked(None), kind, plan, []).wait()
+        callers = c10d.get_process_group_ranks(self)
+        number = self.group.ledger_for(self.group.engine).next_place
+        self.start(asked(None), "new_group", lambda _: compare(ranks, callers, number), []).wait()
 
     @property
     def _is_special(self) -> bool:

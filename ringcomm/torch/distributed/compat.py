@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -141,6 +142,24 @@ def before_new_group(look: Callable[[list[int]], None]) -> None:
 
     name.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
     module._process_group_name = name
+
+
+def within_new_subgroups(within: Callable[[Any], AbstractContextManager[object]]) -> None:
+    """Let within(group) be the context of new_subgroups(group=group), which only its ranks call.
+
+    Once.
+    """
+    plain = c10d.new_subgroups
+    if hasattr(plain, "is_wrapped_by_ringcomm"):
+        return
+
+    @functools.wraps(plain)
+    def new_subgroups(group_size: Any = None, group: Any = None, *more: Any, **named: Any) -> Any:
+        with within(group):
+            return plain(group_size, group, *more, **named)
+
+    new_subgroups.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
+    c10d.new_subgroups = c10d.distributed_c10d.new_subgroups = new_subgroups
 
 
 def on_destroy(close: Callable[[Any], None]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from ringcomm.engine.group import Group
@@ -13,6 +16,13 @@ from ringcomm.torch.distributed.launch import require_launcher, require_same_ran
 from ringcomm.torch.distributed.process_group import ProcessGroup
 
 BACKEND = "ringcomm"
+
+
+class _Here(threading.local):
+    parent: Any = None  # of the subgroups that this thread makes
+
+
+_here = _Here()
 
 
 def register() -> None:
@@ -67,6 +77,7 @@ def make(options: Any, own_options: Any = None) -> ProcessGroup:
         )
     compat.reach_from_operators()
     compat.before_new_group(_require_alike)
+    compat.within_new_subgroups(_within)
     compat.on_destroy(_close)
     is_default = options.timeout == compat.DEFAULT_TIMEOUT
     timeout_s = None if is_default else options.timeout.total_seconds()
@@ -78,8 +89,19 @@ def _close(group: Any) -> None:
         group.shutdown()
 
 
+@contextlib.contextmanager
+def _within(parent: Any) -> Iterator[None]:
+    """Let the ranks of this group alone compare what they pass to dist.new_group() here."""
+    before, _here.parent = _here.parent, parent
+    try:
+        yield
+    finally:
+        _here.parent = before
+
+
 def _require_alike(ranks: list[int]) -> None:
-    """Let all ranks of a default group of ours compare what they pass to dist.new_group()."""
+    """Let all ranks of the default group, or of the one at hand, compare what they pass."""
     default = c10d.group.WORLD
     if isinstance(default, ProcessGroup):
-        default.compare_members(ranks)
+        parent = _here.parent
+        (parent if isinstance(parent, ProcessGroup) else default).compare_members(ranks)
