@@ -27,7 +27,7 @@ from ringcomm.torch import compression, elastic, horovod_modules, optimizer, pro
 VERSION: Final = "0.28.1"  # whose names and defaults these are; scripts look at it
 
 _STATE = ("broadcast_parameters", "broadcast_optimizer_state", "broadcast_object")
-_COMPRESSION = ("Compression", "NoneCompressor", "FP16Compressor", "BF16Compressor")
+_COMPRESSION = ("Compression", "Compressor", "NoneCompressor", "FP16Compressor", "BF16Compressor")
 
 
 def install() -> None:
@@ -59,6 +59,7 @@ def install() -> None:
 def _modules() -> Mapping[str, dict[str, Any]]:
     """Return what each module of Horovod's is to hold."""
     everything = _taken(face, face.__all__)
+    everything["check_extension"] = horovod_modules.check_extension
     exceptions = {
         "HorovodInternalError": errors.RingcommError,
         "HorovodVersionMismatchError": horovod_modules.HorovodVersionMismatchError,
@@ -70,7 +71,7 @@ def _modules() -> Mapping[str, dict[str, Any]]:
         "horovod": {"__version__": VERSION} | run,
         "horovod.runner": run,
         "horovod.torch": everything,
-        "horovod.torch.mpi_ops": everything,
+        "horovod.torch.mpi_ops": everything | horovod_modules.autograd_functions(),
         "horovod.torch.functions": _taken(face, (*_STATE, "allgather_object")),
         "horovod.torch.optimizer": _taken(optimizer, ("DistributedOptimizer",)),
         "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 import ringcomm
 from ringcomm import config
-from ringcomm.torch import job
+from ringcomm.torch import job, movements, reductions
+from ringcomm.torch.compression import Compression
 
 T = TypeVar("T")
 
@@ -103,9 +105,11 @@ def util() -> dict[str, Any]:
     """Return what horovod.common.util holds, as far as scripts use it."""
     functions = (
         check_extension,
+        check_installed_version,
         extension_available,
         gpu_available,
         is_iterable,
+        is_version_greater_equal_than,
         num_rank_is_power_2,
         split_list,
     )
@@ -122,6 +126,11 @@ def check_extension(ext_name: str, *details: Any) -> None:
     del details
     if not ext_name.startswith("horovod.torch"):
         raise ImportError(f"{ext_name}: ringcomm stands in for horovod.torch alone")
+
+
+def check_installed_version(name: str, version: str, exception: Any = None) -> None:
+    """Do nothing: no version of torch is built for."""
+    del name, version, exception
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -141,6 +150,11 @@ def is_iterable(x: Any) -> bool:
     return isinstance(x, Iterable)
 
 
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Return True if version `ver`, as "2.6.0+cpu", is not before `target`, as "1.13.0"."""
+    return bool(TorchVersion(ver) >= target)
+
+
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Return True for 1, 2, 4, 8, ..."""
     return num_rank > 0 and num_rank.bit_count() == 1
@@ -151,6 +165,39 @@ def split_list(values: Sequence[T], num_parts: int) -> list[Sequence[T]]:
     short, n_longer = divmod(len(values), num_parts)
     ends = [(part + 1) * short + min(part + 1, n_longer) for part in range(num_parts)]
     return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def autograd_functions() -> dict[str, type]:
+    """Return what stands for the autograd functions of horovod.torch.mpi_ops: their apply()."""
+
+    def allreduce(x: Any, average: Any, name: Any, op: Any, *others: Any) -> Any:
+        return reductions.allreduce(x, average, name, Compression.none, op, *others)
+
+    def grouped_allreduce(average: Any, name: Any, op: Any, *others: Any) -> Any:
+        how, xs = (average, name, Compression.none, op, *others[:3]), others[3:]
+        return tuple(reductions.grouped_allreduce(xs, *how))
+
+    def grouped_allgather(name: Any, process_set: Any, *xs: Any) -> Any:
+        return tuple(movements.grouped_allgather(xs, name, process_set))
+
+    def reducescatter(x: Any, name: Any, *others: Any) -> Any:
+        return reductions.reducescatter(x, name, Compression.none, *others)
+
+    def grouped_reducescatter(name: Any, *others: Any) -> Any:
+        how, xs = (name, Compression.none, *others[:4]), others[4:]
+        return tuple(reductions.grouped_reducescatter(xs, *how))
+
+    functions: dict[str, Callable[..., Any]] = {
+        "HorovodAllreduce": allreduce,
+        "HorovodGroupedAllreduce": grouped_allreduce,
+        "HorovodAllgather": movements.allgather,
+        "HorovodGroupedAllgather": grouped_allgather,
+        "HorovodBroadcast": movements.broadcast,
+        "HorovodAlltoall": movements.alltoall,
+        "HorovodReducescatter": reducescatter,
+        "HorovodGroupedReducescatter": grouped_reducescatter,
+    }
+    return {name: type(name, (), {"apply": staticmethod(f)}) for name, f in functions.items()}
 
 
 def _asked(is_built: Callable[[], Any]) -> Callable[..., Any]:

@@ -156,8 +156,11 @@ from horovod.common import elastic as common_elastic
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.exceptions import HorovodVersionMismatchError
 from horovod.common.util import check_extension, extension_available, gpu_available, env
+from horovod.common.util import check_installed_version, is_version_greater_equal_than
 from horovod.common.util import is_iterable, mpi_built, num_rank_is_power_2, nccl_built, split_list
 from horovod.runner import run
+from horovod.torch import mpi_ops as ops
+from horovod.torch.compression import Compressor
 from horovod.torch.elastic import ElasticSampler, TorchState
 from horovod.torch.elastic.sampler import ElasticSampler as sampler
 from horovod.torch.elastic.state import TorchState as state
@@ -179,6 +182,35 @@ assert mpi_built(verbose=True) and not nccl_built() and not gpu_available("torch
 assert [n for n in range(9) if num_rank_is_power_2(n)] == [1, 2, 4, 8]
 assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
 assert is_iterable([]) and not is_iterable(3)
+check_installed_version("pytorch", "0.4.0")
+assert is_version_greater_equal_than("1.13.0+cu117", "1.9.0")
+assert not is_version_greater_equal_than("1.9.1", "1.13.0")
+hvd.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
+
+class Own(Compressor):
+    @staticmethod
+    def compress(x):
+        return x.half(), x.dtype
+    @staticmethod
+    def decompress(x, ctx):
+        return x.to(ctx)
+
+hvd.init()
+assert hvd.allreduce(torch.tensor([2.5]), compression=Own).tolist() == [2.5]
+x, everybody = torch.ones(2, requires_grad=True), hvd.global_process_set
+results = [
+    ops.HorovodAllreduce.apply(x, None, "a", hvd.Sum, 2.0, 3.0, everybody),
+    *ops.HorovodGroupedAllreduce.apply(None, "b", hvd.Sum, 2.0, 3.0, everybody, x, x),
+    ops.HorovodAllgather.apply(x, "c", everybody),
+    *ops.HorovodGroupedAllgather.apply("d", everybody, x, x),
+    ops.HorovodBroadcast.apply(x, 0, "e", everybody),
+    ops.HorovodAlltoall.apply(x, None, "f", everybody),
+    ops.HorovodReducescatter.apply(x, "g", hvd.Sum, everybody, 2.0, 3.0),
+    *ops.HorovodGroupedReducescatter.apply("h", hvd.Sum, everybody, 2.0, 3.0, x, x),
+]
+assert [r.tolist() for r in results] == [[n, n] for n in (6, 6, 6, 1, 1, 1, 1, 1, 6, 6, 6)]
+sum(results).sum().backward()
+assert x.grad.tolist() == [6 * 6 + 5] * 2
 with env(HOME="/nowhere", NEW="1"):
     assert os.environ["HOME"] == "/nowhere" and os.environ["NEW"] == "1"
 assert os.environ["HOME"] != "/nowhere" and "NEW" not in os.environ
