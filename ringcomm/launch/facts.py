@@ -26,6 +26,7 @@ from ringcomm import config
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.presence import Stack
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
+from ringcomm.launch.cores import cgroup_limit, own_cpus
 from ringcomm.launch.kind import FAMILIES, Kind, kind_of_launcher, kind_of_library
 
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -129,7 +130,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         origin=_origin(),
         guardian=str(guardian) if guardian is not None and guardian.is_file() else None,
         is_guardian_executable=guardian is not None and os.access(guardian, os.X_OK),
-        cores=_cores(os.sched_getaffinity(0)),
+        cores=min(_cores(own_cpus()), cgroup_limit()),
         is_root=os.geteuid() == 0,
         allows_root=all(environ.get(name) == "1" for name in ROOT_VARIABLES),
         settings_error=_settings_error(environ),

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -34,9 +35,18 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 50  # of each algorithm and size
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure on this job's ranks, print the table and write it on rank 0; return 0."""
+    """Measure on this job's ranks, print the table and write it on rank 0.
+
+    Returns:
+        0; 2 for one rank, which has nobody to meet.
+    """
     args = _parser().parse_args(argv)
     rc.init()
+    if rc.size() == 1:
+        refusal = "1 rank, and a collective takes two: mpirun -np 2 ringcomm tune"
+        print(f"ringcomm tune: {refusal}", file=sys.stderr)
+        rc.shutdown()
+        return 2
     seconds = {
         collective: dict(_measured(collective, args.sizes, args.seconds / len(COLLECTIVES)))
         for collective in COLLECTIVES

@@ -26,6 +26,7 @@ from torch.optim import SGD, Optimizer
 from ringcomm._version import __version__
 from ringcomm.engine.ops import allgather_object, barrier
 from ringcomm.engine.world import init, rank, shutdown, size
+from ringcomm.errors import ConfigError
 from ringcomm.torch.gloo import start_gloo
 from ringcomm.torch.models import WORKLOADS, Workload
 from ringcomm.torch.optimizer import DistributedOptimizer
@@ -109,10 +110,12 @@ def main(argv: Sequence[str]) -> int:
     Collective.
 
     Raises:
-        ConfigError: this torch has no gloo.
+        ConfigError: there is one rank, or this torch has no gloo.
     """
     args = _parser().parse_args(argv)
     init()
+    if size() == 1:
+        raise ConfigError("1 rank, and an average takes two: mpirun -np 2 ringcomm bench optimizer")
     torch.set_num_threads(args.threads)
     start_gloo()
     outcome = _compare(args)

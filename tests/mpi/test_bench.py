@@ -72,6 +72,15 @@ def test_a_wrong_result_is_shown_and_ends_with_1(tmp_path):
     assert line.split()[8:12] == ["-", "-", "-", "1"]
 
 
+@pytest.mark.parametrize(
+    "command", [["bench"], ["bench", "--mpi-defaults"], ["tune"]], ids=" ".join
+)
+def test_one_rank_is_told_to_bring_another(command, tmp_path):
+    job = run_job(1, "-P", "-m", "ringcomm", *command, cwd=tmp_path)
+    assert job.code == 2, job.output
+    assert "1 rank, and a collective takes two: mpirun -np 2 ringcomm" in job.output
+
+
 def test_mpi_is_measured_alone_with_its_own_settings(tmp_path):
     file = tmp_path / "found.json"
     job = bench(2, "--mpi-defaults", *QUICK, "--json", file, cwd=tmp_path)

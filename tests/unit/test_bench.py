@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 import types
 
@@ -504,6 +505,24 @@ def test_16_bit_floats_are_held_against_float32_of_the_same_run():
     )
     by_dtype = {verdict.key.dtype: verdict.as_float32 for verdict in compare.judge([ours])}
     assert by_dtype == {"float32": None, "float16": 2}
+
+
+def test_columns_are_apart_and_a_sentence_sums_up(tmp_path, capsys):
+    small = {"nbytes": K, "count": 256}
+    found = report(row(time_us=123.5, **small), row("native", 4, **small), memcpy(1, **small))
+    path = tmp_path / "a.json"
+    path.write_text(to_json(found))
+    assert cli.main(["bench", "compare", str(path)]) == 0
+    text = capsys.readouterr().out
+    figures = [f for v in compare.judge([found]) for f in v.figures()]
+    assert max(map(len, map(str, figures))) > 20  # more than a column had
+    line = text.splitlines()[1]
+    assert [str(f) for f in figures] == re.split(r"  +", line.strip())[2 : 2 + len(figures)]
+    n_missed = line.count("!")
+    assert n_missed
+    n_asked = len([f for f in figures if f.asked])
+    last = text.splitlines()[-1]
+    assert last.startswith(f"{n_asked - n_missed} of {n_asked} goals are met; {n_missed} missed")
 
 
 def test_wrong_lines_and_other_rank_counts_are_not_compared():

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import itertools
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -25,6 +26,7 @@ from ringcomm.launch.bench.options import Options
 from ringcomm.launch.bench.report import Report, Row, to_json
 from ringcomm.launch.bench.runner import Contender
 from ringcomm.launch.bench.wire import measure_link
+from ringcomm.launch.cores import own_cpus, usable_cores
 from ringcomm.launch.kind import kind_of_library
 from ringcomm.launch.lookup import lookup
 from ringcomm.transport.native import NativeMpi, start_native
@@ -65,6 +67,8 @@ def _run(wanted: Options) -> int:
     if not wanted.is_mpi_default:
         rc.init()
     native = start_native(with_settings=not wanted.is_mpi_default)
+    if native.size == 1:
+        raise ConfigError("1 rank, and a collective takes two: mpirun -np 2 ringcomm bench")
     report = _measure_all(wanted, dtypes, native, facts)
     if native.rank == 0:
         _write(wanted, report)
@@ -87,12 +91,17 @@ def _facts(wanted: Options) -> dict[str, Any]:
     """Return what is to be known of this run before MPI and its environment are set up."""
     return {
         "version": rc.__version__,
-        "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "is_mpi_default": wanted.is_mpi_default,
         "mode": wanted.mode,
         "settings": _settings(),
     }
+
+
+def _cores(native: NativeMpi) -> int:
+    """Return how many cores the ranks of rank 0's host may use, on rank 0; 0 on the others."""
+    found = native.gather((socket.gethostname(), own_cpus()))
+    return 0 if found is None else usable_cores(cpus for host, cpus in found if host == found[0][0])
 
 
 def _settings() -> dict[str, str]:
@@ -111,6 +120,7 @@ def _measure_all(
     report = Report(
         size=native.size,
         hosts=len(native.leaders),
+        cores=_cores(native),
         mpi=str(kind_of_library(native.implementation)),
         link_gbps=None if link is None else link / 1e9,
         rows=[],

@@ -115,7 +115,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
-    print(*lines(judge([_read(path) for path in args.files])), sep="\n")
+    verdicts = judge([_read(path) for path in args.files])
+    print(*lines(verdicts), "", _in_a_sentence(verdicts), sep="\n")
     return 0
 
 
@@ -140,10 +141,21 @@ def judge(reports: Sequence[Report]) -> list[Verdict]:
 def lines(verdicts: Iterable[Verdict]) -> list[str]:
     """Return the table: a line per verdict, "!" behind each figure that misses its goal."""
     text: list[str] = []
+    verdicts = list(verdicts)
+    width = max((len(str(figure)) for v in verdicts for figure in v.figures()), default=0)
     in_order = sorted(verdicts, key=lambda v: (_title(v.key), v.ours.row.label, v.key.nbytes))
     for title, group in itertools.groupby(in_order, lambda v: _title(v.key)):
-        text += ["", f"# {title}", *map(_line, group)]
+        text += ["", f"# {title}", *(_line(each, width) for each in group)]
     return text[1:] or ["no line of ringcomm with a memcpy beside it"]
+
+
+def _in_a_sentence(verdicts: Sequence[Verdict]) -> str:
+    asked = [figure for v in verdicts for figure in v.figures() if figure.asked]
+    if not asked:
+        return "No goal is set for these lines."
+    n_missed = sum(not figure.is_met for figure in asked)
+    missed = f"; {n_missed} missed, marked with !" if n_missed else ""
+    return f"{len(asked) - n_missed} of {len(asked)} goals are met{missed}."
 
 
 def _read(path: Path) -> Report:
@@ -215,11 +227,11 @@ def _title(key: Key) -> str:
     return f"{what}, {key.size} ranks on {hosts}"
 
 
-def _line(verdict: Verdict) -> str:
+def _line(verdict: Verdict, width: int) -> str:
     row = verdict.ours.row
-    figures = "".join(f"{figure!s:<20}" for figure in verdict.figures())
+    figures = "".join(f"{figure!s:<{width}}  " for figure in verdict.figures())
     fastest = "" if verdict.mpi is None else f"[{_who(verdict.mpi)}]"
-    return f"{row.nbytes:>10} {row.label:<12}  {figures}{fastest}".rstrip()
+    return f"{row.nbytes:>10}  {row.label:<12}  {figures}{fastest}".rstrip()
 
 
 def _who(mpi: Timed) -> str:

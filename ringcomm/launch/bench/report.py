@@ -70,7 +70,7 @@ class Report:
         version: of ringcomm.
         size: ranks.
         hosts: hosts.
-        cores: cores that rank 0 may use.
+        cores: cores that the ranks of rank 0's host may use; 0 on the other ranks.
         load: load average of rank 0's host over a minute, before the run.
         mpi: the MPI library.
         is_mpi_default: MPI ran with its own settings, alone.

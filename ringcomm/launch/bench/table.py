@@ -13,7 +13,7 @@ def preamble(report: Report) -> list[str]:
     settings = "its own settings" if report.is_mpi_default else "ringcomm's settings"
     lines = [
         f"# ringcomm bench {report.version}: {report.size} ranks on {hosts}, {report.cores} cores "
-        f"for rank 0, mode {report.mode}",
+        f"for those of rank 0's host, mode {report.mode}",
         f"# {report.mpi}, {settings}",
         *(f"# {name}={value}" for name, value in report.settings.items()),
     ]

@@ -97,12 +97,14 @@ def main(argv: Sequence[str]) -> int:
     """Measure what `argv` says; return 1 if a gradient or a sum is wrong, else 0. Collective.
 
     Raises:
-        ConfigError: this torch has no gloo.
+        ConfigError: there is one rank, or this torch has no gloo.
     """
     args = _parser().parse_args(argv)
     if not c10d.is_gloo_available():
         raise ConfigError("this torch was built without gloo")
     init_process_group()
+    if size() == 1:
+        raise ConfigError("1 rank, and an average takes two: mpirun -np 2 ringcomm bench ddp")
     torch.set_num_threads(args.threads)
     gloo = c10d.new_group(backend="gloo")
     outcome = _measure(args, gloo)

@@ -17,6 +17,7 @@ from ringcomm.launch.bench.ps.ours import Memcpy, Ours
 from ringcomm.launch.bench.ps.peer import Peer
 from ringcomm.launch.bench.ps.report import Report, Row, Step
 from ringcomm.launch.bench.ps.runner import Contestant, measure
+from ringcomm.launch.cores import own_cpus, usable_cores
 from ringcomm.launch.lookup import lookup
 
 _STEP: Final = "ringcomm.torch.ps.bench:measure_step"
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     found = Report(
         version=rc.__version__,
         workers=ps.size(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(rc.allgather_object(own_cpus())),
         load=load,
         rounds=wanted.rounds,
         rows=[],

@@ -75,7 +75,7 @@ class Report:
     Attributes:
         version: of ringcomm.
         workers: how many; there is one server.
-        cores: that rank 0 may use.
+        cores: that the ranks may use.
         load: load average over a minute, before the run.
         rounds: in which everybody had a turn.
         rows: what was found.
