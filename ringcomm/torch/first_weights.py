@@ -98,32 +98,38 @@ class FirstWeights:
     def make_alike(self, named: Named, group: Group, suffix: str) -> Work:
         """Give all ranks the first one's weights if theirs differ, with a warning. Collective then.
 
-        Of frozen ones that differ beside the optimizer's there is a warning alone. Autograd is not
-        told: a graph that is kept for another backward() stays usable.
+        The first of those that have not called join(), which alone give something. Of frozen ones
+        that differ beside the optimizer's there is a warning alone. Autograd is not told: a graph
+        that is kept for another backward() stays usable.
 
         Args:
             named: the parameters.
             group: whose ranks they are.
             suffix: of the names of messages.
         """
-        if self._do_others_differ and group.index == 0:
-            _warn_of_others(self._others)
-        self._do_others_differ = False
-        if not self._do_differ:
+        if not (self._do_differ or self._do_others_differ):
             return
-        self._do_differ = False
-        comparable = [(name, each.data) for name, each in named if _is_comparable(each)]
-        mine = np.array(self._sums, np.int64).reshape(1, -1, 2)
+        mine = np.array([(group.index, 0), *self._sums], np.int64).reshape(1, -1, 2)
         told = async_ops.allgather_async(mine, name=f"sums of weights{suffix}", group=group)
+        yield told
+        sums = told.wait()
+        root = int(sums[0, 0, 0])
+        do_differ, do_others_differ = self._do_differ, self._do_others_differ
+        self._do_differ = self._do_others_differ = False
+        if do_others_differ and group.index == root:
+            _warn_of_others(self._others)
+        if not do_differ:
+            return
+        comparable = [(name, each.data) for name, each in named if _is_comparable(each)]
         handles: list[Handle[Any]] = [
-            async_ops.broadcast_async_(each, 0, name=f"weights of {name}{suffix}", group=group)
+            async_ops.broadcast_async_(each, root, name=f"weights of {name}{suffix}", group=group)
             for name, each in comparable
         ]
-        for handle in (told, *handles):
+        for handle in handles:
             yield handle
             handle.wait()
-        if group.index == 0:
-            _warn([name for name, _ in comparable], told.wait(), group.ranks[0])
+        if group.index == root:
+            _warn([name for name, _ in comparable], sums[:, 1:], group.ranks[root])
 
 
 def fingerprint(x: torch.Tensor) -> Sums:
@@ -174,7 +180,7 @@ def _warn(names: Sequence[str], sums: NDArray[np.int64], rank: int) -> None:
 
     Args:
         names: of the parameters.
-        sums: of each rank, shape (size, len(names), 2); a rank in join() has none.
+        sums: of each rank that has not called join(), shape (ranks, len(names), 2).
         rank: whose weights all have.
     """
     has_differed = (sums != sums[0]).any(axis=(0, 2))

@@ -179,7 +179,8 @@ class GradientReducer:
         if before and tuner.note_step(now - before):
             if tuner.is_over:
                 name, group = f"bucket size{self.suffix}", self.recipe.group
-                tuner.mib = ops.broadcast_object(tuner.choose(), 0, name=name, group=group)
+                chosen = ops.allgather_object(tuner.choose(), name=name, group=group)
+                tuner.mib = next(mib for mib in chosen if mib is not None)  # None: in join()
             self._drop_buckets()
 
     def set_samples(self, n: float) -> None:
@@ -363,9 +364,9 @@ class GradientReducer:
         if self._fired is not None:
             mine = np.array(ready_order(list(self._fired), len(self.slots)), np.int32)
             name, group = f"order of gradients{self.suffix}", self.recipe.group
-            handle = async_ops.broadcast_async(mine, name=name, group=group)
+            handle = async_ops.allgather_async(mine.reshape(1, -1), name=name, group=group)
             yield handle
-            self._order = handle.wait().tolist()
+            self._order = handle.wait()[0].tolist()  # of the first that is not in join()
 
     # --- what is reduced --------------------------------------------------------------------------
     def _hear_new(self, state: State) -> None:

@@ -10,8 +10,10 @@ from training import BATCH, copies, data, network, share
 
 import ringcomm as rc
 import ringcomm.torch as hvd
+from ringcomm.config import Settings
 from ringcomm.torch import first_weights
 from ringcomm.torch.first_weights import fingerprint
+from ringcomm.torch.fusion_tuner import CANDIDATES_MIB, STEPS_EACH
 
 STEPS = 2
 
@@ -192,6 +194,45 @@ def test_a_graph_that_is_kept_can_be_used_again(caplog):
 
     assert all(map(torch.equal, *run_ranks(2, body)))
     assert len(warnings_in(caplog)) == 1
+
+
+def test_rank_0_may_join_before_its_first_step(caplog):
+    """The others go on as if they were alone, with the weights of the first of them."""
+    steps = len(CANDIDATES_MIB) * STEPS_EACH + 1
+
+    def job(models, first):
+        for model in models[first:]:
+            model[0].requires_grad_(False)
+
+        def body(rank):
+            if rank >= first:
+                batches = share(data(steps, 2), rank - first, 2)
+                plain = torch.optim.SGD(models[rank][2:].parameters(), lr=0.01)
+                named = models[rank].named_parameters()
+                optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, op=hvd.Sum)
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    (models[rank](x) - y).pow(2).mean().backward()
+                    optimizer.step()
+                tuners.append(optimizer._reducer._tuner)
+            hvd.join()
+            return [p.detach().clone() for p in models[rank][2:].parameters()]
+
+        return run_ranks(2 + first, body, settings=Settings(timeout_s=60, autotune=1.0))[first:]
+
+    tuners = []
+    for model in (models := unlike(3)):
+        model[0].load_state_dict(models[1][0].state_dict())
+    models[2][0].bias.data[3] += 1e-15
+    expected = job(copy.deepcopy(models[1:]), 0)
+    caplog.clear()
+    for theirs, alone in zip(job(models, 1), expected, strict=True):
+        assert all(map(torch.equal, theirs, alone))
+    assert all(tuner.is_over for tuner in tuners)
+    assert tuners[2].mib == tuners[3].mib
+    others, told = sorted(warnings_in(caplog), key=len)
+    assert "those of rank 1 now" in told
+    assert "2 frozen parameters that it does not hold" in others
 
 
 # --- fingerprints ---------------------------------------------------------------------------------
