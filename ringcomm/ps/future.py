@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _log = logging.getLogger("ringcomm")
-_LOCK: Final = threading.Lock()  # of callbacks, held for a moment
+_LOCK: Final = threading.Lock()  # of callbacks and counts, held for a moment
 
 
 class Pushed(NamedTuple):
@@ -112,14 +112,17 @@ class Future(Generic[R]):
 
     def replied(self, server: int) -> None:
         """Take note of a good reply."""
-        self._left -= 1
+        with _LOCK:
+            self._left -= 1
+            is_last = self._left == 0
         self.awaited.discard(server)
-        if self._left == 0:
+        if is_last:
             self._complete()
 
     def expect(self, n: int) -> None:
-        """Let it take so many more replies; while one is outstanding."""
-        self._left += n
+        """Let it take so many more replies; while one is outstanding. Any thread."""
+        with _LOCK:
+            self._left += n
 
     def fail(self, error: BaseException) -> None:
         """Let wait() raise; the first error counts."""

@@ -10,6 +10,7 @@ from ps_jobs import run_workers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.world import engine, entered
+from ringcomm.ps.future import Future
 
 ONES = np.ones(4, np.float32)
 
@@ -126,3 +127,32 @@ def test_a_wait_of_no_time_takes_what_has_come():
         return False
 
     assert run_workers(1, body) == [True]
+
+
+def test_a_reply_counts_though_another_thread_expects_more_at_that_moment():
+    has_read, has_replied = threading.Event(), threading.Event()
+
+    class Halting(Future):
+        @property
+        def _left(self):
+            left = self.left
+            if threading.current_thread() is other:
+                has_read.set()
+                has_replied.wait(0.5)  # in vain where the reply has to wait
+            return left
+
+        @_left.setter
+        def _left(self, left):
+            self.left = left
+
+    future = Halting(None, "push[w]", 2, lambda: "over", 1)
+    other = threading.Thread(target=future.expect, args=(1,))
+    other.start()
+    assert has_read.wait(60)
+    future.replied(0)
+    has_replied.set()
+    other.join(60)
+    future.replied(0)
+    assert not future.done()
+    future.replied(0)
+    assert future.done()
