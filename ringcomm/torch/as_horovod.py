@@ -22,7 +22,14 @@ from typing import Any, Final
 
 import ringcomm.torch as face
 from ringcomm import errors
-from ringcomm.torch import compression, elastic, horovod_modules, optimizer, process_sets
+from ringcomm.torch import (
+    compression,
+    elastic,
+    horovod_modules,
+    optimizer,
+    process_sets,
+    reducing,
+)
 
 VERSION: Final = "0.28.1"  # whose names and defaults these are; scripts look at it
 
@@ -60,6 +67,7 @@ def _modules() -> Mapping[str, dict[str, Any]]:
     """Return what each module of Horovod's is to hold."""
     everything = _taken(face, face.__all__)
     everything["check_extension"] = horovod_modules.check_extension
+    mpi_ops = {"handle_average_backwards_compatibility": reducing.op_of}
     exceptions = {
         "HorovodInternalError": errors.RingcommError,
         "HorovodVersionMismatchError": horovod_modules.HorovodVersionMismatchError,
@@ -71,7 +79,7 @@ def _modules() -> Mapping[str, dict[str, Any]]:
         "horovod": {"__version__": VERSION} | run,
         "horovod.runner": run,
         "horovod.torch": everything,
-        "horovod.torch.mpi_ops": everything | horovod_modules.autograd_functions(),
+        "horovod.torch.mpi_ops": everything | mpi_ops | horovod_modules.autograd_functions(),
         "horovod.torch.functions": _taken(face, (*_STATE, "allgather_object")),
         "horovod.torch.optimizer": _taken(optimizer, ("DistributedOptimizer",)),
         "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},

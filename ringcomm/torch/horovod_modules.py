@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
 import torch
@@ -30,14 +31,25 @@ _BUILT: Final = {
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Horovod was built for another framework version. Never raised: nothing is built for one."""
+    """Horovod was built for another framework version. Never raised: nothing is built for one.
+
+    Attributes:
+        name: of the framework.
+        version: that was imported.
+        installed_version: that Horovod was built for.
+    """
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(f"{name} is {version}, and built for was {installed_version}", name=name)
+        self.version = version
+        self.installed_version = installed_version
 
 
 def run(
     func: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
-    num_proc: int | None = None,
+    num_proc: int = 1,
     *,
     np: int | None = None,
     hosts: str | None = None,
@@ -56,7 +68,7 @@ def run(
         args: its arguments.
         kwargs: its arguments by keyword.
         num_proc: number of ranks.
-        np: its older name.
+        np: its older name, which wins.
         hosts: "localhost:4", or None.
         mpi_args: options of mpirun.
         verbose: ignored, as are use_mpi, start_timeout and disable_cache.
@@ -78,10 +90,9 @@ def run(
             "this host with mpirun: leave that out, or start the job with "
             "mpirun --host ... python -m ringcomm.torch.as_horovod train.py"
         )
-    n = num_proc if num_proc is not None else np
     options = shlex.split(mpi_args or "")
     call = functools.update_wrapper(functools.partial(_call, _Alias(), func), func)
-    return ringcomm.run(call, args, kwargs, 1 if n is None else n, mpirun_options=options)
+    return ringcomm.run(call, args, kwargs, num_proc if np is None else np, mpirun_options=options)
 
 
 class _Alias:
@@ -106,6 +117,7 @@ def util() -> dict[str, Any]:
     functions = (
         check_extension,
         check_installed_version,
+        env,
         extension_available,
         gpu_available,
         is_iterable,
@@ -114,16 +126,16 @@ def util() -> dict[str, Any]:
         split_list,
     )
     names = {each.__name__: each for each in functions}
-    return names | {"env": config.changed_environment} | {k: _asked(f) for k, f in _BUILT.items()}
+    return names | {k: _asked(f) for k, f in _BUILT.items()}
 
 
-def check_extension(ext_name: str, *details: Any) -> None:
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Do nothing for "horovod.torch".
 
     Raises:
         ImportError: it is that of another framework.
     """
-    del details
+    del ext_env_var, pkg_path, args
     if not ext_name.startswith("horovod.torch"):
         raise ImportError(f"{ext_name}: ringcomm stands in for horovod.torch alone")
 
@@ -131,6 +143,12 @@ def check_extension(ext_name: str, *details: Any) -> None:
 def check_installed_version(name: str, version: str, exception: Any = None) -> None:
     """Do nothing: no version of torch is built for."""
     del name, version, exception
+
+
+def env(**kwargs: str | None) -> AbstractContextManager[None]:
+    """Set variables of this process's environment for a block; those that are None stay."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return config.changed_environment(**given)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -160,11 +178,11 @@ def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
-def split_list(values: Sequence[T], num_parts: int) -> list[Sequence[T]]:
-    """Return `num_parts` parts of consecutive values, the first ones longer by one."""
-    short, n_longer = divmod(len(values), num_parts)
-    ends = [(part + 1) * short + min(part + 1, n_longer) for part in range(num_parts)]
-    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's name
+    """Return n parts of consecutive values of l, the first ones longer by one."""
+    short, n_longer = divmod(len(l), n)
+    ends = [(part + 1) * short + min(part + 1, n_longer) for part in range(n)]
+    return [l[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def autograd_functions() -> dict[str, type]:

@@ -176,7 +176,7 @@ assert issubclass(HostsUpdatedInterrupt, RuntimeError) and HostsUpdatedInterrupt
 assert not HostsUpdatedInterrupt().skip_sync and issubclass(HorovodVersionMismatchError, Exception)
 check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
 with pytest.raises(ImportError, match="horovod.torch alone"):
-    check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW")
+    check_extension("horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", __file__)
 assert extension_available("torch") and not extension_available("mxnet", verbose=True)
 assert mpi_built(verbose=True) and not nccl_built() and not gpu_available("torch")
 assert [n for n in range(9) if num_rank_is_power_2(n)] == [1, 2, 4, 8]
@@ -211,7 +211,8 @@ results = [
 assert [r.tolist() for r in results] == [[n, n] for n in (6, 6, 6, 1, 1, 1, 1, 1, 6, 6, 6)]
 sum(results).sum().backward()
 assert x.grad.tolist() == [6 * 6 + 5] * 2
-with env(HOME="/nowhere", NEW="1"):
+with env(HOME="/nowhere", NEW="1", PATH=None):
+    assert "PATH" in os.environ
     assert os.environ["HOME"] == "/nowhere" and os.environ["NEW"] == "1"
 assert os.environ["HOME"] != "/nowhere" and "NEW" not in os.environ
 print("fine")
@@ -265,7 +266,7 @@ if __name__ == "__main__":
     results = horovod.run(rank_plus, (10,), {"y": 5}, 2, hosts="localhost:2", verbose=False,
                           use_mpi=True, mpi_args="OPTIONS")
     assert results == [15, 16], results
-    assert horovod.run(rank_plus, (1,), np=1) == [1]
+    assert horovod.run(rank_plus, (1,), num_proc=2, np=1) == [1]
     for options in ({"hosts": "a:2,b:2"}, {"use_gloo": True}, {"network_interfaces": "eth0"}):
         with pytest.raises(ValueError, match="no counterpart"):
             horovod.run(rank_plus, (1,), np=1, **options)
