@@ -52,6 +52,7 @@ class Choice:
         seconds: what each algorithm that fits takes, as measured or estimated, fastest first.
         unfit: why the others do not fit.
         overruled: the algorithm that the user wanted although it does not fit, else "".
+        is_measured: `seconds` are no estimate.
     """
 
     algorithm: str
@@ -59,6 +60,7 @@ class Choice:
     seconds: dict[str, float]
     unfit: dict[str, str]
     overruled: str = ""
+    is_measured: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,14 +81,14 @@ def choose(case: Case, forced: str | None = None, table: Table | None = None) ->
     seconds = dict(sorted(times.items(), key=lambda item: item[1]))
     unfit = {name: reason for name, reason in reasons.items() if reason}
     if forced in fit:
-        return Choice(forced, "forced", seconds, unfit)
+        return Choice(forced, "forced", seconds, unfit, is_measured=bool(measured))
     overruled = forced or ""
     if case.shares_memory:
-        return Choice("node", "memory", seconds, unfit, overruled)
+        return Choice("node", "memory", seconds, unfit, overruled, bool(measured))
     if len(fit) == 1:
-        return Choice(fit[0], "only", seconds, unfit, overruled)
+        return Choice(fit[0], "only", seconds, unfit, overruled, bool(measured))
     how: Literal["measured", "estimated"] = "measured" if measured else "estimated"
-    return Choice(next(iter(seconds)), how, seconds, unfit, overruled)
+    return Choice(next(iter(seconds)), how, seconds, unfit, overruled, bool(measured))
 
 
 def estimate(algorithm: str, case: Case) -> float:

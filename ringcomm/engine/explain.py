@@ -71,7 +71,10 @@ class Explanation:
             f"{describe(case.nodes)}: {choice.algorithm}, {_because(self)}"
         ]
         width = max(map(len, [*choice.seconds, *choice.unfit]))
-        lines += [f"  {name:<{width}}  {s * 1e6:10.1f} us" for name, s in choice.seconds.items()]
+        # The estimates are for what messages take; nobody chooses by them where memory is shared.
+        is_told = choice.is_measured or choice.why != "memory"
+        times = choice.seconds if is_told else {}
+        lines += [f"  {name:<{width}}  {s * 1e6:10.1f} us" for name, s in times.items()]
         lines += [f"  {name:<{width}}  no: {reason}" for name, reason in choice.unfit.items()]
         return "\n".join(lines)
 

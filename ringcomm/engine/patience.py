@@ -17,6 +17,7 @@ _log = logging.getLogger("ringcomm")
 
 # Time for "who is here?" to be answered before a warning or an error names ranks.
 ANSWER_S = 0.5
+PROGRAM_ENDED = "left the job: its program ended"
 
 
 class Waiting(Protocol):
@@ -210,8 +211,16 @@ def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None)
             return
     who = "this rank" if rank == me else watch.transport.label(rank)
     raise PeerFailedError(
-        f"{task.label}: {who} {reason}; the operation cannot complete. "
-        "Mend that rank's failure first; this rank only waited for it.",
+        f"{task.label}: {who} {reason}; the operation cannot complete. {_advice(reason)}",
         rank=rank,
         reason=reason,
     ) from cause
+
+
+def _advice(reason: str) -> str:
+    if PROGRAM_ENDED in reason:
+        return (
+            "If it had less to do than others, let each rank call join() where its loop ends; "
+            "else mend what ended it."
+        )
+    return "Mend that rank's failure first; this rank only waited for it."

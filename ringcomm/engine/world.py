@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ringcomm import _core, config, launched
 from ringcomm._version import __version__
 from ringcomm.engine.engine import Engine, Topology
+from ringcomm.engine.patience import PROGRAM_ENDED
 from ringcomm.engine.timeline import Timeline
 from ringcomm.errors import NotInitializedError, RingcommError
 from ringcomm.status.alike import print_alike_errors_once
@@ -366,7 +367,7 @@ def _leave_job(world: _World) -> Failure | None:
     world.words.notice_unseen_exception()
     failure = world.words.failure
     if failure is None:
-        is_clean = world.engine.leave("left the job: its program ended")
+        is_clean = world.engine.leave(PROGRAM_ENDED)
         if world.engine.broke_while_leaving is not None:
             world.words.end_with(world.engine.broke_while_leaving)
             failure = world.words.failure

@@ -76,6 +76,7 @@ def test_a_group_has_a_topology_of_its_own():
 
     inner, _, outer, _ = run_ranks(4, body, hub=LoopbackHub(4, (0, 0, 2, 2)))
     assert "on 1 host x 2 ranks" in inner
+    assert " us" not in inner  # estimates of messages that nobody sends
     assert "on 2 hosts x 2 ranks" in outer
 
 
