@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ringcomm import _core, config, launched
@@ -33,12 +34,18 @@ class _World:
     """All that init() has set up in this process."""
 
     def __init__(
-        self, engine: Engine, transport: MpiTransport, words: LastWords, guardian: Guardian | None
+        self,
+        engine: Engine,
+        transport: MpiTransport,
+        words: LastWords,
+        guardian: Guardian | None,
+        start_again: Callable[[], None],
     ) -> None:
         self.engine = engine
         self.transport = transport
         self.words = words
         self.guardian = guardian
+        self.start_again = start_again
 
 
 class _Override(threading.local):
@@ -122,7 +129,7 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     )
     words = LastWords(transport.page, on_failure=_tell_the_others)
     guardian = _start_guardian(transport, settings)
-    _world = _World(engine, transport, words, guardian)
+    _world = _World(engine, transport, words, guardian, partial(start, read_settings, comm))
     launched.mark_children_of_this_rank()
     try:
         engine.meet(__version__, load(settings, transport) if engine.job_rank == 0 else "")
@@ -166,6 +173,14 @@ def shutdown() -> None:
         world.guardian.wait() if is_clean else world.guardian.disown()
     if error is not None:
         raise error
+
+
+def begin_anew() -> None:
+    """Do shutdown(), and init() as it was done before. Collective."""
+    assert _world is not None
+    start_again = _world.start_again
+    shutdown()
+    start_again()
 
 
 def is_initialized() -> bool:

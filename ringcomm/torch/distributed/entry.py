@@ -12,7 +12,7 @@ from ringcomm.engine.world import init, rank, size
 from ringcomm.errors import ConfigError
 from ringcomm.torch.distributed import compat, rendezvous
 from ringcomm.torch.distributed.compat import c10d
-from ringcomm.torch.distributed.launch import require_launcher, require_same_rank
+from ringcomm.torch.distributed.launch import begin, require_launcher, require_same_rank
 from ringcomm.torch.distributed.process_group import ProcessGroup
 
 BACKEND = "ringcomm"
@@ -66,11 +66,11 @@ def make(options: Any, own_options: Any = None) -> ProcessGroup:
     members = list(options.global_ranks_in_group)
     if not members:
         require_launcher(options.group_size)
-    init()
-    if not members:
+        begin()
         require_same_rank(options.group_rank, options.group_size, rank(), size())
         members = list(range(size()))
-    elif members[options.group_rank] != rank():
+    init()
+    if members[options.group_rank] != rank():
         raise ConfigError(
             f"the default process group calls this rank {members[options.group_rank]}, MPI calls "
             f'it {rank()}. Make the default group by init_method="mpi://", too'

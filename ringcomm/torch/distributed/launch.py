@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 from ringcomm import launched
-from ringcomm.errors import ConfigError
+from ringcomm.engine.ops import barrier
+from ringcomm.engine.world import begin_anew, engine, init
+from ringcomm.errors import CommTimeoutError, ConfigError
+
+
+def begin() -> None:
+    """Make this process a rank of its job, anew where ranks have waited in vain. Collective.
+
+    After a timeout torch's programs destroy their process groups and make new ones. A rank that has
+    not heard of the timeout does so in the barrier, which those that have do not enter.
+
+    Raises:
+        CommTimeoutError: a rank did not come.
+        PeerFailedError: one died or failed.
+    """
+    init()
+    current = engine()
+    was_broken = current.is_broken
+    try:
+        barrier()
+    except CommTimeoutError:
+        gave_up_here = not was_broken and current.job_rank in current.watch.peers.gave_up
+        if gave_up_here or not current.has_waited_in_vain:
+            raise
+        begin_anew()
 
 
 def require_launcher(size: int) -> None:

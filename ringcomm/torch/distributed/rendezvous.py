@@ -14,11 +14,11 @@ from urllib.parse import parse_qs, urlparse
 
 from ringcomm import launched
 from ringcomm.engine.ops import broadcast_object
-from ringcomm.engine.world import init, local_size, rank, size
+from ringcomm.engine.world import local_size, rank, size
 from ringcomm.errors import ConfigError
 from ringcomm.torch.distributed import compat
 from ringcomm.torch.distributed.compat import c10d
-from ringcomm.torch.distributed.launch import require_launcher, require_same_rank
+from ringcomm.torch.distributed.launch import begin, require_launcher, require_same_rank
 from ringcomm.torch.distributed.store import MpiStore
 
 _PROBE_S = 2.0
@@ -62,11 +62,11 @@ def _wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
 
 
 def _start(url: str) -> None:
-    """Start MPI if nobody has; refuse ranks that are not MPI's."""
+    """Start MPI if nobody has, or begin anew; refuse ranks that are not MPI's."""
     wanted = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
     told = launched.torch_ranks()
     require_launcher(wanted.get("world_size", told.get("world_size", 1)))
-    init()
+    begin()
     mine = {"rank": rank(), "world_size": size()}
     said = mine | told | wanted
     require_same_rank(said["rank"], said["world_size"], rank(), size())
