@@ -37,12 +37,15 @@ def main() -> None:
     sampler = rc.data.ShardedSampler(len(train[1]), seed=1, remainder="uneven")
     loader = rc.data.Loader(train, GLOBAL_BATCH // rc.size(), sampler=sampler, optimizer=optimizer)
 
-    for _ in range(args.epochs):
+    for epoch in range(args.epochs):
         for images, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
             optimizer.step()
         schedule.step()
+        if ps.is_chief():
+            print(f"epoch {epoch + 1:2}/{args.epochs}  loss {loss.item():.4f}", flush=True)
 
     accuracy = (model(test[0]).argmax(1) == test[1]).double().mean().item()
     if ps.is_chief():

@@ -42,6 +42,8 @@ def main() -> None:
     args = parser.parse_args()
 
     ps.init()
+    if ps.is_chief():
+        print("looking for calls in Python's library", flush=True)
     torch.set_num_threads(1)
     users, held_out, n_items = rc.broadcast_object(calls() if ps.is_chief() else None)
     popularity = np.bincount(np.concatenate(users), minlength=n_items).astype(np.float32)
@@ -53,9 +55,12 @@ def main() -> None:
         for start in range(0, len(order), BATCH):
             drawn = rng.choice(n_items, DRAWN, p=chance)
             loss(model, [users[u] for u in order[start : start + BATCH]], drawn, rng).backward()
+        if ps.is_chief():
+            print(f"epoch {epoch + 1:2}/{args.epochs}", flush=True)
     rc.barrier()
 
     if ps.is_chief():
+        print("comparing with popularity and item-kNN", flush=True)
         everything = torch.arange(n_items)
         with torch.no_grad():
             ours = recall(lambda some: model(some, everything).numpy(), users, held_out)

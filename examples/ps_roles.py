@@ -47,6 +47,8 @@ def main() -> None:
         values = pulled(tables)  # waits for the round: the mean over all workers
         ps.complete_step(step + 1)
         if ps.is_chief():
+            if step % 25 == 0:
+                print(f"step {step} of {args.steps}", flush=True)
             tell(ps.reports())
             if args.checkpoints and (step + 1) % SAVE_EVERY == 0:
                 ps.save(args.checkpoints, step=step + 1)

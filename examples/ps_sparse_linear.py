@@ -31,12 +31,16 @@ def main() -> None:
     args = parser.parse_args()
 
     ps.init()
+    if ps.is_chief():
+        print("cutting Python's library into snippets", flush=True)
     train, test = snippets()
     weights = ps.hashtable("weights", 1, updater=ps.optim.FTRL(lr=0.3, l1=0.02))
     for epoch in range(args.epochs):
         order = np.random.default_rng(epoch).permutation(len(train))[rc.rank() :: rc.size()]
         for start in range(0, len(order), BATCH):
             learn(weights, [train[i] for i in order[start : start + BATCH]])
+            if ps.is_chief() and start // BATCH % 100 == 0:
+                print(f"epoch {epoch + 1}/{args.epochs}  {start / len(order):3.0%}", flush=True)
     rc.barrier()
 
     mine = test[rc.rank() :: rc.size()]

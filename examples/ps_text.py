@@ -37,12 +37,17 @@ def main() -> None:
     optimizer = ps.DistributedOptimizer(optimizer, model.named_parameters(), hybrid="ring")
 
     rng = np.random.default_rng(rc.rank())
-    for _ in range(args.steps):
+    for step in range(args.steps):
         at = rng.integers(ORDERS, len(train), BATCH)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(contexts(train, at)), symbols(train, at)).backward()
+        loss = nn.functional.cross_entropy(model(contexts(train, at)), symbols(train, at))
+        loss.backward()
         optimizer.step()
+        if ps.is_chief() and step % 10 == 0:
+            print(f"step {step:3}/{args.steps}  {loss.item():.3f} nats per character", flush=True)
 
+    if ps.is_chief():
+        print("reading other topics", flush=True)
     loss = held_out_loss(model, test)
     unigram, bigram = baselines(train, test)
     if ps.is_chief():
