@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,22 +68,24 @@ class Check:
         return combined
 
 
-def explain(outlines: Sequence[Outline]) -> str:
-    """Return in what the outlines differ; pure."""
-    counts = [f"{len(each.parameters)} parameters" for each in outlines]
+def explain(outlines: Sequence[Outline | None]) -> str:
+    """Return in what the outlines of ranks differ; None: of one in join(). Pure."""
+    told = {rank: each for rank, each in enumerate(outlines) if each is not None}
+    counts = [f"{len(each.parameters)} parameters" for each in told.values()]
     if len(set(counts)) > 1:
-        return _text(counts, "Wrap the same model on every rank")
-    for each in zip(*(outline.parameters for outline in outlines), strict=True):
+        return _text(told, counts, "Wrap the same model on every rank")
+    for each in zip(*(outline.parameters for outline in told.values()), strict=True):
         if len(set(each)) > 1:
             values = [f"{name} {what}" for name, what in each]
-            return _text(values, "Wrap the same parameters in the same order on every rank")
-    for each in zip(*(outline.settings for outline in outlines), strict=True):
+            return _text(told, values, "Wrap the same parameters in the same order on every rank")
+    for each in zip(*(outline.settings for outline in told.values()), strict=True):
         if len(set(each)) > 1:
             values = [f"{what}={value}" for what, value in each]
-            return _text(values, "Set the same on every rank")
+            return _text(told, values, "Set the same on every rank")
     raise AssertionError("the outlines agree")
 
 
-def _text(values: Sequence[str], advice: str) -> str:
-    rank = next(r for r, value in enumerate(values) if value != values[0])
-    return f"DistributedOptimizer: rank 0 has {values[0]}, rank {rank} has {values[rank]}. {advice}"
+def _text(ranks: Iterable[int], values: Sequence[str], advice: str) -> str:
+    (first, mine), *others = zip(ranks, values, strict=True)
+    rank, value = next(other for other in others if other[1] != mine)
+    return f"DistributedOptimizer: rank {first} has {mine}, rank {rank} has {value}. {advice}"

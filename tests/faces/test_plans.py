@@ -104,3 +104,4 @@ def test_explanations_name_the_ranks_and_both_values():
     one = Outline((("a", "x"), ("b", "y")), (("op", "SUM"),))
     two = Outline((("b", "y"), ("a", "x")), (("op", "SUM"),))
     assert "rank 0 has a x, rank 1 has b y" in explain([one, two])
+    assert "rank 1 has a x, rank 4 has b y" in explain([None, one, None, one, two])  # in join()
