@@ -100,7 +100,8 @@ def _packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     home = getattr(func, "__module__", None)
     cure = "pip install cloudpickle, or define it in a module that the ranks can import"
     if is_plain and home == "__main__":
-        raise TypeError(f"run: {func!r} is of __main__, where ranks do not find it: {cure}")
+        name = getattr(func, "__qualname__", repr(func))
+        raise TypeError(f"run: {name} is of __main__, where ranks do not find it: {cure}")
     try:
         return pack((func, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
