@@ -150,3 +150,38 @@ def test_others_get_the_line_that_installs_it(tmp_path):
     assert done.returncode == 1, done
     assert done.stderr.endswith("apt install python3-dev python3-venv g++\n")
     assert not os.path.exists(tmp_path / "asked")
+
+
+# Says what it was asked to build; a compiler that warns is refused by -Werror alone.
+PIP = """#!/bin/sh
+case "$*" in *WERROR=ON*) echo strict >>"$HERE/built"; exit $WARNS;; esac
+echo lenient >>"$HERE/built"
+"""
+
+
+@pytest.mark.parametrize(
+    ("warns", "wanted", "built"),
+    [
+        (0, "OFF ON", ["strict"]),  # ci/demo, then ci/test
+        (1, "OFF OFF", ["strict", "lenient"]),
+        (1, "ON", ["strict"]),
+    ],
+)
+def test_a_wheel_is_built_once_and_strictly_where_the_compiler_lets_it(
+    warns, wanted, built, tmp_path
+):
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PIP)
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"source {ROOT}/ci/setup.sh; BUILDER={tmp_path}/venv; "
+         f"for each in {wanted}; do build_wheel sources $each; done"],
+        env={"PATH": "/usr/bin:/bin", "HERE": str(tmp_path), "WARNS": str(warns)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode == 0) == (wanted != "ON"), done
+    assert (tmp_path / "built").read_text().split() == built
