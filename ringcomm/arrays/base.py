@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +16,7 @@ from ringcomm.arrays.dtypes import DType
 
 Array = Any  # numpy.ndarray, cupy.ndarray or torch.Tensor: each adapter narrows it
 Bytes = NDArray[np.uint8]
+_DIMENSIONS: Final = 64  # of numpy's arrays, at most
 
 
 @dataclass(frozen=True)
@@ -166,3 +170,17 @@ class DeviceAdapter(AnyAdapter, Protocol):
     def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
         """Return a context in which that is the current stream."""
         ...
+
+
+def lengths_of(label: str, shape: int | Iterable[int]) -> tuple[int, ...]:
+    """Return a shape as ints. Raises TypeError, ValueError."""
+    lengths = itertools.islice(shape, _DIMENSIONS + 1) if isinstance(shape, Iterable) else (shape,)
+    try:
+        found = tuple(map(operator.index, lengths))
+    except TypeError as error:
+        raise TypeError(f"{label}: shape is {shape!r}; it must be an int, or ints") from error
+    if any(n < 0 for n in found) or len(found) > _DIMENSIONS:
+        raise ValueError(
+            f"{label}: shape is {found}; it must be {_DIMENSIONS} lengths at most, each >= 0"
+        )
+    return found

@@ -24,7 +24,7 @@ from ringcomm.engine.execution import Deferred, Execution, Plan, end_turn
 from ringcomm.engine.forks import n_forks
 from ringcomm.engine.founding import Founding
 from ringcomm.engine.gpu import Gpus
-from ringcomm.engine.group import Group
+from ringcomm.engine.group import Group, group_of
 from ringcomm.engine.handle import Handle, warn_of_dropped
 from ringcomm.engine.joining import Joining
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
@@ -616,10 +616,7 @@ class Engine:
     ) -> Task | Over:
         self._require_own_process()
         self.require_usable()
-        if group is None:
-            group = self.world
-        elif not isinstance(group, Group):
-            raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+        group = group_of(group, self)
         _require_name(name)
         ledger = group.ledger_for(self)
         ready, problem = _try(kind, name, group, plan)

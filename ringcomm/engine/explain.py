@@ -15,7 +15,7 @@ from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
 from ringcomm.engine.engine import Engine
 from ringcomm.engine.gpu import Gpus, is_on_gpu
-from ringcomm.engine.group import Group
+from ringcomm.engine.group import Group, group_of
 from ringcomm.engine.world import engine
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.choice import GpuChoice
@@ -116,14 +116,14 @@ def explain(
         raise TypeError(f"nbytes is {nbytes!r}; it must be a number of bytes, an int")
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it must be >= 0")
-    if group is not None and not isinstance(group, Group):
-        raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
     for_gpu = is_on_gpu(device)
     current = engine()
+    group = group_of(group, current)
     kind = _dtype(dtype)
+    if not isinstance(op, Op):
+        raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
     if collective != "allgather":
         op.require(kind)
-    group = current.world if group is None else group
     if for_gpu:
         team = None if group.rank is None else Gpus.of(current).team_or_none(group)
         choice = None if team is None else team.choice

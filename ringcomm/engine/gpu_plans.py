@@ -157,9 +157,9 @@ def reduce(
 ) -> Plan[A | None]:
     """Plan a reduction whose result root alone gets; see plans.reduce()."""
     adapter = _adapter_of(x)
-    plans.require_root(root, group)
+    root = plans.root_of(root, group)
     kind = "reduce_" if in_place else "reduce"
-    call = _reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
+    call = _reduction(kind, name, op, x, adapter, root=root, deterministic=deterministic)
     is_root = group.rank == root
     if in_place and is_root:
         adapter.require_writable(x)
@@ -175,7 +175,7 @@ def reduce(
         ),
     )
     target = adapter.span(work) if is_root else None
-    job = Job(Reduce(adapter.span(source), target, op, To.ROOT, int(root), (), deterministic))
+    job = Job(Reduce(adapter.span(source), target, op, To.ROOT, root, (), deterministic))
 
     def finish() -> Any:
         if is_root:
@@ -344,8 +344,8 @@ def _update(
 
 def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     """Plan the concatenation of all ranks' rows on root."""
-    plans.require_root(root, group)
-    return _gathering(group, name, x, "gather", int(root))
+    root = plans.root_of(root, group)
+    return _gathering(group, name, x, "gather", root)
 
 
 def _gathering(group: Group, name: str | None, x: A, kind: str, root: int | None) -> Plan[Any]:
@@ -379,12 +379,12 @@ def _gathering(group: Group, name: str | None, x: A, kind: str, root: int | None
 
 def scatter(group: Group, name: str | None, x: A, root: int) -> Plan[A]:
     """Plan the distribution of root's rows, on root: the others have no array to tell it by."""
-    plans.require_root(root, group)
+    root = plans.root_of(root, group)
     if group.rank != root:
         return plans.scatter(group, name, None, root)
     adapter = _adapter_of(x)
     plans.require_rows(adapter.shape(x), "scatter")
-    call = Call("scatter", name, root=int(root))
+    call = Call("scatter", name, root=root)
     source = _contiguous(x, adapter)
     issue = Issue.of(group, adapter, x)
 
@@ -457,11 +457,11 @@ def broadcast(
 ) -> Plan[A]:
     """Plan the copy of root's x to all."""
     adapter = _adapter_of(x)
-    plans.require_root(root, group)
+    root = plans.root_of(root, group)
     kind = "broadcast_" if in_place else "broadcast"
     shape = adapter.shape(x)
     dtype = str(adapter.dtype(x))
-    call = Call(kind, name, dtype=dtype, shape=shape, root=int(root), place=_PLACE)
+    call = Call(kind, name, dtype=dtype, shape=shape, root=root, place=_PLACE)
     is_root = group.rank == root
     if in_place and not is_root:
         adapter.require_writable(x)
@@ -477,7 +477,7 @@ def broadcast(
         lambda xs: plans.broadcast(group, None, xs[0], root, in_place=True),
     )
     span = adapter.span(work)
-    pulls = tuple(Pull(int(root), d, 0, span.nbytes, 0) for d in range(group.size) if d != root)
+    pulls = tuple(Pull(root, d, 0, span.nbytes, 0) for d in range(group.size) if d != root)
     job = Job(Move(span if is_root else None, None if is_root else span, pulls))
 
     def finish() -> A:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Iterable
@@ -128,8 +129,20 @@ class Group:
         return self.rank
 
 
+def group_of(group: Group | None, engine: Engine) -> Group:
+    """Return the group that is meant: the default one by None. Raises TypeError if it is none."""
+    if group is None:
+        return engine.world
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+    return group
+
+
 def _checked(ranks: Iterable[int], size: int) -> tuple[int, ...]:
-    members = tuple(operator.index(rank) for rank in ranks)
+    try:  # one more than there are tells enough, also of what has no end
+        members = tuple(operator.index(rank) for rank in itertools.islice(ranks, size + 1))
+    except TypeError as error:
+        raise TypeError(f"Group: ranks must be ints, one after another, not {ranks!r}") from error
     outside = [rank for rank in members if not 0 <= rank < size]
     if outside:
         raise ValueError(f"Group: there is no rank {outside[0]}; ranks are 0 to {size - 1}")

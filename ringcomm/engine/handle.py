@@ -53,7 +53,12 @@ class Handle(Generic[R]):
         At once and in this thread if it is over already; else in the thread that notices, which
         then does nothing else for this rank: the callback must be short, must not raise, and must
         not wait for anything.
+
+        Raises:
+            TypeError: it cannot be called.
         """
+        if not callable(callback):
+            raise TypeError(f"when_done: the callback must be a function, not {callback!r}")
         self._task.when_over(callback)
 
     def done(self) -> bool:

@@ -84,8 +84,9 @@ def allreduce_(
     After a PeerFailedError or CommTimeoutError the contents of x are undefined, and after a
     MismatchError that says so.
     """
-    if name is None and not deterministic:
-        quick = engine().world.quick if group is None else getattr(group, "quick", None)
+    if name is None and deterministic is False:
+        which = engine().world if group is None else group
+        quick = which.quick if isinstance(which, Group) else None
         if quick is not None and quick.allreduce_(x, op):
             return x
     return _run(

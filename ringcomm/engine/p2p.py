@@ -25,7 +25,7 @@ from ringcomm.arrays.base import overlap
 from ringcomm.engine import mirrored
 from ringcomm.engine.call import shape_text
 from ringcomm.engine.gpu import Issue, Launched
-from ringcomm.engine.group import Group
+from ringcomm.engine.group import Group, group_of
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.ledger import base_of
 from ringcomm.engine.progress import Strand, Task
@@ -200,9 +200,9 @@ class _Side:
     def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
         """Check the arguments."""
         current = engine()
-        group = group or current.world
+        group = group_of(group, current)
         context = group.ledger_for(current).context
-        mailbox = base_of(_MAILBOXES, f"{context}:{operator.index(tag)}")
+        mailbox = base_of(_MAILBOXES, f"{context}:{_int_of('tag', tag)}")
         on_gpu = device_adapter_for(x)
         issue = None if on_gpu is None else Issue.of(group, on_gpu, x)
         adapter = on_gpu or adapter_for(x)
@@ -282,6 +282,7 @@ def _receiver(
     out = arrived(out)
     side = _Side.of(out, tag, group, by_count=by_count)
     _require_room(side, out)
+    source = _int_of("source", source, "a rank, an int")
     if source != ANY_SOURCE:
         source = _peer("source", source, side.group, may_be_self=may_be_self)
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
@@ -368,11 +369,15 @@ def _pair(group: Group, peer: int) -> tuple[int, ...]:
 
 
 def _peer(what: str, rank: int, group: Group, *, may_be_self: bool) -> int:
-    if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-        raise TypeError(f"{what} must be a rank, an int, not {rank!r}")
-    rank = operator.index(rank)
+    rank = _int_of(what, rank, "a rank, an int")
     if not 0 <= rank < group.size:
         raise ValueError(f"{what} is {rank}; ranks are 0 to {group.size - 1}")
     if rank == group.rank and not may_be_self:
         raise ValueError(f"{what} is this rank itself, which would wait for ever: use sendrecv()")
     return rank
+
+
+def _int_of(what: str, number: int, due: str = "an int") -> int:
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"{what} must be {due}, not {number!r}")
+    return operator.index(number)

@@ -138,9 +138,9 @@ def reduce(
 ) -> Plan[A | None]:
     """Plan a reduction whose result root alone gets; in place the others' x is left alone."""
     adapter = adapter_for(x)
-    require_root(root, group)
+    root = root_of(root, group)
     kind = "reduce_" if in_place else "reduce"
-    call = reduction(kind, name, op, x, adapter, root=int(root), deterministic=deterministic)
+    call = reduction(kind, name, op, x, adapter, root=root, deterministic=deterministic)
     is_root = group.rank == root
     work = _working_copy(x, adapter, in_place=in_place and is_root)
     flat = adapter.flat(work)
@@ -245,8 +245,8 @@ def allgather(group: Group, name: str | None, x: A) -> Plan[A]:
 @wherever
 def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
     """Plan the concatenation of all ranks' rows on root."""
-    require_root(root, group)
-    adapter, call, mine = _rows_of(x, "gather", name, root=int(root))
+    root = root_of(root, group)
+    adapter, call, mine = _rows_of(x, "gather", name, root=root)
     shape = adapter.shape(x)
 
     async def run(t: Channel) -> A | None:
@@ -273,9 +273,9 @@ def scatter(
 
     kind: on root: what all get, if that is another kind of array than x; see mirrored.py.
     """
-    require_root(root, group)
+    root = root_of(root, group)
     is_root = group.rank == root
-    call = Call("scatter", name, root=int(root))
+    call = Call("scatter", name, root=root)
     whole = None
     outline = b""
     if is_root:
@@ -319,6 +319,7 @@ def alltoall(
     return_splits: bool,
 ) -> Plan[A | tuple[A, list[int]]]:
     """Plan the exchange of rows between all pairs of ranks."""
+    require_flag("return_splits", return_splits)
     adapter, call, mine = _rows_of(x, "alltoall", name)
     shape = adapter.shape(x)
     width = math.prod(shape[1:])
@@ -346,10 +347,10 @@ def broadcast(
 ) -> Plan[A]:
     """Plan the copy of root's x to all."""
     adapter = adapter_for(x)
-    require_root(root, group)
+    root = root_of(root, group)
     kind = "broadcast_" if in_place else "broadcast"
     dtype = str(adapter.dtype(x))
-    call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=int(root))
+    call = Call(kind, name, dtype=dtype, shape=adapter.shape(x), root=root)
     is_overwritten = in_place and group.rank != root
     if is_overwritten:
         adapter.require_writable(x)
@@ -366,7 +367,7 @@ def broadcast(
         return finish(t)
 
     shown = group.rank == root
-    step = NodeCopy(flat.bytes) if shown else NodeCopy(_NO_BYTES, [(int(root), 0, flat.bytes)])
+    step = NodeCopy(flat.bytes) if shown else NodeCopy(_NO_BYTES, [(root, 0, flat.bytes)])
     return Plan(call, flat.bytes.nbytes, run, step, finish)
 
 
@@ -382,22 +383,29 @@ def barrier(group: Group, name: str | None) -> Plan[None]:
 
 def broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Plan[Any]:
     """Plan the copy of root's object to all."""
-    require_root(root, group)
+    root = root_of(root, group)
     is_root = group.rank == root
-    packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL) if is_root else b""
+    packed = _pickled("broadcast_object", obj) if is_root else b""
 
     async def run(t: Channel) -> Any:
         return await broadcast_bytes(packed, root, t)
 
-    return Plan(Call("broadcast_object", name, root=int(root)), len(packed), run)
+    return Plan(Call("broadcast_object", name, root=root), len(packed), run)
 
 
 def allgather_object(group: Group, name: str | None, obj: Any) -> Plan[list[bytes]]:
     """Plan the exchange of one object per rank, pickled."""
     del group
-    packed = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    packed = _pickled("allgather_object", obj)
     call = Call("allgather_object", name)
     return Plan(call, len(packed), lambda t: gather_bytes(packed, t))
+
+
+def _pickled(kind: str, obj: Any) -> bytes:
+    try:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"{kind}: obj cannot be pickled: {error}") from error
 
 
 def grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
@@ -520,6 +528,8 @@ def reduction(
         raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
     dtype = adapter.dtype(x)
     op.require(dtype)
+    if deterministic is not False:
+        require_flag("deterministic", deterministic)
     scaling.require(dtype)
     how = f"{op.name}, deterministic" if deterministic else op.name
     if scaling:
@@ -575,7 +585,8 @@ def splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]
             )
         return [n_rows // size] * size
     try:
-        rows = [operator.index(n) for n in splits]  # 1.5 is refused, not cut
+        # One more than there are ranks tells enough; 1.5 is refused, not cut.
+        rows = [operator.index(n) for n in itertools.islice(splits, size + 1)]
     except TypeError as error:
         raise TypeError(
             f"alltoall: splits={splits!r} must be {size} integers, one per rank: how many rows go "
@@ -589,12 +600,20 @@ def splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]
     return rows
 
 
-def require_root(root: int, group: Group) -> None:
-    """Raise TypeError or ValueError if root is no rank of the group."""
+def root_of(root: int, group: Group) -> int:
+    """Return a rank of the group as an int. Raises TypeError or ValueError if it is none."""
     if isinstance(root, bool) or not hasattr(root, "__index__"):
         raise TypeError(f"root must be a rank, an int, not {root!r}")
-    if not 0 <= root < group.size:
-        raise ValueError(f"root is {root}; ranks are 0 to {group.size - 1}")
+    index = operator.index(root)
+    if not 0 <= index < group.size:
+        raise ValueError(f"root is {index}; ranks are 0 to {group.size - 1}")
+    return index
+
+
+def require_flag(what: str, flag: object) -> None:
+    """Raise TypeError unless it is True or False: what has no truth would fail among messages."""
+    if not isinstance(flag, bool | np.bool_):
+        raise TypeError(f"{what} must be True or False, not {flag!r}")
 
 
 def require_rows(shape: tuple[int, ...], kind: str) -> None:

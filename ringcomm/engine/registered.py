@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +18,11 @@ from ringcomm.arrays import (
     device_adapter_of_kind,
     first_device_kind,
 )
-from ringcomm.arrays.base import Bytes
+from ringcomm.arrays.base import Bytes, lengths_of
 from ringcomm.arrays.numpy import NumpyAdapter
 from ringcomm.engine.engine import Engine
 from ringcomm.engine.gpu import Gpus, is_on_gpu
-from ringcomm.engine.group import Group
+from ringcomm.engine.group import Group, group_of
 from ringcomm.engine.world import engine
 
 
@@ -71,14 +70,13 @@ def empty(
     """
     current = engine()
     for_gpu = is_on_gpu(device)
-    if group is not None and not isinstance(group, Group):
-        raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+    group_of(group, current)
     adapter = NumpyAdapter()
     name = str(dtype).removeprefix("torch.")
     is_named = name in DTYPES and not isinstance(dtype, type)
     kind = adapter.make(DTYPES[name], ()).dtype if is_named else np.dtype(dtype)
     adapter.dtype(np.empty(0, kind))
-    lengths = _lengths(shape)
+    lengths = lengths_of("empty", shape)
     nbytes = math.prod(lengths) * kind.itemsize
     if for_gpu:
         Gpus.of(current).require()
@@ -135,10 +133,3 @@ def _memory(current: Engine, nbytes: int) -> Bytes | None:
             f"no room for {nbytes} bytes in this rank's shared memory, which is as large as the "
             f"machine's; {in_use} are in use"
         ) from None
-
-
-def _lengths(shape: int | Sequence[int]) -> tuple[int, ...]:
-    lengths = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
-    if any(n < 0 for n in lengths):
-        raise ValueError(f"shape is {lengths}; lengths must be >= 0")
-    return lengths

@@ -60,8 +60,8 @@ class Timeline:
         OSError: the file cannot be made.
     """
 
-    def __init__(self, prefix: str, rank: int) -> None:
-        self.path = f"{prefix}.{rank}.json"
+    def __init__(self, prefix: str | os.PathLike[str], rank: int) -> None:
+        self.path = f"{os.fspath(prefix)}.{rank}.json"
         self._rank = rank
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o644)

@@ -220,7 +220,7 @@ def size() -> int:
     return engine().size
 
 
-def start_timeline(prefix: str) -> None:
+def start_timeline(prefix: str | os.PathLike[str]) -> None:
     """Record this rank's operations from now on in `<prefix>.<rank>.json`, for ui.perfetto.dev.
 
     Local: each rank decides for itself. The same as RINGCOMM_TIMELINE=prefix from the start. A
@@ -228,9 +228,12 @@ def start_timeline(prefix: str) -> None:
 
     Raises:
         OSError: the file cannot be made; its folder must exist.
+        TypeError: prefix is no path.
         NotInitializedError: init() has not run.
     """
     current = engine()
+    if not isinstance(prefix, str | os.PathLike):
+        raise TypeError(f"start_timeline: prefix must be a path, not {prefix!r}")
     current.record(Timeline(prefix, current.rank))
 
 

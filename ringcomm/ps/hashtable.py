@@ -22,8 +22,16 @@ from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.job import Session, session
 from ringcomm.ps.keys import Portion, keys_of, last_of_each, portions, rows_of
 from ringcomm.ps.messages import ASSIGN, HOLD, MISSING, SPARSE, PushMeta
-from ringcomm.ps.opened import Opened, open_at_leader, opened_once, require_weight
-from ringcomm.ps.optim import SGD, Updater
+from ringcomm.ps.opened import (
+    Opened,
+    dtype_of,
+    label_of_new,
+    open_at_leader,
+    opened_once,
+    require_weight,
+    updater_of,
+)
+from ringcomm.ps.optim import Updater
 from ringcomm.ps.placement import HASH_PARTITIONS
 from ringcomm.ps.policies import Admit, Evict
 from ringcomm.ps.rounds import Mode, mode_of
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.link import Delivery
 
 Array = NDArray[Any]
+_COLUMNS_MAX = 1 << 24  # 64 MiB of float32
 
 
 def hashtable(
@@ -80,14 +89,13 @@ def hashtable(
         CommTimeoutError: no server answers.
     """
     current = session()
-    kind = np.dtype(dtype)
-    if kind not in (np.float32, np.float64):
-        raise ValueError(f"hashtable[{name}]: dtype is {kind}; it must be float32 or float64")
-    if isinstance(dim, bool) or int(dim) != dim or dim < 1:
-        raise ValueError(f"hashtable[{name}]: dim is {dim!r}; a row has one column at least")
+    label = label_of_new("hashtable", name)
+    kind = dtype_of(label, dtype)
+    if isinstance(dim, bool) or int(dim) != dim or not 1 <= dim <= _COLUMNS_MAX:
+        raise ValueError(f"{label}: dim is {dim!r}; a row has 1 to {_COLUMNS_MAX} columns")
     if nan not in ("raise", "allow"):
-        raise ValueError(f'hashtable[{name}]: nan is {nan!r}; it must be "raise" or "allow"')
-    updater = updater or SGD(0.01)
+        raise ValueError(f'{label}: nan is {nan!r}; it must be "raise" or "allow"')
+    updater = updater_of(label, updater)
     spec = Spec(
         name=name,
         kind="hash",
@@ -102,7 +110,7 @@ def hashtable(
             "admit": None if admit is None else admit.to_json(),
             "evict": None if evict is None else asdict(evict),
         },
-        compression=spec_of(f"hashtable[{name}]", compression, pull_compression, is_dense=False),
+        compression=spec_of(label, compression, pull_compression, is_dense=False),
     )
     is_strict = nan == "raise"
     opened = opened_once(

@@ -14,12 +14,14 @@ from ringcomm.ps.client import Ask
 from ringcomm.ps.frames import Kind
 from ringcomm.ps.future import Future
 from ringcomm.ps.messages import packed_json
+from ringcomm.ps.optim import SGD, Updater
 from ringcomm.ps.serving import LEADER
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
     from ringcomm.ps.job import Session
     from ringcomm.ps.link import Delivery
-    from ringcomm.ps.optim import Updater
     from ringcomm.ps.spec import Spec
 
 
@@ -87,6 +89,28 @@ def opened_once(current: Session, spec: Spec, open_it: Callable[[], T]) -> T:
         else:
             known.require_same(spec)
     return known
+
+
+def label_of_new(kind: str, name: object) -> str:
+    """Return how errors name a table that is opened. Raises TypeError if the name is no text."""
+    if not isinstance(name, str):
+        raise TypeError(f"{kind}: name must be a str, not {name!r}")
+    return f"{kind}[{name}]"
+
+
+def dtype_of(label: str, dtype: DTypeLike) -> np.dtype[Any]:
+    """Return what numpy calls a table's dtype. Raises TypeError, ValueError."""
+    kind = np.dtype(dtype)
+    if kind not in (np.float32, np.float64):
+        raise ValueError(f"{label}: dtype is {kind}; it must be float32 or float64")
+    return kind
+
+
+def updater_of(label: str, updater: Updater | None) -> Updater:
+    """Return what a push does; SGD(0.01) if not given. Raises TypeError if it is none."""
+    if updater is not None and not isinstance(updater, Updater):
+        raise TypeError(f"{label}: updater must be of ringcomm.ps.optim, not {updater!r}")
+    return SGD(0.01) if updater is None else updater
 
 
 def require_weight(label: str, weight: float, *, may_be_0: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from ringcomm.ps.dense import DensePartition
 from ringcomm.ps.frames import Header, Kind, Status
 from ringcomm.ps.hashed import Shard
 from ringcomm.ps.messages import packed_json
+from ringcomm.ps.optim import from_json
+from ringcomm.ps.room import available_nbytes
 from ringcomm.ps.spec import Spec
 
 if TYPE_CHECKING:
@@ -198,6 +201,7 @@ class Opener:
             table.shard = Shard(spec, table.owners, server.index, server.live_workers())
         else:
             bounds = placement.cuts(spec.count, spec.block)
+            self._require_room(table, bounds)
             for part, owner in enumerate(table.owners):
                 if owner == server.index:
                     parts[part] = self.new_partition(table, bounds[part], bounds[part + 1])
@@ -208,6 +212,20 @@ class Opener:
         server.hold_back(table)
         for number, each in parts.items():
             server.keep(table, number, each)
+
+    def _require_room(self, table: Table, bounds: Sequence[int]) -> None:
+        """Raise RingcommError if this machine has no memory for what this server is to own."""
+        spec, server = table.spec, self._server
+        pairs = zip(table.owners, itertools.pairwise(bounds), strict=True)
+        count = sum(stop - start for owner, (start, stop) in pairs if owner == server.index)
+        n_arrays = 1 + from_json(spec.updater).n_full_slots
+        nbytes, available = count * np.dtype(spec.dtype).itemsize * n_arrays, available_nbytes()
+        if nbytes > available:
+            raise RingcommError(
+                f"table[{spec.name}]: server {server.index} on {os.uname().nodename} is to own "
+                f"{nbytes} bytes of its {spec.count} elements and their updater's state, and the "
+                f"machine has {available}. Use more servers on other machines, or a smaller table"
+            )
 
     def _forget(self, number: int) -> None:
         """Drop a table that could not be made everywhere; nobody has used it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -11,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ringcomm import _core, codec
+from ringcomm.arrays.base import lengths_of
 from ringcomm.codec import Codec
 from ringcomm.ps.calls import call
 from ringcomm.ps.client import Ask
@@ -39,8 +42,16 @@ from ringcomm.ps.messages import (
     PushMeta,
     stamp_of,
 )
-from ringcomm.ps.opened import Opened, open_at_leader, opened_once, require_weight
-from ringcomm.ps.optim import SGD, Assign, Updater
+from ringcomm.ps.opened import (
+    Opened,
+    dtype_of,
+    label_of_new,
+    open_at_leader,
+    opened_once,
+    require_weight,
+    updater_of,
+)
+from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.packing import Note, Packer, rate_of
 from ringcomm.ps.placement import cuts
 from ringcomm.ps.pushing import PlainPush, Pushing
@@ -53,6 +64,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.link import Delivery
 
 BLOCK_NBYTES: Final = 4 << 20
+_BLOCKS_MAX: Final = 1 << 20  # every rank has a list of them
 _METAS_MAX: Final = 1024
 Array = NDArray[Any]
 
@@ -101,42 +113,50 @@ def table(
         CommTimeoutError: no server answers.
     """
     current = session()
-    shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-    kind = np.dtype(dtype)
-    if kind not in (np.float32, np.float64):
-        raise ValueError(f"table[{name}]: dtype is {kind}; it must be float32 or float64")
-    if any(n < 0 for n in shape):
-        raise ValueError(f"table[{name}]: shape is {shape}")
-    if block_nbytes < kind.itemsize:
-        raise ValueError(f"table[{name}]: block_nbytes is {block_nbytes}, less than one element")
+    label = label_of_new("table", name)
+    shape = lengths_of(label, shape)
+    kind = dtype_of(label, dtype)
+    count = math.prod(shape)
+    block = _block_of(label, block_nbytes, kind.itemsize, count)
+    updater = updater_of(label, updater)
     values = None if np.ndim(init) == 0 else np.asarray(init, kind)
     if values is not None and values.shape != shape:
         raise ValueError(f"table[{name}]: init has shape {values.shape}, the table {shape}")
-    block = block_nbytes // kind.itemsize
-    _require_segments(name, segments, int(np.prod(shape)))
+    _require_segments(name, segments, count)
     spec = Spec(
         name=name,
         kind="dense",
         dtype=kind.name,
         shape=shape,
-        updater=(updater or SGD(0.01)).to_json(),
+        updater=updater.to_json(),
         mode=mode_of(mode),
         block=block,
         initial=float(np.asarray(init)) if values is None else "chief",
-        partitions=len(cuts(int(np.prod(shape)), block)) - 1,
-        compression=spec_of(
-            f"table[{name}]", compression, pull_compression, error_feedback=error_feedback
-        ),
+        partitions=len(cuts(count, block)) - 1,
+        compression=spec_of(label, compression, pull_compression, error_feedback=error_feedback),
         segments=tuple(map(int, segments)),
     )
 
     def open_it() -> Table:
-        opened = Table(current, spec, updater or SGD(0.01), open_at_leader(current, spec))
+        opened = Table(current, spec, updater, open_at_leader(current, spec))
         if values is not None and is_chief():
             opened.push_initial(values).wait()
         return opened
 
     return opened_once(current, spec, open_it)
+
+
+def _block_of(label: str, block_nbytes: int, itemsize: int, count: int) -> int:
+    """Return the most elements of a block."""
+    if operator.index(block_nbytes) < itemsize:
+        raise ValueError(f"{label}: block_nbytes is {block_nbytes}, less than one element")
+    block = operator.index(block_nbytes) // itemsize
+    if count > block * _BLOCKS_MAX:
+        raise ValueError(
+            f"{label}: {count} elements are more than {_BLOCKS_MAX} blocks of block_nbytes="
+            f"{block_nbytes}. Pass a larger block_nbytes, or a smaller shape"
+        )
+    return block
 
 
 def _require_segments(name: str, segments: Sequence[int], count: int) -> None:

@@ -54,7 +54,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: ignored: there are no cycles.
     """
     del mark_cycles
-    world.start_timeline(file_path.removesuffix(".json"))
+    if isinstance(file_path, str):  # what is none is refused there
+        file_path = file_path.removesuffix(".json")
+    world.start_timeline(file_path)
 
 
 def is_homogeneous() -> bool:

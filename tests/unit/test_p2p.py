@@ -212,7 +212,7 @@ def doubled():
             ValueError,
             r"overlap.* waits until another recv\(\) takes",
         ),
-        (lambda: rc.send(np.ones(1), 1, tag="a"), TypeError, "str"),
+        (lambda: rc.send(np.ones(1), 1, tag="a"), TypeError, "tag must be an int"),
         (lambda: rc.send(np.array(["x"]), 1), TypeError, "dtype"),
     ],
 )

@@ -1,0 +1,151 @@
+"""Whatever is passed, to whichever function: a clear error or a result, and all ranks go on."""
+
+import inspect
+
+import numpy as np
+import pytest
+from bad_values import VALUES, cases_of, come_to, n_begun, require_engine
+from harness import at_length, run_ranks
+
+import ringcomm as rc
+
+SIZE = 2
+
+
+def reduction(_rank):
+    return {"x": np.arange(6.0), "op": rc.SUM}
+
+
+def rows(_rank):
+    return {"x": np.arange(6.0).reshape(2, 3)}
+
+
+def several(_rank):
+    return {"xs": [np.arange(6.0), np.ones((2, 3))]}
+
+
+# What each function is called with where it is called as it should be.
+GOOD = {
+    "allgather": rows,
+    "allgather_object": lambda rank: {"obj": rank},
+    "allreduce": reduction,
+    "allreduce_": reduction,
+    "alltoall": rows,
+    "barrier": lambda _: {},
+    "broadcast": rows,
+    "broadcast_": rows,
+    "broadcast_object": lambda rank: {"obj": rank},
+    "empty": lambda _: {"shape": 3, "dtype": "float32"},
+    "explain": lambda _: {"nbytes": 1000},
+    "gather": rows,
+    "grouped_allgather": several,
+    "grouped_allreduce": several,
+    "grouped_allreduce_": several,
+    "grouped_reduce_scatter": several,
+    "Group": lambda _: {"ranks": [0, 1]},
+    "reduce": rows,
+    "reduce_": rows,
+    "reduce_scatter": rows,
+    "reduce_scatter_": rows,
+    "scatter": rows,
+    "sendrecv": lambda rank: {
+        "x": np.ones(3), "dest": rank, "out": np.empty(3), "source": rank
+    },
+    "start_timeline": lambda _: {"prefix": "trace"},
+    "stop_timeline": lambda _: {},
+    "zeros": lambda _: {"shape": 3, "dtype": "float32"},
+}  # fmt: skip
+GOOD |= {f"{name}_async": good for name, good in GOOD.items() if hasattr(rc, f"{name}_async")}
+GOOD |= {f"{name[:-1]}_async_": GOOD[name] for name in GOOD if hasattr(rc, f"{name[:-1]}_async_")}
+APART = {
+    "init", "shutdown", "run", "join", "send", "recv",  # begin or end something, or need a partner
+    "Handle", "Op",  # nobody makes one
+    "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",  # no arguments
+    "is_initialized", "node_memory",
+}  # fmt: skip
+BROKE = {"numbers", "hostile"}
+NUMBERS = {"-1", "2**60", "2**63", "-2**70", "10**400", "0-d", "faithless"}
+ALONE = {"Group", "sendrecv", "explain", "empty", "zeros", "start_timeline", "stop_timeline"}
+
+
+def public(module):
+    """Return the names of a module's functions and classes."""
+    return {
+        name
+        for name in module.__all__
+        if callable(getattr(module, name))
+        and not (
+            inspect.isclass(getattr(module, name)) and issubclass(getattr(module, name), Exception)
+        )
+    }
+
+
+def test_no_function_is_forgotten():
+    assert public(rc) == GOOD.keys() | APART
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    """Timelines are written there."""
+    monkeypatch.chdir(tmp_path)
+
+
+def is_another_call(name, parameter, value):
+    """Return True for what is no mistake, but another call, which other ranks do not make."""
+    if parameter == "name":
+        return isinstance(VALUES[value](), str)
+    return name == "sendrecv" and parameter != "group" and value in NUMBERS
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+@pytest.mark.parametrize("wire", at_length(["messages", "node"], ["messages"]), indirect=True)
+def test_a_bad_argument_on_all_ranks_is_refused_or_served(name, wire):
+    function = getattr(rc, name)
+
+    def body(rank):
+        for parameter, value in cases_of(function, BROKE):
+            if name == "sendrecv" and is_another_call(name, parameter, value):
+                continue
+            come_to(function, GOOD[name](rank) | {parameter: VALUES[value]()})
+            require_engine(rank, SIZE, f"{name}({parameter}={value})")
+
+    run_ranks(SIZE, body)
+
+
+@pytest.mark.parametrize("name", sorted(GOOD.keys() - ALONE))
+@pytest.mark.parametrize("wire", at_length(["messages", "node"], ["node"]), indirect=True)
+def test_a_bad_argument_on_one_rank_is_told_to_the_others_or_can_be_mended(name, wire):
+    function = getattr(rc, name)
+
+    def body(rank):
+        for parameter, value in cases_of(function, BROKE):
+            if is_another_call(name, parameter, value):
+                continue
+            n_before, error = n_begun(), None
+            if rank == 1:
+                error = come_to(function, GOOD[name](rank) | {parameter: VALUES[value]()})
+            label = f"{name}({parameter}={value}): {error!r}"
+            if rank == 0 or n_begun() == n_before:  # nobody knows of it: it can be mended
+                come_to(function, GOOD[name](rank))
+            elif error is not None:
+                assert isinstance(error, rc.MismatchError), label
+            require_engine(rank, SIZE, label)
+
+    run_ranks(SIZE, body)
+
+
+def test_what_is_refused_on_one_rank_alone_leaves_the_others_their_operations():
+    def body(rank):
+        handle = rc.allreduce_async(np.full(3, rank))
+        if rank == 1:
+            with pytest.raises(
+                TypeError, match="when_done: the callback must be a function, not 3"
+            ):
+                handle.when_done(3)
+            for call in (rc.send, rc.recv):
+                with pytest.raises(TypeError, match=r"group must be a ringcomm\.Group .*, not 'x'"):
+                    call(np.ones(3), 0, group="x")
+        assert (handle.wait() == 1).all()
+        require_engine(rank, SIZE, "when_done")
+
+    run_ranks(SIZE, body)
