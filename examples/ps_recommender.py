@@ -46,6 +46,8 @@ def main() -> None:
         print("looking for calls in Python's library", flush=True)
     torch.set_num_threads(1)
     users, held_out, n_items = rc.broadcast_object(calls() if ps.is_chief() else None)
+    if ps.is_chief():
+        print(f"learning from {len(users):,} functions", flush=True)
     popularity = np.bincount(np.concatenate(users), minlength=n_items).astype(np.float32)
     chance = popularity**0.5 / (popularity**0.5).sum()
     model = Recommender()
