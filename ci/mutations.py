@@ -457,7 +457,7 @@ OPTIMIZER = [
         "torch/reducer.py",
         """\
             yield handle
-            self._order = handle.wait().tolist()""",
+            self._order = handle.wait()[0].tolist()""",
         """\
             yield handle
             self._order = mine.tolist()""",
