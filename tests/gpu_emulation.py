@@ -4,12 +4,15 @@ What stands there is executed as it is, but for the conversions of float16, whic
 (csrc/kernels/half.hpp). Threads run one after the other, so what would race is not seen here.
 """
 
+import atexit
 import ctypes
+import fcntl
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -32,31 +35,42 @@ extern "C" std::size_t parameters(std::size_t* sizes) {
 }
 """
 MOST_PARAMETERS = 16
+SHARED = "GPU_EMULATION_FOLDER"  # names where the processes of a run keep what is compiled
 GUARD = 64  # bytes before and after an array
 
 
 @cache
 def folder():
-    """Return where libraries are built; it is removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="gpu-emulation-")
-
-
-serial = count()
+    """Return where libraries are built: for this run of the tests, or for this process alone."""
+    if SHARED in os.environ:
+        return Path(os.environ[SHARED])
+    own = Path(tempfile.mkdtemp(prefix="gpu-emulation-"))
+    atexit.register(shutil.rmtree, own)
+    return own
 
 
 @cache
 def build(defines, text):
-    """Return the library of one kernel."""
+    """Return the library of one kernel, which one process compiles for all."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here: kernels.cu is compiled for the CPU by the tests")
-    library = Path(folder().name) / f"{next(serial)}.so"
-    unit = library.with_suffix(".cpp")
-    unit.write_text(f'#include "gpu_emulation.hpp"\n{text}\n{LAUNCHER}')
-    command = [compiler, *FLAGS, *defines, unit, "-o", library]
+    name = hashlib.sha256("\0".join([text, *defines]).encode()).hexdigest()
+    library, unit = folder() / f"{name}.so", folder() / f"{name}.cpp"
+    with unit.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unit.write_text(f'#include "gpu_emulation.hpp"\n{text}\n{LAUNCHER}')
+            compile_library(compiler, defines, unit, library)
+    return ctypes.CDLL(str(library))
+
+
+def compile_library(compiler, defines, unit, library):
+    unfinished = library.with_suffix(".new")
+    command = [compiler, *FLAGS, *defines, unit, "-o", unfinished]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    unfinished.rename(library)
 
 
 def launch(kernel, arguments, *, grid=3, text=None):
