@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+from collections import defaultdict
 
 import harness
 import leftovers
@@ -122,8 +123,14 @@ class AtOnce:
 
 
 def pytest_collection_modifyitems(items):
+    """Leave some cases of a test that has many, and skip what takes long; ci/length runs all."""
     if harness.is_at_length():
         return
+    of_one_test = defaultdict(list)
+    for item in items:
+        of_one_test[item.nodeid.partition("[")[0]].append(item)
+    kept = {id(item) for cases in of_one_test.values() for item in harness.few_of(cases)}
+    items[:] = [item for item in items if id(item) in kept]
     skipped = pytest.mark.skip(reason="the gate has no time for it; ci/length runs it")
     for item in items:
         if item.get_closest_marker("at_length"):

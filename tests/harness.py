@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import hashlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,8 @@ from ringcomm.transport.loopback import LoopbackHub
 
 PROMPTLY_S = 120.0  # a job that no deadline of 600 s has ended, on a busy machine, too
 HANG_S = 240.0  # a machine that is busy takes a minute to import torch
-DEADLINE_S = 60.0  # of ranks as threads: only a hang reaches it
+DEADLINE_S = 180.0  # of ranks as threads: only a hang reaches it
+CASES_IN_THE_GATE = 10
 wire = "messages"  # or "node": ranks as threads share memory, too; see the fixture `wire`
 
 
@@ -99,6 +101,20 @@ def is_at_length():
 def at_length(every, gate):
     """Return all the cases of a test under ci/length, and those that the gate has time for else."""
     return every if is_at_length() else gate
+
+
+def few_of(cases):
+    """Return cases[:] if they are few, else some in which each value of each parameter occurs."""
+    if len(cases) <= CASES_IN_THE_GATE:
+        return cases
+    # By hash, so that they have nothing else in common, and are the same in the next run.
+    mixed = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+    seen, chosen, others = set(), [], []
+    for item in mixed:
+        values = {(name, id(value)) for name, value in item.callspec.params.items()}
+        (others if values <= seen else chosen).append(item)
+        seen |= values
+    return chosen + others[: max(0, CASES_IN_THE_GATE - len(chosen))]
 
 
 def listen(is_enough):

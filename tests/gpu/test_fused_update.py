@@ -201,7 +201,7 @@ print("all is equal")
     "parts",
     at_length(
         ["plain", "nesterov", "dampened", "Adam", "AdamW", "switch", "masters"],
-        ["plain,AdamW,switch,masters"],
+        ["AdamW,switch,masters"],
     ),
 )
 def test_a_kernel_takes_the_steps_of_torchs_class(parts, tmp_path):

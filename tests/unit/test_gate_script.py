@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import harness
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +75,7 @@ def run_gate(folder, broken, silent="-none-"):
 def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     done = run_gate(tmp_path, "nothing is broken")
     assert done.returncode == 0, done
-    assert "all 13 steps passed" in done.stdout
+    assert "all 12 steps passed" in done.stdout
     lines = done.stdout.splitlines()
     beside = lines.index("jobs    | == pytest with MPICH")
     assert any(line.startswith("jobs    | called") for line in lines[beside:])
@@ -185,3 +187,20 @@ def test_a_wheel_is_built_once_and_strictly_where_the_compiler_lets_it(
     )  # fmt: skip
     assert (done.returncode == 0) == (wanted != "ON"), done
     assert (tmp_path / "built").read_text().split() == built
+
+
+def test_of_many_cases_each_value_of_each_parameter_is_left():
+    cases = [
+        SimpleNamespace(nodeid=f"test[{n}-{op}-{name}]", callspec=SimpleNamespace(params=params))
+        for n in (1, 2, 3, 4)
+        for op in ("sum", "min", "max")
+        for name in list("abcdefghijklmn")
+        for params in [{"n": n, "op": op, "name": name}]
+    ]
+    few = harness.few_of(cases)
+    assert len(few) < 40
+    for parameter in ("n", "op", "name"):
+        every = {case.callspec.params[parameter] for case in cases}
+        assert {case.callspec.params[parameter] for case in few} == every
+    assert len({(case.callspec.params["n"], case.callspec.params["op"]) for case in few}) > 6
+    assert harness.few_of(few[:10]) == few[:10]

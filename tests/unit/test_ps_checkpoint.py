@@ -268,7 +268,9 @@ def test_a_save_of_rows_is_exactly_between_two_rounds(tmp_path):
     def body(rank):
         kv = hashed(ps.optim.SGD(1.0), init=ps.initializers.zeros())
         for step in range(n_rounds):
-            kv.push(keys, np.full((100, 6), -1.0, np.float32))
+            pushed = kv.push(keys, np.full((100, 6), -1.0, np.float32))
+            if step == 0:
+                pushed.wait()  # from now on there are rows
             if rank == 0 and step % 10 == 5:
                 ps.save(tmp_path, step=step, keep=None)
         return kv.pull(keys).wait()

@@ -522,11 +522,11 @@ def test_a_slice_is_pushed_and_pulled():
 
 def test_a_table_may_have_thousands_of_blocks():
     def body(rank):
-        t = ps.table("w", 9000, updater=ps.optim.Add(), block_nbytes=4)
-        t.push(np.ones(9000, np.float32))
+        t = ps.table("w", 3000, updater=ps.optim.Add(), block_nbytes=4)
+        t.push(np.ones(3000, np.float32))
         return t.pull().wait().sum()
 
-    assert run_workers(1, body, 2) == [9000.0]
+    assert run_workers(1, body, 2) == [3000.0]
 
 
 def test_large_pushes_that_nobody_has_answered_keep_their_values(monkeypatch):
