@@ -62,10 +62,21 @@ Page* recorded_page = nullptr;
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM};
 struct sigaction previous[NSIG];
 
+// The code of a rank that has failed, has said how, and is on its way out; 0 if it is not.
+int code_at_end(const Page& page) {
+  const Ending kind = page.end.kind.load();
+  if (page.state.load() != State::leaving) return 0;
+  if (kind == Ending::sys_exit && (page.end.code & 0xff) != 0) return page.end.code;
+  return kind == Ending::exception || kind == Ending::peer_failed || kind == Ending::sys_exit;
+}
+
 // Async-signal-safe: plain stores, sigaction, raise. Then the handler that was there before has
-// its turn: the signal is blocked until this one returns.
+// its turn: the signal is blocked until this one returns. A rank that is ended on its way out, for
+// that takes too long, ends with its own code: a launcher may take that of any rank for the job's.
 void on_signal(int signal) {
   if (recorded_page != nullptr && recorded_page->pid == getpid()) {
+    const int code = signal == SIGTERM ? code_at_end(*recorded_page) : 0;
+    if (code != 0) _exit(code);
     Page::End& end = recorded_page->end;
     if (claim(end)) {
       end.time_ns = now_ns();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -359,6 +360,8 @@ def _at_exit() -> None:
     if launched.parent_rank_pid() is not None or _mpi is None:
         return
     failure = None if _world is None else _leave_job(_world)
+    if failure is not None:  # the job waits for this rank, whose torch takes 1.0 s of CPU to go,
+        gc.freeze()  # and 0.24 s if nothing is collected (sys.exit(1) behind a step, measured)
     if _unended is not None:
         _unended.engine.close(is_clean=False)
     if _unheard is not None and _unheard.failure is not None:
