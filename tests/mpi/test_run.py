@@ -42,7 +42,6 @@ def without_cloudpickle(monkeypatch):
 
 @pytest.mark.parametrize("np", [1, 2, 3])
 def test_results_come_back_in_rank_order(np):
-    pytest.importorskip("cloudpickle")
     offset = 10
 
     def work(factor, *, power):
@@ -71,7 +70,6 @@ def test_a_function_that_never_communicates_needs_no_init():
 
 
 def test_what_ranks_print_is_printed_at_the_end_unless_quiet(capfd):
-    pytest.importorskip("cloudpickle")
 
     def speak():
         print("hello from a rank", flush=True)
@@ -82,7 +80,6 @@ def test_what_ranks_print_is_printed_at_the_end_unless_quiet(capfd):
 
 
 def test_variables_are_added_to_the_environment(monkeypatch):
-    pytest.importorskip("cloudpickle")
     monkeypatch.setenv("OURS", "kept")
 
     def look():
@@ -93,7 +90,6 @@ def test_variables_are_added_to_the_environment(monkeypatch):
 
 # --- what goes wrong ----------------------------------------------------------------------------
 def test_what_a_rank_raises_comes_back_with_its_traceback():
-    pytest.importorskip("cloudpickle")
 
     def work():
         rc.init()
@@ -114,7 +110,6 @@ def test_what_a_rank_raises_comes_back_with_its_traceback():
 
 
 def test_an_exception_that_cannot_be_sent_is_told_in_words():
-    pytest.importorskip("cloudpickle")
 
     class OddError(Exception):
         def __init__(self, a, b):
@@ -130,7 +125,6 @@ def test_an_exception_that_cannot_be_sent_is_told_in_words():
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_rank_that_exits_has_returned_nothing(code):
-    pytest.importorskip("cloudpickle")
 
     def work():
         rc.init()
@@ -144,7 +138,6 @@ def test_a_rank_that_exits_has_returned_nothing(code):
 
 
 def test_a_rank_that_is_killed_is_named():
-    pytest.importorskip("cloudpickle")
 
     def work():
         rc.init()
@@ -159,7 +152,6 @@ def test_a_rank_that_is_killed_is_named():
 
 
 def test_a_job_that_fails_at_its_very_end_has_not_succeeded():
-    pytest.importorskip("cloudpickle")
 
     def work():
         atexit.register(os._exit, 3)
@@ -170,7 +162,6 @@ def test_a_job_that_fails_at_its_very_end_has_not_succeeded():
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path):
-    pytest.importorskip("cloudpickle")
 
     def work():
         rc.init()
