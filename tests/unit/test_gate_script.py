@@ -102,7 +102,7 @@ def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
     done = run_gate(tmp_path, "-none-", silent="tests/unit")
     assert done.returncode == 1, done
     step = "threads | test: pytest with Open MPI: ranks as threads"
-    assert f"{step}, 1 s: dots" in done.stdout
+    assert f"{step}, 4 s: dots" in done.stdout
     assert f"{step} said nothing for 5 s and gets SIGTERM" in done.stdout
     assert "FAILED: pytest with Open MPI: ranks as threads" in done.stderr
 
