@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIGURE_LIMIT_S, BUILD_LIMIT_S = 120, 1800
+MODULE = ("_core", "ringcomm-guardian")  # what belongs into the package
 SOURCES = ("CMakeLists.txt", "pyproject.toml")
 
 
@@ -35,7 +36,7 @@ class CppBuild:
         for name in SOURCES:
             shutil.copy2(root / name, self.sources)
         self._configure(python)
-        self.make(["_core", "ringcomm-guardian"])
+        self.make(MODULE)
 
     def _configure(self, python: Path) -> None:
         nanobind = self._run(CONFIGURE_LIMIT_S, python, "-m", "nanobind", "--cmake_dir").strip()
@@ -74,7 +75,7 @@ class CppBuild:
         before = path.read_text()
         path.write_text(text)
         try:
-            self.make(["_core"])
+            self.make(MODULE)
             yield
         finally:
             path.write_text(before)

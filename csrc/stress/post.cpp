@@ -1,6 +1,6 @@
 // The pipes of a node under a sanitizer: clients as threads push to a block that the server's loop
 // carries out, and ask what only "Python" can answer, from two threads each, which look for acks by
-// themselves or take turns at the desk. Every push must count once. `ci/sanitize` builds and runs it.
+// themselves or take turns at the desk. Every push must count once, and what one sends is taken in its order. `ci/sanitize` builds and runs it.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -116,11 +116,13 @@ class Client {
     FrameHeader header = header_of(Kind::push);
     const Chunk body{body_, kCount * sizeof(float)};
     if (!box_->ask(0, header, {meta.data(), meta.size()}, body)) fail("a push was refused", rank_);
+    ++n_pushed_;
     return header.sequence;
   }
   std::uint64_t send_question() {
     const std::lock_guard lock(sending_);
     FrameHeader header = header_of(kQuestion);
+    header.clock = n_pushed_;
     box_->send(0, &header, sizeof header);
     return header.sequence;
   }
@@ -177,6 +179,7 @@ class Client {
   float* body_;
   std::mutex sending_, waiting_, driving_;
   std::uint64_t sequence_ = 0;
+  std::int64_t n_pushed_ = 0;
   std::set<std::uint64_t> open_;  // sent, and not answered
   std::atomic<std::uint64_t> taken_{0};
 };
@@ -210,6 +213,7 @@ void run(std::uint32_t n_clients, unsigned rounds) {
 
   std::atomic<bool> is_over{false};
   std::thread python([&] {
+    std::uint64_t n_by_python = 0;
     while (!is_over) {
       loop.await_news(0.001);
       box->enter();
@@ -222,6 +226,9 @@ void run(std::uint32_t n_clients, unsigned rounds) {
           const auto meta = read_push_meta(frame->meta, frame->header.n_meta);
           const std::byte* const body = memories[rank]->arena() + header.place;
           if (!counter->push(header, *meta, body)) fail("a push was not carried out", rank);
+          ++n_by_python;
+        } else if (n_clients == 1 && box->n_requests + n_by_python != static_cast<std::uint64_t>(header.clock)) {
+          fail("a question and a push did not come in their order", rank);
         }
         FrameHeader reply{};
         reply.kind = Kind::reply;

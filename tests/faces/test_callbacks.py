@@ -41,21 +41,22 @@ def test_what_callbacks_start_is_matched_in_whatever_order_they_run(size, count_
         started = {}
 
         def communicate(i):
-            x = filled(i, rank, count_of(i))
-            started[i] = x, pg.allreduce([x])
+            x, y = filled(i, rank, count_of(i)), filled(i + 1, rank, 9)
+            started[i] = (x, pg.allreduce([x])), (y, pg.allreduce([y]))
 
         for i in order(rank):
             futures[i].wait()
             futures[i].then(lambda _, i=i: communicate(i))
         y = torch.ones(1)
         pg.allreduce([y]).wait()  # goes on beside them
-        for x, work in started.values():
-            work.wait()
-            assert x.numel() == count_of(next(i for i, (z, _) in started.items() if z is x))
-        return [started[i][0].unique().tolist() for i in range(N)], y.item()
+        for pair in started.values():
+            for _, work in pair:
+                work.wait()
+        assert [started[i][0][0].numel() for i in range(N)] == [count_of(i) for i in range(N)]
+        return [[x.unique().tolist() for x, _ in started[i]] for i in range(N)], y.item()
 
     for sums, y in run_ranks(size, body):
-        assert sums == [[total(size, i)] for i in range(N)]
+        assert sums == [[[total(size, i)], [total(size, i + 1)]] for i in range(N)]
         assert y == size
 
 

@@ -499,7 +499,8 @@ def test_a_process_set_that_is_removed_is_not_used_again():
         assert not hvd.remove_process_set(hvd.ProcessSet([0, 1]))
         with pytest.raises(ValueError, match="not in use"):
             hvd.allreduce(torch.ones(1), process_set=some)
-        assert hvd.add_process_set([0, 1]).process_set_id == 2
+        later = [hvd.add_process_set(ranks).process_set_id for ranks in ([0, 1], [1, 2])]
+        assert later == [2, 3]
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
 
     run_ranks(3, body)

@@ -145,11 +145,12 @@ def test_unaligned_and_fortran_input_work():
         x = store[1:].view(np.float64)
         x[:] = rank
         y = np.asfortranarray(np.arange(6.0).reshape(2, 3)) + rank
-        return rc.allreduce(x), rc.allreduce(y), rc.allreduce_(x)
+        return rc.allreduce(x), rc.allreduce(y), rc.broadcast(y, 1), rc.allreduce_(x)
 
-    for x, y, z in run_ranks(2, body):
+    for x, y, of_rank_1, z in run_ranks(2, body):
         assert (x == 1).all()
         assert np.array_equal(y, 2 * np.arange(6.0).reshape(2, 3) + 1)
+        assert np.array_equal(of_rank_1, np.arange(6.0).reshape(2, 3) + 1)
         assert (z == 1).all()
 
 
