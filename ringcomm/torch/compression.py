@@ -71,3 +71,14 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def compressed(
+    compression: Compressor, tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.dtype | None]:
+    """Return what a compressor makes of a tensor. Raises TypeError for what is none of the two."""
+    if not hasattr(compression, "decompress"):
+        raise TypeError(f"compression is one of hvd.Compression, not {compression!r}")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"hvd's collectives take torch tensors, not {type(tensor).__qualname__}")
+    return compression.compress(tensor)

@@ -34,6 +34,7 @@ def begin(
         is_awaited: return when it is over, which takes the engine's shorter way there.
         options: passed on.
     """
+    ProcessSet.require(process_set)
     group: Group = process_set.group if name is not None else process_set.lane(lane)
 
     def make(g: Group) -> Plan[Any]:

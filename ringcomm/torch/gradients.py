@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,24 @@ def apply(
         tensors: what it is applied to.
     """
     for x in tensors:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"hvd's collectives take torch tensors, not {type(x).__qualname__}; those of "
-                "ringcomm itself take numpy arrays, too"
-            )
+        _require_tensor(x)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return forward(tensors)
     return list(_Collective.apply(forward, backward, *tensors))  # type: ignore[no-untyped-call]
+
+
+def listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors as a list. Raises TypeError at the first that is none."""
+    return [_require_tensor(x) for x in tensors]
+
+
+def _require_tensor(x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(
+            f"hvd's collectives take torch tensors, not {type(x).__qualname__}; those of ringcomm "
+            "itself take numpy arrays, too"
+        )
+    return x
 
 
 class _Collective(torch.autograd.Function):

@@ -49,6 +49,7 @@ class Handle(Generic[R]):
 
 def poll(handle: Handle[Any]) -> bool:
     """Return True once synchronize() would not block."""
+    _require_handle("poll", handle)
     return handle.done()
 
 
@@ -59,4 +60,10 @@ def synchronize(handle: Handle[R]) -> R:
         MismatchError: ranks disagree; the same on every rank; the next operation works.
         PeerFailedError, CommTimeoutError: a rank died, left, or did not come.
     """
+    _require_handle("synchronize", handle)
     return handle.wait()
+
+
+def _require_handle(what: str, handle: object) -> None:
+    if not hasattr(handle, "wait"):
+        raise TypeError(f"{what} takes what an _async function returned, not {handle!r}")

@@ -33,6 +33,8 @@ def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict
     """
     if not 0 <= samples < math.inf:
         raise ValueError(f"average_metrics: samples is finite and at least 0, not {samples}")
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"average_metrics: metrics must be numbers by name, not {metrics!r}")
     mine = {name: _number(name, value) for name, value in metrics.items()}
     reports: list[_Report] = ops.allgather_object((float(samples), mine))
     counting = [(r, n, numbers) for r, (n, numbers) in enumerate(reports) if n]

@@ -62,7 +62,7 @@ def grouped_allgather(
     return gradients.apply(
         lambda xs: _grouped_allgather(xs, name, process_set, is_awaited=True).wait(),
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
-        list(tensors),
+        gradients.listed(tensors),
     )
 
 
@@ -90,7 +90,9 @@ def _grouped_allgather(
     is_awaited: bool = False,
 ) -> Handle[list[torch.Tensor]]:
     kind, plan = "grouped_allgather", plans.grouped_allgather
-    return begin(kind, name, process_set, "grouped", plan, list(xs), is_awaited=is_awaited)
+    return begin(
+        kind, name, process_set, "grouped", plan, gradients.listed(xs), is_awaited=is_awaited
+    )
 
 
 # --- broadcast ----------------------------------------------------------------------------------
@@ -231,6 +233,7 @@ def _alltoall(
 # --- the others ---------------------------------------------------------------------------------
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it; operations under way with a name may be overtaken."""
+    ProcessSet.require(process_set)
     lane = process_set.lane("object")
     engine().execute("barrier", None, lambda g: plans.barrier(g, None), lane)
 

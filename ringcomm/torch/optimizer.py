@@ -104,6 +104,11 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, Averaging):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"DistributedOptimizer wraps an optimizer of torch, not {type(optimizer).__name__}"
+        )
+    ProcessSet.require(process_set)
     engine()
     given = None if named_parameters is None else list(named_parameters)
     named = named_in_order(optimizer, given)

@@ -81,6 +81,12 @@ class ProcessSet:
         """The engine's group of these ranks."""
         return _registry()[self].group
 
+    @classmethod
+    def require(cls, given: object) -> None:
+        """Raise TypeError for what is no process set."""
+        if not isinstance(given, cls):
+            raise TypeError(f"process_set must be a hvd.ProcessSet, not {given!r}")
+
     def lane(self, kind: str) -> Group:
         """Return the group in which operations of this kind that have no name are matched."""
         return _registry()[self].lanes[kind]
@@ -252,6 +258,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         MismatchError: ranks remove different ones, or some are in join().
     """
+    ProcessSet.require(process_set)
     return _registry().remove(process_set)
 
 

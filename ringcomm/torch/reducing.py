@@ -13,6 +13,7 @@ from ringcomm.collectives.scaling import Scaling
 from ringcomm.engine import adasum, ops, plans
 from ringcomm.errors import RingcommError
 from ringcomm.torch.dispatch import begin
+from ringcomm.torch.gradients import listed
 from ringcomm.torch.handles import Handle
 from ringcomm.torch.movements import allgather
 from ringcomm.torch.process_sets import ProcessSet
@@ -66,6 +67,7 @@ class Reduction:
         name: str | None,
         is_awaited: bool = False,
     ) -> None:
+        ProcessSet.require(process_set)
         self._op = op
         self._scaling = Scaling.of(before, after)
         self._set = process_set
@@ -103,10 +105,10 @@ class Reduction:
         }
         if isinstance(self._op, _Adasum):
             kind = "adasum_" if in_place else "adasum"
-            return begin(kind, self._name, self._set, "grouped", adasum.plan, list(xs), **options)
+            return begin(kind, self._name, self._set, "grouped", adasum.plan, listed(xs), **options)
         kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
         plan = plans.grouped_allreduce
-        return begin(kind, self._name, self._set, "grouped", plan, list(xs), self._op, **options)
+        return begin(kind, self._name, self._set, "grouped", plan, listed(xs), self._op, **options)
 
     def start_scatter(self, x: torch.Tensor) -> Handle[torch.Tensor]:
         """Start a reduce_scatter."""
@@ -126,7 +128,7 @@ class Reduction:
             self._set,
             "grouped",
             plan,
-            list(xs),
+            listed(xs),
             op,
             **options,
         )

@@ -27,7 +27,7 @@ from ringcomm.engine import plans
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
 from ringcomm.torch import gradients
-from ringcomm.torch.compression import Compression
+from ringcomm.torch.compression import Compression, compressed
 from ringcomm.torch.dispatch import begin
 from ringcomm.torch.handles import Handle
 from ringcomm.torch.process_sets import ProcessSet, global_process_set
@@ -57,7 +57,7 @@ def allreduce(
         postscale_factor: see above.
         process_set: see above.
     """
-    sent, ctx = compression.compress(tensor)
+    sent, ctx = compressed(compression, tensor)
     how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     (result,) = gradients.apply(lambda xs: [how.start(xs[0]).wait()], how.backward, [sent])
     received: torch.Tensor = compression.decompress(result, ctx)
@@ -117,7 +117,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the reduction of each tensor; see allreduce()."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    pairs = [compressed(compression, tensor) for tensor in gradients.listed(tensors)]
     how = Reduction(op_of(op, average), prescale_factor, postscale_factor, process_set, name, True)
     results = gradients.apply(
         lambda xs: how.start_group(xs).wait(), how.backward, [sent for sent, _ in pairs]
@@ -183,9 +183,14 @@ def sparse_allreduce_async(
         op: Average or Sum.
         process_set: see above.
     """
+    ProcessSet.require(process_set)
     kind, which = "sparse_allreduce", op_of(op, None)
     if which not in (AVERAGE, SUM):
         raise ValueError(f"sparse_allreduce_async: op is Average or Sum, not {which}")
+    if not (isinstance(tensor, torch.Tensor) and tensor.is_sparse):
+        raise TypeError(
+            f"sparse_allreduce_async takes a torch.sparse_coo tensor, not {type(tensor).__name__}"
+        )
     coalesced = tensor.detach().coalesce()
     # Gathered along the first dimension: one row per element.
     indices = coalesced.indices().t().contiguous()
@@ -215,7 +220,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Return this rank's rows of the reduction; the first n % size ranks get one row more."""
-    sent, ctx = compression.compress(tensor)
+    sent, ctx = compressed(compression, tensor)
     how = Reduction(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
     (result,) = gradients.apply(
         lambda xs: [how.start_scatter(xs[0]).wait()], how.backward_of_scatter, [sent]
@@ -247,7 +252,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return reducescatter() of each tensor."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    pairs = [compressed(compression, tensor) for tensor in gradients.listed(tensors)]
     how = Reduction(op_of(op, None), prescale_factor, postscale_factor, process_set, name, True)
     results = gradients.apply(
         lambda xs: how.start_group_scatter(xs).wait(),

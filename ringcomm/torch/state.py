@@ -39,6 +39,7 @@ def broadcast_parameters(
         ValueError: params is nothing of this kind.
         MismatchError: names, shapes or dtypes differ between ranks.
     """
+    ProcessSet.require(process_set)
     root, group = process_set.root(root_rank), process_set.group
     tensors: dict[str, torch.Tensor] = {}
 
@@ -60,10 +61,11 @@ def _by_name(params: Any) -> dict[str, torch.Tensor]:
             "broadcast_parameters: params is model.state_dict(), model.named_parameters() or "
             f"tensors, not {_shown(params)}"
         )
-    named = [
-        entry if isinstance(entry, tuple) else (f"parameter {place}", entry)
-        for place, entry in enumerate(entries)
-    ]
+    named = []
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, tuple | torch.Tensor):
+            raise ValueError(f"broadcast_parameters: entry {place} of params is {_shown(entry)}")
+        named.append(entry if isinstance(entry, tuple) else (f"parameter {place}", entry))
     return {name: each for name, each in named if isinstance(each, torch.Tensor)}
 
 
@@ -113,6 +115,11 @@ def broadcast_optimizer_state(
     Ranks that have made fewer steps than root, in hvd.join(), count from root's on.
     """
     del model
+    ProcessSet.require(process_set)
+    if not hasattr(optimizer, "state_dict"):
+        raise TypeError(
+            f"broadcast_optimizer_state: optimizer is no optimizer of torch, but {optimizer!r}"
+        )
     if isinstance(optimizer, Averaging):
         _bring_in_step(optimizer, root_rank, process_set)
     if isinstance(optimizer, Sharding) and _is_spread(optimizer, root_rank, process_set):
@@ -208,6 +215,7 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return root's object; see ringcomm.broadcast_object()."""
+    ProcessSet.require(process_set)
     group = process_set.lane("object") if name is None else process_set.group
     return ops.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
 
@@ -216,6 +224,7 @@ def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Return every rank's object, in rank order; see ringcomm.allgather_object()."""
+    ProcessSet.require(process_set)
     group = process_set.lane("object") if name is None else process_set.group
     return ops.allgather_object(obj, name=name, group=group)
 

@@ -1,10 +1,8 @@
 """Whatever is passed, to whichever function: a clear error or a result, and all ranks go on."""
 
-import inspect
-
 import numpy as np
 import pytest
-from bad_values import VALUES, cases_of, come_to, n_begun, require_engine
+from bad_values import VALUES, cases_of, come_to, n_begun, public, require_engine
 from harness import at_length, run_ranks
 
 import ringcomm as rc
@@ -66,18 +64,6 @@ APART = {
 BROKE = {"numbers", "hostile"}
 NUMBERS = {"-1", "2**60", "2**63", "-2**70", "10**400", "0-d", "faithless"}
 ALONE = {"Group", "sendrecv", "explain", "empty", "zeros", "start_timeline", "stop_timeline"}
-
-
-def public(module):
-    """Return the names of a module's functions and classes."""
-    return {
-        name
-        for name in module.__all__
-        if callable(getattr(module, name))
-        and not (
-            inspect.isclass(getattr(module, name)) and issubclass(getattr(module, name), Exception)
-        )
-    }
 
 
 def test_no_function_is_forgotten():
