@@ -48,7 +48,7 @@ class Rank:
         self.process.stdin.flush()
 
     def end(self):
-        out, err = self.process.communicate(timeout=20)
+        out, err = self.process.communicate(timeout=120)
         return self.process.returncode, out, err
 
 

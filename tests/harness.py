@@ -89,7 +89,7 @@ def wait_until(is_so, what, timeout_s=DEADLINE_S):
 # --- jobs ---------------------------------------------------------------------------------------
 BIN = Path(sys.executable).parent
 IS_MPICH = "mpich" in subprocess.run(
-    [BIN / "mpirun", "--version"], capture_output=True, text=True, check=False, timeout=30
+    [BIN / "mpirun", "--version"], capture_output=True, text=True, check=False, timeout=120
 ).stdout.lower().replace("hydra", "mpich")
 
 

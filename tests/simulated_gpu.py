@@ -238,7 +238,7 @@ class SimulatedGpu:
                 return
             self._is_closed = True
             self._lock.notify_all()
-        self._thread.join(10)
+        self._thread.join(120)
         self.all.pop(self.index, None)  # its files are open as long as anybody knows of them
         for kept in (self._files, self._mapped, self.pool, self._streams):
             kept.clear()
@@ -262,7 +262,7 @@ class SimulatedGpu:
         for stream in tuple(self._streams):
             self.finish(stream)
 
-    def finish(self, stream=0, timeout_s=20):
+    def finish(self, stream=0, timeout_s=120):
         """Wait until a stream is through, as torch.cuda.synchronize() does."""
         event = self.new_event()
         self.record(event, stream)

@@ -12,7 +12,7 @@ from ringcomm.config import Settings
 
 torch.set_num_threads(1)
 BATCH = 6
-SMALL = Settings(timeout_s=20, fusion_mib=0.0005)  # 524 bytes: some buckets for each model here
+SMALL = Settings(timeout_s=120, fusion_mib=0.0005)  # 524 bytes: some buckets for each model here
 
 
 def sgd(parameters):

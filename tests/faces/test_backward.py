@@ -325,7 +325,7 @@ def test_autograd_grad_leaves_gradients_alone(size):
 def test_checkpointing(mode, fusion_mib, size):
     model = seeded(lambda: Checkpointed(mode).double())
     assert_equals_one_process(
-        size, model=model, settings=rc.config.Settings(timeout_s=20, fusion_mib=fusion_mib)
+        size, model=model, settings=rc.config.Settings(timeout_s=120, fusion_mib=fusion_mib)
     )
 
 

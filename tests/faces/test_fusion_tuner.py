@@ -57,7 +57,7 @@ def test_training_with_trials_equals_one_process_and_ranks_keep_one_size(size):
         assert tuner.is_over
         return weights(replicas[rank]), tuner.mib
 
-    results = run_ranks(size, body, settings=Settings(timeout_s=20, autotune=1.0))
+    results = run_ranks(size, body, settings=Settings(timeout_s=120, autotune=1.0))
     assert_close([found for found, _ in results], weights(single), 1e-12)
     assert len({mib for _, mib in results}) == 1
 

@@ -287,7 +287,7 @@ def test_a_handle_is_not_done_before_all_ranks_have_come():
     def body(rank):
         hvd.init()
         if rank == 1:
-            assert asked.wait(20)
+            assert asked.wait(120)
         handle = hvd.allreduce_async(torch.ones(2), name="x")
         if rank == 0:
             assert not hvd.poll(handle)
@@ -305,7 +305,7 @@ def test_a_name_that_is_pending_is_refused_where_it_is_used_again():
     def body(rank):
         hvd.init()
         if rank == 1:
-            assert first.wait(20)
+            assert first.wait(120)
             return hvd.synchronize(hvd.allreduce_async(torch.ones(2), name="x")).tolist()
         handle = hvd.allreduce_async(torch.ones(2), name="x")
         with pytest.raises(ValueError, match="'x' is pending"):

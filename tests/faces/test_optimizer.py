@@ -42,7 +42,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_n_ranks_with_batch_b_equal_one_process_with_batch_nb_over_200_steps(name, size):
     make, tolerance = OPTIMIZERS[name]
-    settings = Settings(timeout_s=20, fusion_mib=0.001)
+    settings = Settings(timeout_s=120, fusion_mib=0.001)
     batches = data(200, size)
     assert_equals_one_process(
         size, make=make, tolerance=tolerance, batches=batches, settings=settings

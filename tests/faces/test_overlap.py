@@ -148,7 +148,7 @@ def test_after_the_first_step_buckets_go_in_rank_0s_ready_order(sent):
     def of(*layers):
         return [f"gradients of {layer}.{kind}" for layer in layers for kind in ("bias", "weight")]
 
-    settings = rc.config.Settings(timeout_s=20, fusion_mib=0)
+    settings = rc.config.Settings(timeout_s=120, fusion_mib=0)
     results = run_ranks(3, body, settings=settings)
     for rank, (started, plan, sent_later) in enumerate(results):
         assert sorted(started) == sorted(of("a", "b"))
@@ -243,7 +243,7 @@ def test_a_second_backward_sends_the_buckets_that_it_touches_alone(sent):
         model[0](x).sum().backward()
         return buckets_in(sent[rank])
 
-    settings = rc.config.Settings(timeout_s=20, fusion_mib=0)
+    settings = rc.config.Settings(timeout_s=120, fusion_mib=0)
     expected = ["gradients of 0.bias", "gradients of 0.weight"]
     assert [sorted(names) for names in run_ranks(2, body, settings=settings)] == [expected] * 2
 
@@ -475,7 +475,7 @@ def test_two_optimizers_whose_gradients_come_in_another_order_on_another_rank(is
                 optimizer.step()
         return weights(model)[:4]
 
-    results = run_ranks(2, body, settings=rc.config.Settings(timeout_s=20, fusion_mib=0.00005))
+    results = run_ranks(2, body, settings=rc.config.Settings(timeout_s=120, fusion_mib=0.00005))
     optimizers = two(alone[0])
     alone[1].b, alone[1].a = alone[0].b, alone[0].a
     for x, y in batches:

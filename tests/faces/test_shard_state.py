@@ -74,7 +74,7 @@ def test_many_steps_equal_one_process(make, tolerance, size):
 
 @pytest.mark.parametrize("fusion_mib", [0, 0.0005, 1])
 def test_whatever_is_a_bucket(fusion_mib, wire):
-    settings = rc.config.Settings(timeout_s=20, fusion_mib=fusion_mib)
+    settings = rc.config.Settings(timeout_s=120, fusion_mib=fusion_mib)
     assert_sharded_equals_one_process(3, make=adamw, tolerance=1e-10, settings=settings)
 
 

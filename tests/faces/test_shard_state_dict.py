@@ -267,9 +267,9 @@ def test_only_what_changes_hands_is_sent(monkeypatch):
         optimizer = wrap(replicas[rank], adam, shard_state=1)
         fit(replicas[rank], optimizer, share(data(4, 2), rank, 2))
 
-    run_ranks(2, body, settings=rc.config.Settings(timeout_s=20, fusion_mib=0))
+    run_ranks(2, body, settings=rc.config.Settings(timeout_s=120, fusion_mib=0))
     assert moved == {0: [], 1: []}
-    run_ranks(2, body, settings=rc.config.Settings(timeout_s=20, fusion_mib=1))
+    run_ranks(2, body, settings=rc.config.Settings(timeout_s=120, fusion_mib=1))
     assert moved[0] == moved[1]
     assert len(moved[0]) == 1
 

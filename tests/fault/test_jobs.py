@@ -330,7 +330,7 @@ def test_children_are_no_ranks_and_disturb_nobody(tmp_path):
             queue = context.Queue()
             child = context.Process(target=try_everything, args=(queue,))
             child.start()
-            texts = queue.get(timeout=30)
+            texts = queue.get(timeout=120)
             child.join(30)
             assert child.exitcode == 5, child.exitcode
             assert "is a child of" in texts[0], (method, texts)
@@ -447,7 +447,7 @@ def test_a_rank_may_start_a_job_of_its_own(tmp_path):
         mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
         more = [] if rc_is_mpich else ["--oversubscribe"]
         inner = [mpirun, *more, "-np", "2", sys.executable, __file__, "inner"]
-        done = subprocess.run(inner, capture_output=True, text=True, timeout=40)
+        done = subprocess.run(inner, capture_output=True, text=True, timeout=120)
         assert done.stdout.count("inner sum 2.0") == 2, done
     if "inner" in sys.argv:
         print("inner sum", rc.allreduce(X)[0], flush=True)

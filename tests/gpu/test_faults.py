@@ -17,7 +17,7 @@ from ringcomm.engine import gpu_team
 from ringcomm.gpu import ipc
 
 
-def with_fault(size, body, folder, *, timeout_s=20, settings=None, **options):
+def with_fault(size, body, folder, *, timeout_s=120, settings=None, **options):
     """Return each rank's result or exception; GPUs are closed when all are through."""
     gpus = {}
 
@@ -49,7 +49,7 @@ def test_a_death_frees_the_streams_of_the_others(transport, tmp_path):
         if rank == 1:
             gpu.freeze()  # what it has been given is not carried out any more
         rc.allreduce_async_(x, name="gradient").wait()
-        all_wait.wait(10)
+        all_wait.wait(120)
         if rank == 1:
             raise ValueError("boom")
         seconds = synchronize(gpu)
@@ -90,7 +90,7 @@ def test_a_gpu_that_stands_still_is_a_timeout(transport, tmp_path):
         handle = rc.allreduce_async_(x, name="gradient")
         handle.wait()  # the hosts have met: the rest is up to the streams
         if rank == 1:
-            assert is_freed.wait(10)  # what stands still does not end by itself
+            assert is_freed.wait(120)  # what stands still does not end by itself
             gpu.thaw()
         seconds = synchronize(gpu)
         is_freed.set()
@@ -112,8 +112,8 @@ def test_a_rank_that_never_comes_is_named_before_anything_is_launched(tmp_path):
         x = sim.array(np.ones(10))
         rc.allreduce_(x)
         if rank == 2:  # is somewhere else
-            assert told.acquire(timeout=10)
-            assert told.acquire(timeout=10)
+            assert told.acquire(timeout=120)
+            assert told.acquire(timeout=120)
             return None
         with pytest.raises(rc.CommTimeoutError, match=r"allreduce\[late\].* rank 2"):
             rc.allreduce(x, name="late")
@@ -200,7 +200,7 @@ def test_what_is_half_on_a_stream_when_a_rank_dies_ends(tmp_path, monkeypatch):
     first, _, third = with_fault(3, body, tmp_path, settings={"fusion_mib": 0.008}, **choose("ipc"))
     for n_put, seconds, why in (first, third):
         assert n_put == 2
-        assert seconds < 10
+        assert seconds < 60
         assert "boom" in why
 
 

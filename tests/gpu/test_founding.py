@@ -44,7 +44,7 @@ def summed_beside(fault, folder, *, forced="auto", **options):
             return error
 
     try:
-        return outcomes(SIZE, main, settings=Settings(timeout_s=10, gpu_transport=forced))
+        return outcomes(SIZE, main, settings=Settings(timeout_s=120, gpu_transport=forced))
     finally:
         for gpu in gpus:
             gpu.close()

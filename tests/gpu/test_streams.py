@@ -205,7 +205,7 @@ def gather_into_dropped_memory(folder, seed):
         rc.allgather(x)
         x.gpu.finish()
         if rank == 1:
-            assert is_dropped.wait(10)
+            assert is_dropped.wait(120)
             return rc.allgather(x).get()
         x.gpu.freeze()
         late = rc.allgather_async(x)  # has no memory yet: rank 1 has not come

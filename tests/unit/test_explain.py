@@ -23,7 +23,7 @@ def explained(*args, nodes=(0, 0, 2, 2), algorithm="auto", **kwargs):
             len(nodes),
             lambda _: rc.explain(*args, **kwargs),
             hub=LoopbackHub(len(nodes), nodes),
-            settings=Settings(timeout_s=20, algorithm=algorithm),
+            settings=Settings(timeout_s=120, algorithm=algorithm),
         )
     }
     return told
@@ -176,7 +176,7 @@ def test_what_is_forced_is_what_is_run(algorithm, monkeypatch):
         5,
         lambda rank: rc.allreduce(np.full(300, rank + 1.0)),
         hub=LoopbackHub(5, nodes),
-        settings=Settings(timeout_s=20, algorithm=algorithm),
+        settings=Settings(timeout_s=120, algorithm=algorithm),
     )
     assert sorted(run) == [0, 1, 2, 3, 4]
     assert all((total == 15).all() for total in results)
@@ -188,7 +188,7 @@ def test_a_forced_algorithm_that_cannot_is_announced_once_by_the_first_rank(capl
             rc.allreduce(np.ones(3, np.float16))
             rc.allreduce(np.ones(5, np.float16))
 
-    run_ranks(3, body, settings=Settings(timeout_s=20, algorithm="ring"))
+    run_ranks(3, body, settings=Settings(timeout_s=120, algorithm="ring"))
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (

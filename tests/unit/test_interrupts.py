@@ -107,7 +107,7 @@ def interrupted(operation, n, *, shares_memory):
         return points.n_seen, None, engine().is_broken
 
     hub = LoopbackHub(2, (0, 0) if shares_memory else None)
-    mine, others = run_ranks(2, body, hub=hub, settings=Settings(timeout_s=30))
+    mine, others = run_ranks(2, body, hub=hub, settings=Settings(timeout_s=120))
     n_seen, error, is_broken = mine
     assert is_broken == (error is not None)
     if is_broken:

@@ -103,11 +103,11 @@ def test_operations_that_were_begun_before_are_joined_too(size):
 
     def body(rank):
         if rank == 0:
-            begun.wait(20)
+            begun.wait(120)
             return rc.join()
         handles = [rc.allreduce_async(np.array([rank]), name=f"n{k}") for k in range(5)]
         handles += [rc.allreduce_async(np.array([rank])) for _ in range(20)]
-        begun.wait(20)
+        begun.wait(120)
         last = rc.join()
         assert {int(h.wait()[0]) for h in handles} == {sum(range(size))}
         return last
@@ -205,6 +205,6 @@ def test_a_wait_for_those_who_never_join_has_a_deadline():
                 rc.join()
             done.set()
         else:
-            done.wait(20)
+            done.wait(120)
 
     run_ranks(2, body, settings=Settings(timeout_s=0.5))

@@ -143,7 +143,7 @@ def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credi
                 may_go.release()
         else:
             for _ in range(N_PUSHES):
-                assert may_go.acquire(timeout=20)
+                assert may_go.acquire(timeout=120)
                 future = push()
         assert future.wait().applied
 

@@ -184,5 +184,5 @@ def test_an_error_in_one_period_is_logged_and_the_next_one_balances_again(monkey
         return decide(self, view, traffic)
 
     monkeypatch.setattr(Balance, "moves", fail_once)
-    assert run_workers(1, lambda _: goes_on.wait(20), 2, rebalance_every_s=0.01) == [True]
+    assert run_workers(1, lambda _: goes_on.wait(120), 2, rebalance_every_s=0.01) == [True]
     assert "nothing moved in this period: KeyError: (1, 0)" in caplog.text

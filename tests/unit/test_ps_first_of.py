@@ -248,7 +248,7 @@ def test_an_entry_that_fails_is_raised_by_every_push_of_its_step(monkeypatch):
             push.wait()
         push = tables[1].push(gradient(rank))
         with pytest.raises(ValueError, match="no entry today"):
-            push.wait(20)
+            push.wait(120)
 
     run_workers(1, body)
 

@@ -544,7 +544,7 @@ def test_reads_run_beside_each_other_and_a_write_beside_them_is_refused_not_torn
         except RuntimeError as error:
             errors.append(str(error))
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert not wrong
     assert all("another thread" in error for error in errors)
 

@@ -113,7 +113,7 @@ def test_a_push_that_waited_for_the_chiefs_values_and_is_refused_fails_alone(mon
     has_pushed, push_initial = threading.Event(), Table.push_initial
 
     def late(self, values):
-        assert has_pushed.wait(20)
+        assert has_pushed.wait(120)
         return push_initial(self, values)
 
     monkeypatch.setattr(Table, "push_initial", late)

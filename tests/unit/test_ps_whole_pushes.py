@@ -63,7 +63,7 @@ def test_a_push_whose_blocks_wait_for_credit_arrives_whole_and_once(deaf, mode):
                 t.push(np.ones(COUNT, np.float32))  # nothing of it is sent
         deaf.is_deaf.clear()
         ps.stats()  # which the servers hear
-        assert push.wait(20).applied
+        assert push.wait(120).applied
         np.testing.assert_array_equal(t.pull().wait(), -1.0)
         assert t.push(np.ones(COUNT, np.float32)).wait().applied
         return t.pull().wait()
@@ -154,7 +154,7 @@ def test_a_step_is_not_told_before_its_pushes_have_left(deaf):
                 ps.complete_step()
         deaf.is_deaf.clear()
         ps.stats()
-        assert push.wait(20).applied
+        assert push.wait(120).applied
         ps.complete_step()
         return session().clock
 

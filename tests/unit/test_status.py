@@ -264,7 +264,7 @@ def test_output_stays_open_until_the_launcher_knows_of_a_bad_end(start_rank, cap
     bystander = start_rank(0, WAITING)
     culprit = start_rank(1, LEAVES_BY_C)
     guardian = guarded(capfd, culprit, bystander, is_hydra=True)
-    assert culprit.process.wait(20) == 0
+    assert culprit.process.wait(120) == 0
     bystander.process.kill()
     written = []
     wait_until(
@@ -277,7 +277,7 @@ def test_output_stays_open_until_the_launcher_knows_of_a_bad_end(start_rank, cap
 def test_a_launcher_that_keeps_all_codes_gets_the_report_alone(start_rank, capfd):
     bystander, culprit = start_rank(0, WAITING), start_rank(1, LEAVES_BY_C)
     guardian = guarded(capfd, culprit, bystander)
-    assert culprit.process.wait(20) == 0
+    assert culprit.process.wait(120) == 0
     bystander.process.kill()  # and not waited for, so that there would be reason for more
     guardian.wait()
     assert "\n\n" not in capfd.readouterr().err

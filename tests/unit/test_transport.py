@@ -24,7 +24,7 @@ def test_loopback(body, size):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
     if problems:
         raise problems[0]

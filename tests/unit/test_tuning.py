@@ -141,7 +141,7 @@ def test_all_ranks_choose_by_the_table_of_rank_0():
 def test_settings_that_differ_are_the_same_error_on_every_rank(odd, both, advice):
     def body(rank):
         if rank == 1:
-            engine().settings = Settings(timeout_s=20, **odd)
+            engine().settings = Settings(timeout_s=120, **odd)
         engine().meet(__version__)
 
     results = outcomes(3, body)
