@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
@@ -104,16 +105,17 @@ def at_length(every, gate):
 
 
 def few_of(cases):
-    """Return cases[:] if they are few, else some in which each value of each parameter occurs."""
+    """Return cases[:] if they are few, else some in which each two values of parameters meet."""
     if len(cases) <= CASES_IN_THE_GATE:
         return cases
     # By hash, so that they have nothing else in common, and are the same in the next run.
     mixed = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
     seen, chosen, others = set(), [], []
     for item in mixed:
-        values = {(name, id(value)) for name, value in item.callspec.params.items()}
-        (others if values <= seen else chosen).append(item)
-        seen |= values
+        values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]
+        pairs = set(itertools.combinations_with_replacement(values, 2))
+        (others if pairs <= seen else chosen).append(item)
+        seen |= pairs
     return chosen + others[: max(0, CASES_IN_THE_GATE - len(chosen))]
 
 
