@@ -389,9 +389,12 @@ def _leave_job(world: _World) -> Failure | None:
     failure = world.words.failure
     if failure is None:
         is_clean = world.engine.leave(PROGRAM_ENDED)
+        dead = world.engine.watch.peers.dead
         if world.engine.broke_while_leaving is not None:
             world.words.end_with(world.engine.broke_while_leaving)
             failure = world.words.failure
+        elif dead and not launched.is_fault_tolerant():
+            world.words.follow(next(iter(dead)))
     else:
         _tell_the_others(failure)
         world.engine.stop()

@@ -80,6 +80,11 @@ class LastWords:
         """Report an error that comes after the program's end as what ended it."""
         self._on_exception(type(error), error, error.__traceback__)
 
+    def follow(self, rank: int) -> None:
+        """Record that this rank, whose program is over, ends with 1 because `rank` has failed."""
+        self._page.record_end(Ending.PEER_FAILED, rank, "PeerFailedError", "", "")
+        self.wait_for_report()
+
     def wait_for_report(self) -> None:
         """Return when the guardian has said who failed, after a second at the latest.
 
