@@ -130,8 +130,10 @@ def _address(x: Any) -> int | None:
         or not x.is_contiguous()
         or x.is_conj()
         or x.is_neg()
-        or x.untyped_storage().nbytes() < x.nbytes  # resize_() has freed it
     ):
         return None
     address: int = x.data_ptr()
-    return None if address % x.element_size() else address
+    if not address or address % x.element_size():
+        return None
+    storage = x.untyped_storage()  # resize_() may have freed it, or the part that x is in
+    return address if address + x.nbytes <= storage.data_ptr() + storage.nbytes() else None
