@@ -30,8 +30,8 @@ OPTIMIZERS = {
 LAYOUTS = [(w, s) for w in (1, 2, 3, 4) for s in (1, 2, 3)]
 ALL = [(name, w, s, 200) for name in OPTIMIZERS for w, s in LAYOUTS]
 SOME = [
-    ("SGD", 4, 3, 40), ("Adam", 3, 2, 80), ("AdamW", 2, 3, 40), ("Adagrad", 1, 2, 40),
-    ("RMSprop", 3, 1, 40), ("Adadelta", 2, 1, 40),
+    ("SGD", 4, 3, 20), ("Adam", 3, 2, 40), ("AdamW", 2, 3, 20), ("Adagrad", 1, 2, 20),
+    ("RMSprop", 3, 1, 20), ("Adadelta", 2, 1, 20),
 ]  # fmt: skip
 MAX_NORM = 0.4
 

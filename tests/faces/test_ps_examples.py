@@ -39,6 +39,7 @@ def test_a_language_model_beats_bigrams(n, tmp_path):
 
 
 # --- the classic cluster ------------------------------------------------------------------------
+@pytest.mark.at_length
 def test_the_classic_cluster_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
     pytest.importorskip("sklearn", reason="an extra: pip install 'ringcomm[examples]'")
     saved = tmp_path / "run"

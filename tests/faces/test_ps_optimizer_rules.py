@@ -544,6 +544,7 @@ def test_two_optimizers_share_the_servers():
     assert [clock for _, clock in got] == [len(batches)] * 2  # not twice as many
 
 
+@pytest.mark.at_length
 def test_large_gradients_are_kept_until_the_next_and_small_ones_are_not():
     """Freed at once, their pages would go back to the system: 25,000 faults per step of 80 MB."""
     model = nn.Sequential(nn.Linear(5, 40_000), nn.Linear(40_000, 1)).double()

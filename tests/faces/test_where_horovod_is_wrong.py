@@ -250,6 +250,7 @@ def test_a_mismatch_does_not_hang_by_default():
     assert 0 < Settings().stall_warning_s < Settings().timeout_s
 
 
+@pytest.mark.at_length
 def test_shutdown_then_init_does_not_abort(tmp_path):
     text = """
 import torch, ringcomm.torch as hvd

@@ -41,6 +41,7 @@ def available_gib():
     return 0
 
 
+@pytest.mark.at_length
 def test_more_than_2_gib_in_one_call(tmp_path):
     # Two ranks hold 2 GiB each and 1 GiB of scratch: less memory would swap or be killed.
     if available_gib() < NEEDED_GIB:

@@ -8,7 +8,7 @@ from harness import IS_MPICH, at_length, run_job
 ROOT = Path(__file__).parents[2]
 
 
-SIZES = at_length([1, 2, 3, 4, 8], [3] if IS_MPICH else [1, 4])
+SIZES = at_length([1, 2, 3, 4, 8], [3] if IS_MPICH else [4])
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -17,7 +17,7 @@ SET_UP = f"""
 source {ROOT}/ci/setup.sh
 require_tools() {{ :; }}
 install_packages() {{ :; }}
-make_venv() {{ kill -INT $$; exit 0; }}
+make_venv() {{ trap "" INT; kill -INT 0; exit 0; }}
 """
 
 
@@ -31,6 +31,7 @@ def test_ctrl_c_ends_the_gate_and_not_one_part_of_it(tmp_path):
         text=True,
         timeout=60,
         check=False,
+        start_new_session=True,
     )
     assert done.returncode == 130, done
     assert "interrupted" in done.stderr
@@ -76,18 +77,19 @@ def run_gate(folder, broken, silent="-none-"):
 def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     done = run_gate(tmp_path, "nothing is broken")
     assert done.returncode == 0, done
-    assert "all 12 steps passed" in done.stdout
+    assert "all 13 steps passed" in done.stdout
     lines = done.stdout.splitlines()
-    beside = lines.index("jobs    | == pytest with MPICH")
-    assert any(line.startswith("jobs    | called") for line in lines[beside:])
-    assert any(line.startswith("threads | called") for line in lines)
+    beside = lines.index("jobs  | == pytest with MPICH")
+    assert any(line.startswith("jobs  | called") for line in lines[beside:])
+    assert any(line.startswith("unit  | called") for line in lines)
 
 
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
         (".venv-mpich/bin/pytest", "pytest with MPICH"),
-        ("tests/unit", "pytest with Open MPI: ranks as threads"),
+        ("tests/unit", "pytest with Open MPI: unit"),
+        ("tests/faces", "pytest with Open MPI: faces, GPUs"),
         ("thread 40 node", "ci/sanitize thread 40 node abandon"),
     ],
 )
@@ -102,7 +104,7 @@ def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
 def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
     done = run_gate(tmp_path, "-none-", silent="tests/unit")
     assert done.returncode == 1, done
-    step = "threads | test: pytest with Open MPI: ranks as threads"
+    step = "unit  | test: pytest with Open MPI: unit"
     assert f"{step}, 4 s: dots" in done.stdout
     assert f"{step} said nothing for 5 s and gets SIGTERM" in done.stdout
     assert "FAILED: pytest with Open MPI: ranks as threads" in done.stderr
