@@ -107,7 +107,7 @@ def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
     step = "unit  | test: pytest with Open MPI: unit"
     assert f"{step}, 4 s: dots" in done.stdout
     assert f"{step} said nothing for 5 s and gets SIGTERM" in done.stdout
-    assert "FAILED: pytest with Open MPI: ranks as threads" in done.stderr
+    assert "FAILED: pytest with Open MPI: unit" in done.stderr
 
 
 # A machine whose PATH has no compiler until apt-get has brought one.
