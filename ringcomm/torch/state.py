@@ -103,8 +103,8 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: of the same class over parameters of the same shapes on every rank. State that
-            a rank lacks (it has made no step yet) is created; there .grad is zeros behind it where
-            it was None, as in Horovod.
+            a rank lacks (it has made no step yet) is created. If root has none, .grad is zeros
+            behind it, on every rank, where it was None, as in Horovod.
         root_rank: the rank of the job whose state, hyper-parameters included, all get.
         model: ignored; Horovod needs it for some optimizers.
         process_set: the ranks that take part.
@@ -129,13 +129,14 @@ def broadcast_optimizer_state(
         for group, root_s in zip(optimizer.param_groups, settings, strict=True):
             group.update(root_s)
         return
-    if not optimizer.state:
-        _make_gradients(optimizer)
     is_root = rank() == root_rank
-    state = optimizer.state_dict() if is_root else None
-    state = broadcast_tree(state, root_rank, name="optimizer state", process_set=process_set)
+    sent = (optimizer.state_dict(), not optimizer.state) if is_root else None
+    sent = broadcast_tree(sent, root_rank, name="optimizer state", process_set=process_set)
+    state, is_new = sent
     if not is_root:
         optimizer.load_state_dict(state)
+    if is_new:  # of root, not of each rank: they step alike without a backward, too
+        _make_gradients(optimizer)
 
 
 def _make_gradients(optimizer: torch.optim.Optimizer) -> None:

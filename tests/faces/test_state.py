@@ -93,6 +93,28 @@ def test_broadcast_optimizer_state_leaves_zero_gradients_where_there_was_no_stat
     run_ranks(2, body)
 
 
+def test_a_weight_without_a_gradient_is_alike_behind_the_state_of_a_checkpoint():
+    """Only root has one, as where it alone loads a checkpoint; zeros would let weights decay."""
+
+    def body(rank):
+        used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = torch.optim.SGD([used, unused], lr=0.5, momentum=0.9, weight_decay=0.1)
+        if rank == 1:
+            used.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        named = [("used", used), ("unused", unused)]
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named)
+        hvd.broadcast_parameters(dict(named), root_rank=1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        used.sum().backward()
+        optimizer.step()
+        return used.tolist(), unused.tolist()
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4)])
 def test_torch_tensors_come_back_as_torch_tensors(dtype, shape):
