@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from ringcomm import config
 from ringcomm.data.collate import map_arrays, stack
 from ringcomm.data.prefetch import LateError, prefetched
-from ringcomm.data.sampler import Batches, ShardedSampler, State
+from ringcomm.data.sampler import Batches, ShardedSampler, State, require_sampler
 
 _NAMED = 8  # samples that an error names
 
@@ -65,6 +66,7 @@ class Loader:
     ) -> None:
         n = _length(data)
         self.sampler = ShardedSampler(n) if sampler is None else sampler
+        require_sampler("Loader", self.sampler)
         if self.sampler.n != n:
             raise ValueError(f"Loader: the data has {n} samples, the sampler {self.sampler.n}")
         if optimizer is not None and not hasattr(optimizer, "set_samples"):
@@ -72,7 +74,9 @@ class Loader:
                 f"Loader: optimizer is a DistributedOptimizer, not a plain "
                 f"{type(optimizer).__name__}: wrap it first"
             )
-        if prefetch < 0:
+        if collate is not None and not callable(collate):
+            raise TypeError(f"Loader: collate must be a function, not {collate!r}")
+        if operator.index(prefetch) < 0:
             raise ValueError(f"Loader: prefetch is at least 0, not {prefetch}")
         self.batches = Batches(self.sampler, batch_size, drop_last=drop_last)
         self._data, self._optimizer, self._prefetch = data, optimizer, prefetch

@@ -157,9 +157,7 @@ class ShardedSampler:
             ValueError: it is of other data, seed or shuffling, or states are missing, or it is
                 not what state_dict() returns.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        for each in states:
-            _require_whole(each)
+        states = [_whole(each) for each in ([state] if isinstance(state, Mapping) else state)]
         if not isinstance(state, Mapping):
             _require_complete(states)
         first = states[0]
@@ -301,6 +299,7 @@ class Batches:
     def __init__(
         self, sampler: ShardedSampler, batch_size: int, *, drop_last: bool = False
     ) -> None:
+        require_sampler("batches", sampler)
         self.sampler = sampler
         self.batch_size = operator.index(batch_size)
         self.drop_last = drop_last
@@ -333,8 +332,8 @@ class Batches:
 _KEYS: Final = ("epoch", "phases", "taken", "rank", "size", "samples", "shuffle", "seed")
 
 
-def _require_whole(state: Any) -> None:
-    """Refuse what is no state."""
+def _whole(state: Any) -> State:
+    """Return a state, its numbers as ints; refuse what is none."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"ShardedSampler: load_state_dict() takes what state_dict() returned, or a list of "
@@ -346,6 +345,25 @@ def _require_whole(state: Any) -> None:
             f"ShardedSampler: the state has no {', '.join(missing)}; it has "
             f"{', '.join(map(str, state)) or 'nothing'}. Pass what state_dict() returned"
         )
+
+    phases = state["phases"]
+    is_dealt = isinstance(phases, list | tuple) and all(
+        isinstance(counts, list | tuple) and counts and all(isinstance(n, int) for n in counts)
+        for counts in phases
+    )
+    if not is_dealt:
+        raise ValueError(
+            f"ShardedSampler: the state has phases={phases!r}; they must be lists of numbers of "
+            "samples, by rank"
+        )
+    numbers = ("epoch", "taken", "rank", "size")
+    return {**state, **{what: _natural(f"state's {what}", state[what]) for what in numbers}}
+
+
+def require_sampler(label: str, sampler: object) -> None:
+    """Raise TypeError if this is no ShardedSampler."""
+    if not isinstance(sampler, ShardedSampler):
+        raise TypeError(f"{label}: sampler must be a ringcomm.data.ShardedSampler, not {sampler!r}")
 
 
 def _require_complete(states: Sequence[Mapping[str, Any]]) -> None:
@@ -375,7 +393,10 @@ def _require_complete(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _natural(what: str, value: int) -> int:
-    value = operator.index(value)
+    try:
+        value = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"ShardedSampler: the {what} is an int, not {value!r}") from error
     if value < 0:
         raise ValueError(f"ShardedSampler: the {what} is at least 0, not {value}")
     return value

@@ -14,7 +14,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps import checkpoint_files as files
 from ringcomm.ps.checkpoint_files import Checkpoint
 from ringcomm.ps.frames import Kind
-from ringcomm.ps.future import Future
+from ringcomm.ps.future import Future, require_timeout
 from ringcomm.ps.job import Session, is_chief, session
 from ringcomm.ps.moments import ask_all, asking, hold, new_id, pause, release
 from ringcomm.ps.storing import COMMIT, FORGET, PREPARE
@@ -209,6 +209,7 @@ def _restore(
 
 def _limit_of(current: Session, timeout_s: float | None) -> float:
     """Return a deadline in seconds: disks may take longer than servers that compute."""
+    require_timeout("checkpoint", timeout_s)
     if timeout_s is not None:
         return timeout_s
     return current.engine.settings.timeout_or_inf

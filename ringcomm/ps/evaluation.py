@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ringcomm.errors import CommTimeoutError, RingcommError
 from ringcomm.ps.client import Ask
 from ringcomm.ps.frames import Header, Kind, Status
-from ringcomm.ps.future import Future
+from ringcomm.ps.future import Future, require_timeout
 from ringcomm.ps.job import Session, evaluate_by, session
 from ringcomm.ps.link import Delivery
 from ringcomm.ps.messages import packed_json
@@ -80,6 +80,8 @@ def snapshot() -> Iterator[int]:
 
 def report(step: int, metrics: dict[str, float]) -> None:
     """Send what was found to the chief, where ps.reports() returns it."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"ps.report: metrics must be a dict of name -> number, not {metrics!r}")
     current = session()
     chief = current.layout.workers[0]
     said = Report(int(step), {name: float(x) for name, x in metrics.items()}, 0)
@@ -100,6 +102,7 @@ def reports(*, until: int | None = None, timeout_s: float | None = None) -> list
         CommTimeoutError: no evaluator has reported such a step by then.
         PeerFailedError: a rank died.
     """
+    require_timeout("ps.reports", timeout_s)
     current = session()
     told = current.desk.reports
 

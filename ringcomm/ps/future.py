@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from ringcomm.errors import CommTimeoutError
@@ -87,7 +88,9 @@ class Future(Generic[R]):
             CommTimeoutError: the servers that it names have not answered.
             PeerFailedError: a rank died.
             ValueError, TypeError, KeyError: the server refused it; nothing was changed.
+            ValueError: timeout_s is negative or not a number.
         """
+        require_timeout(self.label, timeout_s)
         if not self._is_done:
             self._client.wait_for(self, timeout_s)
         if self._error is not None:
@@ -156,6 +159,12 @@ class Future(Generic[R]):
     def __repr__(self) -> str:
         state = "pending" if not self._is_done else "failed" if self._error else "done"
         return f"<Future of {self.label}: {state}>"
+
+
+def require_timeout(label: str, timeout_s: object) -> None:
+    """Raise ValueError for what no wait can be long: who drives compares it with the clock."""
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and float(timeout_s) >= 0):
+        raise ValueError(f"{label}: timeout_s is {timeout_s!r}; it must be a number >= 0")
 
 
 def behind(push: Future[Any], pull: Callable[[], Future[R]]) -> Future[R]:

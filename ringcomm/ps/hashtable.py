@@ -28,6 +28,7 @@ from ringcomm.ps.opened import (
     label_of_new,
     open_at_leader,
     opened_once,
+    require_array,
     require_weight,
     updater_of,
 )
@@ -96,6 +97,14 @@ def hashtable(
     if nan not in ("raise", "allow"):
         raise ValueError(f'{label}: nan is {nan!r}; it must be "raise" or "allow"')
     updater = updater_of(label, updater)
+    init = zeros() if init is None else init
+    for what, value, kinds in (
+        ("init", init, Initializer),
+        ("admit", admit, Admit | None),
+        ("evict", evict, Evict | None),
+    ):
+        if not isinstance(value, kinds):
+            raise TypeError(f"{label}: {what} is {value!r}; see ps.hashtable() for what it may be")
     spec = Spec(
         name=name,
         kind="hash",
@@ -104,7 +113,7 @@ def hashtable(
         updater=updater.to_json(),
         mode=mode_of(mode),
         block=0,
-        initial=(init or zeros()).to_json(),
+        initial=init.to_json(),
         partitions=HASH_PARTITIONS,
         policies={
             "admit": None if admit is None else admit.to_json(),
@@ -303,7 +312,7 @@ class HashTable(Opened):
         What the first of the workers passes counts: all must pass the same.
 
         Args:
-            factor: that the mean is multiplied by; None: the mean is dropped.
+            factor: that the mean is multiplied by, at least 0; None: the mean is dropped.
         """
         return self._measures.release(self._held, factor)
 
@@ -381,6 +390,7 @@ class HashTable(Opened):
                 self._n_pushed = max(self._n_pushed, version)
 
     def _require_out(self, out: Array, shape: tuple[int, ...]) -> None:
+        require_array(f"pull[{self.name}]", out)
         is_fit = out.dtype == self.dtype and out.shape == shape
         if not (is_fit and out.flags.c_contiguous and out.flags.writeable):
             raise ValueError(

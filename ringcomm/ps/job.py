@@ -35,6 +35,7 @@ _LINE = 64
 # A wake-up costs who wakes 20 to 40 us, so a server stays awake for as long as a client takes to
 # make its next small request; who awaits a reply to a large one had better sleep (measured).
 _LOOKS_OF_SERVER, _LOOKS_OF_CLIENT = 2000, 400
+_STEPS_MAX = 1 << 62  # which nobody completes; see ps.subscribe()
 _SESSION = "ringcomm.ps"  # in Attached.by_name
 
 
@@ -145,6 +146,8 @@ def init(
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank.
     """
+    if not (isinstance(deadline_s, int | float) and deadline_s > 0):
+        raise ConfigError(f"ps.init: deadline_s is {deadline_s!r}; it must be more than 0 seconds")
     world.init()
     engine = world.engine()
     if _SESSION in engine.attached.by_name:
@@ -313,9 +316,11 @@ def complete_step(step: int | None = None) -> int:
     current = session()
     if current.layout.role_of(current.engine.job_rank) != "worker":
         raise RingcommError("ps.complete_step: this rank is no worker; only their steps count")
-    if step is not None and operator.index(step) < current.clock:
+    step = None if step is None else operator.index(step)
+    if step is not None and not current.clock <= step < _STEPS_MAX:
         raise ValueError(
-            f"ps.complete_step: step is {step}, and this worker has completed {current.clock}"
+            f"ps.complete_step: step is {step}, and this worker has completed {current.clock}; "
+            f"{_STEPS_MAX - 1} are the most"
         )
     if step is None or step > current.clock:
         current.tick(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -115,9 +116,29 @@ def updater_of(label: str, updater: Updater | None) -> Updater:
 
 def require_weight(label: str, weight: float, *, may_be_0: bool) -> None:
     """Raise ValueError if a contribution cannot count by this weight, NaN among others."""
-    if not 0 <= weight < math.inf or (weight == 0 and not may_be_0):
+    if not 0 <= weight <= sys.float_info.max or (weight == 0 and not may_be_0):
         least = "at least 0" if may_be_0 else "more than 0"
         raise ValueError(f"{label}: weight is {weight}; it must be {least}, and finite")
+
+
+def factor_of(label: str, factor: float | None, *, may_be_nan: bool = False) -> float:
+    """Return what the mean of a round is multiplied by; 0 for None.
+
+    Raises ValueError, TypeError: it is no such number.
+    """
+    if factor is None:
+        return 0.0
+    # As torch's clipping makes it of a norm that is NaN.
+    is_nan = may_be_nan and isinstance(factor, float) and math.isnan(factor)
+    if not (is_nan or 0 <= factor <= sys.float_info.max):  # servers that fail end no round
+        raise ValueError(f"{label}: factor is {factor!r}; it must be at least 0, and finite")
+    return float(factor)
+
+
+def require_array(label: str, out: object) -> None:
+    """Raise TypeError if this is nothing that values can be written to."""
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"{label}: out must be a numpy array, not {out!r}")
 
 
 def label_of(spec: Spec) -> str:

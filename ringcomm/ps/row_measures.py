@@ -11,6 +11,7 @@ from ringcomm.ps.client import Ask
 from ringcomm.ps.frames import Kind, Status
 from ringcomm.ps.keys import Portion
 from ringcomm.ps.messages import MEASURE, MEASURED, RELEASE, SKIP, PushMeta
+from ringcomm.ps.opened import factor_of
 from ringcomm.ps.row_calls import Owners, Piece, RowCalls
 
 if TYPE_CHECKING:
@@ -76,13 +77,13 @@ class RowMeasures:
 
     def release(self, number: int, factor: float | None) -> Future[None]:
         """Let a round end; see HashTable.release()."""
-        flags, weight = (RELEASE | SKIP, 0.0) if factor is None else (RELEASE, factor)
+        label = f"release[{self._name}]"
+        flags, weight = RELEASE | (SKIP if factor is None else 0), factor_of(label, factor)
         meta = PushMeta(weight, 0, 0, "", flags, np.empty(0)).packed()
 
         def asked(server: int) -> Ask:
             return Ask(Kind.PUSH, server=server, table=self._number, clock=number, meta=meta)
 
-        label = f"release[{self._name}]"
         return self._calls.begin(label, self._all(asked, lambda: None), lambda: None)
 
     def _all(

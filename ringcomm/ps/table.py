@@ -45,9 +45,11 @@ from ringcomm.ps.messages import (
 from ringcomm.ps.opened import (
     Opened,
     dtype_of,
+    factor_of,
     label_of_new,
     open_at_leader,
     opened_once,
+    require_array,
     require_weight,
     updater_of,
 )
@@ -219,6 +221,8 @@ class Table(Opened):
 
     def bounds_of(self, part: int) -> tuple[int, int]:
         """Return the first element of a slice, and the one behind its last."""
+        if not 0 <= part < self.n_partitions:
+            raise IndexError(f"table[{self.name}]: no slice {part}; it has {self.n_partitions}")
         return self._bounds[part], self._bounds[part + 1]
 
     # --- push -----------------------------------------------------------------------------------
@@ -303,18 +307,19 @@ class Table(Opened):
         where that is not there yet.
 
         Args:
-            factor: that the mean is multiplied by; None: the mean is dropped.
+            factor: that the mean is multiplied by, at least 0; None: the mean is dropped.
         """
         if not self._spec.mode.has_rounds:
             raise ValueError(
                 f"release[{self.name}]: it is for a table with rounds, not for one with mode "
                 f"{self._spec.mode}"
             )
+        weight = factor_of(f"release[{self.name}]", factor, may_be_nan=True)
         flags = RELEASE | (SKIP if factor is None else 0)
         if factor is None:
             self.take_back()
         nothing = np.empty(0, self.dtype)
-        return self._push(nothing, 0, factor or 0.0, flags, every_part=True)
+        return self._push(nothing, 0, weight, flags, every_part=True)
 
     def take_back(self) -> None:
         """Let error feedback know that this worker's last push became no update.
@@ -700,6 +705,7 @@ class Table(Opened):
                 yield part, own, own
 
     def _require_out(self, out: Array, shape: tuple[int, ...]) -> None:
+        require_array(f"pull[{self.name}]", out)
         if not _is_fit(out, self.dtype, shape):
             raise ValueError(
                 f"pull[{self.name}]: out must be contiguous and writeable, of {self.dtype} and "

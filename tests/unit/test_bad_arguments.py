@@ -1,11 +1,15 @@
 """Whatever is passed, to whichever function: a clear error or a result, and all ranks go on."""
 
+import itertools
+from functools import partial
+
 import numpy as np
 import pytest
 from bad_values import VALUES, cases_of, come_to, n_begun, public, require_engine
 from harness import at_length, run_ranks
 
 import ringcomm as rc
+from ringcomm import data
 
 SIZE = 2
 
@@ -135,3 +139,46 @@ def test_what_is_refused_on_one_rank_alone_leaves_the_others_their_operations():
         require_engine(rank, SIZE, "when_done")
 
     run_ranks(SIZE, body)
+
+
+def first_of(dealt):
+    """Use what deals out samples."""
+    next(iter(dealt), None)
+    len(dealt)
+
+
+def used(make, **options):
+    """Make what deals out samples, or read a file; use it."""
+    first_of(make(**options))
+
+
+def sampler():
+    return data.ShardedSampler(10, rank=0, size=2)
+
+
+DATA = {
+    "Batches": lambda: {"sampler": sampler(), "batch_size": 2},
+    "Loader": lambda: {"data": np.arange(10), "batch_size": 2, "sampler": sampler()},
+    "ShardedSampler": lambda: {"data": 10, "rank": 0, "size": 2},
+    "mnist": lambda: {"folder": "here"},
+    "read_idx": lambda: {"path": "here"},
+}
+METHODS = {"batches": {"batch_size": 2}, "load_state_dict": {}, "set_epoch": {}, "state_dict": {}}
+
+
+def test_what_data_is_dealt_out_by_refuses_a_bad_argument():
+    assert public(data) == DATA.keys()
+    for name, good in DATA.items():
+        function = getattr(data, name)
+        for parameter, value in cases_of(function):
+            options = good() | {parameter: VALUES[value]()}
+            come_to(partial(used, function), options)
+    for name, good in METHODS.items():
+        for parameter, value in cases_of(getattr(sampler(), name)):
+            mine = sampler()
+            come_to(getattr(mine, name), good | {parameter: VALUES[value]()})
+            first_of(mine)
+    for key, value in itertools.product(state := sampler().state_dict(), VALUES):
+        mine = sampler()
+        come_to(mine.load_state_dict, {"state": state | {key: VALUES[value]()}})
+        first_of(mine)
