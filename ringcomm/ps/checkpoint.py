@@ -60,8 +60,18 @@ def save(
     limit_s = _limit_of(current, timeout_s)
     if keep is not None and operator.index(keep) < 1:
         raise ValueError(f"ps.save: keep is {keep}; it must be 1 or more, or None")
+    with current.saving:  # else two threads would have the same folder
+        outer = _begin(current, Path(path).resolve(), step, keep, limit_s)
+    if not background:
+        outer.wait(limit_s)
+    return outer
+
+
+def _begin(
+    current: Session, root: Path, step: int | None, keep: int | None, limit_s: float
+) -> Future[Path]:
+    """Let the servers copy what is to be written, and begin to write it."""
     _finish_last(current, limit_s)
-    root = Path(path).resolve()
     folder = files.new_folder(root)
     number = new_id(current)
     try:
@@ -85,8 +95,6 @@ def save(
             lambda: _finish_last(current, _limit_of(current, None))
         )
     current.last_save = outer
-    if not background:
-        outer.wait(limit_s)
     return outer
 
 

@@ -56,6 +56,7 @@ class Session:
         last_save: the latest checkpoint that it has begun to save.
         tables: that this process has opened, by name.
         opening: held while one is opened.
+        saving: held while a save begins.
     """
 
     engine: Engine
@@ -71,6 +72,7 @@ class Session:
     last_save: Future[Path] | None = None
     tables: dict[str, Any] = field(default_factory=dict)
     opening: threading.Lock = field(default_factory=threading.Lock)
+    saving: threading.Lock = field(default_factory=threading.Lock)
 
     def memory(self, nbytes: int) -> Bytes:
         """Return memory that this node maps, or ordinary memory where none is shared."""

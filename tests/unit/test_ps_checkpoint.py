@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import files, ps
+from ringcomm.engine.world import engine, entered
 from ringcomm.files import BrokenFileError
 from ringcomm.ps import checkpoint_files
 from ringcomm.ps.job import session
@@ -637,3 +639,19 @@ def test_a_file_is_replaced_at_once_or_stays(tmp_path):
         file.write(json.dumps([1]).encode())
     assert json.loads(path.read_text()) == [1]
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_saves_of_several_threads_come_one_after_the_other(tmp_path):
+    def body(rank):
+        ps.table("w", 64, block_nbytes=64)
+        own = engine()
+
+        def save(step):
+            with entered(own):
+                return ps.save(tmp_path, step=step, keep=None).wait()
+
+        with ThreadPoolExecutor(4) as threads:
+            return sorted(path.name for path in threads.map(save, range(4)))
+
+    [names] = run_workers(1, body, 2)
+    assert names == [f"save-{n:08}" for n in range(1, 5)]
