@@ -60,6 +60,7 @@ def save(
     limit_s = _limit_of(current, timeout_s)
     if keep is not None and operator.index(keep) < 1:
         raise ValueError(f"ps.save: keep is {keep}; it must be 1 or more, or None")
+    step = None if step is None else operator.index(step)
     with current.saving:  # else two threads would have the same folder
         outer = _begin(current, Path(path).resolve(), step, keep, limit_s)
     if not background:
@@ -83,7 +84,7 @@ def _begin(
     release(current, number, is_taken=True)
     manifest = {
         "ringcomm": __version__,
-        "step": None if step is None else operator.index(step),
+        "step": step,
         "time": time.time(),
         "job": told.job,
         "rounds": told.rounds,

@@ -655,3 +655,9 @@ def test_saves_of_several_threads_come_one_after_the_other(tmp_path):
 
     [names] = run_workers(1, body, 2)
     assert names == [f"save-{n:08}" for n in range(1, 5)]
+
+
+def test_a_save_with_a_step_that_is_none_leaves_nothing(tmp_path):
+    with pytest.raises(TypeError):
+        save_in_a_job(tmp_path, step="x")
+    assert not os.listdir(tmp_path)
