@@ -148,7 +148,9 @@ def test_a_rank_that_is_killed_is_named():
     with pytest.raises(rc.PeerFailedError) as caught:
         rc.run(work, np=2, quiet=True)
     assert caught.value.rank == 1
-    assert "killed by SIGKILL" in caught.value.reason
+    # "was killed by SIGKILL", or, where mpirun ended the job before the guardian had said so,
+    # "died without a word (SIGKILL, out of memory, ...)"
+    assert "SIGKILL" in caught.value.reason
 
 
 def test_a_job_that_fails_at_its_very_end_has_not_succeeded():
