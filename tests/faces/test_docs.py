@@ -24,7 +24,7 @@ def test_there_are_blocks():
 
 
 @pytest.mark.parametrize("size", at_length([1, 2], [2]))
-@pytest.mark.parametrize("block", at_length(DATA, DATA[:1]) + SHARDED + CLUSTER)
+@pytest.mark.parametrize("block", at_length(DATA, DATA[:1]) + at_length(SHARDED, []) + CLUSTER)
 def test_block_runs(block, size, tmp_path):
     job = run_script(size, block, cwd=tmp_path)
     assert job.code == 0, job.output

@@ -431,6 +431,7 @@ print("right", flush=True)
 """
 
 
+@pytest.mark.at_length
 def test_weights_and_states_outlive_a_shutdown(tmp_path):
     job = run_script(2, AGAIN, cwd=tmp_path)
     assert job.code == 0, job.output

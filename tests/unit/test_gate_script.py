@@ -17,7 +17,9 @@ SET_UP = f"""
 source {ROOT}/ci/setup.sh
 require_tools() {{ :; }}
 install_packages() {{ :; }}
-make_venv() {{ trap "" INT; kill -INT 0; exit 0; }}
+sources_id() {{ :; }}
+build_wheel() {{ echo $BASHPID >"${{BASH_SOURCE%/*}}/compiler"; sleep 60; }}
+make_venv() {{ [[ $# == 2 ]] || {{ sleep 1; trap "" INT; kill -INT 0; exit 0; }}; }}
 """
 
 
@@ -38,6 +40,8 @@ def test_ctrl_c_ends_the_gate_and_not_one_part_of_it(tmp_path):
     assert [line for line in done.stdout.splitlines() if line.startswith("==")] == [
         "== set up .venv"
     ]
+    compiler = Path(f"/proc/{(tmp_path / 'compiler').read_text().strip()}/stat")
+    assert not compiler.exists() or " Z " in compiler.read_text()
 
 
 # Every program says how it was called, and fails if BROKEN is in that.
@@ -49,6 +53,8 @@ require_tools() {{ :; }}
 install_packages() {{ :; }}
 make_venv() {{ mkdir -p "$1/bin"; for each in pytest python ruff mypy lint-imports mpirun; do
   ln -sf "$ROOT/stub" "$1/bin/$each"; done; }}
+build_wheel() {{ :; }}
+sources_id() {{ :; }}
 install_ringcomm() {{ :; }}
 """
 STUB = """#!/bin/sh
