@@ -98,6 +98,8 @@ def _measured(
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield (nbytes, seconds by algorithm): the median of the slowest rank's times."""
     for nbytes in sizes:
+        if rc.rank() == 0:
+            print(f"measuring {collective}, {bytes_text(nbytes)}", file=sys.stderr, flush=True)
         current = engine()
         nodes, shares_memory = current.nodes_of(current.world), current.shares_memory(current.world)
         case = Case(collective, nbytes, _FLOAT32, nodes, shares_memory=shares_memory)

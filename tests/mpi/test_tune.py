@@ -24,6 +24,7 @@ def test_what_is_measured_is_printed_kept_and_chosen_by(tmp_path):
     tuned = run_job(2, "-P", "-m", "ringcomm", *arguments, cwd=tmp_path, env=env)
     assert tuned.code == 0, tuned.output
     assert "1 host x 2 ranks" in tuned.output
+    assert tuned.output.count("measuring ") == 2 * len(COLLECTIVES)  # by one rank, as it goes on
     [path] = (tmp_path / "tables").iterdir()
     assert f"written to {path}" in tuned.output
     seconds = json.loads(path.read_text())["seconds"]
