@@ -422,7 +422,7 @@ OPTIMIZER = [
     Mutation(
         "unused-keeps-last-step",
         "optimizer",
-        "torch/slots.py",
+        "torch/optim/gradient.py",
         """\
         if gradient is None or not code & DENSE:
             self._view.zero_()
@@ -436,7 +436,7 @@ OPTIMIZER = [
     Mutation(
         "empty-batch-times-zero",
         "optimizer",
-        "torch/buckets.py",
+        "torch/optim/buckets.py",
         "return wire.mul_(samples) if samples else wire.zero_()",
         "return wire.mul_(samples)",
         "set_samples(0) for an empty batch, whose mean is NaN, makes every rank's gradient NaN",
@@ -445,7 +445,7 @@ OPTIMIZER = [
     Mutation(
         "weighed-in-16-bits",
         "optimizer",
-        "torch/buckets.py",
+        "torch/optim/buckets.py",
         "if self.buffer.dtype in _16_BIT:",
         "if self.buffer.dtype is torch.bfloat16:",
         "float16 gradients overflow when they are weighed by the number of samples",
@@ -454,7 +454,7 @@ OPTIMIZER = [
     Mutation(
         "own-ready-order",
         "optimizer",
-        "torch/reducer.py",
+        "torch/optim/reducer.py",
         """\
             yield handle
             self._order = handle.wait()[0].tolist()""",
@@ -467,7 +467,7 @@ OPTIMIZER = [
     Mutation(
         "kept-gradient-is-not-copied",
         "optimizer",
-        "torch/slots.py",
+        "torch/optim/gradient.py",
         "return gradient.detach().clone() if own.data_ptr() == bucket.data_ptr() else gradient",
         "return gradient.detach() if own.data_ptr() == bucket.data_ptr() else gradient",
         "gradients that are not zeroed between steps are overwritten instead of added to",
@@ -476,7 +476,7 @@ OPTIMIZER = [
     Mutation(
         "number-of-optimizers",
         "optimizer",
-        "torch/registry.py",
+        "torch/backward/registry.py",
         "newcomer.number = _counts.get(group, 0) + 1",
         "newcomer.number = min(_counts.get(group, 0) + 1, 2)",
         "once an optimizer was dropped, two others take each other's messages",
@@ -485,7 +485,7 @@ OPTIMIZER = [
     Mutation(
         "late-in-the-bucket",
         "optimizer",
-        "torch/slots.py",
+        "torch/optim/gradient.py",
         """\
             self.parameter.grad = None
             self.state = State.LATE""",
@@ -497,7 +497,7 @@ OPTIMIZER = [
     Mutation(
         "samples-for-ever",
         "optimizer",
-        "torch/reducer.py",
+        "torch/optim/reducer.py",
         """\
         self.step += 1
         self._samples = None""",
@@ -509,7 +509,7 @@ OPTIMIZER = [
     Mutation(
         "added-weights-uncompared",
         "optimizer",
-        "torch/reducer.py",
+        "torch/optim/reducer.py",
         """\
         self._weights.expect_more()
         n = len(self.slots)""",
@@ -595,7 +595,7 @@ FACES = [
     Mutation(
         "numbers-of-process-sets-return",
         "order",
-        "torch/process_sets.py",
+        "torch/horovod/process_sets.py",
         "which.process_set_id, self._next_id = self._next_id, self._next_id + 1",
         "which.process_set_id, self._next_id = self._next_id, len(self._sets)",
         "after remove_process_set() two process sets have one id",
@@ -622,7 +622,7 @@ FACES = [
     Mutation(
         "callbacks-share-a-name",
         "order",
-        "torch/distributed/callbacks.py",
+        "torch/distributed/group/callbacks.py",
         "return callback.path.then(str(callback.counts[group]))",
         'return callback.path.then("1")',
         "the second operation of a hook's callback meets the first of another rank's",
@@ -1101,7 +1101,7 @@ GPU = [
     Mutation(
         "gpu-a-fused-step-overwrites-weights",
         "gpu",
-        "torch/fused_update.py",
+        "torch/zero/fused_update.py",
         """\
         self._follow()
 """,
@@ -1112,7 +1112,7 @@ GPU = [
     Mutation(
         "gpu-a-replaced-gradient-is-not-read",
         "gpu",
-        "torch/fused_update.py",
+        "torch/zero/fused_update.py",
         "            place.copy_(gradient)",
         "            pass",
         "a gradient that the user has replaced does not count",

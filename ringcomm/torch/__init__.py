@@ -33,14 +33,26 @@ from ringcomm.engine.world import (
 )
 from ringcomm.errors import RingcommError as HorovodInternalError
 from ringcomm.torch import elastic
-from ringcomm.torch.checkpoint import Checkpoint, Restored
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.distributed.entry import init_process_group, register
 from ringcomm.torch.distributed.hook import node_hook
 from ringcomm.torch.elastic import HostsUpdatedInterrupt
-from ringcomm.torch.grad_scaler import GradScaler
-from ringcomm.torch.handles import poll, synchronize
-from ringcomm.torch.job import (
+from ringcomm.torch.horovod.data_collectives import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    join,
+)
+from ringcomm.torch.horovod.handles import poll, synchronize
+from ringcomm.torch.horovod.job import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -55,23 +67,7 @@ from ringcomm.torch.job import (
     rocm_built,
     start_timeline,
 )
-from ringcomm.torch.metrics import Metrics, average_metrics
-from ringcomm.torch.movements import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    join,
-)
-from ringcomm.torch.optimizer import DistributedOptimizer
-from ringcomm.torch.process_sets import (
+from ringcomm.torch.horovod.process_sets import (
     ProcessSet,
     add_process_set,
     get_process_set_ids_and_ranks,
@@ -79,8 +75,8 @@ from ringcomm.torch.process_sets import (
     process_set_by_id,
     remove_process_set,
 )
-from ringcomm.torch.reducing import Adasum
-from ringcomm.torch.reductions import (
+from ringcomm.torch.horovod.reduce_op import Adasum
+from ringcomm.torch.horovod.reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -95,14 +91,18 @@ from ringcomm.torch.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from ringcomm.torch.schedules import WarmupLR, scaled_lr
-from ringcomm.torch.state import (
+from ringcomm.torch.horovod.state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ringcomm.torch.optimizer import DistributedOptimizer
 from ringcomm.torch.sync_batch_norm import SyncBatchNorm
+from ringcomm.torch.training.checkpoint import Checkpoint, Restored
+from ringcomm.torch.training.metrics import Metrics, average_metrics
+from ringcomm.torch.training.schedules import WarmupLR, scaled_lr
+from ringcomm.torch.zero.grad_scaler import GradScaler
 
 register()
 

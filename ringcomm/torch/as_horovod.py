@@ -22,14 +22,8 @@ from typing import Any, Final
 
 import ringcomm.torch as face
 from ringcomm import errors
-from ringcomm.torch import (
-    compression,
-    elastic,
-    horovod_modules,
-    optimizer,
-    process_sets,
-    reducing,
-)
+from ringcomm.torch import compression, elastic, optimizer
+from ringcomm.torch.horovod import compat, process_sets, reduce_op
 
 VERSION: Final = "0.28.1"  # whose names and defaults these are; scripts look at it
 
@@ -66,20 +60,20 @@ def install() -> None:
 def _modules() -> Mapping[str, dict[str, Any]]:
     """Return what each module of Horovod's is to hold."""
     everything = _taken(face, face.__all__)
-    everything["check_extension"] = horovod_modules.check_extension
-    mpi_ops = {"handle_average_backwards_compatibility": reducing.op_of}
+    everything["check_extension"] = compat.check_extension
+    mpi_ops = {"handle_average_backwards_compatibility": reduce_op.op_of}
     exceptions = {
         "HorovodInternalError": errors.RingcommError,
-        "HorovodVersionMismatchError": horovod_modules.HorovodVersionMismatchError,
+        "HorovodVersionMismatchError": compat.HorovodVersionMismatchError,
         "HostsUpdatedInterrupt": elastic.HostsUpdatedInterrupt,
     }
-    run = {"run": horovod_modules.run}
+    run = {"run": compat.run}
     states = _taken(elastic, ("State", "ObjectState"))
     return {
         "horovod": {"__version__": VERSION} | run,
         "horovod.runner": run,
         "horovod.torch": everything,
-        "horovod.torch.mpi_ops": everything | mpi_ops | horovod_modules.autograd_functions(),
+        "horovod.torch.mpi_ops": everything | mpi_ops | compat.autograd_functions(),
         "horovod.torch.functions": _taken(face, (*_STATE, "allgather_object")),
         "horovod.torch.optimizer": _taken(optimizer, ("DistributedOptimizer",)),
         "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},
@@ -90,7 +84,7 @@ def _modules() -> Mapping[str, dict[str, Any]]:
         "horovod.common": {},
         "horovod.common.elastic": {"run_fn": elastic.run} | states,
         "horovod.common.exceptions": exceptions,
-        "horovod.common.util": horovod_modules.util(),
+        "horovod.common.util": compat.util(),
         "horovod.common.process_sets": _taken(
             process_sets, ("ProcessSet", "add_process_set", "remove_process_set")
         )

@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 
 from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine.world import engine
-from ringcomm.torch.adasum import with_adasum
-from ringcomm.torch.averaging import Averaging, averaging
 from ringcomm.torch.compression import Compression
-from ringcomm.torch.elementwise import require_elementwise
-from ringcomm.torch.process_sets import ProcessSet, global_process_set
-from ringcomm.torch.recipe import recipe_of, require_mean, require_own, require_passes
-from ringcomm.torch.reducer import GradientReducer
-from ringcomm.torch.reducing import AnyOp, op_of
-from ringcomm.torch.sharding import sharding
-from ringcomm.torch.wrapping import named_in_order
+from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
+from ringcomm.torch.horovod.reduce_op import AnyOp, op_of
+from ringcomm.torch.optim.adasum import with_adasum
+from ringcomm.torch.optim.averaging import Averaging, averaging
+from ringcomm.torch.optim.options import recipe_of, require_mean, require_own, require_passes
+from ringcomm.torch.optim.reducer import GradientReducer
+from ringcomm.torch.optim.wrapping import named_in_order
+from ringcomm.torch.zero.elementwise import require_elementwise
+from ringcomm.torch.zero.sharding import sharding
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -77,7 +77,7 @@ def DistributedOptimizer(
         process_set: the ranks that take part; on others the optimizer works alone.
         shard_state: 1: each rank keeps the state of its share of the parameters alone, and updates
             that (ZeRO-1). It changes no result, but .grad is this rank's part of the mean, and zero
-            elsewhere; state_dict() is collective. See ringcomm.torch.sharding.Sharding, and
+            elsewhere; state_dict() is collective. See ringcomm.torch.zero.sharding.Sharding, and
             docs/sharded_optimizer.md.
         sync_weights: in the first backward() ranks compare a fingerprint of their parameters,
             frozen ones too, and where they differ all have those of the first rank at its end, and

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringcomm.engine import ops
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
-from ringcomm.torch.buckets import wide
-from ringcomm.torch.registry import samples_of_step
+from ringcomm.torch.backward.registry import samples_of_step
+from ringcomm.torch.optim.buckets import wide
 
 
 class SyncBatchNorm(_BatchNorm):

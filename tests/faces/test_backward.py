@@ -27,7 +27,7 @@ from training import (  # noqa: E402
 )
 
 import ringcomm as rc  # noqa: E402
-from ringcomm.torch.autograd import Hooks  # noqa: E402
+from ringcomm.torch.backward.autograd import Hooks  # noqa: E402
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

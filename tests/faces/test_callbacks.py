@@ -9,7 +9,7 @@ from harness import run_ranks, wait_until
 
 from ringcomm.engine.group import Group
 from ringcomm.torch.distributed import ProcessGroup
-from ringcomm.torch.distributed.callbacks import Path
+from ringcomm.torch.distributed.group.callbacks import Path
 
 SIZES = [2, 3]
 N = 6

@@ -21,7 +21,7 @@ from training import SMALL, copies, network, weights, wrap  # noqa: E402
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
 from ringcomm.data import Loader, ShardedSampler  # noqa: E402
-from ringcomm.torch import checkpoint_files as files  # noqa: E402
+from ringcomm.torch.training import checkpoint_files as files  # noqa: E402
 
 SAMPLES = 64
 
@@ -243,7 +243,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from ringcomm.torch import checkpoint_files as files
+from ringcomm.torch.training import checkpoint_files as files
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)

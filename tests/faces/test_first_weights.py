@@ -11,9 +11,9 @@ from training import BATCH, copies, data, network, share
 import ringcomm as rc
 import ringcomm.torch as hvd
 from ringcomm.config import Settings
-from ringcomm.torch import first_weights
-from ringcomm.torch.first_weights import fingerprint
-from ringcomm.torch.fusion_tuner import CANDIDATES_MIB, STEPS_EACH
+from ringcomm.torch.optim import first_weights
+from ringcomm.torch.optim.first_weights import fingerprint
+from ringcomm.torch.optim.fusion_tuner import CANDIDATES_MIB, STEPS_EACH
 
 STEPS = 2
 

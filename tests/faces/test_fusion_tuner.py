@@ -8,7 +8,7 @@ from harness import run_ranks  # noqa: E402
 from training import assert_close, data, fit, models, sgd, share, weights, wrap  # noqa: E402
 
 from ringcomm.config import Settings  # noqa: E402
-from ringcomm.torch.fusion_tuner import CANDIDATES_MIB, STEPS_EACH, FusionTuner  # noqa: E402
+from ringcomm.torch.optim.fusion_tuner import CANDIDATES_MIB, STEPS_EACH, FusionTuner  # noqa: E402
 
 
 def tried(seconds_of):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringcomm.torch.distributed.members import are_consistent
+from ringcomm.torch.distributed.group.new_group import are_consistent
 
 HALVES = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
 

@@ -23,7 +23,7 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 from ringcomm.config import Settings  # noqa: E402
-from ringcomm.torch.recipe import Recipe  # noqa: E402
+from ringcomm.torch.optim.options import Recipe  # noqa: E402
 
 UNSENT = Settings(timeout_s=120, fusion_mib=1)  # one bucket: nothing leaves before all is there
 

@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
-from ringcomm.torch.buckets import is_dense, plan_buckets  # noqa: E402
-from ringcomm.torch.exchange import explain_samples, explain_steps  # noqa: E402
-from ringcomm.torch.outline import Outline, explain  # noqa: E402
-from ringcomm.torch.presence import (  # noqa: E402
+from ringcomm.torch.backward.consistency_check import Outline, explain  # noqa: E402
+from ringcomm.torch.optim.buckets import is_dense, plan_buckets  # noqa: E402
+from ringcomm.torch.optim.exchange import explain_samples, explain_steps  # noqa: E402
+from ringcomm.torch.optim.presence import (  # noqa: E402
     DENSE,
     FAILED,
     HAS_SAMPLES,

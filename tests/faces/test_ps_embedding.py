@@ -8,7 +8,7 @@ from torch import nn
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.torch.ps_rows import Embedding, EmbeddingBag
+from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 
 pytestmark = pytest.mark.usefixtures("wire")
 

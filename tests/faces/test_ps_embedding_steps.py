@@ -16,8 +16,8 @@ from ringcomm.ps.client import Client
 from ringcomm.ps.job import session
 from ringcomm.ps.row_calls import RowCalls
 from ringcomm.torch import ps
-from ringcomm.torch.ps_row_gradients import TableGradient
-from ringcomm.torch.ps_rows import Embedding
+from ringcomm.torch.ps.embeddings import Embedding
+from ringcomm.torch.ps.row_gradients import TableGradient
 
 ROWS, DIM, N_STEPS, LR = 31, 5, 6, 0.5
 MAX_NORM = 0.6  # which clips some steps and others not

@@ -31,7 +31,7 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch.sharding import Sharding  # noqa: E402
+from ringcomm.torch.zero.sharding import Sharding  # noqa: E402
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

@@ -31,7 +31,7 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch import shard  # noqa: E402
+from ringcomm.torch.zero import shard  # noqa: E402
 
 
 # --- 16 bits ------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch import shards  # noqa: E402
-from ringcomm.torch.held import Held  # noqa: E402
-from ringcomm.torch.pieces import shares_of, within  # noqa: E402
+from ringcomm.torch.zero import shards  # noqa: E402
+from ringcomm.torch.zero.parameter_state import Held  # noqa: E402
+from ringcomm.torch.zero.pieces import shares_of, within  # noqa: E402
 
 
 def adam(parameters):

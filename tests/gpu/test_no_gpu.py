@@ -87,7 +87,9 @@ WITH_NCCL = dataclasses.replace(WITHOUT_NCCL, nccl=Nccl(version=22803))
 def test_horovods_questions_are_answered_by_what_can_be_used(
     stack, nccl, has_cuda, found, monkeypatch
 ):
-    job = pytest.importorskip("ringcomm.torch.job", reason="the core is tested without torch, too")
+    job = pytest.importorskip(
+        "ringcomm.torch.horovod.job", reason="the core is tested without torch, too"
+    )
     found(stack)
     binding = types.ModuleType("cupy.cuda.nccl")
     binding.NcclError, binding.get_version = RuntimeError, lambda: stack.nccl.version

@@ -5,6 +5,6 @@ torch.distributed.init_process_group("ringcomm")   # under mpirun
 """
 
 from ringcomm.torch.distributed.entry import init_process_group, register
-from ringcomm.torch.distributed.process_group import ProcessGroup
+from ringcomm.torch.distributed.group.process_group import ProcessGroup
 
 __all__ = ["ProcessGroup", "init_process_group", "register"]

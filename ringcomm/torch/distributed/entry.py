@@ -12,8 +12,8 @@ from ringcomm.engine.world import init, rank, size
 from ringcomm.errors import ConfigError
 from ringcomm.torch.distributed import compat, rendezvous
 from ringcomm.torch.distributed.compat import c10d
+from ringcomm.torch.distributed.group.process_group import ProcessGroup
 from ringcomm.torch.distributed.launch import begin, require_launcher, require_same_rank
-from ringcomm.torch.distributed.process_group import ProcessGroup
 
 BACKEND = "ringcomm"
 

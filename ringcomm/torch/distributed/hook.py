@@ -10,9 +10,9 @@ from ringcomm.collectives.op import AVERAGE
 from ringcomm.engine import plans
 from ringcomm.engine.group import Group
 from ringcomm.engine.registered import empty
-from ringcomm.torch.distributed.base import BaseGroup
 from ringcomm.torch.distributed.compat import c10d, untraced
-from ringcomm.torch.distributed.options import asked
+from ringcomm.torch.distributed.group.base import BaseGroup
+from ringcomm.torch.distributed.group.options import asked
 
 # By the first parameter of a bucket: memory for the bucket, used anew in each step. What is made
 # for each step costs its page faults, on all ranks: more than the communication.

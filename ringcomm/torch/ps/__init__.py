@@ -3,8 +3,8 @@
 from ringcomm.ps import *  # noqa: F403 - this face is that module and more
 from ringcomm.ps import __all__ as _of_ps
 from ringcomm.torch.ps.conversion import convert
+from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 from ringcomm.torch.ps.optimizer import DistributedOptimizer
-from ringcomm.torch.ps_rows import Embedding, EmbeddingBag
 
 __all__ = [  # noqa: PLE0604 - names of another __all__
     "DistributedOptimizer",

@@ -17,8 +17,8 @@ from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.rounds import Mode
 from ringcomm.ps.segments import MOST
 from ringcomm.ps.table import table
-from ringcomm.torch.buckets import is_dense, plan_buckets, view_like
-from ringcomm.torch.slots import WORTH_KEEPING
+from ringcomm.torch.optim.buckets import is_dense, plan_buckets, view_like
+from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
 BLOCK_NBYTES: Final = 4 << 20  # what servers cut tables into
 FUSED_NBYTES: Final = 4 << 20  # the most that parameters share
@@ -231,7 +231,7 @@ class Bucket:
         """The gradients are on their way, as they are now.
 
         Large ones are kept until the next, also if zero_grad() lets go of them: see
-        ringcomm.torch.slots.Slot.pack.
+        ringcomm.torch.optim.gradient.Slot.pack.
         """
         self.push, self.is_pushed = push, True
         for slot in self.slots:

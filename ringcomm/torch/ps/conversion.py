@@ -15,7 +15,7 @@ from ringcomm.ps.job import Session, is_chief, session
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.policies import Evict
 from ringcomm.ps.rounds import Mode
-from ringcomm.torch.ps_rows import Embedding, EmbeddingBag
+from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 
 M = TypeVar("M", bound=nn.Module)
 _WHO: Final = "ps.convert"

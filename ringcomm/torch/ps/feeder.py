@@ -24,15 +24,15 @@ from ringcomm.ps.job import is_chief, session
 from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.rounds import Mode
 from ringcomm.ps.states import pull_state, push_state
-from ringcomm.torch.autograd import Hooks
-from ringcomm.torch.outline import Check, Outline
-from ringcomm.torch.passes import Passes
+from ringcomm.torch.backward.autograd import Hooks
+from ringcomm.torch.backward.consistency_check import Check, Outline
+from ringcomm.torch.backward.cooperative_finish import Work
+from ringcomm.torch.backward.passes import Passes
+from ringcomm.torch.backward.registry import claim, enrol, note_samples, release
 from ringcomm.torch.ps import clock, states
 from ringcomm.torch.ps.buckets import Bucket, Slot, plan
+from ringcomm.torch.ps.row_gradients import NO_ROWS, RowGradients, let_rows_wait, take
 from ringcomm.torch.ps.scaling import factor_of, is_on, squares_of
-from ringcomm.torch.ps_row_gradients import NO_ROWS, RowGradients, let_rows_wait, take
-from ringcomm.torch.registry import claim, enrol, note_samples, release
-from ringcomm.torch.together import Work
 
 P = ParamSpec("P")
 Named = Sequence[tuple[str, torch.nn.Parameter]]

@@ -19,11 +19,11 @@ from ringcomm.ps.compression import codec_of
 from ringcomm.ps.job import is_chief, session, size
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
+from ringcomm.torch.optim.wrapping import dressed, named_in_order
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.feeder import Feeder, Terms
 from ringcomm.torch.ps.hybrid import count_steps, require_something_served
 from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
-from ringcomm.torch.wrapping import dressed, named_in_order
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")

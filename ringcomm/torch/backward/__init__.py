@@ -1,0 +1,1 @@
+"""What every distributed optimizer needs around backward(): hooks, passes and agreement."""

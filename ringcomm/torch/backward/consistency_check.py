@@ -1,0 +1,91 @@
+"""What every rank must have wrapped alike; compared once, before the first gradient is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringcomm.collectives.op import BOR
+from ringcomm.engine import async_ops, ops
+from ringcomm.engine.group import Group
+from ringcomm.errors import MismatchError
+from ringcomm.torch.optim.presence import is_alike, with_complement
+
+
+@dataclass(frozen=True)
+class Outline:
+    """An optimizer, as far as ranks must agree on it.
+
+    Attributes:
+        parameters: (name, dtype and shape and whether it is frozen) of each, in order.
+        settings: (what, value) of each argument and setting.
+    """
+
+    parameters: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, str], ...]
+
+    def digest(self) -> bytes:
+        """Return bytes that differ where outlines differ."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
+
+
+class Check:
+    """The comparison of all ranks' outlines and weights, under way. Collective.
+
+    Args:
+        mine: this rank's.
+        name: by which the ranks know it.
+        group: those ranks.
+        weights: digest of this rank's weights, of the same length on every rank.
+
+    Attributes:
+        handle: what to wait for.
+    """
+
+    def __init__(self, mine: Outline, name: str, group: Group, weights: bytes = b"") -> None:
+        self._mine = mine
+        self._group = group
+        self._name = name
+        outline = with_complement(mine.digest())
+        self._cut = len(outline)
+        message = np.array(list(outline + with_complement(weights)), np.uint8)
+        self.handle = async_ops.allreduce_async_(message, BOR, name=name, group=group)
+
+    def require_alike(self) -> None:
+        """Raise MismatchError, on every rank and with the first difference, if there is any."""
+        if not is_alike(self.handle.wait().tobytes()[: self._cut]):
+            outlines = ops.allgather_object(
+                self._mine, name=f"{self._name}, in full", group=self._group
+            )
+            raise MismatchError(explain(outlines))
+
+    def combined_weights(self) -> bytes:
+        """Return the digests of all ranks' weights, each with its complement, by BOR."""
+        combined: bytes = self.handle.wait().tobytes()[self._cut :]
+        return combined
+
+
+def explain(outlines: Sequence[Outline | None]) -> str:
+    """Return in what the outlines of ranks differ; None: of one in join(). Pure."""
+    told = {rank: each for rank, each in enumerate(outlines) if each is not None}
+    counts = [f"{len(each.parameters)} parameters" for each in told.values()]
+    if len(set(counts)) > 1:
+        return _text(told, counts, "Wrap the same model on every rank")
+    for each in zip(*(outline.parameters for outline in told.values()), strict=True):
+        if len(set(each)) > 1:
+            values = [f"{name} {what}" for name, what in each]
+            return _text(told, values, "Wrap the same parameters in the same order on every rank")
+    for each in zip(*(outline.settings for outline in told.values()), strict=True):
+        if len(set(each)) > 1:
+            values = [f"{what}={value}" for what, value in each]
+            return _text(told, values, "Set the same on every rank")
+    raise AssertionError("the outlines agree")
+
+
+def _text(ranks: Iterable[int], values: Sequence[str], advice: str) -> str:
+    (first, mine), *others = zip(ranks, values, strict=True)
+    rank, value = next(other for other in others if other[1] != mine)
+    return f"DistributedOptimizer: rank {first} has {mine}, rank {rank} has {value}. {advice}"

@@ -1,0 +1,1 @@
+"""The c10d process group: torch.distributed's operations, carried out by the engine."""

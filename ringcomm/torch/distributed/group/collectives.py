@@ -1,0 +1,249 @@
+"""c10d's collectives as plans of the engine: tensors become lines, results go to where c10d wants.
+
+What follows the communication (a result that is copied into several tensors) belongs to the
+operation: whoever finds it over finds it done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.collectives.op import Op
+from ringcomm.engine import into, plans
+from ringcomm.engine.execution import Plan
+from ringcomm.engine.group import Group
+from ringcomm.torch.distributed.group.flatten import (
+    alike,
+    bytes_of,
+    joined,
+    line_of,
+    write_back,
+    write_parts,
+)
+from ringcomm.torch.distributed.group.options import Reduction
+from ringcomm.transport.channel import Channel
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+
+
+def then(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
+    """Return a plan whose operation is over once after(its result) has run, too."""
+    run, finish = plan.run, plan.finish
+
+    async def run_and_more(t: Channel) -> None:
+        after(await run(t))
+
+    if finish is None:
+        return dataclasses.replace(plan, run=run_and_more)
+    before = finish
+
+    def finish_and_more(t: Channel | None = None) -> None:
+        after(before(t))
+
+    return dataclasses.replace(plan, run=run_and_more, finish=finish_and_more)
+
+
+def together(kind: str, each: Sequence[Plan[Any]]) -> Plan[list[Any]]:
+    """Return one plan of several, agreed on at once."""
+    return plans.grouped(kind, None, list(each))
+
+
+def require_one_each(what: str, xs: Tensors, size: int) -> None:
+    """Raise ValueError for a list that has not one tensor per rank."""
+    if len(xs) != size:
+        raise ValueError(
+            f"{what} has {len(xs)} tensors, and the group has {size} ranks: pass one per rank"
+        )
+
+
+def scaled_(x: Tensor, reduction: Reduction) -> Op:
+    """Multiply x by the factor of a PREMUL_SUM; return what is left to do."""
+    if reduction.factor is not None:
+        with torch.no_grad():
+            x.mul_(reduction.factor)
+    return reduction.op
+
+
+def _scaled(line: Tensor, reduction: Reduction) -> Tensor:
+    return line if reduction.factor is None else line * reduction.factor
+
+
+# --- reductions -----------------------------------------------------------------------------------
+def allreduce(g: Group, x: Tensor, line: Tensor, op: Op) -> Plan[Any]:
+    """Plan to replace x, whose elements are `line`, by its reduction."""
+    plan: Plan[Any] = plans.allreduce(g, None, line, op, in_place=True)
+    if line is x or line.data_ptr() == x.data_ptr():
+        return plan
+    return then(plan, lambda _: write_back(x, line))
+
+
+def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
+    """Plan to replace each of xs by its reduction."""
+    for x in xs:
+        scaled_(x, reduction)
+    lines = [line_of(x) for x in xs]
+
+    def write_all(_: Any) -> None:
+        for x, line in zip(xs, lines, strict=True):
+            write_back(x, line)
+
+    return then(plans.grouped_allreduce(g, None, lines, reduction.op, in_place=True), write_all)
+
+
+def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
+    """Plan to replace root's x by its reduction."""
+    is_root = g.rank == root
+    line = _scaled(line_of(x), reduction)
+    plan: Plan[Any] = plans.reduce(g, None, line, reduction.op, root, in_place=True)
+    return then(plan, lambda _: write_back(x, line) if is_root else None)
+
+
+def reduce_scatter(g: Group, out: Tensor, parts: Tensors, reduction: Reduction) -> Plan[Any]:
+    """Plan to fill `out` with the reduction of parts[rank]."""
+    require_one_each("input_list", parts, g.size)
+    counts = [part.numel() for part in parts]
+    return _reduce_scatter(g, out, joined(parts), reduction, counts)
+
+
+def reduce_scatter_single(g: Group, out: Tensor, x: Tensor, reduction: Reduction) -> Plan[Any]:
+    """Plan to fill `out` with this rank's part of the reduction of x."""
+    return _reduce_scatter(g, out, line_of(x), reduction, None)
+
+
+def _reduce_scatter(
+    g: Group, out: Tensor, x: Tensor, reduction: Reduction, counts: Sequence[int] | None
+) -> Plan[Any]:
+    target = line_of(out)
+    source = _scaled(x, reduction)
+    if counts is not None:
+        counts = alike(counts)
+    plan: Plan[Any] = into.reduce_scatter_into(g, None, target, source, reduction.op, counts=counts)
+    return then(plan, lambda _: write_back(out, target))
+
+
+# --- copies ---------------------------------------------------------------------------------------
+def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
+    """Plan to replace x by root's."""
+    line = line_of(x)
+    plan: Plan[Any] = plans.broadcast(g, None, bytes_of(line), root, in_place=True)
+    return then(plan, lambda _: write_back(x, line))
+
+
+def room_for(outs: Tensors) -> Tensor:
+    """Return memory for the elements of all outs, one after another."""
+    dtype = outs[0].dtype if outs else None
+    return torch.empty(sum(out.numel() for out in outs), dtype=dtype)
+
+
+def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
+    """Plan to fill outs[r], and its part of `whole`, with rank r's x."""
+    require_one_each("tensor_list", outs, g.size)
+    line = line_of(x)
+    counts = alike([out.numel() * _width(x) for out in outs])
+    plan: Plan[Any] = into.allgather_into(g, None, bytes_of(whole), bytes_of(line), counts)
+    return then(plan, lambda _: write_parts(outs, whole))
+
+
+def allgather_single(g: Group, out: Tensor, x: Tensor) -> Plan[Any]:
+    """Plan to fill `out` with all ranks' x, one after another."""
+    target = line_of(out)
+    plan: Plan[Any] = into.allgather_into(g, None, bytes_of(target), bytes_of(line_of(x)))
+    return then(plan, lambda _: write_back(out, target))
+
+
+def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
+    """Plan to fill root's outs[r] with rank r's x."""
+    if g.rank == root:
+        require_one_each("gather_list", outs, g.size)
+    plan: Plan[Any] = plans.gather(g, None, bytes_of(line_of(x)), root)
+    return then(
+        plan, lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype))
+    )
+
+
+def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
+    """Plan to fill `out` with root's parts[rank], all of one size."""
+    rows = None
+    if g.rank == root:
+        require_one_each("scatter_list", parts, g.size)
+        for rank, part in enumerate(parts):
+            if part.numel() != out.numel():
+                raise ValueError(
+                    f"scatter_list[{rank}] has {part.numel()} elements, and the output of rank "
+                    f"{root}, the root, has {out.numel()}: pass tensors of one size"
+                )
+        rows = bytes_of(joined(parts)).view(g.size, -1)
+    plan: Plan[Any] = plans.scatter(g, None, rows, root)
+
+    def write(row: Tensor) -> None:
+        elements = row.view(-1).view(out.dtype)
+        if elements.numel() != out.numel():
+            raise ValueError(
+                f"scatter: root sent {elements.numel()} elements, and the output of rank {g.rank} "
+                f"has {out.numel()}"
+            )
+        write_parts([out], elements)
+
+    return then(plan, write)
+
+
+def alltoall_single(
+    g: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+) -> Plan[Any]:
+    """Plan to send rows of x to each rank, and to fill `out` with those that are received."""
+    target = line_of(out)
+    plan: Plan[Any] = into.alltoall_into(
+        g,
+        None,
+        bytes_of(target),
+        bytes_of(line_of(x)),
+        received=_elements(out, out_splits, g.size, "output"),
+        sent=_elements(x, in_splits, g.size, "input"),
+    )
+    return then(plan, lambda _: write_back(out, target))
+
+
+def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
+    """Plan to send xs[r] to rank r, and to fill outs[r] with what it sent."""
+    require_one_each("output_tensor_list", outs, g.size)
+    require_one_each("input_tensor_list", xs, g.size)
+    whole = room_for(outs)
+    plan: Plan[Any] = into.alltoall_into(
+        g,
+        None,
+        bytes_of(whole),
+        bytes_of(joined(xs)),
+        received=[out.numel() * _width(out) for out in outs],
+        sent=[x.numel() * _width(x) for x in xs],
+    )
+    return then(plan, lambda _: write_parts(outs, whole))
+
+
+def barrier(g: Group) -> Plan[Any]:
+    """Plan nothing: the agreement is the barrier."""
+    return plans.barrier(g, None)
+
+
+def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
+    """Return how many elements of the line go to, or come from, each rank."""
+    rows = x.shape[0] if x.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(
+                f"all_to_all_single: {rows} rows of the {what} cannot be shared evenly by {size} "
+                "ranks: pass the splits"
+            )
+        splits = [rows // size] * size
+    width = math.prod(x.shape[1:]) * _width(x)
+    return [n * width for n in splits]
+
+
+def _width(x: Tensor) -> int:
+    """Return how many elements of what the engine moves are one of x."""
+    return 1 if bytes_of(x.new_empty(0)).dtype == x.dtype else x.element_size()

@@ -1,0 +1,131 @@
+"""The reductions of a process group; process_group.py has the rest of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.engine.execution import Plan
+from ringcomm.engine.group import Group
+from ringcomm.torch.distributed.compat import c10d, traced
+from ringcomm.torch.distributed.group import collectives
+from ringcomm.torch.distributed.group.base import BaseGroup
+from ringcomm.torch.distributed.group.flatten import line_of
+from ringcomm.torch.distributed.group.options import (
+    are_local,
+    asked,
+    one_list,
+    one_tensor,
+    or_default,
+)
+from ringcomm.torch.distributed.group.sparse import allreduce_sparse
+from ringcomm.torch.distributed.group.work import Work
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+
+
+class ReducingGroup(BaseGroup):
+    """A process group that reduces; see ProcessGroup."""
+
+    @traced
+    def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Replace a tensor by its reduction over all ranks. A sparse one stays sparse."""
+        (x,) = tensors = one_tensor(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).allreduce(tensors, or_default(opts, c10d.AllreduceOptions))
+        call = asked(opts, *more, **named)
+        if x.layout is not torch.strided:
+            return self.start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
+        op = collectives.scaled_(x, call.reduction)
+        line = line_of(x)
+        is_own = line is x or line.data_ptr() == x.data_ptr()
+        quick = self.group.quick if is_own and not (call.is_async or self._is_special) else None
+        if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
+            return Work(None, tensors)
+        return self.start(
+            call, "allreduce", lambda g: collectives.allreduce(g, x, line, op), tensors
+        )
+
+    @traced
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Replace each tensor by its reduction; fused."""
+        if not are_local(tensors):
+            return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
+        call = asked(opts)
+        return self.start(
+            call,
+            "allreduce",
+            lambda g: collectives.allreduce_all(g, tensors, call.reduction),
+            tensors,
+        )
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
+        """See allreduce()."""
+        return self.allreduce(tensors, opts)
+
+    @traced
+    def reduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Replace the root's tensor by the reduction; the others' keep their values."""
+        (x,) = tensors = one_tensor(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).reduce(tensors, opts)
+        call = asked(opts, *more, **named)
+        return self.start(
+            call, "reduce", lambda g: collectives.reduce(g, x, call.reduction, call.root), tensors
+        )
+
+    @traced
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        """Fill the output with the reduction of what all ranks pass for this one."""
+        (out,), parts = one_tensor(outputs), one_list(inputs)
+        if not out.is_cpu:
+            return self._devices.of(out).reduce_scatter([out], [parts], opts)
+        call = asked(opts, *more, **named)
+        return self.start(
+            call,
+            "reduce_scatter",
+            lambda g: collectives.reduce_scatter(g, out, parts, call.reduction),
+            [out],
+        )
+
+    @traced
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Fill `output` with this rank's part of the reduction of `input`."""
+        if not output.is_cpu:
+            other = self._devices.of(output)
+            return other._reduce_scatter_base(output, input, opts)
+        call = asked(opts)
+        return self.start(
+            call,
+            "reduce_scatter",
+            lambda g: collectives.reduce_scatter_single(g, output, input, call.reduction),
+            [output],
+        )
+
+    @traced
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Several reduce_scatter_single() as one."""
+        if not are_local(outputs):
+            other = self._devices.of(*outputs)
+            return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        call = asked(opts)
+
+        def plan(g: Group) -> Plan[Any]:
+            pairs = zip(outputs, inputs, strict=True)
+            return collectives.together(
+                "grouped_reduce_scatter",
+                [collectives.reduce_scatter_single(g, out, x, call.reduction) for out, x in pairs],
+            )
+
+        return self.start(call, "reduce_scatter", plan, outputs)
+
+    # torch calls them so up to 2.12, and warns of these names from 2.13 on.
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -1,0 +1,1 @@
+"""Horovod's operations, handles and process sets for torch tensors."""

@@ -1,0 +1,228 @@
+"""What horovod's modules hold beside its collectives, for scripts that import it from there."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.torch_version import TorchVersion
+
+import ringcomm
+from ringcomm import config
+from ringcomm.torch.compression import Compression
+from ringcomm.torch.horovod import data_collectives, job, reductions
+
+T = TypeVar("T")
+
+_HERE: Final = ("localhost", "127.0.0.1")
+_BUILT: Final = {
+    "mpi_built": job.mpi_built,
+    "gloo_built": job.gloo_built,
+    "nccl_built": job.nccl_built,
+    "cuda_built": job.cuda_built,
+    "rocm_built": job.rocm_built,
+    "ddl_built": job.ddl_built,
+    "ccl_built": job.ccl_built,
+}
+
+
+class HorovodVersionMismatchError(ImportError):
+    """Horovod was built for another framework version. Never raised: nothing is built for one.
+
+    Attributes:
+        name: of the framework.
+        version: that was imported.
+        installed_version: that Horovod was built for.
+    """
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(f"{name} is {version}, and built for was {installed_version}", name=name)
+        self.version = version
+        self.installed_version = installed_version
+
+
+def run(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    num_proc: int = 1,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    mpi_args: str | None = None,
+    verbose: Any = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    start_timeout: float | None = None,
+    disable_cache: bool | None = None,
+    **others: Any,
+) -> list[T]:
+    """Return what func returns on each rank of a new job on this host; see ringcomm.run().
+
+    Args:
+        func: what each rank calls.
+        args: its arguments.
+        kwargs: its arguments by keyword.
+        num_proc: number of ranks.
+        np: its older name, which wins.
+        hosts: "localhost:4", or None.
+        mpi_args: options of mpirun.
+        verbose: ignored, as are use_mpi, start_timeout and disable_cache.
+        use_mpi: see verbose.
+        use_gloo: must not be set.
+        start_timeout: see verbose.
+        disable_cache: see verbose.
+        others: Horovod's other options; only None can be passed.
+
+    Raises:
+        ValueError: an option that nothing here corresponds to.
+    """
+    del verbose, use_mpi, start_timeout, disable_cache
+    others |= {"use_gloo": use_gloo or None, "hosts": None if _is_here(hosts) else hosts}
+    unknown = [f"{name}={value!r}" for name, value in others.items() if value is not None]
+    if unknown:
+        raise ValueError(
+            f"horovod.run({', '.join(unknown)}): ringcomm has no counterpart. It starts ranks on "
+            "this host with mpirun: leave that out, or start the job with "
+            "mpirun --host ... python -m ringcomm.torch.as_horovod train.py"
+        )
+    options = shlex.split(mpi_args or "")
+    call = functools.update_wrapper(functools.partial(_call, _Alias(), func), func)
+    return ringcomm.run(call, args, kwargs, num_proc if np is None else np, mpirun_options=options)
+
+
+class _Alias:
+    """Installs the alias where it is unpickled: what is pickled behind it may be of horovod."""
+
+    def __reduce__(self) -> Any:
+        from ringcomm.torch.as_horovod import install  # which imports this module
+
+        return install, ()
+
+
+def _call(_: Any, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return func(*args, **kwargs)
+
+
+def _is_here(hosts: str | None) -> bool:
+    return all(each.partition(":")[0] in _HERE for each in (hosts or _HERE[0]).split(","))
+
+
+def util() -> dict[str, Any]:
+    """Return what horovod.common.util holds, as far as scripts use it."""
+    functions = (
+        check_extension,
+        check_installed_version,
+        env,
+        extension_available,
+        gpu_available,
+        is_iterable,
+        is_version_greater_equal_than,
+        num_rank_is_power_2,
+        split_list,
+    )
+    names = {each.__name__: each for each in functions}
+    return names | {k: _asked(f) for k, f in _BUILT.items()}
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """Do nothing for "horovod.torch".
+
+    Raises:
+        ImportError: it is that of another framework.
+    """
+    del ext_env_var, pkg_path, args
+    if not ext_name.startswith("horovod.torch"):
+        raise ImportError(f"{ext_name}: ringcomm stands in for horovod.torch alone")
+
+
+def check_installed_version(name: str, version: str, exception: Any = None) -> None:
+    """Do nothing: no version of torch is built for."""
+    del name, version, exception
+
+
+def env(**kwargs: str | None) -> AbstractContextManager[None]:
+    """Set variables of this process's environment for a block; those that are None stay."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return config.changed_environment(**given)
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return True for "torch"."""
+    del verbose
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return True for "torch" where torch can use a GPU."""
+    del verbose
+    return extension_available(ext_base_name) and torch.cuda.is_available()
+
+
+def is_iterable(x: Any) -> bool:
+    """Return True if there is an iterator over x."""
+    return isinstance(x, Iterable)
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Return True if version `ver`, as "2.6.0+cpu", is not before `target`, as "1.13.0"."""
+    return bool(TorchVersion(ver) >= target)
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return True for 1, 2, 4, 8, ..."""
+    return num_rank > 0 and num_rank.bit_count() == 1
+
+
+def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's name
+    """Return n parts of consecutive values of l, the first ones longer by one."""
+    short, n_longer = divmod(len(l), n)
+    ends = [(part + 1) * short + min(part + 1, n_longer) for part in range(n)]
+    return [l[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def autograd_functions() -> dict[str, type]:
+    """Return what stands for the autograd functions of horovod.torch.mpi_ops: their apply()."""
+
+    def allreduce(x: Any, average: Any, name: Any, op: Any, *others: Any) -> Any:
+        return reductions.allreduce(x, average, name, Compression.none, op, *others)
+
+    def grouped_allreduce(average: Any, name: Any, op: Any, *others: Any) -> Any:
+        how, xs = (average, name, Compression.none, op, *others[:3]), others[3:]
+        return tuple(reductions.grouped_allreduce(xs, *how))
+
+    def grouped_allgather(name: Any, process_set: Any, *xs: Any) -> Any:
+        return tuple(data_collectives.grouped_allgather(xs, name, process_set))
+
+    def reducescatter(x: Any, name: Any, *others: Any) -> Any:
+        return reductions.reducescatter(x, name, Compression.none, *others)
+
+    def grouped_reducescatter(name: Any, *others: Any) -> Any:
+        how, xs = (name, Compression.none, *others[:4]), others[4:]
+        return tuple(reductions.grouped_reducescatter(xs, *how))
+
+    functions: dict[str, Callable[..., Any]] = {
+        "HorovodAllreduce": allreduce,
+        "HorovodGroupedAllreduce": grouped_allreduce,
+        "HorovodAllgather": data_collectives.allgather,
+        "HorovodGroupedAllgather": grouped_allgather,
+        "HorovodBroadcast": data_collectives.broadcast,
+        "HorovodAlltoall": data_collectives.alltoall,
+        "HorovodReducescatter": reducescatter,
+        "HorovodGroupedReducescatter": grouped_reducescatter,
+    }
+    return {name: type(name, (), {"apply": staticmethod(f)}) for name, f in functions.items()}
+
+
+def _asked(is_built: Callable[[], Any]) -> Callable[..., Any]:
+    """Return the question in the form that takes `verbose`."""
+
+    def ask(verbose: bool = False) -> Any:
+        del verbose
+        return is_built()
+
+    return ask

@@ -1,0 +1,131 @@
+"""The job, as Horovod's names speak of it: start and end, ranks, and what was built in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ringcomm import config
+from ringcomm.engine import world
+from ringcomm.engine.gpu import cuda_drivers
+from ringcomm.engine.world import engine
+from ringcomm.errors import ConfigError
+from ringcomm.torch.horovod import process_sets as sets
+
+_log = logging.getLogger("ringcomm")
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Make this process a rank of its job; see ringcomm.init(). Collective.
+
+    Horovod's variables are honoured where no RINGCOMM_ variable says otherwise:
+    HOROVOD_FUSION_THRESHOLD, HOROVOD_TIMELINE, HOROVOD_STALL_CHECK_TIME_SECONDS,
+    HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and HOROVOD_LOG_LEVEL. There is
+    no cycle, so HOROVOD_CYCLE_TIME has no meaning; process sets are always dynamic.
+
+    Args:
+        comm: an mpi4py communicator whose ranks take part; all by default.
+        process_sets: process sets to put into use, the same on every rank; "dynamic" means none.
+
+    Raises:
+        ValueError: comm is a list of ranks other than all of them; or a process set has the ranks
+            of one before it, as the global one has all: it alone is not in use then.
+    """
+    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        process_sets = ()
+    members = comm if isinstance(comm, list | tuple | range) else None
+    level = config.horovod_log_level()
+    if level is not None:
+        _log.setLevel(level)
+    world.start(config.horovod_settings, None if members is not None else comm)
+    if members and sorted(members) != list(range(engine().size)):
+        raise ValueError(
+            f"init(comm={list(members)}): this job has ranks 0 to {engine().size - 1}. Pass a "
+            "communicator, comm=MPI.COMM_WORLD.Split(...), or use process sets"
+        )
+    sets.prepare(process_sets or ())
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record operations from now on in `<file_path>.<rank>.json`; see ringcomm.start_timeline().
+
+    Args:
+        file_path: without ".<rank>.json"; a ".json" at its end is cut off.
+        mark_cycles: ignored: there are no cycles.
+    """
+    del mark_cycles
+    if isinstance(file_path, str):  # what is none is refused there
+        file_path = file_path.removesuffix(".json")
+    world.start_timeline(file_path)
+
+
+def is_homogeneous() -> bool:
+    """Return True if every host has as many ranks."""
+    current = engine()
+    nodes = current.nodes_of(current.world)
+    return len({nodes.count(node) for node in nodes}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Return True if MPI lets several threads communicate, as it must for overlap."""
+    return engine().is_threaded
+
+
+def mpi_built() -> bool:
+    """Return True: MPI is what this library stands on."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return True: MPI carries the messages."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return False: gloo is not used."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return False: gloo is not used."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return the version of the NCCL that this process can use, 22703; 0 if it can use none.
+
+    Nothing is compiled for NCCL: it is looked for, and used where it is found. See cuda_built().
+    """
+    drivers = cuda_drivers(config.settings().nccl)
+    try:
+        drivers.require()
+        return drivers.provider().version
+    except ConfigError:
+        return 0
+
+
+def cuda_built() -> bool:
+    """Return True if tensors on a GPU can be reduced here; `ringcomm check` says what is missing.
+
+    Cost: imports cupy, and starts NVIDIA's driver, which children forked later cannot use.
+    """
+    try:
+        cuda_drivers().require()
+    except ConfigError:
+        return False
+    return True
+
+
+def rocm_built() -> bool:
+    """Return False: GPUs are NVIDIA's."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False: DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: oneCCL is not used."""
+    return False

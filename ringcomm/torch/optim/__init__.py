@@ -1,0 +1,1 @@
+"""DistributedOptimizer: gradients are reduced over all ranks while backward() runs."""

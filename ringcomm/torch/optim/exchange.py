@@ -1,0 +1,226 @@
+"""The collective end of a backward(): what has not left yet follows, and all is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ringcomm.collectives.op import BOR
+from ringcomm.engine import async_ops, ops
+from ringcomm.errors import MismatchError, RingcommError
+from ringcomm.torch.backward.cooperative_finish import Waiting
+from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
+from ringcomm.torch.optim.gradient import Slot, State
+from ringcomm.torch.optim.presence import (
+    DENSE,
+    FAILED,
+    HAS_SAMPLES,
+    LATE,
+    SPARSE,
+    UNWEIGHTED,
+    WEIGHTED,
+    Presence,
+    samples_fault,
+)
+from ringcomm.torch.optim.sparse import SparseSum
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One such end.
+
+    Attributes:
+        slots: the optimizer's parameters.
+        buckets: of their dense gradients; some may be under way.
+        scaling: how the ranks' gradients become one.
+        step: how many steps this rank has completed.
+        max_nbytes: size limit of further buckets.
+        suffix: of the names by which ranks know this optimizer's messages.
+    """
+
+    slots: Sequence[Slot]
+    buckets: Sequence[Bucket]
+    scaling: Scaling
+    step: int
+    max_nbytes: float
+    suffix: str
+
+    def run(self, *, has_failed: bool = False) -> Waiting[Presence]:
+        """Make .grad of all slots final, and return what was present anywhere. Collective.
+
+        Args:
+            has_failed: this rank's backward() raised; only what is under way is completed.
+
+        Raises:
+            MismatchError: on every rank: a backward() failed somewhere, ranks are in different
+                steps, disagree on set_samples(), or on what a bucket is. Nothing is under way.
+            ValueError: all ranks have called set_samples(0). Nothing is under way.
+            TypeError: on every rank: a gradient is sparse, and each rank is to update a share.
+            PeerFailedError, CommTimeoutError: the engine may still write to what is under way.
+        """
+        presence = yield from self._agree(has_failed=has_failed)
+        if not presence.is_one_step:
+            yield from self._end_astray()
+        problem = self._problem(presence)
+        # What has left on one rank must leave on all, or it would wait for ever.
+        self._launch_rest(presence)
+        sums = [] if problem else self._launch_sparse(presence)
+        extra = [] if problem else self._launch_extra(presence)
+        total = None if problem else (yield from self._total_samples())
+        yield from self._land([*sums, *extra], total, problem)
+        self._settle(presence, sums, extra)
+        return presence
+
+    def _agree(self, *, has_failed: bool) -> Waiting[Presence]:
+        samples = self.scaling.samples
+        flags = UNWEIGHTED if samples is None else WEIGHTED
+        flags |= (HAS_SAMPLES if samples else 0) | (FAILED if has_failed else 0)
+        mine = Presence(bytes(slot.code for slot in self.slots), flags)
+        message = np.frombuffer(bytearray(mine.pack(self.step)), np.uint8)
+        name = f"which gradients are there{self.suffix}"
+        handle = async_ops.allreduce_async_(message, BOR, name=name, group=self.scaling.group)
+        yield handle
+        return Presence.unpack(handle.wait().tobytes())
+
+    def _problem(self, presence: Presence) -> Exception | None:
+        """Return the error that all ranks are to raise, or None."""
+        if presence.flags & FAILED:
+            return MismatchError(
+                "DistributedOptimizer: backward() raised on another rank, which goes on: call "
+                "optimizer.zero_grad() and repeat the backward() on every rank"
+            )
+        fault = samples_fault(presence)
+        if fault == "partial":
+            samples = ops.allgather_object(
+                self.scaling.samples, name=f"samples{self.suffix}", group=self.scaling.group
+            )
+            return MismatchError(explain_samples(samples))
+        if fault == "empty":
+            return ValueError(
+                "DistributedOptimizer: set_samples(0) on every rank: there is no mean over 0 "
+                "samples. Skip this step on all ranks"
+            )
+        sparse = [slot.name for slot in self.slots if presence.codes[slot.index] == SPARSE]
+        if sparse and self.scaling.recipe.is_sharded:
+            return TypeError(
+                f"DistributedOptimizer: the gradient of {sparse[0]} is sparse, and shard_state=1 "
+                "takes dense ones only: pass sparse_as_dense=True, or shard_state=0"
+            )
+        return None
+
+    def _end_astray(self) -> Waiting[None]:
+        """Ranks are in different steps, so their buckets may differ: complete what has left.
+
+        Raises:
+            MismatchError: always, on every rank.
+        """
+        mine = [bucket.outline for bucket in self.buckets if bucket.is_under_way]
+        group = self.scaling.group
+        told = ops.allgather_object((self.step, mine), name=f"steps{self.suffix}", group=group)
+        known = {outline.name for outline in mine}
+        strays = {outline for _, theirs in told for outline in theirs if outline.name not in known}
+        handles = [outline.launch_zeros(group) for outline in sorted(strays)]
+        yield from handles
+        problem = MismatchError(explain_steps([step for step, _ in told]))
+        yield from self._land((), None, problem)
+
+    def _launch_rest(self, presence: Presence) -> None:
+        for bucket in self.buckets:
+            indices = [member.index for member in bucket.members]
+            if bucket.is_under_way or not any(presence.codes[i] & DENSE for i in indices):
+                continue
+            for index in indices:
+                self.slots[index].take_part()
+                self.slots[index].pack(presence.codes[index])
+            bucket.launch(self.scaling)
+
+    def _launch_sparse(self, presence: Presence) -> list[SparseSum]:
+        sums = []
+        for slot in self.slots:
+            if presence.codes[slot.index] == SPARSE:
+                slot.take_part()
+                sums.append(SparseSum(slot, self.scaling, self.suffix))
+        return sums
+
+    def _launch_extra(self, presence: Presence) -> list[Bucket]:
+        """Send what came late, and dense gradients that have no place in a bucket."""
+        apart = [
+            slot
+            for slot in self.slots
+            if (code := presence.codes[slot.index]) & LATE or (code & DENSE and slot.bucket is None)
+        ]
+        named = [(slot.index, slot.name, slot.parameter) for slot in apart]
+        group = self.scaling.group
+        buckets = make_buckets("late gradients", named, self.max_nbytes, group, self.suffix)
+        for bucket in buckets:
+            for member in bucket.members:
+                self.slots[member.index].take_part()
+                self.slots[member.index].spare(member.view)
+            bucket.launch(self.scaling)
+        return buckets
+
+    def _total_samples(self) -> Waiting[float | None]:
+        if self.scaling.samples is None:
+            return None
+        mine = np.array([self.scaling.samples])
+        name, group = f"number of samples{self.suffix}", self.scaling.group
+        handle = async_ops.allreduce_async_(mine, name=name, group=group)
+        yield handle
+        return float(handle.wait()[0])
+
+    def _land(
+        self,
+        others: Sequence[Bucket | SparseSum],
+        total: float | None,
+        problem: Exception | None,
+    ) -> Waiting[None]:
+        """Wait for everything; only then raise `problem`, or what went wrong meanwhile."""
+        errors: list[Exception] = []
+        for each in (*(bucket for bucket in self.buckets if bucket.is_under_way), *others):
+            yield from each.handles
+            try:
+                each.land(total)
+            except RingcommError as error:
+                errors.append(error)
+        # A mismatch may follow from the problem; a death does not.
+        errors.sort(key=lambda error: isinstance(error, MismatchError))
+        if problem is not None and (not errors or isinstance(errors[0], MismatchError)):
+            raise problem
+        if errors:
+            raise errors[0]
+
+    def _settle(
+        self, presence: Presence, sums: Sequence[SparseSum], extra: Sequence[Bucket]
+    ) -> None:
+        parts: dict[int, list[torch.Tensor]] = {each.index: [each.result] for each in sums}
+        for bucket in extra:
+            for member in bucket.members:
+                parts.setdefault(member.index, []).append(member.view)
+        for slot in self.slots:
+            if slot.state is not State.SETTLED:
+                slot.settle(presence.codes[slot.index], parts.get(slot.index, ()))
+
+
+def explain_steps(steps: Sequence[int]) -> str:
+    """Return what is wrong when steps[r] is the number of steps that rank r has completed; pure."""
+    other = next(r for r, step in enumerate(steps) if step != steps[0])
+    return (
+        f"DistributedOptimizer: rank 0 is in step {steps[0] + 1}, rank {other} in step "
+        f"{steps[other] + 1}. Every rank must run as many backward() and step() as the others: "
+        "give all of them as many batches. Behind hvd.join(), which returns the last rank, "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=last) brings the others in step"
+    )
+
+
+def explain_samples(samples: Sequence[float | None]) -> str:
+    """Return what is wrong when samples[r] is what rank r passed to set_samples(); pure."""
+    with_it = next(r for r, n in enumerate(samples) if n is not None)
+    without = samples.index(None)
+    return (
+        f"DistributedOptimizer: rank {with_it} called set_samples({samples[with_it]:g}) for this "
+        f"step, rank {without} did not call set_samples(). Call it for each step on every rank, or "
+        "on none"
+    )

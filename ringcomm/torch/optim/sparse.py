@@ -1,0 +1,67 @@
+"""Sparse gradients: the rows that any rank has touched, gathered and added up."""
+
+from __future__ import annotations
+
+import torch
+
+from ringcomm.collectives.op import AVERAGE
+from ringcomm.engine import async_ops
+from ringcomm.torch.optim.buckets import Scaling, wide
+from ringcomm.torch.optim.gradient import Slot
+
+
+class SparseSum:
+    """The sum over all ranks of one parameter's sparse gradients, under way.
+
+    Args:
+        slot: of the parameter. Its .grad is this rank's part if it is torch.sparse_coo.
+        scaling: how the ranks' parts become one.
+        suffix: of the names by which the ranks know the messages.
+
+    Attributes:
+        index: of the parameter.
+        handles: of what is under way.
+        result: coalesced, the same bits on every rank, once land() has returned.
+    """
+
+    def __init__(self, slot: Slot, scaling: Scaling, suffix: str = "") -> None:
+        parameter = slot.parameter
+        self.index = slot.index
+        self.result = torch.empty(0)
+        self._shape, self._dtype = parameter.shape, parameter.dtype
+        self._divisor = scaling.group.size if scaling.wire_op is AVERAGE else 1
+        rows, values = _rows(parameter, parameter.grad if slot.has_sparse else None)
+        if scaling.samples is not None:  # the mean over an empty batch is NaN
+            values = wide(values)
+            values = values * scaling.samples if scaling.samples else torch.zeros_like(values)
+        title = f"sparse gradient of {slot.name}{suffix}"
+        self.handles = (
+            async_ops.allgather_async(rows, name=f"{title}: rows", group=scaling.group),
+            async_ops.allgather_async(values, name=f"{title}: values", group=scaling.group),
+        )
+
+    def land(self, total: float | None) -> None:
+        """Wait for the result.
+
+        Args:
+            total: samples of all ranks, by which a weighted sum is divided; None: not weighted.
+        """
+        rows, values = (handle.wait() for handle in self.handles)
+        gathered = torch.sparse_coo_tensor(
+            rows.unsqueeze(0), wide(values), self._shape, check_invariants=True
+        )
+        mean = gathered.coalesce() / (self._divisor if total is None else total)
+        self.result = mean.to(self._dtype)
+
+
+def _rows(
+    parameter: torch.Tensor, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows touched, shape (n,), and their values, shape (n, *parameter.shape[1:])."""
+    if gradient is None:
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return rows, parameter.new_empty((0, *parameter.shape[1:]))
+    if gradient.sparse_dim() != 1:
+        gradient = gradient.to_dense().to_sparse(1)
+    gradient = gradient.detach().coalesce()
+    return gradient.indices()[0], gradient.values()

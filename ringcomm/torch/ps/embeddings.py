@@ -1,0 +1,309 @@
+"""Embeddings whose rows live on parameter servers: nn.Embedding and nn.EmbeddingBag by key.
+
+A forward pass pulls the rows of the keys that are in the batch, each once; the backward pass pushes
+their gradients as soon as they are there. No optimizer of the worker knows of the rows: the servers
+have their own. But one that clips, or unscales what a GradScaler has scaled, does so to them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringcomm.codec import Codec
+from ringcomm.ps.future import Future, Pushed
+from ringcomm.ps.hashtable import HashTable, hashtable
+from ringcomm.ps.initializers import Initializer, normal
+from ringcomm.ps.job import is_chief
+from ringcomm.ps.optim import Updater
+from ringcomm.ps.policies import Admit, Evict
+from ringcomm.ps.rounds import Mode
+from ringcomm.torch.ps.row_gradients import submit
+
+
+class _Rows(nn.Module):
+    """What Embedding and EmbeddingBag have in common.
+
+    Attributes:
+        table: the hash table of the rows.
+        num_embeddings: ids are less; None: any id >= 0 may come.
+        embedding_dim: columns of a row.
+        padding_idx: the id that reads as zeros and learns nothing; None: there is none.
+        samples: weight of this worker's gradients in the mean of a round; None: what set_samples()
+            of the optimizer has said for the step, or 1.
+        pushed: what became of the last gradients; None before the first. They leave in the backward
+            pass, or with the step() of an optimizer that has max_grad_norm= or scaler=.
+        is_in_state_dict: state_dict() has all rows as "weight", fetched from the servers, and
+            load_state_dict() takes them; as ps.convert() has it. Needs num_embeddings.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        dim: int,
+        *,
+        name: str,
+        init: Initializer | None = None,
+        optimizer: Updater | None = None,
+        admit: Admit | None = None,
+        evict: Evict | None = None,
+        padding_idx: int | None = None,
+        mode: str | Mode = "async",
+        dtype: torch.dtype = torch.float32,
+        compression: str | Codec | None = None,
+        pull_compression: str | Codec | None = None,
+    ) -> None:
+        super().__init__()
+        if num_embeddings is not None and num_embeddings < 1:
+            raise ValueError(
+                f"embedding[{name}]: num_embeddings is {num_embeddings}; one at least, or None"
+            )
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = dim
+        self.padding_idx = _padding(padding_idx, num_embeddings, name)
+        self.dtype = dtype
+        self.samples: float | None = None
+        self.is_in_state_dict = False
+        self.pushed: Future[Pushed] | None = None
+        init = normal(std=1.0) if init is None else init  # as nn.Embedding begins
+        self.table: HashTable = hashtable(
+            name, dim, dtype=str(dtype).removeprefix("torch."), updater=optimizer, mode=mode,
+            init=init, admit=admit, evict=evict, compression=compression,
+            pull_compression=pull_compression,
+        )  # fmt: skip
+        _enrol()
+
+    @property
+    def optimizer(self) -> Updater:
+        """What the servers do with gradients; set it to change hyper-parameters."""
+        return self.table.updater
+
+    @optimizer.setter
+    def optimizer(self, updater: Updater) -> None:
+        self.table.updater = updater
+
+    def load(self, weight: Tensor) -> None:
+        """Let rows 0 to len(weight) - 1 have these values; waits until the servers have them.
+
+        Args:
+            weight: shape (rows, dim).
+
+        Raises:
+            ValueError: it has another shape, or the table's policy did not admit some of the rows.
+        """
+        limit = len(weight) if self.num_embeddings is None else self.num_embeddings
+        if weight.ndim != 2 or weight.shape[1] != self.embedding_dim or len(weight) > limit:
+            raise ValueError(
+                f"embedding[{self.table.name}]: got weight of shape {tuple(weight.shape)}, and "
+                f"there are {self.num_embeddings} rows of {self.embedding_dim}"
+            )
+        rejected = 0
+        for start, stop in self._portions(len(weight)):
+            values = weight[start:stop].detach().to("cpu", self.dtype).contiguous().numpy()
+            done = self.table.push(np.arange(start, stop), values, assign=True).wait()
+            rejected += done.rejected
+        if rejected:
+            raise ValueError(
+                f"embedding[{self.table.name}]: {rejected} of {len(weight)} rows were not "
+                "admitted. Open it without admit= to load values"
+            )
+
+    def weight_now(self) -> Tensor:
+        """Return all rows as the servers have them now: shape (num_embeddings, dim).
+
+        Raises:
+            ValueError: any id may come: num_embeddings is None.
+        """
+        if self.num_embeddings is None:
+            raise ValueError(
+                f"embedding[{self.table.name}]: any id may come (num_embeddings is None), so there "
+                "is no matrix of all rows. Use ps.save() and ps.load_state_dict()"
+            )
+        weight = torch.empty(self.num_embeddings, self.embedding_dim, dtype=self.dtype)
+        for start, stop in self._portions(len(weight)):
+            self.table.pull(
+                np.arange(start, stop), out=weight[start:stop].numpy(), exact=True
+            ).wait()
+        return weight
+
+    def _portions(self, n: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of rows that go in one request: 16 MiB."""
+        step = max(1, (16 << 20) // (self.embedding_dim * self.dtype.itemsize))
+        for start in range(0, n, step):
+            yield start, min(n, start + step)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_in_state_dict:
+            destination[f"{prefix}weight"] = self.weight_now()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """Let the servers have "weight", on the chief, whose values count; see nn.Module."""
+        if self.is_in_state_dict:
+            _, strict, missing_keys, _, error_msgs = more
+            key = f"{prefix}weight"
+            if key not in state_dict:
+                missing_keys += [key] if strict else []
+            elif is_chief():
+                try:
+                    self.load(state_dict[key])
+                except ValueError as error:
+                    error_msgs.append(str(error))
+            state_dict = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+    def _pulled(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Return the rows of the distinct ids, where each id is in them, and where padding is."""
+        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+            raise TypeError(
+                f"embedding[{self.table.name}]: ids are {ids.dtype}; they must be integers"
+            )
+        keys, where = torch.unique(ids.detach(), return_inverse=True)
+        self._require_range(keys)
+        unique = keys.cpu().numpy().astype(np.int64, copy=False)
+        rows = torch.from_numpy(self.table.pull(unique).wait())
+        padding = None
+        if self.padding_idx is not None and (at := np.flatnonzero(unique == self.padding_idx)).size:
+            padding = int(at[0])
+            rows[padding] = 0
+        rows = rows.to(ids.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda leaf: self._push(unique, leaf, padding)
+            )
+        return rows, where, padding
+
+    def _push(self, keys: np.ndarray, rows: Tensor, padding: int | None) -> None:
+        assert rows.grad is not None
+        grad = rows.grad.detach().cpu().contiguous().numpy()
+        rows.grad = None  # one that runs backward again pushes what is new
+        if padding is not None:
+            keys, grad = np.delete(keys, padding), np.delete(grad, padding, 0)
+        submit(self.table, keys, grad, self.samples, partial(setattr, self, "pushed"))
+
+    def _require_range(self, keys: Tensor) -> None:
+        if not len(keys):
+            return
+        least, most = int(keys[0]), int(keys[-1])
+        if least < 0 or (self.num_embeddings is not None and most >= self.num_embeddings):
+            bound = "2^63" if self.num_embeddings is None else self.num_embeddings
+            raise IndexError(
+                f"embedding[{self.table.name}]: id {least if least < 0 else most} is not in "
+                f"[0, {bound})"
+            )
+
+    def extra_repr(self) -> str:
+        """Return what print(module) says of it."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, name={self.table.name!r}{padding}"
+
+
+class Embedding(_Rows):
+    """nn.Embedding whose rows live on parameter servers. ps.init() has run.
+
+    Every forward pass that is followed by a backward pass is a push of its own. In a table with
+    rounds each worker must run as many of them as the others, if need be with no ids. Where a
+    ps.DistributedOptimizer has max_grad_norm= or scaler=, its next step() pushes the sum of them:
+    clipped by the norm of all gradients, and skipped with them.
+
+    Args:
+        num_embeddings: ids are less; None: any id >= 0 may come.
+        dim: columns of a row.
+        name: of the table, alike on all workers.
+        init: what a new row holds; normal with std 1 if not given, as nn.Embedding.
+        optimizer: what the servers do with gradients; ps.optim.SGD(0.01) if not given.
+        admit: which ids are given a row; all if not given. The others read as new rows do.
+        evict: which rows are dropped; none if not given.
+        padding_idx: the id that reads as zeros and learns nothing.
+        mode: when pushes become updates, see ps.hashtable().
+        dtype: of the rows, torch.float32 or float64.
+        compression: what gradients are sent in, see ps.hashtable().
+        pull_compression: what rows are sent in.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids: shape of ids, then dim."""
+        rows, where, padding = self._pulled(ids)
+        return F.embedding(where, rows, padding)
+
+
+class EmbeddingBag(_Rows):
+    """nn.EmbeddingBag whose rows live on parameter servers: sums, means or maxima of bags of rows.
+
+    Args:
+        num_embeddings: see Embedding; so are those that are not named here.
+        dim: columns of a row.
+        name: of the table.
+        bag: how a bag becomes one row: "sum", "mean" or "max"; what nn.EmbeddingBag calls mode.
+        include_last_offset: offsets end with the number of ids.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        dim: int,
+        *,
+        name: str,
+        bag: Literal["sum", "mean", "max"] = "mean",
+        include_last_offset: bool = False,
+        init: Initializer | None = None,
+        optimizer: Updater | None = None,
+        admit: Admit | None = None,
+        evict: Evict | None = None,
+        padding_idx: int | None = None,
+        mode: str | Mode = "async",
+        dtype: torch.dtype = torch.float32,
+        compression: str | Codec | None = None,
+        pull_compression: str | Codec | None = None,
+    ) -> None:
+        if bag not in ("sum", "mean", "max"):
+            raise ValueError(f"embedding[{name}]: bag is {bag!r}; it must be sum, mean or max")
+        super().__init__(
+            num_embeddings, dim, name=name, init=init, optimizer=optimizer, admit=admit,
+            evict=evict, padding_idx=padding_idx, mode=mode, dtype=dtype, compression=compression,
+            pull_compression=pull_compression,
+        )  # fmt: skip
+        self.bag = bag
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return one row per bag.
+
+        Args:
+            ids: shape (bags, n) without offsets; else (n,).
+            offsets: where each bag begins in ids.
+            per_sample_weights: shape of ids; only for sums.
+        """
+        rows, where, padding = self._pulled(ids)
+        return F.embedding_bag(
+            where, rows, offsets, mode=self.bag, per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset, padding_idx=padding,
+        )  # fmt: skip
+
+
+def _padding(index: int | None, n: int | None, name: str) -> int | None:
+    if index is None:
+        return None
+    if n is not None and -n <= index < n:
+        return index % n
+    if n is None and index >= 0:
+        return index
+    raise ValueError(f"embedding[{name}]: padding_idx is {index}, and there are {n} rows")
+
+
+def _enrol() -> None:
+    """Note that the servers have something to do; see hybrid="ring"."""
+    from ringcomm.torch.ps.hybrid import enrol_embedding  # that package re-exports this module
+
+    enrol_embedding()

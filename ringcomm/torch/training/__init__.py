@@ -1,0 +1,1 @@
+"""Checkpoints, metrics and learning rates for data-parallel training."""

@@ -1,0 +1,182 @@
+"""What turns this rank's part of a bucket's gradient into new weights."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from ringcomm.gpu.base import UpdatePiece
+from ringcomm.torch.optim.buckets import is_16_bit, wide
+from ringcomm.torch.zero.parameter_state import Held
+
+Settings = dict[str, Any]  # of a param_group, but for its parameters
+MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in float32
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """This rank's part of a bucket's weights.
+
+    Attributes:
+        weights: of the whole bucket, flat.
+        own: which elements are this rank's.
+        places: of the pieces, one behind the other, which fill it: each belongs to one parameter.
+        pieces: the weights there.
+    """
+
+    weights: torch.Tensor
+    own: slice
+    places: Sequence[slice]
+    pieces: Sequence[torch.Tensor]
+
+
+class ChunkUpdate(Protocol):
+    """Updates the pieces of one bucket that are this rank's; local.
+
+    Attributes:
+        pieces: what update() leaves to a kernel, which gives the others the new weights, too; None:
+            nothing.
+    """
+
+    @property
+    def pieces(self) -> Sequence[UpdatePiece] | None:
+        """See above."""
+        ...
+
+    def update(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        groups: Sequence[tuple[Settings, list[int]]],
+        buffer: torch.Tensor,
+    ) -> list[Settings]:
+        """Write new weights over the old ones, or say in `pieces` how.
+
+        Args:
+            gradients: of each piece, of its shape and dtype, read only; None: it stays as it is.
+            groups: the settings of each param_group, and which pieces are in it.
+            buffer: of the bucket, flat; where gradients are that nobody has replaced. What a kernel
+                is to read must be there.
+
+        Returns:
+            The settings as the step has left them.
+        """
+        ...
+
+    def note_done(self) -> None:
+        """What `pieces` says was done."""
+        ...
+
+    def held(self, piece: int) -> Held:
+        """Return what is kept of a piece; nothing if it was never updated. Not to be changed."""
+        ...
+
+    def hold(self, piece: int, held: Held) -> None:
+        """Go on with this instead; it is kept."""
+        ...
+
+
+class OwnClassUpdate:
+    """ChunkUpdate by an optimizer of the user's class over the pieces alone.
+
+    Pieces of 16 bits have float32 masters: those are updated, by gradients made float32, and the
+    weights are the masters rounded. A weight that somebody has changed since is a new master.
+
+    Args:
+        optimizer: of that class, without parameters and state.
+        weights: the pieces, written to by update().
+    """
+
+    pieces = None
+
+    def __init__(self, optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> None:
+        self._optimizer = optimizer
+        optimizer.state = defaultdict(dict)
+        optimizer._optimizer_step_pre_hooks = OrderedDict()  # run by the one that the user has
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+        step = type(optimizer).step
+        self._step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        self._weights = weights
+        self._masters = [wide(each) for each in weights]
+        self._has_master = [False for _ in weights]  # one that differs from the weights
+
+    def update(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        groups: Sequence[tuple[Settings, list[int]]],
+        buffer: torch.Tensor,
+    ) -> list[Settings]:
+        """See ChunkUpdate."""
+        del buffer
+        for piece, gradient in enumerate(gradients):
+            master = self._masters[piece]
+            if gradient is not None:
+                self._follow(piece)
+                master.grad = gradient.to(master.dtype)
+        self._optimizer.param_groups = [
+            {**settings, "params": [self._masters[piece] for piece in pieces]}
+            for settings, pieces in groups
+        ]
+        self._step(self._optimizer)
+        for piece, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._round(piece)
+            self._masters[piece].grad = None
+        return [_settings(group) for group in self._optimizer.param_groups]
+
+    def note_done(self) -> None:
+        """See ChunkUpdate."""
+
+    def held(self, piece: int) -> Held:
+        """See ChunkUpdate."""
+        master = self._masters[piece]
+        held = Held.of(self._optimizer.state.get(master, {}), master)
+        if self._has_master[piece]:
+            held.lines[MASTER] = master.reshape(-1)
+        return held
+
+    def hold(self, piece: int, held: Held) -> None:
+        """See ChunkUpdate."""
+        master = self._masters[piece]
+        lines = dict(held.lines)
+        weights = lines.pop(MASTER, None)
+        if weights is not None and is_16_bit(self._weights[piece]):
+            master.copy_(weights.reshape(master.shape))
+            self._has_master[piece] = True
+        state = Held(lines, held.alike).mapped(lambda line: _as_wide_as(master, line))
+        self._optimizer.state.pop(master, None)
+        if state:
+            self._optimizer.state[master] = state.shaped(master)
+
+    def _follow(self, piece: int) -> None:
+        """See where somebody else has written to the weights."""
+        weights, master = self._weights[piece], self._masters[piece]
+        if weights is master:
+            return
+        is_own = master.to(weights.dtype) == weights
+        if not is_own.all():
+            master.copy_(torch.where(is_own, master, weights.to(master.dtype)))
+
+    def _round(self, piece: int) -> None:
+        weights, master = self._weights[piece], self._masters[piece]
+        if weights is not master:
+            weights.copy_(master)
+            self._has_master[piece] = True
+
+
+def settings_of(optimizer: Optimizer) -> list[Settings]:
+    """Return the settings of all groups."""
+    return [_settings(group) for group in optimizer.param_groups]
+
+
+def _settings(group: dict[str, Any]) -> Settings:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _as_wide_as(master: torch.Tensor, line: torch.Tensor) -> torch.Tensor:
+    is_float = master.is_floating_point() and line.is_floating_point()
+    return line.to(master.device, master.dtype if is_float else line.dtype)

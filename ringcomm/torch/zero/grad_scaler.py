@@ -1,0 +1,37 @@
+"""A GradScaler for optimizers of which each rank sees a part of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ringcomm.torch.zero.sharding import Sharding
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler that skips the same steps, and has the same scale, on every rank.
+
+    For a DistributedOptimizer with shard_state=1, of which unscale_() and step() are collective;
+    with any other optimizer it is torch's.
+    """
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale; an infinity on one rank counts on all."""
+        if not (isinstance(optimizer, Sharding) and self.is_enabled()):
+            super().unscale_(optimizer)
+            return
+
+        def divide() -> Iterable[torch.Tensor]:
+            super(GradScaler, self).unscale_(optimizer)
+            return self._found_inf_per_device(optimizer).values()
+
+        optimizer.unscale(divide)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Let the optimizer step, unless a gradient on whatever rank is infinite or NaN."""
+        if isinstance(optimizer, Sharding) and self.is_enabled() and not optimizer.is_unscaled:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)

@@ -1,0 +1,152 @@
+"""The weights of one bucket: a rank updates a chunk of them, and gets the rest from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.arrays.torch import TORCH
+from ringcomm.collectives.schedule import chunks
+from ringcomm.engine import gpu_plans, into
+from ringcomm.engine.group import Group
+from ringcomm.engine.handle import Handle
+from ringcomm.engine.world import engine
+from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like
+from ringcomm.torch.optim.gradient import Slot
+from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, Settings
+from ringcomm.torch.zero.parameter_state import Held
+from ringcomm.torch.zero.pieces import Plan
+
+MakeUpdate = Callable[[Chunk], ChunkUpdate]
+
+
+class Shard:
+    """One bucket's weights, in memory that the ranks of this node read where it stands.
+
+    Parameters are moved there: what else used their old memory no longer sees their updates.
+
+    Args:
+        bucket: of the gradients.
+        slots: all of the optimizer's.
+        group: whose ranks share the work.
+        make_update: makes what updates this rank's pieces of weights.
+
+    Attributes:
+        plan: (index, elements) of its parameters, in order.
+        updated: by the index of the parameter, which of its elements this rank updates.
+    """
+
+    def __init__(
+        self, bucket: Bucket, slots: Sequence[Slot], group: Group, make_update: MakeUpdate
+    ) -> None:
+        self.plan = plan_of(bucket)
+        self.updated = {
+            member.index: member.own
+            for member in bucket.members
+            if member.own.start < member.own.stop
+        }
+        self._group = group
+        self._name = f"weights of {bucket.whose}"
+        self._weights = registered(bucket.buffer.numel(), bucket.buffer, group)
+        self._slots = {member.index: slots[member.index] for member in bucket.members}
+        self._views = {
+            member.index: view_like(self._weights[member.place], slots[member.index].parameter)
+            for member in bucket.members
+        }
+        self._move_in()
+        self._update = make_update(self._chunk(bucket))
+
+    @torch.no_grad()
+    def update(
+        self,
+        settings: Sequence[Settings],
+        group_of: Mapping[torch.Tensor, int],
+        buffer: torch.Tensor,
+    ) -> list[Settings]:
+        """Write new weights to this rank's chunk; return the settings as that leaves them.
+
+        Args:
+            settings: of each param_group.
+            group_of: the number of each parameter's param_group.
+            buffer: of the bucket, as it is in this step.
+        """
+        self._move_in()
+        groups: list[tuple[Settings, list[int]]] = [(each, []) for each in settings]
+        gradients: list[torch.Tensor | None] = []
+        for piece, index in enumerate(self.updated):
+            slot = self._slots[index]
+            number = group_of.get(slot.parameter)
+            gradients.append(None if number is None else slot.own_gradient())
+            if number is not None:
+                groups[number][1].append(piece)
+        return self._update.update(gradients, groups, buffer)
+
+    def send(self, buffer: torch.Tensor) -> Handle[Any]:
+        """Start to give this rank's chunk to the others, and to get theirs. Collective.
+
+        Args:
+            buffer: see update().
+        """
+        pieces = self._update.pieces
+        if pieces is not None:
+            return engine().start(
+                "update",
+                self._name,
+                lambda g: gpu_plans.update_reduced(g, self._name, buffer, self._weights, pieces),
+                self._group,
+            )
+        parts = chunks(self._weights.numel(), self._group.size)
+        own = self._weights[parts[self._group.index]]
+        counts = [part.stop - part.start for part in parts]
+        return engine().start(
+            "allgather_into",
+            self._name,
+            lambda g: into.allgather_into(g, self._name, self._weights, own, counts),
+            self._group,
+        )
+
+    def note_written(self) -> None:
+        """Tell autograd of the new weights, once all are there."""
+        self._update.note_done()
+        for slot in self._slots.values():
+            if slot.parameter.grad is not None:
+                TORCH.written(slot.parameter)
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return the place of a parameter's weights, laid out as they are."""
+        return self._views[index]
+
+    def held(self) -> dict[int, Held]:
+        """Return what is kept of each parameter of which this rank updates a piece."""
+        return {index: self._update.held(piece) for piece, index in enumerate(self.updated)}
+
+    def hold(self, index: int, held: Held) -> None:
+        """Go on with this for this rank's piece of a parameter."""
+        self._update.hold(list(self.updated).index(index), held)
+
+    def _chunk(self, bucket: Bucket) -> Chunk:
+        own = chunks(self._weights.numel(), self._group.size)[self._group.index]
+        places = [
+            slice(member.place.start + part.start, member.place.start + part.stop)
+            for member in bucket.members
+            if (part := self.updated.get(member.index)) is not None
+        ]
+        pieces = [line_of(self._views[index])[part] for index, part in self.updated.items()]
+        return Chunk(self._weights, own, places, pieces)
+
+    @torch.no_grad()
+    def _move_in(self) -> None:
+        """Let the parameters stand in this memory, also those that somebody has moved elsewhere."""
+        for index, view in self._views.items():
+            parameter = self._slots[index].parameter
+            is_there = parameter.data_ptr() == view.data_ptr()
+            if not is_there or parameter.stride() != view.stride():
+                view.copy_(parameter.clone())  # which may be another view of the same memory
+                parameter.data = view
+
+
+def plan_of(bucket: Bucket) -> Plan:
+    """Return (index, elements) of a bucket's parameters, in order."""
+    return [(member.index, member.view.numel()) for member in bucket.members]

@@ -1,0 +1,103 @@
+"""States of whole parameters, made of what each rank holds of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ringcomm.engine import into, ops
+from ringcomm.engine.group import Group
+from ringcomm.engine.world import engine
+from ringcomm.errors import RingcommError
+from ringcomm.torch.zero.parameter_state import Held
+
+_Outline = tuple[dict[str, str], dict[str, Any]]  # dtypes of a Held's lines, and what is alike
+
+
+def gathered(
+    mine: Mapping[int, Held],
+    shares: Mapping[int, Sequence[int]],
+    names: Sequence[str],
+    group: Group,
+    suffix: str,
+) -> Iterator[tuple[int, Held]]:
+    """Yield parameters, and what all ranks together hold of each; nothing of those without a state.
+
+    Collective: every rank goes through all of them.
+
+    Args:
+        mine: by the index of the parameter, what this rank holds of its part.
+        shares: the parameters in question, and how many elements of each are whose, in rank order.
+        names: of all parameters, for messages.
+        group: whose ranks they are.
+        suffix: of the names of messages.
+
+    Memory: the lines of one parameter beside what the caller keeps.
+
+    Raises:
+        RingcommError: on every rank: ranks hold different things of a parameter.
+    """
+    mine = {index: mine[index] for index in shares if mine.get(index)}
+    told: list[dict[int, _Outline]] = ops.allgather_object(
+        {index: _outline(held) for index, held in mine.items()},
+        name=f"outline of the state{suffix}",
+        group=group,
+    )
+    for index, counts in shares.items():
+        owners = [theirs.get(index) for theirs, n in zip(told, counts, strict=True) if n]
+        outline = _agreed(owners, names[index])
+        if outline is None:
+            continue
+        dtypes, alike = outline
+        lines = {}
+        for key, dtype in dtypes.items():
+            own = mine[index].lines[key] if index in mine else None
+            name = f"{key} of {names[index]}{suffix}"
+            lines[key] = _gathered(own, getattr(torch, dtype), counts, name, group)
+        yield index, Held(lines, alike)
+
+
+def _outline(held: Held) -> _Outline:
+    dtypes = {key: str(line.dtype).removeprefix("torch.") for key, line in held.lines.items()}
+    return dtypes, held.alike
+
+
+def _agreed(outlines: Sequence[_Outline | None], name: str) -> _Outline | None:
+    """Return what all owners have said; None if none has a state, or there is no element."""
+    if not any(outlines):
+        return None
+    first = outlines[0]
+    for other in outlines[1:]:
+        if first is None or other is None or not _is_same(first, other):
+            raise RingcommError(
+                f"DistributedOptimizer: ranks hold different states of their parts of {name}: "
+                f"{first} and {other}. Its class does not go by element (use shard_state=0), or "
+                "some ranks alone have set .grad to None"
+            )
+    return first
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
+
+
+def _gathered(
+    own: torch.Tensor | None, dtype: torch.dtype, counts: Sequence[int], name: str, group: Group
+) -> torch.Tensor:
+    whole = torch.empty(sum(counts), dtype=dtype)
+    mine = torch.empty(0, dtype=dtype) if own is None else own.cpu().contiguous()
+    handle = engine().start(
+        "allgather_into",
+        name,
+        lambda g: into.allgather_into(g, name, whole, mine, counts),
+        group,
+    )
+    return handle.wait()
