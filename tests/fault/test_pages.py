@@ -1,4 +1,4 @@
-"""What the README shows must run: each python block is a job of 2 ranks."""
+"""What the pages for users show must run: each python block is a job of 2 ranks."""
 
 import re
 from pathlib import Path
@@ -6,15 +6,19 @@ from pathlib import Path
 import pytest
 from harness import run_script
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = [
+    block
+    for page in ("collectives.md", "torch.md")
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+]
 
 
 def test_there_are_blocks():
     assert len(BLOCKS) == 4
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["registered", "arrays", "async", "torch"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "async", "registered", "torch"])
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
         pytest.importorskip("torch", reason="the core is tested without torch, too")
@@ -23,7 +27,7 @@ def test_block_runs(block, tmp_path):
 
 
 def test_what_goes_before_os_exit_ends_the_job_well(tmp_path):
-    [end] = re.findall(r"End with `os._exit` only after `(.*?)`", README)
+    [end] = re.findall(r"End with `os._exit` only after `(.*?)`", (DOCS / "running.md").read_text())
     world = "ringcomm.init(); ringcomm.barrier(); "
     program = f"import os, ringcomm; {world}ringcomm.shutdown(); {world}{end}; os._exit(0)"
     job = run_script(3, program, cwd=tmp_path)
