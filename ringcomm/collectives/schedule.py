@@ -39,6 +39,13 @@ def consecutive(counts: list[int]) -> list[slice]:
     return slices
 
 
+def within(place: slice, own: slice) -> slice:
+    """Return which elements of the range `place`, counted from its start, are in `own`."""
+    n = place.stop - place.start
+    start, stop = (min(max(end - place.start, 0), n) for end in (own.start, own.stop))
+    return slice(start, stop)
+
+
 def reduce_scatter_steps(rank: int, size: int) -> Iterator[Step]:
     """Yield this rank's steps; what is received is added. After them, rank owns chunk `rank`."""
     for step in range(size - 1):

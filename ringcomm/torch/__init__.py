@@ -7,6 +7,8 @@
 The collectives of ringcomm itself (`import ringcomm as rc`) take torch tensors as they are.
 """
 
+from importlib.util import find_spec as _find_spec
+
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
@@ -34,12 +36,11 @@ from ringcomm.engine.world import (
 from ringcomm.errors import RingcommError as HorovodInternalError
 from ringcomm.torch import elastic
 from ringcomm.torch.compression import Compression
-from ringcomm.torch.distributed.entry import init_process_group, register
-from ringcomm.torch.distributed.hook import node_hook
 from ringcomm.torch.elastic import HostsUpdatedInterrupt
 from ringcomm.torch.horovod.data_collectives import (
     allgather,
     allgather_async,
+    allgather_object,
     alltoall,
     alltoall_async,
     barrier,
@@ -47,6 +48,7 @@ from ringcomm.torch.horovod.data_collectives import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    broadcast_object,
     grouped_allgather,
     grouped_allgather_async,
     join,
@@ -91,20 +93,13 @@ from ringcomm.torch.horovod.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from ringcomm.torch.horovod.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
 from ringcomm.torch.optimizer import DistributedOptimizer
 from ringcomm.torch.sync_batch_norm import SyncBatchNorm
 from ringcomm.torch.training.checkpoint import Checkpoint, Restored
+from ringcomm.torch.training.grad_scaler import GradScaler
 from ringcomm.torch.training.metrics import Metrics, average_metrics
 from ringcomm.torch.training.schedules import WarmupLR, scaled_lr
-from ringcomm.torch.zero.grad_scaler import GradScaler
-
-register()
+from ringcomm.torch.training.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
     "Adasum",
@@ -162,7 +157,6 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
-    "init_process_group",
     "is_homogeneous",
     "is_initialized",
     "join",
@@ -172,7 +166,6 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "node_hook",
     "poll",
     "process_set_by_id",
     "rank",
@@ -189,3 +182,10 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+if _find_spec("ringcomm.torch.distributed") is not None:  # the rest does without that folder
+    from ringcomm.torch.distributed.entry import init_process_group, register
+    from ringcomm.torch.distributed.hook import node_hook
+
+    register()
+    __all__ += ["init_process_group", "node_hook"]

@@ -18,8 +18,6 @@ from ringcomm.torch.optim.averaging import Averaging, averaging
 from ringcomm.torch.optim.options import recipe_of, require_mean, require_own, require_passes
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import named_in_order
-from ringcomm.torch.zero.elementwise import require_elementwise
-from ringcomm.torch.zero.sharding import sharding
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -126,10 +124,14 @@ def DistributedOptimizer(
             sync_weights=sync_weights,
         )
         require_own(recipe, named, given or ())
+        wrap = averaging
         if recipe.is_sharded:
+            from ringcomm.torch.zero.elementwise import require_elementwise
+            from ringcomm.torch.zero.sharding import sharding as wrap
+
             require_elementwise(optimizer)
         reducer = GradientReducer(named, recipe, backward_passes_per_step, given or ())
-        return (sharding if recipe.is_sharded else averaging)(optimizer, reducer)
+        return wrap(optimizer, reducer)
     if shard_state:
         raise ValueError("op=hvd.Adasum combines what whole steps add: it needs shard_state=0")
     require_mean(gradient_predivide_factor, op)

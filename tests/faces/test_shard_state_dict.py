@@ -25,9 +25,10 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
+from ringcomm.collectives.schedule import within  # noqa: E402
 from ringcomm.torch.zero import shards  # noqa: E402
 from ringcomm.torch.zero.parameter_state import Held  # noqa: E402
-from ringcomm.torch.zero.pieces import shares_of, within  # noqa: E402
+from ringcomm.torch.zero.pieces import shares_of  # noqa: E402
 
 
 def adam(parameters):

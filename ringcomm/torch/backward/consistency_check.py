@@ -12,7 +12,7 @@ from ringcomm.collectives.op import BOR
 from ringcomm.engine import async_ops, ops
 from ringcomm.engine.group import Group
 from ringcomm.errors import MismatchError
-from ringcomm.torch.optim.presence import is_alike, with_complement
+from ringcomm.torch.backward.complement import is_alike, with_complement
 
 
 @dataclass(frozen=True)

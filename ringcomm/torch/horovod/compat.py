@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
@@ -11,14 +9,12 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.torch_version import TorchVersion
 
-import ringcomm
 from ringcomm import config
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.horovod import data_collectives, job, reductions
 
 T = TypeVar("T")
 
-_HERE: Final = ("localhost", "127.0.0.1")
 _BUILT: Final = {
     "mpi_built": job.mpi_built,
     "gloo_built": job.gloo_built,
@@ -43,73 +39,6 @@ class HorovodVersionMismatchError(ImportError):
         super().__init__(f"{name} is {version}, and built for was {installed_version}", name=name)
         self.version = version
         self.installed_version = installed_version
-
-
-def run(
-    func: Callable[..., T],
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
-    num_proc: int = 1,
-    *,
-    np: int | None = None,
-    hosts: str | None = None,
-    mpi_args: str | None = None,
-    verbose: Any = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
-    start_timeout: float | None = None,
-    disable_cache: bool | None = None,
-    **others: Any,
-) -> list[T]:
-    """Return what func returns on each rank of a new job on this host; see ringcomm.run().
-
-    Args:
-        func: what each rank calls.
-        args: its arguments.
-        kwargs: its arguments by keyword.
-        num_proc: number of ranks.
-        np: its older name, which wins.
-        hosts: "localhost:4", or None.
-        mpi_args: options of mpirun.
-        verbose: ignored, as are use_mpi, start_timeout and disable_cache.
-        use_mpi: see verbose.
-        use_gloo: must not be set.
-        start_timeout: see verbose.
-        disable_cache: see verbose.
-        others: Horovod's other options; only None can be passed.
-
-    Raises:
-        ValueError: an option that nothing here corresponds to.
-    """
-    del verbose, use_mpi, start_timeout, disable_cache
-    others |= {"use_gloo": use_gloo or None, "hosts": None if _is_here(hosts) else hosts}
-    unknown = [f"{name}={value!r}" for name, value in others.items() if value is not None]
-    if unknown:
-        raise ValueError(
-            f"horovod.run({', '.join(unknown)}): ringcomm has no counterpart. It starts ranks on "
-            "this host with mpirun: leave that out, or start the job with "
-            "mpirun --host ... python -m ringcomm.torch.as_horovod train.py"
-        )
-    options = shlex.split(mpi_args or "")
-    call = functools.update_wrapper(functools.partial(_call, _Alias(), func), func)
-    return ringcomm.run(call, args, kwargs, num_proc if np is None else np, mpirun_options=options)
-
-
-class _Alias:
-    """Installs the alias where it is unpickled: what is pickled behind it may be of horovod."""
-
-    def __reduce__(self) -> Any:
-        from ringcomm.torch.as_horovod import install  # which imports this module
-
-        return install, ()
-
-
-def _call(_: Any, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    return func(*args, **kwargs)
-
-
-def _is_here(hosts: str | None) -> bool:
-    return all(each.partition(":")[0] in _HERE for each in (hosts or _HERE[0]).split(","))
 
 
 def util() -> dict[str, Any]:

@@ -292,3 +292,25 @@ def _mean(grad: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     handle = begin(lane, None, process_set, lane, plan, grad, AVERAGE, is_awaited=True)
     mean: torch.Tensor = handle.wait()
     return mean
+
+
+# --- objects -------------------------------------------------------------------------------------
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return root's object; see ringcomm.broadcast_object()."""
+    ProcessSet.require(process_set)
+    group = process_set.lane("object") if name is None else process_set.group
+    return ops.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return every rank's object, in rank order; see ringcomm.allgather_object()."""
+    ProcessSet.require(process_set)
+    group = process_set.lane("object") if name is None else process_set.group
+    return ops.allgather_object(obj, name=name, group=group)

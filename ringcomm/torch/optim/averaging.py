@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
@@ -24,6 +24,33 @@ OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
 def averaging(optimizer: T, reducer: GradientReducer) -> T:
     """Return `optimizer` with its gradients reduced by `reducer`."""
     return cast(T, dressed(optimizer, Averaging, _reducer=reducer))
+
+
+@runtime_checkable
+class StateSharding(Protocol):
+    """An optimizer whose state is spread over the ranks; ringcomm.torch.zero has it."""
+
+    @property
+    def is_spread(self) -> bool:
+        """True if this rank has a share of the state, not all of it; alike on all ranks."""
+        ...
+
+    @property
+    def is_unscaled(self) -> bool:
+        """True once unscale() has divided the gradients of this step."""
+        ...
+
+    def unscale(self, divide: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Divide the gradients by a scale. Collective.
+
+        Args:
+            divide: does so on this rank, and returns a number above 0 per device for infinities.
+        """
+        ...
+
+    def state_dict(self, *, root_rank: int | None = None) -> Any:
+        """Return the state of the whole optimizer, to root_rank or to all. Collective."""
+        ...
 
 
 class Averaging(Optimizer):

@@ -10,7 +10,7 @@ import torch
 from ringcomm.arrays import DTYPES, device_adapter_for
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.collectives.schedule import chunks, consecutive
+from ringcomm.collectives.schedule import chunks, consecutive, within
 from ringcomm.engine import async_ops
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
@@ -18,7 +18,6 @@ from ringcomm.engine.registered import on_gpu, zeros
 from ringcomm.engine.world import engine
 from ringcomm.torch.backward.streams import Streams
 from ringcomm.torch.optim.options import Recipe
-from ringcomm.torch.zero.pieces import within
 
 MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)

@@ -20,8 +20,8 @@ from ringcomm.collectives.op import BOR
 from ringcomm.engine import async_ops, ops
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
+from ringcomm.torch.backward.complement import is_alike, with_complement
 from ringcomm.torch.backward.cooperative_finish import Work, carry_out
-from ringcomm.torch.optim.presence import is_alike, with_complement
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Sums = tuple[int, int]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ringcomm.torch.backward.complement import is_alike, with_complement
+
 # Of a parameter. LATE: a part of it came after its bucket had left. WAS_SPARSE: it is sent dense.
 DENSE, SPARSE, LATE, WAS_SPARSE = 1, 2, 4, 8
 # Of a rank.
@@ -41,17 +43,6 @@ class Presence:
         """Read the messages of all ranks, combined by BOR."""
         steps, flags, codes = message[: 2 * _STEP], message[2 * _STEP], message[2 * _STEP + 1 :]
         return cls(codes, flags, is_alike(steps))
-
-
-def with_complement(value: bytes) -> bytes:
-    """Return what to combine by BOR, to learn whether all ranks have the same value."""
-    return value + bytes(byte ^ 0xFF for byte in value)
-
-
-def is_alike(combined: bytes) -> bool:
-    """Return True if what was combined was the same on all ranks: no bit is both 1 and 0."""
-    half = len(combined) // 2
-    return not any(a & b for a, b in zip(combined[:half], combined[half:], strict=True))
 
 
 def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:

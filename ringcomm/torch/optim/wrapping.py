@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 P = TypeVar("P", bound=Optimizer)
+Settings = dict[str, Any]  # of a param_group, but for its parameters
 
 
 def dressed(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
@@ -43,6 +44,11 @@ def undressed(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:
     plain: Optimizer = object.__new__(type(wrapped).__bases__[1])
     plain.__dict__ = {k: v for k, v in wrapped.__dict__.items() if k not in attributes}
     return plain
+
+
+def settings_of(optimizer: Optimizer) -> list[Settings]:
+    """Return the settings of all param_groups."""
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
 def named_in_order(

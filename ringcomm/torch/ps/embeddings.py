@@ -24,6 +24,7 @@ from ringcomm.ps.job import is_chief
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.policies import Admit, Evict
 from ringcomm.ps.rounds import Mode
+from ringcomm.torch.ps.hybrid import enrol_embedding
 from ringcomm.torch.ps.row_gradients import submit
 
 
@@ -77,7 +78,7 @@ class _Rows(nn.Module):
             init=init, admit=admit, evict=evict, compression=compression,
             pull_compression=pull_compression,
         )  # fmt: skip
-        _enrol()
+        enrol_embedding()
 
     @property
     def optimizer(self) -> Updater:
@@ -300,10 +301,3 @@ def _padding(index: int | None, n: int | None, name: str) -> int | None:
     if n is None and index >= 0:
         return index
     raise ValueError(f"embedding[{name}]: padding_idx is {index}, and there are {n} rows")
-
-
-def _enrol() -> None:
-    """Note that the servers have something to do; see hybrid="ring"."""
-    from ringcomm.torch.ps.hybrid import enrol_embedding  # that package re-exports this module
-
-    enrol_embedding()

@@ -16,10 +16,10 @@ from ringcomm.engine import ops
 from ringcomm.engine.world import rank, size
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.files import BrokenFileError, checksum
-from ringcomm.torch.horovod.state import broadcast_tree
+from ringcomm.torch.optim.averaging import StateSharding
 from ringcomm.torch.training import checkpoint_files as files
 from ringcomm.torch.training.random_state import random_state, set_random_state
-from ringcomm.torch.zero.sharding import Sharding
+from ringcomm.torch.training.state import broadcast_tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -300,7 +300,7 @@ def _words(error: Exception) -> str:
 
 def _collected(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return, on rank 0, the states of which each rank has a share. Collective."""
-    shared = {name: part for name, part in parts.items() if isinstance(part, Sharding)}
+    shared = {name: part for name, part in parts.items() if isinstance(part, StateSharding)}
     return {name: part.state_dict(root_rank=0) for name, part in shared.items()}
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from ringcomm.gpu.base import UpdatePiece
 from ringcomm.torch.optim.buckets import is_16_bit, wide
+from ringcomm.torch.optim.wrapping import Settings, settings_of
 from ringcomm.torch.zero.parameter_state import Held
 
-Settings = dict[str, Any]  # of a param_group, but for its parameters
 MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in float32
 
 
@@ -126,7 +126,7 @@ class OwnClassUpdate:
             if gradient is not None:
                 self._round(piece)
             self._masters[piece].grad = None
-        return [_settings(group) for group in self._optimizer.param_groups]
+        return settings_of(self._optimizer)
 
     def note_done(self) -> None:
         """See ChunkUpdate."""
@@ -166,15 +166,6 @@ class OwnClassUpdate:
         if weights is not master:
             weights.copy_(master)
             self._has_master[piece] = True
-
-
-def settings_of(optimizer: Optimizer) -> list[Settings]:
-    """Return the settings of all groups."""
-    return [_settings(group) for group in optimizer.param_groups]
-
-
-def _settings(group: dict[str, Any]) -> Settings:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _as_wide_as(master: torch.Tensor, line: torch.Tensor) -> torch.Tensor:

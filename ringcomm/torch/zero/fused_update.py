@@ -18,7 +18,8 @@ from ringcomm.engine.world import engine
 from ringcomm.gpu.base import UpdatePiece
 from ringcomm.gpu.kernels import Argument, Rule, adam_numbers, sgd_numbers
 from ringcomm.torch.optim.buckets import is_16_bit, wide
-from ringcomm.torch.zero.chunk_update import MASTER, Chunk, Settings
+from ringcomm.torch.optim.wrapping import Settings
+from ringcomm.torch.zero.chunk_update import MASTER, Chunk
 from ringcomm.torch.zero.parameter_state import COUNT, Held
 
 _STATES: Final = {

@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ringcomm.collectives.schedule import chunks, consecutive
+from ringcomm.collectives.schedule import chunks, consecutive, within
 
 Plan = Sequence[tuple[int, int]]  # (index of the parameter, its elements) of a bucket, in order
-
-
-def within(place: slice, own: slice) -> slice:
-    """Return which elements of the range `place`, counted from its start, are in `own`."""
-    n = place.stop - place.start
-    start, stop = (min(max(end - place.start, 0), n) for end in (own.start, own.stop))
-    return slice(start, stop)
 
 
 def shares_of(plans: Iterable[Plan], size: int) -> dict[int, list[int]]:

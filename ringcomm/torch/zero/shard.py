@@ -15,7 +15,8 @@ from ringcomm.engine.handle import Handle
 from ringcomm.engine.world import engine
 from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like
 from ringcomm.torch.optim.gradient import Slot
-from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, Settings
+from ringcomm.torch.optim.wrapping import Settings
+from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate
 from ringcomm.torch.zero.parameter_state import Held
 from ringcomm.torch.zero.pieces import Plan
 

@@ -22,8 +22,8 @@ from ringcomm.torch.optim import averaging
 from ringcomm.torch.optim.averaging import Averaging
 from ringcomm.torch.optim.buckets import is_16_bit
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.optim.wrapping import dressed, undressed
-from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate, settings_of
+from ringcomm.torch.optim.wrapping import dressed, settings_of, undressed
+from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate
 from ringcomm.torch.zero.fused_update import FusedUpdate, can_fuse, can_push
 from ringcomm.torch.zero.shards import Shards
 

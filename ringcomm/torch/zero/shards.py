@@ -13,7 +13,7 @@ from ringcomm.engine.handle import Handle
 from ringcomm.errors import RingcommError
 from ringcomm.torch.optim.buckets import Bucket
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.zero.chunk_update import settings_of
+from ringcomm.torch.optim.wrapping import settings_of
 from ringcomm.torch.zero.parameter_state import Held, State
 from ringcomm.torch.zero.pieces import shares_of
 from ringcomm.torch.zero.shard import MakeUpdate, Shard, plan_of

@@ -16,9 +16,8 @@ from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine, rank
 from ringcomm.errors import MismatchError
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
-from ringcomm.torch.optim.averaging import Averaging
-from ringcomm.torch.zero.chunk_update import settings_of
-from ringcomm.torch.zero.sharding import Sharding
+from ringcomm.torch.optim.averaging import Averaging, StateSharding
+from ringcomm.torch.optim.wrapping import settings_of
 
 _Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -122,7 +121,7 @@ def broadcast_optimizer_state(
         )
     if isinstance(optimizer, Averaging):
         _bring_in_step(optimizer, root_rank, process_set)
-    if isinstance(optimizer, Sharding) and _is_spread(optimizer, root_rank, process_set):
+    if isinstance(optimizer, StateSharding) and _is_spread(optimizer, root_rank, process_set):
         settings = broadcast_tree(
             settings_of(optimizer), root_rank, name="optimizer settings", process_set=process_set
         )
@@ -161,7 +160,7 @@ def _bring_in_step(optimizer: Averaging, root_rank: int, process_set: ProcessSet
         optimizer.go_on_from(steps[root])
 
 
-def _is_spread(optimizer: Sharding, root_rank: int, process_set: ProcessSet) -> bool:
+def _is_spread(optimizer: StateSharding, root_rank: int, process_set: ProcessSet) -> bool:
     """Return True if each rank has its share of root's state, so that the settings are all to send.
 
     Raises:
@@ -207,27 +206,6 @@ def broadcast_tree(
     for index, tensor in enumerate(tensors):
         ops.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
     return tree if is_root else _with_tensors(outline, tensors)
-
-
-def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Return root's object; see ringcomm.broadcast_object()."""
-    ProcessSet.require(process_set)
-    group = process_set.lane("object") if name is None else process_set.group
-    return ops.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
-
-
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
-    """Return every rank's object, in rank order; see ringcomm.allgather_object()."""
-    ProcessSet.require(process_set)
-    group = process_set.lane("object") if name is None else process_set.group
-    return ops.allgather_object(obj, name=name, group=group)
 
 
 class _Placeholder:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.torch.zero.sharding import Sharding
+from ringcomm.torch.optim.averaging import StateSharding
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -20,7 +20,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale; an infinity on one rank counts on all."""
-        if not (isinstance(optimizer, Sharding) and self.is_enabled()):
+        if not (isinstance(optimizer, StateSharding) and self.is_enabled()):
             super().unscale_(optimizer)
             return
 
@@ -32,6 +32,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Let the optimizer step, unless a gradient on whatever rank is infinite or NaN."""
-        if isinstance(optimizer, Sharding) and self.is_enabled() and not optimizer.is_unscaled:
+        if isinstance(optimizer, StateSharding) and self.is_enabled() and not optimizer.is_unscaled:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

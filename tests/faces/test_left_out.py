@@ -1,0 +1,49 @@
+"""Folders that the rest of the package does without."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the core is tested without torch, too")
+from harness import run_script
+
+import ringcomm
+
+LEFT_OUT = ("ps", "torch/distributed", "torch/ps", "torch/zero")
+SCRIPT = """
+import sys, torch, ringcomm.torch as hvd
+hvd.init()
+model = torch.nn.Linear(5, 3)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+hvd.broadcast_optimizer_state(optimizer)
+with torch.no_grad():
+    model.weight.fill_(hvd.rank())
+model(torch.ones(2, 5) * (hvd.rank() + 1)).sum().backward()
+assert model.weight.grad[0, 0] == 3.0, model.weight.grad
+optimizer.step()
+hvd.Checkpoint("saved").save(1, model=model, optimizer=optimizer)
+assert not [name for name in sys.modules if name.startswith(("ringcomm.ps", "ringcomm.torch.zero"))]
+print("trained", sys.modules["ringcomm"].__file__)
+"""
+
+
+def test_trains_without_the_folders_that_can_be_left_out(tmp_path):
+    whole, rest = Path(ringcomm.__file__).parent, tmp_path / "ringcomm"
+    _link_all_but(LEFT_OUT, whole, rest)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    job = run_script(2, SCRIPT, cwd=tmp_path, env={"PYTHONPATH": path})
+    assert job.code == 0, job.output
+    assert job.output.count(f"trained {rest}") == 2
+
+
+def _link_all_but(left_out, whole, part):
+    """Make a folder of links to what is in another one, but for some folders."""
+    part.mkdir()
+    for each in whole.iterdir():
+        inner = [name.partition("/")[2] for name in left_out if name.startswith(f"{each.name}/")]
+        if inner:
+            _link_all_but(inner, each, part / each.name)
+        elif each.name not in {*left_out, "__pycache__"}:
+            (part / each.name).symlink_to(each)
