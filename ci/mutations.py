@@ -454,7 +454,7 @@ OPTIMIZER = [
     Mutation(
         "own-ready-order",
         "optimizer",
-        "torch/optim/reducer.py",
+        "torch/optim/bucket_plan.py",
         """\
             yield handle
             self._order = handle.wait()[0].tolist()""",
@@ -511,7 +511,7 @@ OPTIMIZER = [
         "optimizer",
         "torch/optim/reducer.py",
         """\
-        self._weights.expect_more()
+        self._agreement.expect_more()
         n = len(self.slots)""",
         """\
         n = len(self.slots)""",

@@ -77,7 +77,7 @@ def test_a_parameter_used_nowhere_keeps_grad_none_in_a_bucket_that_is_used():
         unused = model.experts[3].weight
         before = unused.detach().clone()
         fit(model, optimizer, share(batches, rank, 2))
-        (bucket,) = optimizer._reducer.buckets
+        (bucket,) = optimizer._reducer.plan.buckets
         assert len(bucket.members) == len(list(model.parameters()))
         assert unused.grad is None
         return torch.equal(unused, before)

@@ -214,7 +214,7 @@ def test_rank_0_may_join_before_its_first_step(caplog):
                     optimizer.zero_grad()
                     (models[rank](x) - y).pow(2).mean().backward()
                     optimizer.step()
-                tuners.append(optimizer._reducer._tuner)
+                tuners.append(optimizer._reducer.plan._tuner)
             hvd.join()
             return [p.detach().clone() for p in models[rank][2:].parameters()]
 

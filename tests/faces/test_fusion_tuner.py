@@ -53,7 +53,7 @@ def test_training_with_trials_equals_one_process_and_ranks_keep_one_size(size):
     def body(rank):
         optimizer = wrap(replicas[rank])
         fit(replicas[rank], optimizer, share(batches, rank, size))
-        tuner = optimizer._reducer._tuner
+        tuner = optimizer._reducer.plan._tuner
         assert tuner.is_over
         return weights(replicas[rank]), tuner.mib
 
@@ -64,6 +64,6 @@ def test_training_with_trials_equals_one_process_and_ranks_keep_one_size(size):
 
 def test_without_the_setting_nothing_is_tried():
     def body(rank):
-        assert wrap(models(1)[0])._reducer._tuner is None
+        assert wrap(models(1)[0])._reducer.plan._tuner is None
 
     run_ranks(1, body)

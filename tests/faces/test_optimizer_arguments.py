@@ -58,7 +58,7 @@ def test_groups_by_list_travel_as_one_message_each(size):
         optimizer = wrap(model, groups=[[first, others[-1]], others[1:2]])
         fit(model, optimizer, share(batches, rank, size))
         places = {p: i for i, p in enumerate(model.parameters())}
-        buckets = [[m.index for m in b.members] for b in optimizer._reducer.buckets]
+        buckets = [[m.index for m in b.members] for b in optimizer._reducer.plan.buckets]
         wanted = [places[first], places[others[-1]]]
         assert sorted(wanted) in [sorted(each) for each in buckets]
         assert [places[others[1]]] in buckets

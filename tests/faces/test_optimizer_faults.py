@@ -265,7 +265,7 @@ def test_a_dead_rank_ends_backward_with_its_reason(n_steps, settings):
             raise ValueError("boom")
         with pytest.raises(rc.PeerFailedError):
             mse_loss(model(mine[2][0]), mine[2][1]).backward()
-        assert optimizer._reducer.buckets is None  # the engine may still write to what was sent
+        assert optimizer._reducer.plan.buckets is None  # the engine may write to what was sent
         fit(model, optimizer, mine[2:])
 
     error = outcomes(2, body, settings=settings)[0]
@@ -280,7 +280,7 @@ def test_an_interrupt_while_waiting_ends_the_use_of_the_optimizer(monkeypatch):
     def body(rank):
         optimizer = wrap(model)
         fit(model, optimizer, data(2, 1))
-        bucket = optimizer._reducer.buckets[0]
+        bucket = optimizer._reducer.plan.buckets[0]
 
         def interrupted(_):
             raise KeyboardInterrupt

@@ -79,7 +79,7 @@ def test_buckets_leave_before_the_first_layer_is_reached(sent, step):
         sent[rank].clear()
 
         def last_bias_is_reached(_):
-            optimizer._reducer._check.handle.wait()  # that all have wrapped the same
+            optimizer._reducer._agreement.handle.wait()  # that all have wrapped the same
 
         def first_layer_is_reached(_):
             seen[rank] = len(buckets_in(sent[rank]))
@@ -105,7 +105,7 @@ def test_a_bucket_comes_back_before_backward_is_over():
         results = []
 
         def wait_for_the_last_layer(_):
-            bucket = optimizer._reducer.buckets[0]
+            bucket = optimizer._reducer.plan.buckets[0]
             bucket.handles[0].wait()
             results.append(bucket.members[0].view.clone())
 
@@ -142,7 +142,7 @@ def test_after_the_first_step_buckets_go_in_rank_0s_ready_order(sent):
         started = buckets_in(sent[rank])
         sent[rank].clear()
         fit(model, optimizer, share(batches, rank, 3)[1:2])
-        plan = [plain(bucket.name) for bucket in optimizer._reducer.buckets]
+        plan = [plain(bucket.name) for bucket in optimizer._reducer.plan.buckets]
         return started, plan, buckets_in(sent[rank])
 
     def of(*layers):
@@ -164,7 +164,7 @@ def test_the_first_step_goes_from_the_last_parameter(sent):
         optimizer = wrap(replicas[rank])
         a, b = share(batches, rank, 2)[0]
         mse_loss(replicas[rank](a), b).backward()
-        plan = [plain(bucket.name) for bucket in optimizer._reducer.buckets]
+        plan = [plain(bucket.name) for bucket in optimizer._reducer.plan.buckets]
         return plan == buckets_in(sent[rank]) and plan[0] == "gradients of 3.bias+2"
 
     assert run_ranks(2, body, settings=SMALL) == [True, True]
@@ -222,7 +222,7 @@ def test_a_step_sends_its_buckets_and_one_message_more(sent):
         fit(model, optimizer, share(batches, rank, 2)[:3])
         sent[rank].clear()
         fit(model, optimizer, share(batches, rank, 2)[3:])
-        names = [plain(bucket.name) for bucket in optimizer._reducer.buckets]
+        names = [plain(bucket.name) for bucket in optimizer._reducer.plan.buckets]
         return sorted(sent[rank]) == sorted([*names, "which gradients are there"])
 
     assert run_ranks(2, body, settings=SMALL) == [True, True]
@@ -294,7 +294,7 @@ def test_grad_is_a_view_of_its_bucket(set_to_none):
         assert all((p.grad is None) == set_to_none for p in model.parameters())
         x, y = share(batches, rank, 2)[2]
         mse_loss(model(x), y).backward()
-        memory = {b.buffer.untyped_storage().data_ptr() for b in optimizer._reducer.buckets}
+        memory = {b.buffer.untyped_storage().data_ptr() for b in optimizer._reducer.plan.buckets}
         assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == memory
 
     run_ranks(2, body, settings=SMALL)
@@ -307,7 +307,7 @@ def test_frozen_parameters_take_no_bucket_memory():
     def body(rank):
         optimizer = wrap(model)
         fit(model, optimizer, data(2, 1))
-        return sum(bucket.buffer.numel() for bucket in optimizer._reducer.buckets)
+        return sum(bucket.buffer.numel() for bucket in optimizer._reducer.plan.buckets)
 
     assert run_ranks(1, body) == [sum(p.numel() for p in model[2:].parameters())]
 
@@ -324,12 +324,12 @@ def test_memory_does_not_grow_with_steps():
     def body(rank):
         optimizer = wrap(model, make=lambda p: torch.optim.SGD(p, lr=0.01))
         fit(model, optimizer, batches)
-        buffers = [bucket.buffer.data_ptr() for bucket in optimizer._reducer.buckets]
+        buffers = [bucket.buffer.data_ptr() for bucket in optimizer._reducer.plan.buckets]
         before = count()
         for _ in range(20):
             fit(model, optimizer, batches)
         after = count()
-        assert [bucket.buffer.data_ptr() for bucket in optimizer._reducer.buckets] == buffers
+        assert [bucket.buffer.data_ptr() for bucket in optimizer._reducer.plan.buckets] == buffers
         return after[0] - before[0], after[1] - before[1]
 
     ((objects, tensors),) = run_ranks(1, body, settings=SMALL)
@@ -531,7 +531,7 @@ def test_a_forked_childs_backward_sends_nothing(sent):
             mse_loss(model(x), y).backward()
         finally:
             os.getpid = pid
-        return len(sent[0]), optimizer._reducer.buckets
+        return len(sent[0]), optimizer._reducer.plan.buckets
 
     assert run_ranks(1, body) == [(0, None)]
     assert threading.active_count() < 50

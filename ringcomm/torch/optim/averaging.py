@@ -81,7 +81,8 @@ class Averaging(Optimizer):
         self._reducer.restart()
         super().zero_grad(set_to_none)
         if not set_to_none:
-            self._reducer.note_zeroed()
+            for slot in self._reducer.slots:
+                slot.note_zeroed()
 
     def synchronize(self) -> None:
         """Make .grad final now. Collective if this rank has run too few backward(), else free."""

@@ -177,7 +177,7 @@ class Sharding(Averaging):
         return FusedUpdate(type(self).__bases__[1], chunk)
 
     def _own_gradients(self) -> list[torch.Tensor]:
-        self._reducer.laid_out()
+        self._reducer.plan.laid_out(self._reducer.recipe)
         gradients = [slot.own_gradient() for slot in self._reducer.slots]
         return [gradient for gradient in gradients if gradient is not None]
 

@@ -90,7 +90,8 @@ class Shards:
 
         Collective where parameters change hands.
         """
-        group, buckets = self._reducer.recipe.group, self._reducer.laid_out()
+        recipe = self._reducer.recipe
+        group, buckets = recipe.group, self._reducer.plan.laid_out(recipe)
         plans = [shard.plan for shard in self._shards]
         is_same = plans == [plan_of(bucket) for bucket in buckets]
         if group is self._group and is_same and is_fused == self._is_fused:

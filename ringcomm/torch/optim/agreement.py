@@ -1,0 +1,69 @@
+"""The agreement of all ranks on what an optimizer wraps, and with which weights it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringcomm.engine.group import Group
+from ringcomm.engine.handle import Handle
+from ringcomm.torch.backward.consistency_check import Check, Outline
+from ringcomm.torch.backward.cooperative_finish import Work
+from ringcomm.torch.optim.first_weights import FirstWeights, Named
+
+
+class Agreement:
+    """Compared once, while the first backward() runs; anew after forget().
+
+    Args:
+        is_wanted: also compare weights; see FirstWeights.
+        known: parameters that have names, among them others; see FirstWeights.
+    """
+
+    def __init__(self, *, is_wanted: bool, known: Named) -> None:
+        self._weights = FirstWeights(is_wanted=is_wanted, known=known)
+        self._check: Check | None = None
+        self._is_reached = False
+
+    def expect_more(self) -> None:
+        """Compare weights again: there are parameters that have not been compared."""
+        self._weights.expect_more()
+
+    def forget(self) -> None:
+        """Compare what is wrapped again."""
+        self._check, self._is_reached = None, False
+
+    @property
+    def is_begun(self) -> bool:
+        """True once begin() was called."""
+        return self._check is not None
+
+    def begin(self, mine: Outline, named: Named, name: str, group: Group) -> None:
+        """Start to compare; waits for nobody. Collective."""
+        self._check = Check(mine, name, group, self._weights.digest(named))
+
+    @property
+    def handle(self) -> Handle[Any]:
+        """The comparison under way, or over."""
+        assert self._check is not None
+        return self._check.handle
+
+    def is_reached(self) -> bool:
+        """Return True if all ranks are known to have wrapped the same parameters.
+
+        Raises:
+            MismatchError: they have not; nothing was sent.
+        """
+        if not self._is_reached:
+            check = self._check
+            assert check is not None
+            if not check.handle.done():
+                return False
+            self._check = None  # for the case that they have not
+            check.require_alike()
+            self._weights.note(check.combined_weights())
+            self._check, self._is_reached = check, True
+        return True
+
+    def make_weights_alike(self, named: Named, group: Group, suffix: str) -> Work:
+        """Give all ranks the first one's weights if theirs differ; see FirstWeights.make_alike."""
+        yield from self._weights.make_alike(named, group, suffix)
