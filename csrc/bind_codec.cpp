@@ -32,8 +32,8 @@ void require_nbytes(const char* what, std::size_t nbytes, std::size_t wanted) {
                                 " bytes, wanted " + std::to_string(wanted));
 }
 
-void py_convert(Bytes dst, ConstBytes src, int to_code, int from_code) {
-  const auto to = static_cast<DType>(to_code), from = static_cast<DType>(from_code);
+void py_convert(Bytes dst, ConstBytes src, int to_code, int code) {
+  const auto to = from_code<DType>("dtype", to_code), from = from_code<DType>("dtype", code);
   const std::size_t count = count_of(itemsize(from), src.nbytes());
   require_nbytes("destination", dst.nbytes(), count * itemsize(to));
   if (itemsize(to) > 2) require_aligned(dst.data(), itemsize(to));
@@ -52,7 +52,7 @@ std::size_t scales_nbytes(std::size_t nbytes, DType dtype, std::size_t count, st
 
 void py_encode_int8(Bytes out, ConstBytes x, int code, std::size_t block, std::uint64_t seed,
                     std::uint64_t draw) {
-  const auto dtype = static_cast<DType>(code);
+  const auto dtype = from_code<DType>("dtype", code);
   const std::size_t count = count_of(itemsize(dtype), x.nbytes());
   const std::size_t scales = scales_nbytes(out.nbytes(), dtype, count, block);
   require_aligned(x.data(), itemsize(dtype));
@@ -62,7 +62,7 @@ void py_encode_int8(Bytes out, ConstBytes x, int code, std::size_t block, std::u
 }
 
 void py_decode_int8(Bytes x, ConstBytes buffer, int code, std::size_t block) {
-  const auto dtype = static_cast<DType>(code);
+  const auto dtype = from_code<DType>("dtype", code);
   const std::size_t count = count_of(itemsize(dtype), x.nbytes());
   const std::size_t scales = scales_nbytes(buffer.nbytes(), dtype, count, block);
   require_aligned(x.data(), itemsize(dtype));

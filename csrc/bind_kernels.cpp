@@ -16,15 +16,6 @@
 namespace ringcomm {
 namespace {
 
-std::size_t count_of(DType dtype, std::size_t nbytes, const void* data) {
-  const std::size_t item = itemsize(dtype);
-  if (nbytes % item != 0)
-    throw std::invalid_argument(std::to_string(nbytes) + " bytes are no whole number of elements");
-  if (nbytes != 0 && reinterpret_cast<std::uintptr_t>(data) % alignment(dtype) != 0)
-    throw std::invalid_argument("buffer is not aligned to its element size");
-  return nbytes / item;
-}
-
 void require_same_size(std::size_t dst, std::size_t src) {
   if (dst != src)
     throw std::invalid_argument("destination has " + std::to_string(dst) + " bytes, source " +
@@ -32,18 +23,18 @@ void require_same_size(std::size_t dst, std::size_t src) {
 }
 
 void py_combine(Bytes dst, ConstBytes src, int code, int op) {
-  const auto dtype = static_cast<DType>(code);
+  const auto dtype = from_code<DType>("dtype", code);
   require_same_size(dst.nbytes(), src.nbytes());
-  const std::size_t count = count_of(dtype, dst.nbytes(), dst.data());
-  count_of(dtype, src.nbytes(), src.data());
+  const std::size_t count = require_elements(dtype, dst.data(), dst.nbytes());
+  require_elements(dtype, src.data(), src.nbytes());
   nb::gil_scoped_release unlocked;
-  combine(static_cast<Op>(op), dtype, dst.data(), src.data(), count);
+  combine(from_code<Op>("op", op), dtype, dst.data(), src.data(), count);
 }
 
 void py_divide(Bytes data, std::size_t divisor, int code) {
   if (divisor == 0) throw std::invalid_argument("divisor is 0");
-  const auto dtype = static_cast<DType>(code);
-  const std::size_t count = count_of(dtype, data.nbytes(), data.data());
+  const auto dtype = from_code<DType>("dtype", code);
+  const std::size_t count = require_elements(dtype, data.data(), data.nbytes());
   nb::gil_scoped_release unlocked;
   divide(dtype, data.data(), count, divisor);
 }
@@ -58,7 +49,7 @@ std::vector<Pointer> pointers_of(const std::vector<Array>& arrays, std::size_t n
     if (array.nbytes() != nbytes)
       throw std::invalid_argument("a buffer has " + std::to_string(array.nbytes()) +
                                   " bytes, the first destination " + std::to_string(nbytes));
-    count_of(dtype, nbytes, array.data());
+    require_elements(dtype, array.data(), nbytes);
     pointers.push_back(array.data());
   }
   return pointers;
@@ -67,22 +58,22 @@ std::vector<Pointer> pointers_of(const std::vector<Array>& arrays, std::size_t n
 void py_reduce_many(const std::vector<Bytes>& dsts, const std::vector<ConstBytes>& srcs, int code,
                     int op, std::size_t divisor) {
   if (dsts.empty()) throw std::invalid_argument("no destination");
-  const auto dtype = static_cast<DType>(code);
+  const auto dtype = from_code<DType>("dtype", code);
   const std::size_t nbytes = dsts[0].nbytes();
   const auto destinations = pointers_of<void*>(dsts, nbytes, dtype);
   const auto sources = pointers_of<const void*>(srcs, nbytes, dtype);
   nb::gil_scoped_release unlocked;
-  reduce_many(static_cast<Op>(op), dtype, destinations.data(), destinations.size(),
+  reduce_many(from_code<Op>("op", op), dtype, destinations.data(), destinations.size(),
               sources.data(), sources.size(), nbytes / itemsize(dtype), divisor);
 }
 
 void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& srcs, int code, int op,
                         std::size_t divisor) {
-  const auto dtype = static_cast<DType>(code);
-  const std::size_t count = count_of(dtype, out.nbytes(), out.data());
+  const auto dtype = from_code<DType>("dtype", code);
+  const std::size_t count = require_elements(dtype, out.data(), out.nbytes());
   const auto sources = pointers_of<const void*>(srcs, out.nbytes(), dtype);
   nb::gil_scoped_release unlocked;
-  combine_rounded(static_cast<Op>(op), dtype, out.data(), sources.data(), sources.size(), count,
+  combine_rounded(from_code<Op>("op", op), dtype, out.data(), sources.data(), sources.size(), count,
                   divisor);
 }
 

@@ -57,7 +57,7 @@ void require_values(const char* what, const Array& x, DType dtype, std::size_t c
 }
 
 inline DType value_dtype(int code) {
-  const auto dtype = static_cast<DType>(code);
+  const auto dtype = from_code<DType>("dtype", code);
   if (dtype != DType::float32 && dtype != DType::float64)
     throw std::invalid_argument("values are float32 or float64");
   return dtype;

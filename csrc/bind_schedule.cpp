@@ -3,12 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <sched.h>
-#include <unistd.h>
-
-#include <chrono>
 
 #include "bind.hpp"
+#include "loop/loop.hpp"
 #include "loop/run.hpp"
 
 namespace ringcomm {
@@ -43,25 +40,10 @@ std::shared_ptr<Run> py_run(Runner& runner, std::shared_ptr<const Schedule> sche
 using PyPhase = std::tuple<std::string, std::int64_t, std::int64_t>;  // name, begin and end in ns
 
 std::vector<PyPhase> phases(const Run& run) {
-  static const char* const kNames[] = {"start", "wait", "reduce", "reduce", "reduce", "copy"};
-  static_assert(std::size(kNames) == std::variant_size_v<Action>);
   std::vector<PyPhase> all;
   for (const Phase& each : run.phases())
-    all.emplace_back(kNames[each.action], each.begin_ns, each.end_ns);
+    all.emplace_back(each.name, each.begin_ns, each.end_ns);
   return all;
-}
-
-// For whoever has no loop of his own: returns whether it is over after at most `seconds`.
-bool drive(Program& program, double seconds) {
-  constexpr int kSpins = 100;
-  constexpr useconds_t kNapUs = 20;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  for (int idle = 0; !program.is_over(); ++idle) {
-    if (program.advance() == Program::Step::moved) idle = 0;
-    if (std::chrono::steady_clock::now() >= deadline) break;
-    if (idle > kSpins) usleep(kNapUs); else if (idle > 0) sched_yield();
-  }
-  return program.is_over();
 }
 
 }  // namespace
@@ -80,15 +62,15 @@ void bind_schedule(nb::module_& m) {
       }, "out"_a, "source"_a)
       .def("wait", &Schedule::wait, "messages"_a)
       .def("combine", [](Schedule& s, PySpan total, PySpan x, int dtype, int op) {
-        s.combine(span(total), span(x), static_cast<DType>(dtype), static_cast<Op>(op));
+        s.combine(span(total), span(x), from_code<DType>("dtype", dtype), from_code<Op>("op", op));
       }, "total"_a, "x"_a, "dtype"_a, "op"_a)
       .def("combine_rounded", [](Schedule& s, PySpan out, const std::vector<PySpan>& sources,
                                  int dtype, int op, std::size_t divisor) {
-        s.combine_rounded(span(out), spans(sources), static_cast<DType>(dtype),
-                          static_cast<Op>(op), divisor);
+        s.combine_rounded(span(out), spans(sources), from_code<DType>("dtype", dtype),
+                          from_code<Op>("op", op), divisor);
       }, "out"_a, "sources"_a, "dtype"_a, "op"_a, "divisor"_a)
       .def("divide", [](Schedule& s, PySpan total, int dtype, std::size_t divisor) {
-        s.divide(span(total), static_cast<DType>(dtype), divisor);
+        s.divide(span(total), from_code<DType>("dtype", dtype), divisor);
       }, "total"_a, "dtype"_a, "divisor"_a)
       .def("copy", [](Schedule& s, PySpan out, PySpan x) { s.copy(span(out), span(x)); }, "out"_a,
            "x"_a)
@@ -99,7 +81,9 @@ void bind_schedule(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def("advance", [](Program& p) { return p.advance() == Program::Step::moved; }, Unlocked())
       .def("abandon", &Program::abandon, Unlocked())
-      .def("drive", &drive, Unlocked(), "seconds"_a)
+      .def("drive", [](Program& p, double seconds) {
+        return drive_polling(p, nanoseconds(seconds));
+      }, Unlocked(), "seconds"_a)
       .def_prop_ro("is_over", &Program::is_over)
       .def_prop_ro("fault", &Program::fault);
 

@@ -2,14 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <unistd.h>
-
-#include <csignal>
 #include <cstdint>
-#include <cstdio>
 #include <stdexcept>
 #include <string>
 
+#include "status/last_act.hpp"
 #include "status/page.hpp"
 #include "status/pidfd.hpp"
 #include "status/watchdog.hpp"
@@ -24,28 +21,6 @@ namespace {
 nb::object text(const std::string& utf8) {
   return nb::steal(PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()),
                                         "replace"));
-}
-
-// How this process ends, once Python is gone and before the exit handlers of libraries that were
-// loaded earlier: mpi4py's would finalize, and hang when a rank is missing.
-enum class LastAct { none, exit, kill };
-LastAct last_act = LastAct::none;
-int last_code = 0;
-pid_t last_pid = 0;
-
-void act_at_last() {
-  if (last_act == LastAct::none || last_pid != getpid()) return;
-  std::fflush(nullptr);
-  if (last_act == LastAct::kill) std::raise(SIGKILL);
-  _exit(last_code);
-}
-
-void end_with(LastAct act, int code) {
-  if (last_pid == 0 && Py_AtExit(act_at_last) != 0)
-    throw std::runtime_error("Python takes no more exit functions");
-  last_act = act;
-  last_code = code;
-  last_pid = getpid();
 }
 
 nb::dict snapshot(const MappedPage& page) {
@@ -77,10 +52,11 @@ nb::dict snapshot(const MappedPage& page) {
   return d;
 }
 
-void set_state(MappedPage& page, int state) {
-  const auto next = static_cast<State>(state);
-  if (next == State::leaving) page->leaving_ns.store(now_ns());
-  page->state.store(next);
+// Py_AtExit: once Python is gone, and before the exit handlers of libraries that were loaded earlier.
+void end_with(LastAct act, int code) {
+  static const bool is_registered = Py_AtExit(act_at_last) == 0;
+  if (!is_registered) throw std::runtime_error("Python takes no more exit functions");
+  set_last_act(act, code);
 }
 
 }  // namespace
@@ -100,22 +76,24 @@ void bind_status(nb::module_& m) {
       .def("open_lifeline",
            [](const MappedPage& page, int pid) { return page.open_lifeline(pid).release(); }, "pid"_a)
       .def("snapshot", &snapshot)
-      .def("set_state", &set_state, "state"_a)
+      .def("set_state", [](MappedPage& page, int state) {
+        page.set_state(from_code<State>("state", state));
+      }, "state"_a)
       .def("set_step", [](MappedPage& page, std::uint64_t step) { page->step.store(step); },
            "step"_a)
       .def("begin_op", &MappedPage::begin_op, "name"_a, "sequence"_a, "nbytes"_a)
-      .def("end_op", [](MappedPage& page, int state) { page.end_op(static_cast<OpState>(state)); },
+      .def("end_op", [](MappedPage& page, int state) { page.end_op(from_code<OpState>("state", state)); },
            "state"_a)
       .def("record_end",
            [](MappedPage& page, int kind, int code, const std::string& what,
               const std::string& where, const std::string& trace) {
-             return page.record_end(static_cast<Ending>(kind), code, what, where, trace);
+             return page.record_end(from_code<Ending>("kind", kind), code, what, where, trace);
            },
            "kind"_a, "code"_a, "what"_a, "where"_a, "trace"_a)
       .def("wait_for_report",
            [](const MappedPage& page, double timeout_s) {
              nb::gil_scoped_release unlocked;
-             wait_for_report(*page.get(), static_cast<std::int64_t>(timeout_s * 1e9));
+             wait_for_report(*page.get(), nanoseconds(timeout_s));
            },
            "timeout_s"_a)
       .def("record_this_process", [](MappedPage& page) { record_this_process(page.get()); });
@@ -124,7 +102,7 @@ void bind_status(nb::module_& m) {
       .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());
   m.def("exit_at_last", [](int code) { end_with(LastAct::exit, code); }, "code"_a);
   m.def("kill_at_last", [] { end_with(LastAct::kill, 0); });
-  m.def("monotonic_ns", &now_ns);
+  m.def("monotonic_ns", &monotonic_ns);
   m.def("open_pidfd", [](int pid) { return open_pidfd(pid).release(); }, "pid"_a);
 }
 

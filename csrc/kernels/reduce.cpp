@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <iterator>
 #include <stdexcept>
+#include <string>
 
 #include "clones.hpp"
 #include "f16c.hpp"
@@ -90,7 +91,7 @@ void in_parts(const Job& job) {
 
 // What there is for a dtype: a null pointer where the operator, or to divide, has no meaning.
 struct Row {
-  Reduction by_op[7];
+  Reduction by_op[n_codes<Op>];
   Division divide;
 };
 #define RINGCOMM_ROW(S, T) sum_##S, product_##S, min_##T, max_##T
@@ -114,6 +115,8 @@ constexpr Row kRows[] = {
     {{in_parts<sum_f32, 2>, product_c64}, divide_f32},
     {{in_parts<sum_f64, 2>, product_c128}, divide_f64},
 };
+
+static_assert(std::size(kRows) == n_codes<DType>, "a row for each dtype, in their order");
 
 bool is_16bit_float(DType dtype) { return dtype == DType::float16 || dtype == DType::bfloat16; }
 
@@ -150,16 +153,23 @@ std::size_t alignment(DType dtype) {
   return is_complex ? itemsize(dtype) / 2 : itemsize(dtype);
 }
 
+std::size_t require_elements(DType dtype, const void* data, std::size_t nbytes) {
+  const std::size_t item = itemsize(dtype);
+  if (nbytes % item != 0)
+    throw std::invalid_argument(std::to_string(nbytes) + " bytes are no whole number of elements");
+  if (nbytes != 0 && reinterpret_cast<std::uintptr_t>(data) % alignment(dtype) != 0)
+    throw std::invalid_argument("buffer is not aligned to its element size");
+  return nbytes / item;
+}
+
 void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const void* const* src,
                  std::size_t n_src, std::size_t count, std::size_t divisor) {
-  const auto code = static_cast<std::size_t>(dtype), which = static_cast<std::size_t>(op);
-  if (code >= std::size(kRows)) throw std::invalid_argument("no kernel for this dtype code");
-  if (which >= std::size(kRows[code].by_op)) throw std::invalid_argument("no such operator");
+  const Row& row = kRows[static_cast<std::size_t>(dtype)];
   if (n_src == 0) throw std::invalid_argument("no source");
   if (n_dst == 0) throw std::invalid_argument("no destination");
   if (divisor == 0) throw std::invalid_argument("divisor is 0");
-  const Reduction reduce = kRows[code].by_op[which];
-  const Division divide = op < Op::band ? kRows[code].divide : nullptr;
+  const Reduction reduce = row.by_op[static_cast<std::size_t>(op)];
+  const Division divide = op < Op::band ? row.divide : nullptr;
   if (reduce == nullptr) throw std::invalid_argument("this operator has no meaning for this dtype");
   if (divisor != 1 && divide == nullptr)
     throw std::invalid_argument("no kernel divides what this operator gives for this dtype");

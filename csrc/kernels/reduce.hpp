@@ -11,6 +11,9 @@ namespace ringcomm {
 std::size_t itemsize(DType dtype);
 std::size_t alignment(DType dtype);
 
+// Throws std::invalid_argument unless data is a whole number of aligned elements; returns how many.
+std::size_t require_elements(DType dtype, const void* data, std::size_t nbytes);
+
 // Every dst[j][i] = ((src[0][i] op src[1][i]) op src[2][i] ...) / divisor, computed once.
 //
 // Integers wrap, and are divided truncating toward zero. bool: sum and max are "or", product and

@@ -1,6 +1,7 @@
 #include "loop.hpp"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -45,6 +46,21 @@ bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_n
                [&] { return program.advance() == Program::Step::moved; });
     if (program.is_over()) return true;
   }
+}
+
+bool drive_polling(Program& program, std::int64_t limit_ns) {
+  constexpr int kSpins = 100;
+  constexpr useconds_t kNapUs = 20;
+  const std::int64_t deadline = monotonic_ns() + limit_ns;
+  for (int idle = 0; !program.is_over(); ++idle) {
+    if (program.advance() == Program::Step::moved) idle = 0;
+    if (monotonic_ns() >= deadline) break;
+    if (idle > kSpins)
+      usleep(kNapUs);
+    else if (idle > 0)
+      sched_yield();
+  }
+  return program.is_over();
 }
 
 Loop::Loop(Bell* bell, Patience patience, std::shared_ptr<void> keep_alive)
@@ -164,7 +180,7 @@ Loop::Round Loop::advance_all() {
 }
 
 void Loop::await_news(double seconds) {
-  const std::int64_t deadline = monotonic_ns() + static_cast<std::int64_t>(seconds * 1e9);
+  const std::int64_t deadline = monotonic_ns() + nanoseconds(seconds);
   const auto has_news = [&] {
     return n_wakes_ != seen_by_await_ || n_over_ != over_seen_by_await_;
   };
@@ -188,7 +204,7 @@ void Loop::settle() {
 
 void Loop::park(double seconds) {
   const std::int64_t begin = monotonic_ns();
-  const std::int64_t deadline = begin + static_cast<std::int64_t>(seconds * 1e9);
+  const std::int64_t deadline = begin + nanoseconds(seconds);
   const bool is_fresh = begin - moved_at_.load() < kFresh;  // else it was lingered for in vain
   const int looks = n_alone_ == 0 ? looks_.load() : -1;
   const Patience usual = looks >= 0 ? Patience{looks, 0} : patience_;

@@ -20,6 +20,31 @@ namespace ringcomm {
 // Sleeps on `bell` when lingering does not help.
 bool drive(Program& program, Bell& bell, Patience patience, std::int64_t limit_ns);
 
+// The same for a program that nobody rings for: naps instead of sleeping on a bell.
+bool drive_polling(Program& program, std::int64_t limit_ns);
+
+// Invariants
+// - A program is in inbox_ or in programs_, in at most one of them; n_programs_ and n_alone_ count
+//   both lists. One that is over or abandoned is in neither.
+// - Only who holds turn_ touches programs_, and advances or abandons what is in it. So a program of
+//   the loop is advanced by one thread at a time, and by none once abandon() has returned. Whoever
+//   drives a program itself does so before add().
+// - needs_polling_ is of the last round; moved_at_ is when anything last went on or was added.
+// - n_over_ and n_wakes_ only grow, and are stored before a bell is rung for them. park() and
+//   await_news() return when one of them has passed what their last call had seen, so news that
+//   comes between two calls is not lost.
+// - Each of park() and await_news() has one thread in it at most; their seen_... belong to it.
+//
+// Order of locks, outermost first
+//   turn_ > inbox_mutex_
+//   turn_ > whatever a program locks in advance() or abandon(): Team's, Allocator's, Runner's,
+//           LoopbackHub's, the MPI library's
+// - While the thread of start_thread(), or one in park(), holds a turn it waits for nothing else;
+//   both only try to lock turn_. abandon() and settle() wait for it.
+// - Nobody takes Python's lock while holding either mutex, and whoever calls what waits (stop, park,
+//   await_news, settle, abandon) has let go of Python's lock. add(), wake() and yield_turn() may be
+//   called with it: none of them waits for a turn.
+// - Bells are rung without inbox_mutex_.
 class Loop {
  public:
   // bell: of this process; who has news for one of the programs rings it. Null: nobody else does.
@@ -37,7 +62,7 @@ class Loop {
   void add(std::shared_ptr<Program> program);
   bool has_programs() const { return n_programs_.load() != 0; }
 
-  // Advances programs until one is over, wake() is called, or seconds have passed. One thread at a
+  // Advances programs until one is over or has news, wake() is called, or seconds have passed. One thread at a
   // time.
   void park(double seconds);
 

@@ -1,12 +1,12 @@
 #include "run.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
 
+#include "clock.hpp"
 #include "kernels/reduce.hpp"
 
 namespace ringcomm {
@@ -23,11 +23,6 @@ void bury(std::unique_ptr<Workspace> workspace) {
   static auto* grave = new std::vector<std::unique_ptr<Workspace>>;
   std::lock_guard lock(*mutex);
   grave->push_back(std::move(workspace));
-}
-
-std::int64_t now_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 std::byte* allocate(std::size_t nbytes) {
@@ -167,9 +162,10 @@ void Run::abandon() {
 
 bool Run::carry_out(const Action& action) {
   const bool is_timed = keeps_time_ && !std::holds_alternative<Start>(action);
-  if (is_timed && begin_ns_ == 0) begin_ns_ = now_ns();
+  if (is_timed && begin_ns_ == 0) begin_ns_ = monotonic_ns();
   if (!std::visit([this](const auto& each) { return carry_out(each); }, action)) return false;
-  if (is_timed) phases_.push_back({action.index(), begin_ns_, now_ns()});
+  const auto name = [](const auto& each) { return each.kPhase; };
+  if (is_timed) phases_.push_back({std::visit(name, action), begin_ns_, monotonic_ns()});
   begin_ns_ = 0;
   return true;
 }

@@ -80,9 +80,9 @@ class Runner : public std::enable_shared_from_this<Runner> {
   bool is_closed_ = false;
 };
 
-// What a run spent its time with: an action but Start, in nanoseconds of the monotonic clock.
+// The time that a run spent with an action other than Start, by monotonic_ns().
 struct Phase {
-  std::size_t action;  // index of its alternative in Action
+  const char* name;  // the action's kPhase
   std::int64_t begin_ns, end_ns;
 };
 

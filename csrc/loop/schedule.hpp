@@ -15,12 +15,39 @@ struct Span {
   std::size_t buffer, offset, nbytes;
 };
 
-struct Start { std::size_t message; };
-struct Wait { std::vector<std::size_t> messages; };  // until all of them are complete
-struct Combine { Span total, x; DType dtype; Op op; };
-struct CombineRounded { Span out; std::vector<Span> sources; DType dtype; Op op; std::size_t divisor; };
-struct Divide { Span total; DType dtype; std::size_t divisor; };
-struct Copy { Span out, x; };
+// kPhase: under which name its time stands in a timeline.
+struct Start {
+  static constexpr const char* kPhase = "start";
+  std::size_t message;
+};
+struct Wait {
+  static constexpr const char* kPhase = "wait";
+  std::vector<std::size_t> messages;  // all of them must be complete
+};
+struct Combine {
+  static constexpr const char* kPhase = "reduce";
+  Span total, x;
+  DType dtype;
+  Op op;
+};
+struct CombineRounded {
+  static constexpr const char* kPhase = "reduce";
+  Span out;
+  std::vector<Span> sources;
+  DType dtype;
+  Op op;
+  std::size_t divisor;
+};
+struct Divide {
+  static constexpr const char* kPhase = "reduce";
+  Span total;
+  DType dtype;
+  std::size_t divisor;
+};
+struct Copy {
+  static constexpr const char* kPhase = "copy";
+  Span out, x;
+};
 using Action = std::variant<Start, Wait, Combine, CombineRounded, Divide, Copy>;
 
 struct MessageSpec {

@@ -1,11 +1,11 @@
 // What wakes the threads of one process when a rank of its node, or another thread, has news.
 #pragma once
 #include <sched.h>
-#include <time.h>
 
 #include <atomic>
 #include <cstdint>
 
+#include "../clock.hpp"
 #include "futex.hpp"
 
 namespace ringcomm {
@@ -32,12 +32,6 @@ struct Bell {
     sleepers.fetch_sub(1, std::memory_order_seq_cst);
   }
 };
-
-inline std::int64_t monotonic_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
-}
 
 inline void cpu_pause() {
 #if defined(__x86_64__)

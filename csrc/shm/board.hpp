@@ -49,7 +49,7 @@ struct alignas(64) Arrival {
 static_assert(sizeof(Arrival) == 64, "who looks at one member's part of a step misses one cache line");
 
 // How far a rank is in a step: progress_of(seq, n) for n segments.
-struct alignas(64) Progress {
+struct alignas(64) StepProgress {
   std::atomic<std::uint64_t> ready;    // its segments that others may read
   std::atomic<std::uint64_t> reduced;  // segments of its slice that others may fetch
   std::atomic<std::uint64_t> done;     // segments that it will not read any more
@@ -68,7 +68,7 @@ struct alignas(64) Claims {
 
 struct Slot {
   Arrival arrival[2];
-  Progress progress;
+  StepProgress progress;
   Claims claims;
   Presence presence;
 };

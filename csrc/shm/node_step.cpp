@@ -3,6 +3,7 @@
 #include <atomic>
 #include <exception>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace ringcomm {
@@ -23,6 +24,11 @@ class Touch {
 
 }  // namespace
 
+Meeting::Meeting(std::shared_ptr<Team> team_, std::size_t slot_, std::uint64_t fingerprint_)
+    : team(std::move(team_)), slot(slot_), fingerprint(fingerprint_) {
+  if (slot >= kSlots) throw std::invalid_argument("no slot " + std::to_string(slot));
+}
+
 NodeStep::NodeStep(Meeting meeting)
     : meeting_(std::move(meeting)),
       seq_(meeting_.team->next_step(meeting_.slot)),
@@ -36,7 +42,7 @@ Arrival& NodeStep::arrival(std::size_t member) const {
   return meeting_.team->slot(member, slot()).arrival[seq_ % 2];
 }
 
-Progress& NodeStep::progress(std::size_t member) const {
+StepProgress& NodeStep::progress(std::size_t member) const {
   return meeting_.team->slot(member, slot()).progress;
 }
 
@@ -44,11 +50,11 @@ std::byte* NodeStep::payload(std::size_t member) const {
   return meeting_.team->mate(member).window->payload[slot()][seq_ % 2];
 }
 
-void NodeStep::signal(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n) {
+void NodeStep::signal(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n) {
   meeting_.team->signal(slot(), counter, at(n));
 }
 
-bool NodeStep::all_at(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n) const {
+bool NodeStep::all_at(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n) const {
   return meeting_.team->all_at(slot(), counter, at(n));
 }
 

@@ -11,8 +11,11 @@
 
 namespace ringcomm {
 
-// Where a step takes place, and what all members must agree on.
+// Where a step takes place, and what all members must agree on. Throws std::invalid_argument if there
+// is no such slot.
 struct Meeting {
+  Meeting(std::shared_ptr<Team> team, std::size_t slot, std::uint64_t fingerprint);
+
   std::shared_ptr<Team> team;
   std::size_t slot;
   std::uint64_t fingerprint;
@@ -42,11 +45,11 @@ class NodeStep : public Program {
   // The derived class has written its arrival: lets the others see it.
   void arrive();
   Arrival& arrival(std::size_t member) const;
-  Progress& progress(std::size_t member) const;
+  StepProgress& progress(std::size_t member) const;
   std::byte* payload(std::size_t member) const;
   std::uint64_t at(std::uint64_t n) const { return progress_of(seq_, n); }
-  void signal(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n);
-  bool all_at(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t n) const;
+  void signal(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n);
+  bool all_at(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n) const;
   // Takes a lane through which `buffer`, private memory of this rank, passes; given back at the end,
   // never if the step is abandoned, for others may read it for as long as they like.
   void take_lane_for(const void* buffer);

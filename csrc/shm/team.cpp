@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -38,14 +39,32 @@ Team::Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemor
       keep_alive_(std::move(keep_alive)),
       steps_(kSlots) {}
 
+std::shared_ptr<Team> Team::of(std::size_t index, std::size_t context, bool is_crowded,
+                               const std::vector<std::shared_ptr<NodeMemory>>& memories) {
+  if (index >= memories.size()) throw std::invalid_argument("this rank is no member");
+  struct Kept {
+    std::vector<Mapping> windows;
+    std::vector<std::shared_ptr<NodeMemory>> memories;
+  };
+  auto kept = std::make_shared<Kept>();
+  std::vector<Mate> mates;
+  for (const auto& memory : memories) {
+    kept->windows.push_back(memory->window(context));
+    mates.push_back({reinterpret_cast<Window*>(kept->windows.back().data()), &memory->bell(),
+                     memory->arena(), memory->pid()});
+  }
+  kept->memories = memories;
+  return std::make_shared<Team>(index, std::move(mates), memories[index], is_crowded, kept);
+}
+
 Team::~Team() {
   for (const Lane& lane : lanes_)
-    if (all_at(lane.slot, &Progress::done, lane.until)) mine_->allocator().give_back(lane.offset, kLane + kSkew);
+    if (all_at(lane.slot, &StepProgress::done, lane.until)) mine_->allocator().give_back(lane.offset, kLane + kSkew);
 }
 
 Patience Team::patience() const { return is_crowded_ ? kCrowded : kRoomy; }
 
-void Team::signal(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
+void Team::signal(std::size_t slot, std::atomic<std::uint64_t> StepProgress::* counter,
                   std::uint64_t value) {
   std::atomic<std::uint64_t>& mine = this->slot(index_, slot).progress.*counter;
   const std::uint64_t before = mine.load(std::memory_order_relaxed);  // this rank alone writes it
@@ -57,7 +76,7 @@ void Team::signal(std::size_t slot, std::atomic<std::uint64_t> Progress::* count
   if (was_last) ring();
 }
 
-bool Team::all_at(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
+bool Team::all_at(std::size_t slot, std::atomic<std::uint64_t> StepProgress::* counter,
                   std::uint64_t value) const {
   for (std::size_t member = 0; member < size(); ++member)
     if ((this->slot(member, slot).progress.*counter).load(std::memory_order_seq_cst) < value)
@@ -99,7 +118,7 @@ void Team::abandon() {
 Lane Team::take_lane() {
   const std::lock_guard lock(mutex_);
   for (auto lane = lanes_.begin(); lane != lanes_.end(); ++lane) {
-    if (!all_at(lane->slot, &Progress::done, lane->until)) continue;
+    if (!all_at(lane->slot, &StepProgress::done, lane->until)) continue;
     const Lane taken = *lane;
     lanes_.erase(lane);
     return taken;
@@ -111,7 +130,7 @@ void Team::give_back(Lane lane) {
   const std::lock_guard lock(mutex_);
   lanes_.push_back(lane);
   for (auto each = lanes_.begin(); lanes_.size() > kSpareLanes && each != lanes_.end();) {
-    const bool is_free = all_at(each->slot, &Progress::done, each->until);
+    const bool is_free = all_at(each->slot, &StepProgress::done, each->until);
     if (is_free) mine_->allocator().give_back(each->offset, kLane + kSkew);
     each = is_free ? lanes_.erase(each) : std::next(each);
   }

@@ -46,6 +46,9 @@ class Team : public std::enable_shared_from_this<Team> {
   // node has more ranks than cores. keep_alive: what the pointers of the mates point into.
   Team(std::size_t index, std::vector<Mate> mates, std::shared_ptr<NodeMemory> mine, bool is_crowded,
        std::shared_ptr<void> keep_alive);
+  // The ranks with these memories, of which `index` is this process's; `context` is the group's window.
+  static std::shared_ptr<Team> of(std::size_t index, std::size_t context, bool is_crowded,
+                                  const std::vector<std::shared_ptr<NodeMemory>>& memories);
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
   ~Team();
@@ -75,8 +78,8 @@ class Team : public std::enable_shared_from_this<Team> {
 
   // Stores `value`, and wakes the others if they may have waited for it: if this member was the only
   // one behind, so that the least of all counters has grown.
-  void signal(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
-  bool all_at(std::size_t slot, std::atomic<std::uint64_t> Progress::* counter,
+  void signal(std::size_t slot, std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t value);
+  bool all_at(std::size_t slot, std::atomic<std::uint64_t> StepProgress::* counter,
               std::uint64_t value) const;
 
   // Wakes every other member's process if it sleeps.

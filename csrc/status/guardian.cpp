@@ -97,7 +97,7 @@ struct Watched {
 
   // An exec closes the lifeline, and so does a rank that closes all its descriptors, or dies.
   void see_exec() {
-    if (closed_ns == 0 || is_gone || is_closing_explained || now_ns() < closed_ns + kLetBury) return;
+    if (closed_ns == 0 || is_gone || is_closing_explained || monotonic_ns() < closed_ns + kLetBury) return;
     const Image image = image_of(page->pid);
     const auto process = process_of(page->pid);
     is_closing_explained = image != Image::none && process;
@@ -157,7 +157,7 @@ class Guardian {
     while (!all_done()) {
       wait_for_news();
       report_faults();
-      if (fault_ns_ != 0 && now_ns() > fault_ns_ + grace_ns_) end_the_rest();
+      if (fault_ns_ != 0 && monotonic_ns() > fault_ns_ + grace_ns_) end_the_rest();
       end_orphans();
     }
     wait_until_reaped();
@@ -195,14 +195,14 @@ class Guardian {
   }
 
   void note_closed(Watched& w) {
-    last_gone_ns_ = std::max(now_ns(), last_gone_ns_ + 1);
+    last_gone_ns_ = std::max(monotonic_ns(), last_gone_ns_ + 1);
     w.closed_ns = last_gone_ns_;
     epoll_ctl(epoll_, EPOLL_CTL_DEL, w.lifeline.get(), nullptr);
   }
 
   void note_gone(Watched& w) {
     w.is_gone = true;
-    last_gone_ns_ = std::max(now_ns(), last_gone_ns_ + 1);
+    last_gone_ns_ = std::max(monotonic_ns(), last_gone_ns_ + 1);
     w.page->gone_ns.store(last_gone_ns_);
     if (w.pidfd >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, w.pidfd, nullptr);
   }
@@ -233,7 +233,7 @@ class Guardian {
     RankFacts& failed = now[static_cast<std::size_t>(first)];
     if (failed.end.kind == Ending::terminated && !others_have_ended(now)) return;
     if (!failed.is_gone && !others_have_spoken(now)) return;
-    if (may_follow(now, first) && now_ns() < news_ns_ + kLetBury) return;
+    if (may_follow(now, first) && monotonic_ns() < news_ns_ + kLetBury) return;
     if (failed.is_gone && failed.end.kind == Ending::none) learn_how(first, failed);
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);
@@ -250,16 +250,16 @@ class Guardian {
 
   // At the first sign of a fault, keep what every rank was doing: soon they will have raised.
   void note_fault(const std::vector<RankFacts>& now) {
-    if (fault_ns_ == 0) fault_ns_ = now_ns();
+    if (fault_ns_ == 0) fault_ns_ = monotonic_ns();
     if (!ops_.empty()) return;
-    news_ns_ = now_ns();
+    news_ns_ = monotonic_ns();
     for (const RankFacts& each : now) ops_.push_back(each.op);
   }
 
   // A failed rank that still runs waits for the report, so there is time to let the others say
   // their line first, or fail alike. When a process has died, the launcher closes the output in a moment.
   bool others_have_spoken(const std::vector<RankFacts>& now) const {
-    return now_ns() > news_ns_ + kLetSpeak ||
+    return monotonic_ns() > news_ns_ + kLetSpeak ||
            std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
              return f.is_gone || f.end.kind != Ending::none;
            });
@@ -267,7 +267,7 @@ class Guardian {
 
   // Who terminates one rank mostly terminates them all, and each takes a moment to hear of it.
   bool others_have_ended(const std::vector<RankFacts>& now) const {
-    return now_ns() > news_ns_ + std::min(kLetEnd, grace_ns_ / 2) ||
+    return monotonic_ns() > news_ns_ + std::min(kLetEnd, grace_ns_ / 2) ||
            std::all_of(now.begin(), now.end(), [](const RankFacts& f) {
              return f.is_gone || f.end.kind != Ending::none || f.state == State::left;
            });
@@ -276,8 +276,8 @@ class Guardian {
   // The kernel says how a process ended only after its parent has waited for it, which is soon.
   void learn_how(int index, RankFacts& failed) {
     Watched& w = ranks_[static_cast<std::size_t>(index)];
-    const std::int64_t deadline = now_ns() + kReapWait;
-    while (w.killed_by == 0 && w.page->exit_code.load() < 0 && now_ns() < deadline) {
+    const std::int64_t deadline = monotonic_ns() + kReapWait;
+    while (w.killed_by == 0 && w.page->exit_code.load() < 0 && monotonic_ns() < deadline) {
       w.ask_kernel_how();
       usleep(500);
     }
@@ -288,7 +288,7 @@ class Guardian {
   // Under fault tolerance only a failed rank that lingers is ended, for MPI reports no other death;
   // and a stopped one when no other is left.
   void end_the_rest() {
-    const std::int64_t now = now_ns();
+    const std::int64_t now = monotonic_ns();
     for (Watched& w : ranks_) {
       if (w.is_gone) continue;
       const EndView end = w.page.end();
@@ -326,13 +326,13 @@ class Guardian {
   std::int64_t orphan_grace_ns() const { return std::min(grace_ns_, kOrphanGrace); }
 
   void end_all_orphans() {
-    const std::int64_t deadline = now_ns() + orphan_grace_ns() + kLetDie;
-    for (end_orphans(); orphans_.remain() && now_ns() < deadline; end_orphans())
+    const std::int64_t deadline = monotonic_ns() + orphan_grace_ns() + kLetDie;
+    for (end_orphans(); orphans_.remain() && monotonic_ns() < deadline; end_orphans())
       usleep(kTickMs * 1000);
   }
 
   bool is_last(const Watched& w) const {
-    return now_ns() > last_gone_ns_ + grace_ns_ &&
+    return monotonic_ns() > last_gone_ns_ + grace_ns_ &&
            std::all_of(ranks_.begin(), ranks_.end(),
                        [&](const Watched& other) { return &other == &w || other.is_gone; });
   }
@@ -362,9 +362,9 @@ class Guardian {
     const auto has_bad_code = [](const Watched& w) {
       return w.is_gone && !w.is_reported && w.page->exit_code.load() != 0 && w.was_waited_for();
     };
-    const std::int64_t deadline = now_ns() + kLetReap;
+    const std::int64_t deadline = monotonic_ns() + kLetReap;
     unsigned pause_us = 2000;
-    while (now_ns() < deadline && std::none_of(ranks_.begin(), ranks_.end(), has_bad_code)) {
+    while (monotonic_ns() < deadline && std::none_of(ranks_.begin(), ranks_.end(), has_bad_code)) {
       write_out("\n");
       usleep(pause_us = std::min(2 * pause_us, 100'000u));
     }

@@ -78,8 +78,8 @@ Descent descent_of(const Process& process, const Parent& parent) {
 
 std::string Orphans::end_those_of(const std::vector<Parent>& dead, std::int64_t kill_after_ns) {
   const auto is_settled = [this](const Parent& each) { return settled_.count(each.pid) != 0; };
-  if (now_ns() < next_look_ns_ || std::all_of(dead.begin(), dead.end(), is_settled)) return "";
-  next_look_ns_ = now_ns() + kLookEvery;
+  if (monotonic_ns() < next_look_ns_ || std::all_of(dead.begin(), dead.end(), is_settled)) return "";
+  next_look_ns_ = monotonic_ns() + kLookEvery;
   const auto asked_before = std::exchange(asked_, {});
   const auto processes = all_processes();
   std::string said;
@@ -95,9 +95,9 @@ std::string Orphans::end_those_of(const std::vector<Parent>& dead, std::int64_t 
       if (descent == Descent::detached && detached_.insert(each.pid).second) left.push_back(each);
       if (descent != Descent::attached) continue;
       is_left_alone = false;
-      asked_[each.pid] = is_new ? now_ns() : before->second;
+      asked_[each.pid] = is_new ? monotonic_ns() : before->second;
       if (is_new) ended.push_back(each);
-      end(each.pid, is_new, now_ns() - asked_[each.pid] > kill_after_ns);
+      end(each.pid, is_new, monotonic_ns() - asked_[each.pid] > kill_after_ns);
     }
     if (is_left_alone) settled_.insert(parent.pid);
     said += line("and is ended with it", parent, ended) +

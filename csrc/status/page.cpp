@@ -11,7 +11,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <stdexcept>
 #include <utility>
 
@@ -79,7 +78,7 @@ void on_signal(int signal) {
     if (code != 0) _exit(code);
     Page::End& end = recorded_page->end;
     if (claim(end)) {
-      end.time_ns = now_ns();
+      end.time_ns = monotonic_ns();
       end.code = signal;
       end.kind.store(signal == SIGTERM ? Ending::terminated : Ending::fatal_signal);
     }
@@ -105,12 +104,6 @@ void on_exit_code(int code, void*) {
 }
 
 }  // namespace
-
-std::int64_t now_ns() {
-  timespec t{};
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<std::int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
-}
 
 MappedPage MappedPage::create(const std::string& job, const std::string& host, int rank, int size,
                               int local_rank, std::uint64_t nonce) {
@@ -165,6 +158,11 @@ MappedPage::~MappedPage() {
   if (page_ != nullptr && page_ != recorded_page) munmap(page_, sizeof(Page));
 }
 
+void MappedPage::set_state(State state) {
+  if (state == State::leaving) page_->leaving_ns.store(monotonic_ns());
+  page_->state.store(state);
+}
+
 void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes) {
   Page::Op& op = page_->op;
   op.version.fetch_add(1, std::memory_order_acq_rel);
@@ -172,7 +170,7 @@ void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::
   store_text(op.name, name);
   op.sequence = sequence;
   op.nbytes = nbytes;
-  op.start_ns = now_ns();
+  op.start_ns = monotonic_ns();
   op.state.store(OpState::running, std::memory_order_relaxed);
   op.version.fetch_add(1, std::memory_order_release);
 }
@@ -195,7 +193,7 @@ bool MappedPage::record_end(Ending kind, int code, const std::string& what,
                             const std::string& where, const std::string& trace) {
   Page::End& end = page_->end;
   if (!claim(end)) return false;
-  end.time_ns = now_ns();
+  end.time_ns = monotonic_ns();
   end.code = code;
   store_text(end.what, what);
   store_text(end.where, where);
@@ -213,8 +211,8 @@ EndView MappedPage::end() const {
 }
 
 void wait_for_report(const Page& page, std::int64_t timeout_ns) {
-  const std::int64_t deadline = now_ns() + timeout_ns;
-  while (page.is_guarded.load() != 0 && page.is_reported.load() == 0 && now_ns() < deadline)
+  const std::int64_t deadline = monotonic_ns() + timeout_ns;
+  while (page.is_guarded.load() != 0 && page.is_reported.load() == 0 && monotonic_ns() < deadline)
     usleep(1000);
 }
 

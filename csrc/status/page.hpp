@@ -10,6 +10,8 @@
 #include <optional>
 #include <string>
 
+#include "../clock.hpp"
+#include "../codes.hpp"
 #include "lifeline.hpp"
 
 namespace ringcomm {
@@ -17,8 +19,10 @@ namespace ringcomm {
 constexpr std::uint64_t kPageMagic = 0x72696e67636f6d31;  // "ringcom1"
 
 enum class State : std::uint32_t { starting = 0, running, leaving, left };
+constexpr State last(State) { return State::left; }
 
 enum class OpState : std::uint32_t { idle = 0, running, failed };
+constexpr OpState last(OpState) { return OpState::failed; }
 
 // How a rank ends. peer_failed is secondary: it says whom it blames.
 enum class Ending : std::uint32_t {
@@ -31,6 +35,7 @@ enum class Ending : std::uint32_t {
   interrupted,  // uncaught KeyboardInterrupt
   terminated,   // SIGTERM
 };
+constexpr Ending last(Ending) { return Ending::terminated; }
 
 struct Page {
   std::uint64_t magic;
@@ -46,7 +51,7 @@ struct Page {
     std::atomic<std::uint32_t> version;
     std::atomic<OpState> state;
     std::uint64_t sequence, nbytes;
-    std::int64_t start_ns;              // CLOCK_MONOTONIC, as all times here
+    std::int64_t start_ns;              // of monotonic_ns(), as all times here
     char name[128];
   } op;
 
@@ -81,8 +86,6 @@ struct EndView {
   std::string what, where, trace;
 };
 
-std::int64_t now_ns();
-
 // Maps a page. create() makes the memfd; open() takes the one of another process of this node, and
 // adopt() a descriptor of it. All throw std::system_error; the others std::runtime_error, too, if it
 // is not the page with this nonce.
@@ -108,6 +111,7 @@ class MappedPage {
   Page* operator->() const { return page_; }
   Page* get() const { return page_; }
 
+  void set_state(State state);
   void begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes);
   void end_op(OpState state);
   OpView op() const;

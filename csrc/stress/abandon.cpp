@@ -59,14 +59,14 @@ class Part {
     target_ = std::make_unique<Array>(memory, due, is_registered);
     const Meeting meeting{team, round, 42};
     if (kind_ == gather) {
-      Copy copy{source_->bytes(), source_->nbytes(), {}};
+      NodeCopy copy{source_->bytes(), source_->nbytes(), {}};
       for (std::size_t r = 0; r < size_; ++r)
         copy.pulls.push_back({r, 0, source_->nbytes(), target_->bytes() + r * source_->nbytes()});
       step = std::make_shared<CopyStep>(meeting, std::move(copy));
     } else {
       const Target to = kind_ == scatter ? Target::owner : Target::all;
       step = std::make_shared<ReduceStep>(
-          meeting, Reduction{source_->bytes(), target_->bytes(), bounds, to, 0, Op::sum,
+          meeting, NodeReduction{source_->bytes(), target_->bytes(), bounds, to, 0, Op::sum,
                              DType::float32, 1});
     }
   }

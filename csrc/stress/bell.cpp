@@ -65,9 +65,9 @@ void meet_again_and_again(const Pair& pair, std::size_t rank, Start& start) {
   for (unsigned round = 1; start.of(round); ++round) {
     if (rank == 0 && monotonic_ns() > end) start.n_rounds.store(round);
     linger(random() % 24);
-    team->signal(kSlot, &Progress::ready, round);
+    team->signal(kSlot, &StepProgress::ready, round);
     linger(random() % 24);
-    const auto is_here = [&] { return team->all_at(kSlot, &Progress::ready, round); };
+    const auto is_here = [&] { return team->all_at(kSlot, &StepProgress::ready, round); };
     while (!is_here()) {
       const std::int64_t began_at = monotonic_ns();
       bell.sleep(kLost, is_here);

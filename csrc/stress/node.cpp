@@ -45,7 +45,7 @@ struct Operation {
     target = std::make_unique<Array>(memory, due, own() % 2 == 0);
     std::byte* out = is_mine ? target->bytes() : nullptr;
     if (kind == gather || kind == mismatch) {
-      Copy copy{source->bytes(), source->nbytes(), {}};
+      NodeCopy copy{source->bytes(), source->nbytes(), {}};
       for (std::size_t r = 0; r < size && kind == gather; ++r)
         copy.pulls.push_back({r, 0, source->nbytes(), out + r * source->nbytes()});
       step = std::make_shared<CopyStep>(meeting, std::move(copy));
@@ -54,7 +54,7 @@ struct Operation {
                         : kind == scatter ? Target::owner
                                           : Target::root;
       step = std::make_shared<ReduceStep>(
-          meeting, Reduction{source->bytes(), out, bounds, to, size - 1, Op::sum, DType::float32, 1});
+          meeting, NodeReduction{source->bytes(), out, bounds, to, size - 1, Op::sum, DType::float32, 1});
     }
   }
 

@@ -6,7 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "../shm/step.hpp"
+#include "../shm/copy_step.hpp"
+#include "../shm/reduce_step.hpp"
 
 namespace ringcomm::stress {
 

@@ -39,7 +39,7 @@ class To(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeReduction:
-    """What csrc/shm/step.hpp is asked for.
+    """What csrc/shm/reduce_step.hpp is asked for.
 
     Attributes:
         source: this rank's values.
@@ -80,7 +80,7 @@ class NodeReduction:
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """What csrc/shm/step.hpp is asked for.
+    """What csrc/shm/reduce_step.hpp is asked for.
 
     Attributes:
         shown: what the others may read.

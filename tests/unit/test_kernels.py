@@ -139,6 +139,28 @@ def test_sizes_and_dtypes_are_checked(dst, src, dtype, message):
         _core.combine(np.zeros(dst, np.uint8), np.zeros(src, np.uint8), code(dtype), SUM.kernel)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "op", "message"),
+    [
+        (len(DTYPES), 0, "dtype 15: the codes are 0 to 14"),
+        (-1, 0, "dtype -1"),
+        (2, 7, "op 7: the codes are 0 to 6"),
+        (2, -1, "op -1"),
+    ],
+)
+def test_codes_are_checked_wherever_they_come_in(dtype, op, message):
+    x, out = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
+    calls = [
+        lambda: _core.combine(out, x, dtype, op),
+        lambda: _core.reduce_many([out], [x, x], dtype, op, 1),
+        lambda: _core.combine_rounded(out, [x], dtype, op, 1),
+        lambda: _core.Schedule([8, 8]).combine((0, 0, 8), (1, 0, 8), dtype, op),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_complex_needs_the_alignment_of_its_parts_only():
     store = np.zeros(5, np.float64)
     x = store[1:].view(np.complex128)

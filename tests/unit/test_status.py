@@ -37,6 +37,21 @@ def test_what_is_written_can_be_read_through_another_mapping():
     assert theirs.snapshot()["op_state"] == OpState.IDLE
 
 
+@pytest.mark.parametrize(
+    ("enum", "store"),
+    [
+        (State, lambda page, code: page.set_state(code)),
+        (OpState, lambda page, code: page.end_op(code)),
+        (Ending, lambda page, code: page.record_end(code, 0, "", "", "")),
+    ],
+)
+def test_a_page_takes_the_codes_of_python_s_enums_and_no_others(enum, store):
+    store(page(), max(enum))
+    for code in (-1, max(enum) + 1):
+        with pytest.raises(ValueError, match=f"{code}: the codes are 0 to {max(enum)}"):
+            store(page(), code)
+
+
 def test_a_page_with_another_nonce_is_not_ours():
     mine = page(nonce=7)
     with pytest.raises(RuntimeError, match="belongs to another process"):

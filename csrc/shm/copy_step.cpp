@@ -1,0 +1,113 @@
+#include "copy_step.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "segments.hpp"
+
+namespace ringcomm {
+
+CopyStep::CopyStep(Meeting meeting, NodeCopy copy)
+    : NodeStep(std::move(meeting)), what_(std::move(copy)) {
+  const NodeMemory& memory = team().memory();
+  Arrival& mine = arrival(index());
+  mine.nbytes = what_.nbytes;
+  mine.has_target = 0;
+  if (what_.nbytes <= kInline) {
+    kind_ = Source::inlined;
+    if (what_.nbytes != 0) std::memcpy(payload(index()), what_.shown, what_.nbytes);
+  } else if (memory.holds(what_.shown, what_.nbytes)) {
+    kind_ = Source::registered;
+    mine.source = static_cast<std::uint64_t>(what_.shown - memory.arena());
+  } else {
+    kind_ = Source::staged;
+  }
+  mine.kind = kind_;
+  arrive();
+}
+
+std::uint64_t CopyStep::segments_of(std::size_t member) const {
+  const Arrival& each = arrival(member);
+  return each.kind == Source::staged ? n_parts(each.nbytes, kSegment) : 0;
+}
+
+void CopyStep::meet() {
+  for (const Pull& each : what_.pulls)
+    is_short_ = is_short_ || each.offset + each.nbytes > arrival(each.member).nbytes;
+  for (std::size_t member = 0; member < size(); ++member)
+    n_segments_ = std::max(n_segments_, segments_of(member));
+  if (kind_ == Source::staged)
+    take_lane_for(what_.shown);
+  else if (n_segments_ != 0)
+    signal(&StepProgress::ready, kAllDone);  // nobody waits for this rank
+}
+
+Program::Step CopyStep::work() {
+  if (is_short_) throw std::runtime_error("a rank shows fewer bytes than another was to read");
+  bool has_moved = show();
+  has_moved = pull() || has_moved;
+  const bool has_all = next_whole_ == what_.pulls.size() && n_pulled_ == n_segments_;
+  if (!has_all || n_shown_ < segments_of(index())) return has_moved ? Step::moved : Step::waiting;
+  if (!is_done_) {
+    is_done_ = true;
+    signal(&StepProgress::done, kAllDone);
+  }
+  if (kind_ == Source::registered && !all_at(&StepProgress::done, kAllDone))
+    return has_moved ? Step::moved : Step::waiting;
+  finish();
+  return Step::moved;
+}
+
+bool CopyStep::show() {
+  constexpr std::uint64_t n_places = kLane / kSegment;
+  const std::uint64_t n_own = segments_of(index());
+  if (n_shown_ == n_own) return false;
+  if (n_shown_ >= n_places && !all_at(&StepProgress::done, n_shown_ - n_places + 1)) return false;
+  const std::size_t begin = n_shown_ * kSegment;
+  std::memcpy(lane_of(index()) + n_shown_ % n_places * kSegment, what_.shown + begin,
+              std::min(kSegment, what_.nbytes - begin));
+  ++n_shown_;
+  signal(&StepProgress::ready, n_shown_ == n_own ? kAllDone : n_shown_);
+  return true;
+}
+
+// Takes a piece of what is there as a whole, then segment after segment from all that show them.
+bool CopyStep::pull() {
+  while (next_whole_ < what_.pulls.size()) {
+    const Pull& each = what_.pulls[next_whole_];
+    const Arrival& from = arrival(each.member);
+    if (from.kind == Source::staged || whole_offset_ == each.nbytes) {
+      ++next_whole_;
+      whole_offset_ = 0;
+      continue;
+    }
+    const std::byte* whole = from.kind == Source::inlined
+                                 ? payload(each.member)
+                                 : team().mate(each.member).arena + from.source;
+    const std::size_t n = std::min(kPiece, each.nbytes - whole_offset_);
+    std::memcpy(each.target + whole_offset_, whole + each.offset + whole_offset_, n);
+    whole_offset_ += n;
+    return true;
+  }
+  if (n_pulled_ == n_segments_ || !all_at(&StepProgress::ready, n_pulled_ + 1)) return false;
+  pull_segment(n_pulled_);
+  signal(&StepProgress::done, ++n_pulled_);
+  return true;
+}
+
+void CopyStep::pull_segment(std::uint64_t number) {
+  const std::size_t place = number % (kLane / kSegment);
+  const std::size_t begin = number * kSegment, end = begin + kSegment;
+  for (const Pull& each : what_.pulls) {
+    if (arrival(each.member).kind != Source::staged) continue;
+    const std::size_t from = std::max(begin, each.offset);
+    const std::size_t to = std::min(end, each.offset + each.nbytes);
+    if (to <= from) continue;
+    const std::byte* shown = lane_of(each.member) + place * kSegment;
+    std::memcpy(each.target + (from - each.offset), shown + (from - begin), to - from);
+  }
+}
+
+}  // namespace ringcomm

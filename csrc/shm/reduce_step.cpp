@@ -1,0 +1,123 @@
+#include "reduce_step.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "../kernels/reduce.hpp"
+#include "segments.hpp"
+
+namespace ringcomm {
+namespace {
+
+constexpr std::size_t kInlineTotal = 64u << 10;  // the most that a rank reads to do it all itself
+constexpr std::size_t kLine = 64;
+
+}  // namespace
+
+std::size_t NodeReduction::due_nbytes(std::size_t member) const {
+  if (to == Target::owner) return bounds[member + 1] - bounds[member];
+  return to == Target::all || member == root ? bounds.back() : 0;
+}
+
+std::vector<std::size_t> equal_bounds(std::size_t nbytes, std::size_t n) {
+  std::vector<std::size_t> bounds(n + 1, nbytes);
+  for (std::size_t r = 0; r < n; ++r) bounds[r] = nbytes / kLine * r / n * kLine;
+  return bounds;
+}
+
+ReduceStep::ReduceStep(Meeting meeting, NodeReduction reduction)
+    : NodeStep(std::move(meeting)), what_(std::move(reduction)) {
+  const std::size_t nbytes = what_.bounds.back();
+  const NodeMemory& memory = team().memory();
+  Arrival& mine = arrival(index());
+  mine.nbytes = nbytes;
+  mine.has_target = 0;
+  if (is_inline()) {
+    mine.kind = Source::inlined;
+    if (nbytes != 0) std::memcpy(payload(index()), what_.source, nbytes);
+  } else if (memory.holds(what_.source, nbytes)) {
+    mine.kind = Source::registered;
+    mine.source = static_cast<std::uint64_t>(what_.source - memory.arena());
+  } else {
+    mine.kind = Source::staged;
+  }
+  if (!is_inline() && is_due(index()) && memory.holds(what_.target, nbytes)) {
+    mine.has_target = 1;
+    mine.target = static_cast<std::uint64_t>(what_.target - memory.arena());
+  }
+  arrive();
+}
+
+void ReduceStep::meet() {
+  sources_.resize(size());
+  if (is_inline()) {
+    algorithm_.emplace<Inlined>(*this);
+    return;
+  }
+  bool is_all_registered = true;
+  for (std::size_t member = 0; member < size(); ++member) {
+    const Arrival& each = arrival(member);
+    is_all_registered = is_all_registered && each.kind == Source::registered &&
+                        (each.has_target != 0 || !is_due(member));
+  }
+  if (!is_all_registered)
+    algorithm_.emplace<Staged>(*this);
+  else if (what_.to == Target::owner)
+    algorithm_.emplace<OwnSlice>(*this);
+  else
+    algorithm_.emplace<Registered>(*this);
+}
+
+Program::Step ReduceStep::work() {
+  return std::visit(
+      [](auto& algorithm) {
+        if constexpr (std::is_same_v<decltype(algorithm), std::monostate&>)
+          return Step::waiting;  // meet() comes first
+        else
+          return algorithm.work();
+      },
+      algorithm_);
+}
+
+bool ReduceStep::is_inline() const {
+  const std::size_t nbytes = what_.bounds.back();
+  return nbytes <= kInline && nbytes * size() <= kInlineTotal;
+}
+
+bool ReduceStep::is_due(std::size_t member) const {
+  return what_.to == Target::all || (what_.to == Target::root && member == what_.root);
+}
+
+std::size_t ReduceStep::pieces(std::size_t owner) const {
+  const auto [begin, end] = slice(owner);
+  return n_parts(end - begin, kPiece);
+}
+
+const std::byte* ReduceStep::source_of(std::size_t member, std::size_t begin) const {
+  return team().mate(member).arena + arrival(member).source + begin;
+}
+
+void ReduceStep::reduce(std::size_t nbytes) const {
+  if (nbytes == 0 || targets_.empty()) return;
+  reduce_many(what_.op, what_.dtype, targets_.data(), targets_.size(), sources_.data(),
+              sources_.size(), nbytes / itemsize(what_.dtype), what_.divisor);
+}
+
+Program::Step ReduceStep::Inlined::work() {
+  const NodeReduction& what = step_.what_;
+  const std::size_t me = step_.index();
+  const bool is_owner = what.to == Target::owner;
+  const Range range = is_owner ? step_.slice(me) : Range{0, what.bounds.back()};
+  if (is_owner || step_.is_due(me)) {
+    for (std::size_t member = 0; member < step_.size(); ++member)
+      step_.sources_[member] = step_.payload(member) + range.begin;
+    step_.targets_ = {what.target};
+    step_.reduce(range.end - range.begin);
+  }
+  step_.finish();
+  return Step::moved;
+}
+
+}  // namespace ringcomm

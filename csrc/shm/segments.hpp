@@ -1,0 +1,14 @@
+// The sizes in which steps move what they move.
+#pragma once
+#include <cstddef>
+
+namespace ringcomm {
+
+constexpr std::size_t kPiece = 256u << 10;    // of each buffer, before other work gets its turn
+constexpr std::size_t kSegment = 256u << 10;  // of each buffer, on its way through the lanes
+
+constexpr std::size_t n_parts(std::size_t nbytes, std::size_t part) {
+  return (nbytes + part - 1) / part;
+}
+
+}  // namespace ringcomm
