@@ -42,6 +42,16 @@ std::int64_t interruption_time(const RankFacts& r) {
   return was ? r.end.time_ns : kNever;
 }
 
+// True if others had given up waiting for this rank, which was at its end, before it died: a launcher
+// kills it as soon as one of them has ended.
+bool was_given_up(const std::vector<RankFacts>& ranks, const RankFacts& r) {
+  if (r.leaving_ns == 0 || r.end.kind != Ending::none) return false;
+  return std::any_of(ranks.begin(), ranks.end(), [&](const RankFacts& other) {
+    return other.end.kind == Ending::peer_failed && other.end.code == r.rank &&
+           r.leaving_ns < other.end.time_ns && other.end.time_ns < death_time(r);
+  });
+}
+
 struct Earliest {
   int index = kNobody;
   std::int64_t time_ns = kNever;
@@ -120,6 +130,10 @@ std::string after_step(const RankFacts& r) {
   return r.step == 0 ? "" : " after step " + std::to_string(r.step);
 }
 
+std::string left_early(const RankFacts& r) {
+  return "left the job" + after_step(r) + " while others waited for it";
+}
+
 std::string deed(const RankFacts& r) {
   const std::string code = std::to_string(r.end.code);
   switch (r.end.kind) {
@@ -148,7 +162,7 @@ std::string deed(const RankFacts& r) {
            " (MPI does so when another host fails: see that host's report)";
   if (r.exit_code == 0 && r.leaving_ns == 0)
     return "ended in its middle" + after_step(r) + " - exit 0 (exit, _exit or exec in C code)";
-  if (r.leaving_ns != 0) return "left the job" + after_step(r) + " while others waited for it";
+  if (r.leaving_ns != 0) return left_early(r);
   return "ended without a word (SIGKILL, out of memory, _exit or exec in C code)" + after_step(r);
 }
 
@@ -225,7 +239,9 @@ bool may_follow(const std::vector<RankFacts>& ranks, int index) {
 }
 
 int culprit(const std::vector<RankFacts>& ranks) {
-  const Earliest failed = earliest(ranks, failure_time);
+  const Earliest failed = earliest(ranks, [&](const RankFacts& r) {
+    return was_given_up(ranks, r) ? kNever : failure_time(r);
+  });
   const Earliest stopped = earliest(ranks, interruption_time);
   if (stopped.index == kNobody)
     return failed.index != kNobody ? failed.index : blamed(ranks);
@@ -248,7 +264,8 @@ bool was_interrupted(const std::vector<RankFacts>& ranks) {
 std::string report(const std::vector<RankFacts>& ranks, int culprit,
                    const std::vector<OpView>& ops, std::int64_t fault_ns) {
   const RankFacts& first = ranks[static_cast<std::size_t>(culprit)];
-  return "x " + who(first) + " " + deed(first) + "\n" + where_lines(first.end.where) +
+  const std::string what = was_given_up(ranks, first) ? left_early(first) : deed(first);
+  return "x " + who(first) + " " + what + "\n" + where_lines(first.end.where) +
          likewise_line(ranks, first) + waiting_lines(ranks, culprit, ops, fault_ns);
 }
 

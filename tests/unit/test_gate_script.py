@@ -27,7 +27,8 @@ def test_ctrl_c_ends_the_gate_and_not_one_part_of_it(tmp_path):
     shutil.copy(ROOT / "ci" / "test", tmp_path / "test")
     (tmp_path / "setup.sh").write_text(SET_UP)
     done = subprocess.run(
-        ["bash", tmp_path / "test"],
+        # Who runs these tests in the background ignores Ctrl-C, and bash would, too.
+        ["env", "--default-signal=INT", "bash", tmp_path / "test"],
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

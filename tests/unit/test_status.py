@@ -362,6 +362,21 @@ def test_the_one_that_left_while_others_waited_is_blamed(start_rank, capfd):
     assert "left the job after step 17 while others waited for it" in report
 
 
+def test_the_one_that_left_is_blamed_for_that_though_the_launcher_kills_it_then(start_rank, capfd):
+    blaming = 'page.begin_op("allreduce[w]", 2, 8); page.wait_for_report(0.2); '
+    blaming += 'raise PeerFailedError("rank 1 left", rank=1, reason="left the job")'
+    leaving = "page.set_state(State.LEAVING); page.wait_for_report(60)"
+    bystander, culprit = start_rank(0, blaming), start_rank(1, leaving)
+    guardian = guarded(capfd, culprit, bystander)
+    assert bystander.end()[0] == 1
+    culprit.process.kill()
+    culprit.end()
+    guardian.wait()
+    report = capfd.readouterr().err
+    assert "x rank 1" in report
+    assert "left the job after step 17 while others waited for it" in report
+
+
 def test_a_good_end_is_silent(start_rank, capfd):
     leave = 'page.begin_op("x", 1, 1); page.end_op(OpState.IDLE); page.set_state(State.LEFT)'
     ranks = [start_rank(r, leave) for r in range(2)]
