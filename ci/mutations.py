@@ -488,9 +488,9 @@ OPTIMIZER = [
         "torch/optim/gradient.py",
         """\
             self.parameter.grad = None
-            self.state = State.LATE""",
+            self.state = GradientState.LATE""",
         """\
-            self.state = State.LATE""",
+            self.state = GradientState.LATE""",
         "what a second loss adds goes into a bucket that is under way, and counts twice or not",
         ("faces/test_backward.py",),
     ),

@@ -1,4 +1,4 @@
-"""What is sent instead of a tensor, to send less."""
+"""Compressors: they turn a tensor into a smaller one, which is sent."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BF16Compressor(_Cast):
 
 
 class Compression:
-    """What can be passed as `compression`."""
+    """Values of the argument `compression`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -14,8 +14,13 @@ from ringcomm.torch.compression import Compression
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, op_of
 from ringcomm.torch.optim.adasum import with_adasum
-from ringcomm.torch.optim.averaging import Averaging, averaging
-from ringcomm.torch.optim.options import recipe_of, require_mean, require_own, require_passes
+from ringcomm.torch.optim.averaging import AveragingOptimizer, with_averaging
+from ringcomm.torch.optim.options import (
+    reduction_options,
+    require_mean,
+    require_own,
+    require_passes,
+)
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import named_in_order
 
@@ -75,8 +80,8 @@ def DistributedOptimizer(
         process_set: the ranks that take part; on others the optimizer works alone.
         shard_state: 1: each rank keeps the state of its share of the parameters alone, and updates
             that (ZeRO-1). It changes no result, but .grad is this rank's part of the mean, and zero
-            elsewhere; state_dict() is collective. See ringcomm.torch.zero.sharding.Sharding, and
-            docs/sharded_optimizer.md.
+            elsewhere; state_dict() is collective. See docs/sharded_optimizer.md, and
+            ringcomm.torch.zero.sharding.ShardedOptimizer.
         sync_weights: in the first backward() ranks compare a fingerprint of their parameters,
             frozen ones too, and where they differ all have those of the first rank at its end, and
             a warning says so. Frozen ones of named_parameters that the optimizer does not hold are
@@ -100,7 +105,7 @@ def DistributedOptimizer(
     parameter; with shard_state=1 half of that, and as much again in step(). The sum over ranks of N
     batches of b equals one process with a batch of N * b as far as floating point allows.
     """
-    if isinstance(optimizer, Averaging):
+    if isinstance(optimizer, AveragingOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
@@ -112,7 +117,7 @@ def DistributedOptimizer(
     named = named_in_order(optimizer, given)
     op = op_of(op, None)
     if isinstance(op, Op):
-        recipe = recipe_of(
+        options = reduction_options(
             op,
             compression,
             gradient_predivide_factor,
@@ -123,14 +128,14 @@ def DistributedOptimizer(
             shard_state,
             sync_weights=sync_weights,
         )
-        require_own(recipe, named, given or ())
-        wrap = averaging
-        if recipe.is_sharded:
+        require_own(options, named, given or ())
+        wrap = with_averaging
+        if options.is_sharded:
             from ringcomm.torch.zero.elementwise import require_elementwise
-            from ringcomm.torch.zero.sharding import sharding as wrap
+            from ringcomm.torch.zero.sharding import with_sharding as wrap
 
             require_elementwise(optimizer)
-        reducer = GradientReducer(named, recipe, backward_passes_per_step, given or ())
+        reducer = GradientReducer(named, options, backward_passes_per_step, given or ())
         return wrap(optimizer, reducer)
     if shard_state:
         raise ValueError("op=hvd.Adasum combines what whole steps add: it needs shard_state=0")

@@ -252,7 +252,7 @@ def test_a_copy_keeps_the_arguments():
     def body(rank):
         wrapped = wrap(model, op=rc.SUM, backward_passes_per_step=3)
         _, copied = copy.deepcopy((model, wrapped))
-        assert copied._reducer.recipe.op is rc.SUM
+        assert copied._reducer.options.op is rc.SUM
         assert copied._reducer.passes_per_step == 3
         assert [slot.name for slot in copied._reducer.slots] == [
             n for n, _ in model.named_parameters()

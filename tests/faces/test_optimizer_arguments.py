@@ -299,7 +299,7 @@ def test_copies_keep_all_arguments():
             process_set=some,
         )
         twin, copied = copy.deepcopy((model, wrapped))
-        recipe = copied._reducer.recipe
+        recipe = copied._reducer.options
         assert recipe.compression is hvd.Compression.fp16
         assert recipe.predivide == 2.0
         assert recipe.sparse_as_dense
@@ -312,7 +312,7 @@ def test_copies_keep_all_arguments():
         torch.save(wrap(models(1)[0]), file)
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
-        assert loaded._reducer.recipe.process_set is hvd.global_process_set
+        assert loaded._reducer.options.process_set is hvd.global_process_set
 
     run_ranks(3, body)
 

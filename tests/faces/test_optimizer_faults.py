@@ -23,7 +23,7 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 from ringcomm.config import Settings  # noqa: E402
-from ringcomm.torch.optim.options import Recipe  # noqa: E402
+from ringcomm.torch.optim.options import ReductionOptions  # noqa: E402
 
 UNSENT = Settings(timeout_s=120, fusion_mib=1)  # one bucket: nothing leaves before all is there
 
@@ -238,10 +238,10 @@ def test_a_bucket_that_ranks_send_otherwise_is_named_and_training_can_go_on():
         optimizer = wrap(model)
         mine = share(batches, rank, 2)
         fit(model, optimizer, mine[:2])
-        optimizer._reducer.recipe = Recipe(rc.SUM if rank else rc.AVERAGE)
+        optimizer._reducer.options = ReductionOptions(rc.SUM if rank else rc.AVERAGE)
         with pytest.raises(rc.MismatchError, match=r"gradients of \d"):
             mse_loss(model(mine[2][0]), mine[2][1]).backward()
-        optimizer._reducer.recipe = Recipe(rc.AVERAGE)
+        optimizer._reducer.options = ReductionOptions(rc.AVERAGE)
         with pytest.raises(rc.RingcommError, match="zero_grad"):
             optimizer.step()
         fit(model, optimizer, mine[2:])

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 
-from ringcomm.torch.backward.consistency_check import Outline, explain  # noqa: E402
+from ringcomm.torch.backward.consistency_check import OptimizerSummary, explain  # noqa: E402
 from ringcomm.torch.optim.buckets import is_dense, plan_buckets  # noqa: E402
 from ringcomm.torch.optim.exchange import explain_samples, explain_steps  # noqa: E402
 from ringcomm.torch.optim.presence import (  # noqa: E402
@@ -101,7 +101,7 @@ def test_faults_in_the_use_of_samples(flags, expected):
 def test_explanations_name_the_ranks_and_both_values():
     assert "rank 0 is in step 4, rank 2 in step 6" in explain_steps([3, 3, 5])
     assert "rank 1 called set_samples(7) for this step, rank 0 did" in explain_samples([None, 7])
-    one = Outline((("a", "x"), ("b", "y")), (("op", "SUM"),))
-    two = Outline((("b", "y"), ("a", "x")), (("op", "SUM"),))
+    one = OptimizerSummary((("a", "x"), ("b", "y")), (("op", "SUM"),))
+    two = OptimizerSummary((("b", "y"), ("a", "x")), (("op", "SUM"),))
     assert "rank 0 has a x, rank 1 has b y" in explain([one, two])
     assert "rank 1 has a x, rank 4 has b y" in explain([None, one, None, one, two])  # in join()

@@ -31,7 +31,7 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch.zero.sharding import Sharding  # noqa: E402
+from ringcomm.torch.zero.sharding import ShardedOptimizer  # noqa: E402
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 
@@ -277,7 +277,7 @@ def test_gradients_that_come_after_their_bucket_has_left(size):
 def test_several_passes_of_unequal_batches(size):
     def train(model, optimizer, batches):
         for first, second in zip(batches[::2], batches[1::2], strict=True):
-            if isinstance(optimizer, Sharding):
+            if isinstance(optimizer, ShardedOptimizer):
                 optimizer.set_samples(len(first[0]))
             optimizer.zero_grad()
             for x, y in (first, second):

@@ -31,7 +31,7 @@ from training import (  # noqa: E402
 
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch.zero import shard  # noqa: E402
+from ringcomm.torch.zero import weight_shard  # noqa: E402
 
 
 # --- 16 bits ------------------------------------------------------------------------------------
@@ -89,8 +89,8 @@ def test_each_rank_keeps_its_share_of_the_state_alone():
         optimizer = wrap(replicas[rank], adamw, shard_state=1)
         fit(replicas[rank], optimizer, share(data(3, size), rank, size))
         assert not optimizer.state
-        held = [each for shard in optimizer._shards._shards for each in shard.held().values()]
-        lines = [line for each in held for line in each.lines.values()]
+        held = [each for shard in optimizer._shards._shards for each in shard.states().values()]
+        lines = [line for each in held for line in each.by_element.values()]
         storages = {line.untyped_storage().data_ptr(): line.untyped_storage() for line in lines}
         return sum(storage.nbytes() for storage in storages.values())
 
@@ -112,7 +112,8 @@ def test_weights_leave_as_soon_as_their_chunk_is_updated(monkeypatch):
         return call
 
     for name in ("update", "send", "note_written"):
-        monkeypatch.setattr(shard.Shard, name, logged(name, getattr(shard.Shard, name)))
+        kind = weight_shard.WeightShard
+        monkeypatch.setattr(kind, name, logged(name, getattr(kind, name)))
     replicas = models(2)
 
     def body(rank):
@@ -315,7 +316,7 @@ def test_no_gradients_are_kept_but_those_of_the_buckets():
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 40)).sum().backward()
-            buckets = optimizer._reducer.plan.laid_out(optimizer._reducer.recipe)
+            buckets = optimizer._reducer.plan.laid_out(optimizer._reducer.options)
             first = first or [weakref.ref(each.buffer) for each in buckets]
             is_new = all(each.buffer is not ref() for each in buckets for ref in first)
             del buckets

@@ -26,9 +26,9 @@ from training import (  # noqa: E402
 import ringcomm as rc  # noqa: E402
 import ringcomm.torch as hvd  # noqa: E402
 from ringcomm.collectives.schedule import within  # noqa: E402
-from ringcomm.torch.zero import shards  # noqa: E402
-from ringcomm.torch.zero.parameter_state import Held  # noqa: E402
-from ringcomm.torch.zero.pieces import shares_of  # noqa: E402
+from ringcomm.torch.zero import optimizer_shard  # noqa: E402
+from ringcomm.torch.zero.parameter_state import ParameterState  # noqa: E402
+from ringcomm.torch.zero.shares import shares_of  # noqa: E402
 
 
 def adam(parameters):
@@ -244,13 +244,13 @@ def test_16_bit_parameters_go_on_from_their_masters():
 # --- on its way ---------------------------------------------------------------------------------
 def test_only_what_changes_hands_is_sent(monkeypatch):
     moved = {0: [], 1: []}
-    gathered = shards.gathered
+    gathered = optimizer_shard.gathered
 
     def spied(mine, shares, *args):
         moved[rc.rank()].append(sorted(shares))
         return gathered(mine, shares, *args)
 
-    monkeypatch.setattr(shards, "gathered", spied)
+    monkeypatch.setattr(optimizer_shard, "gathered", spied)
 
     class Turned(nn.Module):
         """Its layers are used in the order in which they were made, so buckets change once."""
@@ -396,8 +396,8 @@ def test_a_rank_that_dies_while_states_are_collected():
 
 def test_what_goes_by_element_is_what_has_the_parameters_shape():
     state = {"step": torch.tensor(3.0), "sum": torch.ones(()), "name": "x", "pair": torch.ones(2)}
-    held = Held.of(state, torch.zeros(()))
-    assert held.lines.keys() == {"sum"}
+    held = ParameterState.of(state, torch.zeros(()))
+    assert held.by_element.keys() == {"sum"}
     assert held.shaped(torch.zeros(())) == state
 
 

@@ -1,1 +1,1 @@
-"""What every distributed optimizer needs around backward(): hooks, passes and agreement."""
+"""Base of all distributed optimizers: hooks of autograd, passes, and agreement of ranks."""

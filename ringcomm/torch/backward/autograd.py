@@ -20,7 +20,7 @@ from ringcomm.errors import RingcommError
 
 
 class Listener(Protocol):
-    """Who is told of gradients, by the index of their parameter."""
+    """Is called before and after gradients, with the index of their parameter."""
 
     def before_gradient(self, index: int) -> None:
         """A gradient is about to be added to .grad."""

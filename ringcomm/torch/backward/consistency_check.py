@@ -1,4 +1,4 @@
-"""What every rank must have wrapped alike; compared once, before the first gradient is sent."""
+"""Compares what ranks have wrapped, once, before the first gradient is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringcomm.torch.backward.complement import is_alike, with_complement
 
 
 @dataclass(frozen=True)
-class Outline:
+class OptimizerSummary:
     """An optimizer, as far as ranks must agree on it.
 
     Attributes:
@@ -32,7 +32,7 @@ class Outline:
         return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
 
 
-class Check:
+class ConsistencyCheck:
     """The comparison of all ranks' outlines and weights, under way. Collective.
 
     Args:
@@ -45,7 +45,9 @@ class Check:
         handle: what to wait for.
     """
 
-    def __init__(self, mine: Outline, name: str, group: Group, weights: bytes = b"") -> None:
+    def __init__(
+        self, mine: OptimizerSummary, name: str, group: Group, weights: bytes = b""
+    ) -> None:
         self._mine = mine
         self._group = group
         self._name = name
@@ -68,20 +70,20 @@ class Check:
         return combined
 
 
-def explain(outlines: Sequence[Outline | None]) -> str:
+def explain(outlines: Sequence[OptimizerSummary | None]) -> str:
     """Return in what the outlines of ranks differ; None: of one in join(). Pure."""
-    told = {rank: each for rank, each in enumerate(outlines) if each is not None}
-    counts = [f"{len(each.parameters)} parameters" for each in told.values()]
+    known = {rank: each for rank, each in enumerate(outlines) if each is not None}
+    counts = [f"{len(each.parameters)} parameters" for each in known.values()]
     if len(set(counts)) > 1:
-        return _text(told, counts, "Wrap the same model on every rank")
-    for each in zip(*(outline.parameters for outline in told.values()), strict=True):
+        return _text(known, counts, "Wrap the same model on every rank")
+    for each in zip(*(outline.parameters for outline in known.values()), strict=True):
         if len(set(each)) > 1:
             values = [f"{name} {what}" for name, what in each]
-            return _text(told, values, "Wrap the same parameters in the same order on every rank")
-    for each in zip(*(outline.settings for outline in told.values()), strict=True):
+            return _text(known, values, "Wrap the same parameters in the same order on every rank")
+    for each in zip(*(outline.settings for outline in known.values()), strict=True):
         if len(set(each)) > 1:
             values = [f"{what}={value}" for what, value in each]
-            return _text(told, values, "Set the same on every rank")
+            return _text(known, values, "Set the same on every rank")
     raise AssertionError("the outlines agree")
 
 

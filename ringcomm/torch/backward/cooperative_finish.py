@@ -1,4 +1,4 @@
-"""Lets collective work that ends together go on side by side, each as what it waits for arrives.
+"""Runs collective tasks side by side, each as soon as what it waits for has arrived.
 
 Two optimizers may hear of gradients in one backward(), in another order on another rank. Were one
 waited for before the other is begun, two ranks could wait for each other for ever.
@@ -18,19 +18,18 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch.backward import autograd
 
 R = TypeVar("R")
-Waiting = Generator[Handle[Any], None, R]  # yields what it waits for
-Work = Waiting[None]
+CollectiveTask = Generator[Handle[Any], None, R]  # yields what it waits for
 
 _GLANCE_S, _LONGEST_GLANCE_S = 1e-3, 0.1  # a wait that ends in vain asks the other ranks why
 
 
 @torch.no_grad()
-def carry_out(works: Sequence[Work]) -> None:
+def finish_together(works: Sequence[CollectiveTask[None]]) -> None:
     """Carry out all of these, then raise the first error."""
-    waiting: list[tuple[Work, Handle[Any]]] = []
+    waiting: list[tuple[CollectiveTask[None], Handle[Any]]] = []
     errors: list[Exception] = []
 
-    def advance(work: Work) -> None:
+    def advance(work: CollectiveTask[None]) -> None:
         try:
             waiting.append((work, next(work)))
         except StopIteration:
@@ -50,7 +49,7 @@ def carry_out(works: Sequence[Work]) -> None:
         raise errors[0]
 
 
-def at_end_of_this_run(work: Work) -> None:
+def at_end_of_this_run(work: CollectiveTask[None]) -> None:
     """Carry out `work`, together with whatever else ends with this run; at the end of a run.
 
     If that end is not reached, the work is dropped without having begun.
@@ -59,18 +58,18 @@ def at_end_of_this_run(work: Work) -> None:
     ending = _endings.get(run)
     if ending is None:
         _endings[run] = ending = _Ending()
-        autograd.at_end_of_run(ending.carry_out)
+        autograd.at_end_of_run(ending.finish_together)
     ending.works.append(work)
 
 
 class _Ending:
-    """What ends with one run; only autograd refers to it."""
+    """Tasks that end with one run; only autograd refers to it."""
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
+        self.works: list[CollectiveTask[None]] = []
 
-    def carry_out(self) -> None:
-        carry_out(self.works)
+    def finish_together(self) -> None:
+        finish_together(self.works)
 
 
 _endings: WeakValueDictionary[int, _Ending] = WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""Tells where a user's backward() begins and ends, whatever runs are nested in it."""
+"""Finds the begin and the end of a user's backward(), whatever runs are nested in it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import weakref
 from typing import Protocol
 
 from ringcomm.torch.backward import autograd
-from ringcomm.torch.backward.cooperative_finish import Work, at_end_of_this_run
+from ringcomm.torch.backward.cooperative_finish import CollectiveTask, at_end_of_this_run
 
 
 class Owner(Protocol):
-    """Who acts on passes."""
+    """Acts on the begin and the end of passes."""
 
     def begin_pass(self) -> None:
         """The first gradient of a backward() is about to arrive."""
         ...
 
-    def end_pass(self) -> Work:
+    def end_pass(self) -> CollectiveTask[None]:
         """The outermost run has ended well; return what is to be done before backward() returns."""
         ...
 
@@ -74,7 +74,7 @@ class Passes:
         if self._is_current(which):
             self.enter(owner)
 
-    def _end_pass(self, owner: Owner, which: _Pass) -> Work:
+    def _end_pass(self, owner: Owner, which: _Pass) -> CollectiveTask[None]:
         """End the pass; until this is carried out it keeps `which` alive."""
         yield from owner.end_pass()
         if self._is_current(which):

@@ -1,4 +1,4 @@
-"""Which optimizers of this process are in use, and which of them reduces which parameter."""
+"""Registry of this process's distributed optimizers, and of the parameters that they own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def enrol(newcomer: Numbered, group: Group) -> None:
 
 
 def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:
-    """Let `owner` be the one that reduces these parameters.
+    """Make `owner` the one that reduces these parameters.
 
     Raises:
         ValueError: another one reduces one of them; none is claimed.
@@ -67,7 +67,7 @@ def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:
 
 
 def note_samples(owner: Weighed, engine: Engine) -> None:
-    """Let samples_of_step() return what `owner` has been told."""
+    """Make samples_of_step() return the samples of `owner`."""
     _weighed[engine] = ref(owner)
 
 
@@ -79,7 +79,7 @@ def samples_of_step(engine: Engine) -> float | None:
 
 
 def release(parameter: torch.Tensor, owner: Numbered) -> None:
-    """Let another one reduce it."""
+    """Release a parameter, for another optimizer to claim."""
     if parameter in _owners and _other_owner(parameter, owner) is None:
         del _owners[parameter]
 

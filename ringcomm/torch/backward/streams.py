@@ -22,7 +22,7 @@ class Streams:
             self._seen.add(torch.cuda.current_stream(self._device))
 
     def join(self) -> None:
-        """Let the current stream wait for the others."""
+        """Make the current stream wait for the others."""
         if self._device is None:
             return
         current = torch.cuda.current_stream(self._device)

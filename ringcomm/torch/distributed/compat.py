@@ -1,4 +1,4 @@
-"""What this package touches of torch's internals, and what differs between versions of torch."""
+"""All uses of torch's internals, and all differences between versions of torch."""
 
 from __future__ import annotations
 
@@ -101,20 +101,20 @@ _is_profiling = _internal.autograd._profiler_enabled
 
 # --- finding the backend, and each other ----------------------------------------------------------
 def register_backend(name: str, make: Callable[..., Any]) -> None:
-    """Let init_process_group(name) call make(options, its own options); once."""
+    """Make init_process_group(name) call make(options, its own options); once."""
     if name.upper() in c10d.Backend._plugins:
         return
     c10d.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
 
 
 def register_rendezvous(scheme: str, handler: Rendezvous) -> None:
-    """Let init_method="<scheme>://" call `handler`; once."""
+    """Make init_method="<scheme>://" call `handler`; once."""
     if scheme not in _rendezvous_handlers():
         c10d.register_rendezvous_handler(scheme, handler)
 
 
 def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> None:
-    """Let a handler of torch be wrapped; once."""
+    """Wrap a rendezvous handler of torch; once."""
     handlers = _rendezvous_handlers()
     if not hasattr(handlers[scheme], "is_wrapped_by_ringcomm"):
         wrapped: Any = wrap(handlers[scheme])
@@ -145,7 +145,7 @@ def before_new_group(look: Callable[[list[int]], None]) -> None:
 
 
 def within_new_subgroups(within: Callable[[Any], AbstractContextManager[object]]) -> None:
-    """Let within(group) be the context of new_subgroups(group=group), which only its ranks call.
+    """Run new_subgroups(group=group), which only its ranks call, within the context within(group).
 
     Once.
     """
@@ -187,7 +187,7 @@ _has_wrapped_callbacks = False
 
 
 def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Seen | None]]) -> None:
-    """Let wrap(future, callback) say what is given to a Future instead of a callback; once.
+    """Give Futures wrap(future, callback) instead of each callback; once.
 
     What wrap() returns second is shown the Future that then() returns, if it is a function. This
     replaces two methods of torch._C.Future, for all Futures of this process: then() returns objects
@@ -251,7 +251,7 @@ _library: Any = None
 
 
 def reach_from_operators() -> None:
-    """Let _c10d_functional.all_gather_into_tensor_out reach process groups in Python; once.
+    """Make _c10d_functional.all_gather_into_tensor_out reach process groups in Python; once.
 
     Up to torch 2.13 it calls a method in C++ that no subclass in Python can replace, and inductor
     makes it of functional collectives. This does the same, through Python.

@@ -1,4 +1,4 @@
-"""How torch.distributed comes by our process groups; the one line that makes the default one."""
+"""Registers the backend with torch.distributed, and makes its process groups."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _close(group: Any) -> None:
 
 @contextlib.contextmanager
 def _within(parent: Any) -> Iterator[None]:
-    """Let the ranks of this group alone compare what they pass to dist.new_group() here."""
+    """Return a context in which only this group's ranks compare arguments of dist.new_group()."""
     before, _here.parent = _here.parent, parent
     try:
         yield
@@ -100,7 +100,7 @@ def _within(parent: Any) -> Iterator[None]:
 
 
 def _require_alike(ranks: list[int]) -> None:
-    """Let all ranks of the default group, or of the one at hand, compare what they pass."""
+    """Compare the ranks passed by all ranks of the default group, or of the enclosing one."""
     default = c10d.group.WORLD
     if isinstance(default, ProcessGroup):
         parent = _here.parent

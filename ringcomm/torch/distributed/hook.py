@@ -12,7 +12,7 @@ from ringcomm.engine.group import Group
 from ringcomm.engine.registered import empty
 from ringcomm.torch.distributed.compat import c10d, untraced
 from ringcomm.torch.distributed.group.base import BaseGroup
-from ringcomm.torch.distributed.group.options import asked
+from ringcomm.torch.distributed.group.options import call_options
 
 # By the first parameter of a bucket: memory for the bucket, used anew in each step. What is made
 # for each step costs its page faults, on all ranks: more than the communication.
@@ -47,7 +47,7 @@ def node_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     shared = _memory_for(bucket.parameters()[0], gradients, pg.group)
     shared.copy_(gradients)
     work = pg.start(
-        asked(None),
+        call_options(None),
         "allreduce_",
         lambda g: plans.allreduce(g, None, shared, AVERAGE, in_place=True),
         [shared],

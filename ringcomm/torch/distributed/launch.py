@@ -1,4 +1,4 @@
-"""Whether torch.distributed and MPI mean the same job: ranks are MPI's, or nobody's."""
+"""Checks that torch.distributed and MPI number the ranks of the job alike."""
 
 from __future__ import annotations
 

@@ -64,11 +64,11 @@ def _wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
 def _start(url: str) -> None:
     """Start MPI if nobody has, or begin anew; refuse ranks that are not MPI's."""
     wanted = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
-    told = launched.torch_ranks()
-    require_launcher(wanted.get("world_size", told.get("world_size", 1)))
+    given = launched.torch_ranks()
+    require_launcher(wanted.get("world_size", given.get("world_size", 1)))
     begin()
     mine = {"rank": rank(), "world_size": size()}
-    said = mine | told | wanted
+    said = mine | given | wanted
     require_same_rank(said["rank"], said["world_size"], rank(), size())
 
 

@@ -108,7 +108,7 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
 
     @property
     def timeout(self) -> timedelta:
-        """How long get() and wait() wait."""
+        """Longest wait of get() and wait()."""
         return self._timeout
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -25,7 +25,7 @@ _HERE: Final = ("localhost", "127.0.0.1")
 
 
 def install() -> None:
-    """Let `import horovod` and its torch modules give ringcomm's names in this process.
+    """Make `import horovod` and its torch modules give ringcomm's names in this process.
 
     Raises:
         RuntimeError: Horovod itself has been imported already.

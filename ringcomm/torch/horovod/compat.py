@@ -1,4 +1,4 @@
-"""What horovod's modules hold beside its collectives, for scripts that import it from there."""
+"""Functions of Horovod's modules beside its collectives, for scripts that import them."""
 
 from __future__ import annotations
 

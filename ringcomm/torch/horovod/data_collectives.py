@@ -191,18 +191,18 @@ def alltoall(
     Returns:
         The rows; with splits a pair: the rows, and an int32 tensor of how many came from each rank.
     """
-    told: list[torch.Tensor] = []
+    counts: list[torch.Tensor] = []
 
     def forward(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         rows, received = _alltoall(xs[0], splits, name, process_set, is_awaited=True).wait()
-        told.append(received)
+        counts.append(received)
         return [rows]
 
     def backward(grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
-        return [alltoall(grads[0], told[0], process_set=process_set)[0]]
+        return [alltoall(grads[0], counts[0], process_set=process_set)[0]]
 
     (rows,) = autograd_functions.apply(forward, backward, [tensor])
-    return rows if splits is None else (rows, told[0])
+    return rows if splits is None else (rows, counts[0])
 
 
 def alltoall_async(

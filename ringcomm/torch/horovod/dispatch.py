@@ -1,4 +1,4 @@
-"""Hands an operation of this face to the engine: which group, which name, which plan."""
+"""Starts Horovod's operations in the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the asynchronous operations of this face return, and what is done with it."""
+"""Handles, which asynchronous operations return; poll() and synchronize()."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ R = TypeVar("R")
 
 
 class Part(Protocol):
-    """What one waits for: a handle of the engine, or one of this face."""
+    """A handle of the engine, or one of this module."""
 
     def done(self) -> bool:
         """Return True once wait() would not block."""

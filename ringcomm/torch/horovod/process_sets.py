@@ -200,21 +200,21 @@ def _agreed(verb: str, ranks: tuple[int, ...], *, is_comm: bool = False) -> list
     Raises:
         MismatchError: on every rank that is not in join(), one does not do the same.
     """
-    told = ops.allgather_object((verb, ranks, is_comm))
-    joined = [rank for rank, each in enumerate(told) if each is None]  # what a stand-in gathers
+    calls = ops.allgather_object((verb, ranks, is_comm))
+    joined = [rank for rank, each in enumerate(calls) if each is None]  # what a stand-in gathers
     if joined:
         raise MismatchError(
             f"{verb}_process_set: ranks {joined} are in join(), and every rank must {verb} a "
             "process set. Do it before the first rank calls join(), or after join() has returned"
         )
-    other = next((rank for rank, each in enumerate(told) if each[:2] != told[0][:2]), None)
-    if other is not None and not all(is_comm for *_, is_comm in told):
-        (first, theirs, _), (second, others, _) = told[0], told[other]
+    other = next((rank for rank, each in enumerate(calls) if each[:2] != calls[0][:2]), None)
+    if other is not None and not all(is_comm for *_, is_comm in calls):
+        (first, theirs, _), (second, others, _) = calls[0], calls[other]
         raise MismatchError(
             f"{verb}_process_set: rank 0 {first}s ranks {list(theirs)}, rank {other} {second}s "
             f"{list(others)}. Every rank must add and remove the same process sets in one order"
         )
-    return list(dict.fromkeys(theirs for _, theirs, _ in told))
+    return list(dict.fromkeys(theirs for _, theirs, _ in calls))
 
 
 global_process_set: Final = ProcessSet([])

@@ -1,4 +1,4 @@
-"""What all forms of a reduction share: its operator, its factors, and how it starts."""
+"""A reduction with its operator and factors: one body for all of Horovod's forms."""
 
 from __future__ import annotations
 

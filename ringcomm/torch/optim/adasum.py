@@ -74,7 +74,7 @@ class _Adaptive(Optimizer):
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
-        """See Averaging."""
+        """See AveragingOptimizer."""
         return {p: name for name, p in self._named}
 
     def set_backward_passes_per_step(self, passes: int) -> None:

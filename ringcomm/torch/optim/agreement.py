@@ -6,8 +6,8 @@ from typing import Any
 
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
-from ringcomm.torch.backward.consistency_check import Check, Outline
-from ringcomm.torch.backward.cooperative_finish import Work
+from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
+from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.first_weights import FirstWeights, Named
 
 
@@ -21,7 +21,7 @@ class Agreement:
 
     def __init__(self, *, is_wanted: bool, known: Named) -> None:
         self._weights = FirstWeights(is_wanted=is_wanted, known=known)
-        self._check: Check | None = None
+        self._check: ConsistencyCheck | None = None
         self._is_reached = False
 
     def expect_more(self) -> None:
@@ -37,9 +37,9 @@ class Agreement:
         """True once begin() was called."""
         return self._check is not None
 
-    def begin(self, mine: Outline, named: Named, name: str, group: Group) -> None:
+    def begin(self, mine: OptimizerSummary, named: Named, name: str, group: Group) -> None:
         """Start to compare; waits for nobody. Collective."""
-        self._check = Check(mine, name, group, self._weights.digest(named))
+        self._check = ConsistencyCheck(mine, name, group, self._weights.digest(named))
 
     @property
     def handle(self) -> Handle[Any]:
@@ -64,6 +64,6 @@ class Agreement:
             self._check, self._is_reached = check, True
         return True
 
-    def make_weights_alike(self, named: Named, group: Group, suffix: str) -> Work:
+    def make_weights_alike(self, named: Named, group: Group, suffix: str) -> CollectiveTask[None]:
         """Give all ranks the first one's weights if theirs differ; see FirstWeights.make_alike."""
         yield from self._weights.make_alike(named, group, suffix)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ringcomm.engine.world import engine
 from ringcomm.errors import NotInitializedError
-from ringcomm.torch.optim.options import Recipe
+from ringcomm.torch.optim.options import ReductionOptions
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import dressed, undressed
 
@@ -21,9 +21,9 @@ T = TypeVar("T", bound=Optimizer)
 OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
 
 
-def averaging(optimizer: T, reducer: GradientReducer) -> T:
+def with_averaging(optimizer: T, reducer: GradientReducer) -> T:
     """Return `optimizer` with its gradients reduced by `reducer`."""
-    return cast(T, dressed(optimizer, Averaging, _reducer=reducer))
+    return cast(T, dressed(optimizer, AveragingOptimizer, _reducer=reducer))
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class StateSharding(Protocol):
         ...
 
 
-class Averaging(Optimizer):
+class AveragingOptimizer(Optimizer):
     """The part of the new class that knows of other ranks; the optimizer's own class follows it."""
 
     _reducer: GradientReducer
@@ -96,7 +96,7 @@ class Averaging(Optimizer):
 
     @property
     def n_steps(self) -> int:
-        """How many step() this rank has completed."""
+        """Number of step() calls that this rank has completed."""
         return self._reducer.step
 
     def go_on_from(self, step: int) -> None:
@@ -109,7 +109,7 @@ class Averaging(Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use .grad as it is, without taking part in a reduction."""
+        """Return a context in which step() uses .grad as it is, and takes part in no reduction."""
         self._is_skipping = True
         try:
             yield
@@ -162,7 +162,7 @@ class Averaging(Optimizer):
         reducer = self._reducer
         names = [slot.name for slot in reducer.slots]
         plain = undressed(self, OURS)
-        return _rewrap, (plain, names, reducer.recipe, reducer.passes_per_step)
+        return _rewrap, (plain, names, reducer.options, reducer.passes_per_step)
 
     def _update(self, *closure: Callable[[], Any]) -> Any:
         """Do what the optimizer's own class does with the gradients."""
@@ -180,13 +180,13 @@ class Averaging(Optimizer):
     def _finish_gradients(self) -> None:
         """Make .grad what the optimizer's own class takes; clipping takes dense ones only."""
         self._flush()
-        if self._reducer.recipe.sparse_as_dense:
+        if self._reducer.options.sparse_as_dense:
             for slot in self._reducer.slots:
                 slot.make_sparse_again()
 
 
 # torch wraps the step() of a class to run its step hooks, and the base class's is wrapped already.
-Averaging.step.hooked = True  # type: ignore[attr-defined]
+AveragingOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
 def _warn_of_synchronize() -> None:
@@ -200,7 +200,9 @@ def _warn_of_synchronize() -> None:
     )
 
 
-def _rewrap(optimizer: Optimizer, names: Sequence[str], recipe: Recipe, passes: int) -> Optimizer:
+def _rewrap(
+    optimizer: Optimizer, names: Sequence[str], options: ReductionOptions, passes: int
+) -> Optimizer:
     """Make a DistributedOptimizer of a copy."""
     try:
         engine()
@@ -211,4 +213,4 @@ def _rewrap(optimizer: Optimizer, names: Sequence[str], recipe: Recipe, passes: 
         ) from error
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     named = list(zip(names, parameters, strict=True))
-    return averaging(optimizer, GradientReducer(named, recipe, passes))
+    return with_averaging(optimizer, GradientReducer(named, options, passes))

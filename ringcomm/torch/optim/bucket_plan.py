@@ -10,11 +10,11 @@ import numpy as np
 
 from ringcomm.engine import async_ops, ops
 from ringcomm.engine.world import engine
-from ringcomm.torch.backward.cooperative_finish import Work
+from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.buckets import MIB, Bucket, Scaling, make_buckets
 from ringcomm.torch.optim.fusion_tuner import FusionTuner
-from ringcomm.torch.optim.gradient import Slot, State
-from ringcomm.torch.optim.options import Recipe
+from ringcomm.torch.optim.gradient import GradientSlot, GradientState
+from ringcomm.torch.optim.options import ReductionOptions
 from ringcomm.torch.optim.presence import SPARSE, Presence, ready_order
 
 
@@ -30,7 +30,7 @@ class BucketPlan:
         suffix: of the names of messages.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[GradientSlot]) -> None:
         self.buckets: list[Bucket] | None = None
         self.suffix = ""
         self._slots = slots
@@ -47,19 +47,19 @@ class BucketPlan:
         tuner = self._tuner
         return (engine().settings.fusion_mib if tuner is None else tuner.mib) * MIB
 
-    def laid_out(self, recipe: Recipe) -> list[Bucket]:
+    def laid_out(self, options: ReductionOptions) -> list[Bucket]:
         """Return the buckets; makes them if there are none."""
         if self.buckets is None:
-            self.buckets = self._make_buckets(recipe)
+            self.buckets = self._make_buckets(options)
         return self.buckets
 
-    def expect_all(self, recipe: Recipe) -> None:
+    def expect_all(self, options: ReductionOptions) -> None:
         """Expect every gradient anew, at the beginning of a pass."""
         self._full.clear()
-        for bucket in self.laid_out(recipe):
+        for bucket in self.laid_out(options):
             bucket.expect_all()
 
-    def note_loaded(self, slot: Slot, bucket: Bucket) -> bool:
+    def note_loaded(self, slot: GradientSlot, bucket: Bucket) -> bool:
         """Note that a gradient is in its bucket; return True if a bucket is full."""
         bucket.note_loaded()
         if self._fired is not None:
@@ -75,10 +75,10 @@ class BucketPlan:
         for full in self._full:
             full.launch(scaling)
             for member in full.members:
-                self._slots[member.index].state = State.SENT
+                self._slots[member.index].state = GradientState.SENT
         self._full.clear()
 
-    def learn(self, presence: Presence, recipe: Recipe) -> Work:
+    def learn(self, presence: Presence, options: ReductionOptions) -> CollectiveTask[None]:
         """Remember which gradients are sparse, and their order. Collective in the first step."""
         sparse = {index for index, code in enumerate(presence.codes) if code & SPARSE}
         if not sparse <= self._sparse:
@@ -86,18 +86,18 @@ class BucketPlan:
             self.drop()
         if self._fired is not None:
             mine = np.array(ready_order(list(self._fired), len(self._slots)), np.int32)
-            name, group = f"order of gradients{self.suffix}", recipe.group
+            name, group = f"order of gradients{self.suffix}", options.group
             handle = async_ops.allgather_async(mine.reshape(1, -1), name=name, group=group)
             yield handle
             self._order = handle.wait()[0].tolist()  # of the first that is not in join()
 
-    def note_step(self, recipe: Recipe) -> None:
+    def note_step(self, options: ReductionOptions) -> None:
         """Go by the order of readiness after the first step; try another size if it is time to."""
         if self._fired is not None and self._order is not None:
             self._fired = None
             self.drop()
         if self._tuner is not None:
-            self._tune(self._tuner, recipe)
+            self._tune(self._tuner, options)
 
     def forget_order(self) -> None:
         """Plan anew, as in the first step: parameters, or ranks, are other ones."""
@@ -115,25 +115,25 @@ class BucketPlan:
         for slot in self._slots:
             slot.place(None, None)
 
-    def _tune(self, tuner: FusionTuner, recipe: Recipe) -> None:
+    def _tune(self, tuner: FusionTuner, options: ReductionOptions) -> None:
         """Go on to the next bucket size if it is time to. Collective at the end of the trials."""
         now, before = time.monotonic(), self._step_ended_at
         self._step_ended_at = now
         if before and tuner.note_step(now - before):
             if tuner.is_over:
-                name, group = f"bucket size{self.suffix}", recipe.group
+                name, group = f"bucket size{self.suffix}", options.group
                 chosen = ops.allgather_object(tuner.choose(), name=name, group=group)
                 tuner.mib = next(mib for mib in chosen if mib is not None)  # None: in join()
             self.drop()
 
-    def _make_buckets(self, recipe: Recipe) -> list[Bucket]:
+    def _make_buckets(self, options: ReductionOptions) -> list[Bucket]:
         order = self._order if self._fired is None else None
         indices = [
             index
             for index in order or reversed(range(len(self._slots)))
             if self._slots[index].is_heard and index not in self._sparse
         ]
-        batches = recipe.batches(indices, [slot.parameter for slot in self._slots])
+        batches = options.batches(indices, [slot.parameter for slot in self._slots])
         wanted = [(each, math.inf) for each in batches.together]
         buckets: list[Bucket] = []
         for each, max_nbytes in [*wanted, (batches.others, self.max_nbytes)]:
@@ -141,9 +141,9 @@ class BucketPlan:
                 "gradients",
                 [(i, self._slots[i].name, self._slots[i].parameter) for i in each],
                 max_nbytes,
-                recipe.group,
+                options.group,
                 self.suffix,
-                is_scattered=recipe.is_sharded,
+                is_scattered=options.is_sharded,
             )
         for bucket in buckets:
             for member in bucket.members:

@@ -17,7 +17,7 @@ from ringcomm.engine.handle import Handle
 from ringcomm.engine.registered import on_gpu, zeros
 from ringcomm.engine.world import engine
 from ringcomm.torch.backward.streams import Streams
-from ringcomm.torch.optim.options import Recipe
+from ringcomm.torch.optim.options import ReductionOptions
 
 MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -43,25 +43,25 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the gradients of the ranks become one.
+    """Options of the reduction of one step's gradients.
 
     Attributes:
-        recipe: what the optimizer was told.
+        options: of the optimizer.
         samples: how many this rank's gradient is the mean of; None: all count alike.
     """
 
-    recipe: Recipe
+    options: ReductionOptions
     samples: float | None = None
 
     @property
     def wire_op(self) -> Op:
-        """What the engine is asked for: a weighted mean is a sum, divided at the end."""
-        return self.recipe.op if self.samples is None else SUM
+        """The engine's operator: a weighted mean is a sum, divided at the end."""
+        return self.options.op if self.samples is None else SUM
 
     @property
     def group(self) -> Group:
         """The ranks whose gradients become one."""
-        return self.recipe.group
+        return self.options.group
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Member:
 
 
 @dataclass(frozen=True, order=True)
-class Stray:
+class BucketDescription:
     """A bucket that other ranks are reducing and this one does not have."""
 
     name: str
@@ -151,12 +151,12 @@ class Bucket:
         self.expect_all()
 
     @property
-    def outline(self) -> Stray:
-        """What another rank needs to take part in the reduction under way."""
+    def description(self) -> BucketDescription:
+        """All that another rank needs to take part in the reduction under way."""
         kind = str(self._wire.dtype).removeprefix("torch.")
         count = self._wire.numel()
         place = self._wire.device.type
-        return Stray(self.name, count, kind, self._op.value, self.is_scattered, place)
+        return BucketDescription(self.name, count, kind, self._op.value, self.is_scattered, place)
 
     @property
     def is_under_way(self) -> bool:
@@ -174,18 +174,18 @@ class Bucket:
     def launch(self, scaling: Scaling) -> None:
         """Start to reduce the buffer."""
         self._streams.join()
-        recipe = scaling.recipe
+        options = scaling.options
         scaled = self._weighted(scaling.samples)
-        if recipe.predivide != 1.0:
-            scaled.div_(recipe.predivide)
-        self._wire, ctx = recipe.compression.compress(scaled)
-        self._restore = lambda wire: recipe.compression.decompress(wire, ctx)
+        if options.predivide != 1.0:
+            scaled.div_(options.predivide)
+        self._wire, ctx = options.compression.compress(scaled)
+        self._restore = lambda wire: options.compression.decompress(wire, ctx)
         self._op = scaling.wire_op
         handle = _launch(
             self._wire, self._op, self.name, scaling.group, is_scattered=self.is_scattered
         )
         self.handles = (handle,)
-        self._factor = recipe.predivide
+        self._factor = options.predivide
 
     def land(self, total: float | None) -> None:
         """Wait for the result; the buffer is this rank's again, also after a MismatchError.

@@ -11,9 +11,9 @@ import torch
 from ringcomm.collectives.op import BOR
 from ringcomm.engine import async_ops, ops
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.torch.backward.cooperative_finish import Waiting
+from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
-from ringcomm.torch.optim.gradient import Slot, State
+from ringcomm.torch.optim.gradient import GradientSlot, GradientState
 from ringcomm.torch.optim.presence import (
     DENSE,
     FAILED,
@@ -41,14 +41,14 @@ class Exchange:
         suffix: of the names by which ranks know this optimizer's messages.
     """
 
-    slots: Sequence[Slot]
+    slots: Sequence[GradientSlot]
     buckets: Sequence[Bucket]
     scaling: Scaling
     step: int
     max_nbytes: float
     suffix: str
 
-    def run(self, *, has_failed: bool = False) -> Waiting[Presence]:
+    def run(self, *, has_failed: bool = False) -> CollectiveTask[Presence]:
         """Make .grad of all slots final, and return what was present anywhere. Collective.
 
         Args:
@@ -63,7 +63,7 @@ class Exchange:
         """
         presence = yield from self._agree(has_failed=has_failed)
         if not presence.is_one_step:
-            yield from self._end_astray()
+            yield from self._end_in_different_steps()
         problem = self._problem(presence)
         # What has left on one rank must leave on all, or it would wait for ever.
         self._launch_rest(presence)
@@ -74,7 +74,7 @@ class Exchange:
         self._settle(presence, sums, extra)
         return presence
 
-    def _agree(self, *, has_failed: bool) -> Waiting[Presence]:
+    def _agree(self, *, has_failed: bool) -> CollectiveTask[Presence]:
         samples = self.scaling.samples
         flags = UNWEIGHTED if samples is None else WEIGHTED
         flags |= (HAS_SAMPLES if samples else 0) | (FAILED if has_failed else 0)
@@ -104,27 +104,27 @@ class Exchange:
                 "samples. Skip this step on all ranks"
             )
         sparse = [slot.name for slot in self.slots if presence.codes[slot.index] == SPARSE]
-        if sparse and self.scaling.recipe.is_sharded:
+        if sparse and self.scaling.options.is_sharded:
             return TypeError(
                 f"DistributedOptimizer: the gradient of {sparse[0]} is sparse, and shard_state=1 "
                 "takes dense ones only: pass sparse_as_dense=True, or shard_state=0"
             )
         return None
 
-    def _end_astray(self) -> Waiting[None]:
+    def _end_in_different_steps(self) -> CollectiveTask[None]:
         """Ranks are in different steps, so their buckets may differ: complete what has left.
 
         Raises:
             MismatchError: always, on every rank.
         """
-        mine = [bucket.outline for bucket in self.buckets if bucket.is_under_way]
+        mine = [bucket.description for bucket in self.buckets if bucket.is_under_way]
         group = self.scaling.group
-        told = ops.allgather_object((self.step, mine), name=f"steps{self.suffix}", group=group)
-        known = {outline.name for outline in mine}
-        strays = {outline for _, theirs in told for outline in theirs if outline.name not in known}
-        handles = [outline.launch_zeros(group) for outline in sorted(strays)]
+        steps = ops.allgather_object((self.step, mine), name=f"steps{self.suffix}", group=group)
+        known = {each.name for each in mine}
+        missing = {each for _, theirs in steps for each in theirs if each.name not in known}
+        handles = [each.launch_zeros(group) for each in sorted(missing)]
         yield from handles
-        problem = MismatchError(explain_steps([step for step, _ in told]))
+        problem = MismatchError(explain_steps([step for step, _ in steps]))
         yield from self._land((), None, problem)
 
     def _launch_rest(self, presence: Presence) -> None:
@@ -162,7 +162,7 @@ class Exchange:
             bucket.launch(self.scaling)
         return buckets
 
-    def _total_samples(self) -> Waiting[float | None]:
+    def _total_samples(self) -> CollectiveTask[float | None]:
         if self.scaling.samples is None:
             return None
         mine = np.array([self.scaling.samples])
@@ -176,7 +176,7 @@ class Exchange:
         others: Sequence[Bucket | SparseSum],
         total: float | None,
         problem: Exception | None,
-    ) -> Waiting[None]:
+    ) -> CollectiveTask[None]:
         """Wait for everything; only then raise `problem`, or what went wrong meanwhile."""
         errors: list[Exception] = []
         for each in (*(bucket for bucket in self.buckets if bucket.is_under_way), *others):
@@ -200,7 +200,7 @@ class Exchange:
             for member in bucket.members:
                 parts.setdefault(member.index, []).append(member.view)
         for slot in self.slots:
-            if slot.state is not State.SETTLED:
+            if slot.state is not GradientState.SETTLED:
                 slot.settle(presence.codes[slot.index], parts.get(slot.index, ()))
 
 

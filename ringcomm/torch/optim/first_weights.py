@@ -1,4 +1,4 @@
-"""Whether all ranks begin with the same weights; if they do not, they get the first one's.
+"""Compares the weights with which ranks begin; where they differ, all get the first rank's.
 
 Compared once, by a fingerprint that travels with what ranks compare before the first gradient
 anyway. Ranks that broadcast_parameters() has made alike are not heard of it.
@@ -21,7 +21,7 @@ from ringcomm.engine import async_ops, ops
 from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.torch.backward.complement import is_alike, with_complement
-from ringcomm.torch.backward.cooperative_finish import Work, carry_out
+from ringcomm.torch.backward.cooperative_finish import CollectiveTask, finish_together
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Sums = tuple[int, int]
@@ -93,14 +93,14 @@ class FirstWeights:
         message = np.frombuffer(bytearray(with_complement(self.digest(named))), np.uint8)
         ops.allreduce_(message, BOR, name=f"digest of weights{suffix}", group=group)
         self.note(message.tobytes())
-        carry_out([self.make_alike(named, group, suffix)])
+        finish_together([self.make_alike(named, group, suffix)])
 
-    def make_alike(self, named: Named, group: Group, suffix: str) -> Work:
+    def make_alike(self, named: Named, group: Group, suffix: str) -> CollectiveTask[None]:
         """Give all ranks the first one's weights if theirs differ, with a warning. Collective then.
 
         The first of those that have not called join(), which alone give something. Of frozen ones
-        that differ beside the optimizer's there is a warning alone. Autograd is not told: a graph
-        that is kept for another backward() stays usable.
+        that differ beside the optimizer's there is a warning alone. Autograd does not know of it: a
+        graph that is kept for another backward() stays usable.
 
         Args:
             named: the parameters.
@@ -110,9 +110,9 @@ class FirstWeights:
         if not (self._do_differ or self._do_others_differ):
             return
         mine = np.array([(group.index, 0), *self._sums], np.int64).reshape(1, -1, 2)
-        told = async_ops.allgather_async(mine, name=f"sums of weights{suffix}", group=group)
-        yield told
-        sums = told.wait()
+        handle = async_ops.allgather_async(mine, name=f"sums of weights{suffix}", group=group)
+        yield handle
+        sums = handle.wait()
         root = int(sums[0, 0, 0])
         do_differ, do_others_differ = self._do_differ, self._do_others_differ
         self._do_differ = self._do_others_differ = False
@@ -125,9 +125,9 @@ class FirstWeights:
             async_ops.broadcast_async_(each, root, name=f"weights of {name}{suffix}", group=group)
             for name, each in comparable
         ]
-        for handle in handles:
-            yield handle
-            handle.wait()
+        for each in handles:
+            yield each
+            each.wait()
         if group.index == root:
             _warn([name for name, _ in comparable], sums[:, 1:], group.ranks[root])
 

@@ -1,4 +1,4 @@
-"""Which bucket size makes steps short: tried out in the first steps, then kept. Pure."""
+"""Finds the bucket size with the shortest steps: tries some in the first steps. Pure."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from ringcomm.torch.optim.presence import DENSE, LATE, SPARSE, WAS_SPARSE
 WORTH_KEEPING = 128 << 10  # bytes; what malloc asks the system for by itself
 
 
-class State(Enum):
-    """What a parameter's .grad is."""
+class GradientState(Enum):
+    """State of a parameter's .grad."""
 
     SETTLED = auto()  # the user's: None, final, or set by hand
     OPEN = auto()  # what this rank alone has computed, or None; more may be added
@@ -26,7 +26,7 @@ class State(Enum):
     LATE = auto()  # OPEN once more: what was computed after its bucket had left
 
 
-class Slot:
+class GradientSlot:
     """A parameter, and where its gradient of this step is.
 
     Args:
@@ -46,7 +46,7 @@ class Slot:
         self.index = index
         self.name = name
         self.parameter = parameter
-        self.state = State.SETTLED
+        self.state = GradientState.SETTLED
         self.bucket: Bucket | None = None
         self.is_heard = False
         self.was_sparse = self.is_sparse_in_step = False
@@ -59,9 +59,9 @@ class Slot:
         self._displaced: _Mark | None = None  # .grad of which another rank's share was elsewhere
 
     def place(self, bucket: Bucket | None, member: Member | None) -> None:
-        """Let its dense gradients travel in this bucket."""
+        """Send its dense gradients in this bucket from now on; None: in none."""
         gradient = self.parameter.grad
-        if self._own is not None and gradient is not None and self.state is State.SETTLED:
+        if self._own is not None and gradient is not None and self.state is GradientState.SETTLED:
             self._displaced = _Mark(gradient)
         self.bucket = bucket
         self._view = None if member is None else member.view
@@ -69,18 +69,18 @@ class Slot:
 
     def open(self) -> None:
         """Make room in .grad for what this rank computes; what was there is added at the end."""
-        if self.state is State.SENT:
+        if self.state is GradientState.SENT:
             self.parameter.grad = None
-            self.state = State.LATE
-        elif self.state is State.SETTLED:
+            self.state = GradientState.LATE
+        elif self.state is GradientState.SETTLED:
             self.require_placed()
-            self.state = State.OPEN
+            self.state = GradientState.OPEN
             if not self._is_zeroed():
                 self._base, self.parameter.grad = self._apart(), None
 
     def take_part(self) -> None:
         """Make ready for a reduction in which other ranks may have a gradient."""
-        if self.state is State.SETTLED:
+        if self.state is GradientState.SETTLED:
             self.open()
 
     def note_zeroed(self) -> None:
@@ -90,7 +90,7 @@ class Slot:
 
     def restart(self) -> None:
         """.grad, whatever it is now, is the user's."""
-        self.state = State.SETTLED
+        self.state = GradientState.SETTLED
         self.was_sparse = self.is_sparse_in_step = False
         self._base = self._reduced = None
         self._zeroed_version = -1  # what a reduction writes to the view does not count as a change
@@ -139,16 +139,16 @@ class Slot:
 
     @property
     def code(self) -> int:
-        """What this rank contributes, for the other ranks to know."""
+        """Code of what this rank contributes, for the other ranks; see presence.py."""
         return self._present | (WAS_SPARSE if self.was_sparse else 0)
 
     @property
     def _present(self) -> int:
-        if self.state is State.SENT:
+        if self.state is GradientState.SENT:
             return DENSE
-        if self.state is State.LATE:
+        if self.state is GradientState.LATE:
             return DENSE | LATE
-        if self.state is State.SETTLED or self.parameter.grad is None:
+        if self.state is GradientState.SETTLED or self.parameter.grad is None:
             return 0
         return SPARSE if self.has_sparse else DENSE
 
@@ -158,8 +158,8 @@ class Slot:
         return self.bucket is not None and self.parameter.grad is not None and not self.has_sparse
 
     @property
-    def outline(self) -> str:
-        """What all ranks must have alike."""
+    def summary(self) -> str:
+        """Text that must be the same on all ranks."""
         p = self.parameter
         return f"{p.dtype} {tuple(p.shape)}, {'trainable' if self.is_heard else 'frozen'}"
 
@@ -176,7 +176,7 @@ class Slot:
             self.parameter.grad = gradient.to_dense()
 
     def make_sparse_again(self) -> None:
-        """Let the optimizer see .grad as autograd has made it on some rank: rows, if it is so."""
+        """Make .grad sparse if autograd has made it so on some rank."""
         gradient = self.parameter.grad
         if self.is_sparse_in_step and gradient is not None and not self.has_sparse:
             self.parameter.grad = gradient.to_sparse(1)
@@ -205,7 +205,9 @@ class Slot:
     def spare(self, target: torch.Tensor) -> None:
         """Write what this rank has beside its bucket, or zeros, to `target`."""
         gradient = self.parameter.grad
-        is_apart = self.state is State.LATE or (self.state is State.OPEN and self.bucket is None)
+        is_apart = self.state is GradientState.LATE or (
+            self.state is GradientState.OPEN and self.bucket is None
+        )
         if is_apart and gradient is not None:
             target.copy_(_strided(gradient))
         else:

@@ -1,4 +1,4 @@
-"""How a DistributedOptimizer is to reduce gradients: its arguments, checked."""
+"""Options of DistributedOptimizer for the reduction of gradients, checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ReductionOptions:
     """See DistributedOptimizer, which takes these.
 
     Attributes:
@@ -97,7 +97,7 @@ class Recipe:
                 together.setdefault(group_of[index], []).append(index)
         return Batches(list(together.values()), [i for i in order if i not in group_of])
 
-    def outline(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, object]:
+    def summary(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, object]:
         """Return what all ranks must have alike."""
         together = self.batches(range(len(parameters)), parameters).together
         return {
@@ -124,7 +124,7 @@ class Batches:
     others: list[int]
 
 
-def recipe_of(
+def reduction_options(
     op: Op,
     compression: Any,
     predivide: float,
@@ -135,8 +135,8 @@ def recipe_of(
     shard_state: int = 0,
     *,
     sync_weights: bool = True,
-) -> Recipe:
-    """Return the recipe of these arguments of DistributedOptimizer. Raises as Recipe does."""
+) -> ReductionOptions:
+    """Return arguments of DistributedOptimizer as ReductionOptions, and raise as those do."""
     if groups is not None and num_groups:
         raise ValueError("pass groups, or num_groups, which it replaces; not both")
     which = num_groups if groups is None else groups
@@ -149,7 +149,7 @@ def recipe_of(
             raise ValueError("groups must be lists of parameters")
         if len({id(p) for p in listed}) < len(listed):
             raise ValueError("groups: a parameter is in two groups, or twice in one")
-    return Recipe(
+    return ReductionOptions(
         op,
         compression,
         float(predivide),
@@ -176,22 +176,22 @@ def require_passes(n: object) -> None:
         raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
 
 
-def require_own(recipe: Recipe, own: Named, known: Named) -> None:
+def require_own(options: ReductionOptions, own: Named, known: Named) -> None:
     """Refuse groups with a parameter that is not the optimizer's.
 
     Args:
-        recipe: whose groups they are.
+        options: whose groups they are.
         own: the optimizer's parameters.
         known: parameters that have names, among them others.
 
     Raises:
         ValueError: it names the first.
     """
-    if isinstance(recipe.groups, int):
+    if isinstance(options.groups, int):
         return
     ids = {id(p) for _, p in own}
     names = {id(p): name for name, p in known}
-    for number, group in enumerate(recipe.groups):
+    for number, group in enumerate(options.groups):
         for place, p in enumerate(group):
             if id(p) not in ids:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a backward(): which gradients are there. Pure.
+"""Tells all ranks at the end of a backward() which gradients are present on any rank. Pure.
 
 One message of a few bytes more than there are parameters, combined by BOR, so that all learn what
 is present on any rank. Sent together with its complement, a value also tells whether it is alike.
@@ -22,7 +22,7 @@ _STEP = 8  # bytes
 
 @dataclass(frozen=True)
 class Presence:
-    """What one rank has; or, as read from a combined message, what any rank has.
+    """Gradients and flags of one rank; or, as read from a combined message, of any rank.
 
     Attributes:
         codes: of each parameter: 0, or DENSE, SPARSE, LATE and WAS_SPARSE, or-ed.

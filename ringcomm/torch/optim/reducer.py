@@ -22,16 +22,16 @@ from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine.world import engine
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.autograd import Hooks
-from ringcomm.torch.backward.consistency_check import Outline
-from ringcomm.torch.backward.cooperative_finish import Work, carry_out
+from ringcomm.torch.backward.consistency_check import OptimizerSummary
+from ringcomm.torch.backward.cooperative_finish import CollectiveTask, finish_together
 from ringcomm.torch.backward.passes import Passes
 from ringcomm.torch.backward.registry import claim, enrol, note_samples, release
 from ringcomm.torch.optim.agreement import Agreement
 from ringcomm.torch.optim.bucket_plan import BucketPlan
 from ringcomm.torch.optim.buckets import Scaling
 from ringcomm.torch.optim.exchange import Exchange
-from ringcomm.torch.optim.gradient import Slot, State
-from ringcomm.torch.optim.options import Recipe, require_passes
+from ringcomm.torch.optim.gradient import GradientSlot, GradientState
+from ringcomm.torch.optim.options import ReductionOptions, require_passes
 
 P = ParamSpec("P")
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -42,7 +42,7 @@ class GradientReducer:
 
     Args:
         named_parameters: (name, parameter), frozen ones too, alike on every rank and in one order.
-        recipe: how they are reduced.
+        options: how they are reduced.
         passes_per_step: backward() calls whose gradients are added up before anything is sent.
         known: parameters that have names, among them others; see FirstWeights.
 
@@ -56,15 +56,15 @@ class GradientReducer:
     def __init__(
         self,
         named_parameters: Named,
-        recipe: Recipe,
+        options: ReductionOptions,
         passes_per_step: int,
         known: Named = (),
     ) -> None:
-        self.recipe = recipe
-        self._agreement = Agreement(is_wanted=recipe.sync_weights, known=known)
+        self.options = options
+        self._agreement = Agreement(is_wanted=options.sync_weights, known=known)
         self.set_passes_per_step(passes_per_step)
         self.step = 0
-        self.slots: list[Slot] = []
+        self.slots: list[GradientSlot] = []
         self.plan = BucketPlan(self.slots)
         self.number = 0
         self._engine = weakref.ref(engine())
@@ -99,12 +99,12 @@ class GradientReducer:
         self._usability.require(self._passes)
         self._agreement.expect_more()
         n = len(self.slots)
-        self.slots += [Slot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
+        self.slots += [GradientSlot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
         self._replan()
-        self._hooks.attach_new(self, State.SETTLED)
+        self._hooks.attach_new(self, GradientState.SETTLED)
 
     def close(self) -> None:
-        """Hear of no gradient any more."""
+        """Remove the hooks, and release the parameters for another optimizer."""
         self._hooks.remove()
         for slot in self.slots:
             release(slot.parameter, self)
@@ -119,7 +119,7 @@ class GradientReducer:
             )
         if not self._is_synchronized:
             self._spoiling(self._prepare)
-            carry_out([self._finish()])
+            finish_together([self._finish()])
             self._n_passes = max(self._n_passes, self.passes_per_step)
 
     def restart(self) -> None:
@@ -133,7 +133,7 @@ class GradientReducer:
         """The optimizer has used the gradients."""
         self.step += 1
         self._samples = None
-        self.plan.note_step(self.recipe)
+        self.plan.note_step(self.options)
         self._begin_step()
 
     def go_on_from(self, step: int) -> None:
@@ -148,7 +148,7 @@ class GradientReducer:
 
     def set_samples(self, n: float) -> None:
         """Weigh this rank's gradient of this step by n."""
-        if self.recipe.op is not AVERAGE:
+        if self.options.op is not AVERAGE:
             raise ValueError("set_samples() weighs a mean, but this optimizer's op is SUM")
         n = float(n)
         if not 0 <= n < math.inf:
@@ -170,12 +170,12 @@ class GradientReducer:
     def after_gradient(self, index: int) -> None:
         """See autograd.Listener."""
         slot = self.slots[index]
-        if self.recipe.sparse_as_dense and slot.has_sparse:
+        if self.options.sparse_as_dense and slot.has_sparse:
             slot.densify()
-            slot.was_sparse = not self.recipe.is_sharded
-        if slot.state is State.SETTLED:
+            slot.was_sparse = not self.options.is_sharded
+        if slot.state is GradientState.SETTLED:
             self._spoiling(self._hooks.require_current, slot)
-        elif self._is_communicating and slot.state is State.OPEN and slot.is_ready:
+        elif self._is_communicating and slot.state is GradientState.OPEN and slot.is_ready:
             self._spoiling(self._load, slot)
 
     def begin_pass(self) -> None:
@@ -186,12 +186,12 @@ class GradientReducer:
         if self._is_communicating:
             self._prepare()
 
-    def end_pass(self) -> Work:
+    def end_pass(self) -> CollectiveTask[None]:
         """See passes.Owner."""
         if self._is_communicating:
             yield from self._finish()
 
-    def _load(self, slot: Slot) -> None:
+    def _load(self, slot: GradientSlot) -> None:
         """Put a gradient into its bucket; buckets that are full leave."""
         bucket = slot.bucket
         assert bucket is not None
@@ -202,8 +202,8 @@ class GradientReducer:
     # --- reductions -------------------------------------------------------------------------------
     @property
     def scaling(self) -> Scaling:
-        """How the ranks' gradients of this step become one."""
-        return Scaling(self.recipe, self._samples)
+        """Options of this step's reduction."""
+        return Scaling(self.options, self._samples)
 
     @property
     def suffix(self) -> str:
@@ -215,7 +215,7 @@ class GradientReducer:
 
         Nothing here waits: several optimizers may come here in another order on another rank.
         """
-        if self._hooks.attach_new(self, State.OPEN):
+        if self._hooks.attach_new(self, GradientState.OPEN):
             self._replan()
         if self._engine() is not engine():  # shutdown() and init() lie between
             self._engine = weakref.ref(engine())
@@ -223,14 +223,14 @@ class GradientReducer:
             self._replan()
         if not self._agreement.is_begun:
             name = f"parameters{self.suffix}"
-            self._agreement.begin(_outline(self), _named(self), name, self.recipe.group)
-        self.plan.expect_all(self.recipe)
+            self._agreement.begin(_outline(self), _named(self), name, self.options.group)
+        self.plan.expect_all(self.options)
 
     def _enrol(self) -> None:
-        enrol(self, self.recipe.group)
+        enrol(self, self.options.group)
         self.plan.suffix = self.suffix
 
-    def _finish(self) -> Work:
+    def _finish(self) -> CollectiveTask[None]:
         """End a pass that communicates."""
         try:
             for slot in self.slots:
@@ -238,10 +238,10 @@ class GradientReducer:
             yield self._agreement.handle
             self._agreement.is_reached()
             presence = yield from _exchange(self).run()
-            group, suffix = self.recipe.group, self.suffix
+            group, suffix = self.options.group, self.suffix
             yield from self._agreement.make_weights_alike(_named(self), group, suffix)
             self._is_synchronized = self._are_samples_used = True
-            yield from self.plan.learn(presence, self.recipe)
+            yield from self.plan.learn(presence, self.options)
         except BaseException as error:
             self._spoil(error)
             raise
@@ -249,11 +249,11 @@ class GradientReducer:
     def _drain(self) -> None:
         """Complete what a failed backward() has sent, so that no other rank waits for it."""
 
-        def work() -> Work:
+        def work() -> CollectiveTask[None]:
             with contextlib.suppress(MismatchError):
                 yield from _exchange(self).run(has_failed=True)
 
-        carry_out([work()])
+        finish_together([work()])
 
     # --- what is reduced --------------------------------------------------------------------------
     def _replan(self) -> None:
@@ -288,7 +288,7 @@ class _ParameterHooks:
     def __init__(self) -> None:
         self._hooks: list[Hooks] = []
 
-    def attach_new(self, reducer: GradientReducer, state: State) -> bool:
+    def attach_new(self, reducer: GradientReducer, state: GradientState) -> bool:
         """Attach hooks to parameters that require gradients and have none: added, or unfrozen.
 
         Args:
@@ -302,7 +302,7 @@ class _ParameterHooks:
         if not new:
             return False
         for slot in new:
-            _require_reducible(slot, reducer.recipe.op)
+            _require_reducible(slot, reducer.options.op)
         claim([(slot.name, slot.parameter) for slot in new], reducer)
         self._hooks.append(Hooks(reducer, {slot.index: slot.parameter for slot in new}))
         for slot in new:
@@ -315,7 +315,7 @@ class _ParameterHooks:
         for hooks in self._hooks:
             hooks.remove()
 
-    def require_current(self, slot: Slot) -> None:
+    def require_current(self, slot: GradientSlot) -> None:
         """Refuse a gradient of which before_gradient() was not called."""
         parameter = slot.parameter
         if parameter.requires_grad and any(h.has_lost(slot.index, parameter) for h in self._hooks):
@@ -326,7 +326,7 @@ class _ParameterHooks:
 
 
 class _Usability:
-    """Whether gradients can be used: not after a failure, until they start anew.
+    """Refuses gradients after a failure, until they start anew.
 
     Attributes:
         is_spoiled: a backward() or a reduction has failed in this step.
@@ -369,20 +369,20 @@ def _exchange(reducer: GradientReducer) -> Exchange:
     )
 
 
-def _outline(reducer: GradientReducer) -> Outline:
+def _outline(reducer: GradientReducer) -> OptimizerSummary:
     """Return what all ranks must have alike."""
     settings = {
-        **reducer.recipe.outline([slot.parameter for slot in reducer.slots]),
+        **reducer.options.summary([slot.parameter for slot in reducer.slots]),
         "backward_passes_per_step": reducer.passes_per_step,
         "RINGCOMM_FUSION_MIB": engine().settings.fusion_mib,
     }
-    return Outline(
-        tuple((slot.name, slot.outline) for slot in reducer.slots),
+    return OptimizerSummary(
+        tuple((slot.name, slot.summary) for slot in reducer.slots),
         tuple((what, str(value)) for what, value in settings.items()),
     )
 
 
-def _require_reducible(slot: Slot, op: Op) -> None:
+def _require_reducible(slot: GradientSlot, op: Op) -> None:
     try:
         op.require(any_adapter_for(slot.parameter).dtype(slot.parameter))
     except TypeError as error:

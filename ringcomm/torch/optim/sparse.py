@@ -7,7 +7,7 @@ import torch
 from ringcomm.collectives.op import AVERAGE
 from ringcomm.engine import async_ops
 from ringcomm.torch.optim.buckets import Scaling, wide
-from ringcomm.torch.optim.gradient import Slot
+from ringcomm.torch.optim.gradient import GradientSlot
 
 
 class SparseSum:
@@ -24,7 +24,7 @@ class SparseSum:
         result: coalesced, the same bits on every rank, once land() has returned.
     """
 
-    def __init__(self, slot: Slot, scaling: Scaling, suffix: str = "") -> None:
+    def __init__(self, slot: GradientSlot, scaling: Scaling, suffix: str = "") -> None:
         parameter = slot.parameter
         self.index = slot.index
         self.result = torch.empty(0)

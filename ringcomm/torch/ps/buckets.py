@@ -57,8 +57,8 @@ class Slot:
         return self.parameter._version, self.parameter.data_ptr()
 
     @property
-    def outline(self) -> str:
-        """What all workers must have alike."""
+    def summary(self) -> str:
+        """Text that must be the same on all workers."""
         p = self.parameter
         return f"{p.dtype} {tuple(p.shape)}, {'trainable' if p.requires_grad else 'frozen'}"
 

@@ -34,7 +34,7 @@ def convert(
     compression: str | Codec | None = None,
     pull_compression: str | Codec | None = None,
 ) -> M:
-    """Let the servers have the rows of a model's large embeddings; return the model.
+    """Move the rows of a model's large embeddings to the servers; return the model.
 
     Each nn.Embedding and nn.EmbeddingBag of at least min_rows rows is replaced, in place, by
     ps.Embedding or ps.EmbeddingBag with its weights, those of the chief; the table is named as the

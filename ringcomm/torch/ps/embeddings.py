@@ -29,7 +29,7 @@ from ringcomm.torch.ps.row_gradients import submit
 
 
 class _Rows(nn.Module):
-    """What Embedding and EmbeddingBag have in common.
+    """Base of Embedding and EmbeddingBag.
 
     Attributes:
         table: the hash table of the rows.
@@ -82,7 +82,7 @@ class _Rows(nn.Module):
 
     @property
     def optimizer(self) -> Updater:
-        """What the servers do with gradients; set it to change hyper-parameters."""
+        """Update that the servers make of gradients; set it to change hyper-parameters."""
         return self.table.updater
 
     @optimizer.setter
@@ -90,7 +90,7 @@ class _Rows(nn.Module):
         self.table.updater = updater
 
     def load(self, weight: Tensor) -> None:
-        """Let rows 0 to len(weight) - 1 have these values; waits until the servers have them.
+        """Set the values of rows 0 to len(weight) - 1; waits until the servers have them.
 
         Args:
             weight: shape (rows, dim).
@@ -147,7 +147,7 @@ class _Rows(nn.Module):
             destination[f"{prefix}weight"] = self.weight_now()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Let the servers have "weight", on the chief, whose values count; see nn.Module."""
+        """Send "weight" to the servers, on the chief, whose values count; see nn.Module."""
         if self.is_in_state_dict:
             _, strict, missing_keys, _, error_msgs = more
             key = f"{prefix}weight"

@@ -25,8 +25,8 @@ from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.rounds import Mode
 from ringcomm.ps.states import pull_state, push_state
 from ringcomm.torch.backward.autograd import Hooks
-from ringcomm.torch.backward.consistency_check import Check, Outline
-from ringcomm.torch.backward.cooperative_finish import Work
+from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
+from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.backward.passes import Passes
 from ringcomm.torch.backward.registry import claim, enrol, note_samples, release
 from ringcomm.torch.ps import clock, states
@@ -41,8 +41,8 @@ _WHO: Final = "ps.DistributedOptimizer"
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a DistributedOptimizer was told.
+class ServerOptions:
+    """Options of a ps.DistributedOptimizer.
 
     Attributes:
         mode: when pushes become updates.
@@ -92,7 +92,7 @@ class Feeder:
     Args:
         named_parameters: (name, parameter), alike on every worker and in one order.
         groups: the optimizer's param_groups.
-        terms: what it was told.
+        options: the optimizer's.
         passes_per_step: backward() calls whose gradients are added up before anything is pushed.
 
     Attributes:
@@ -104,13 +104,13 @@ class Feeder:
     """
 
     def __init__(
-        self, named_parameters: Named, groups: Groups, terms: Terms, passes_per_step: int
+        self, named_parameters: Named, groups: Groups, options: ServerOptions, passes_per_step: int
     ) -> None:
         if not isinstance(passes_per_step, int) or passes_per_step < 1:
             raise ValueError(
                 f"backward_passes_per_step is a whole number from 1 on, not {passes_per_step!r}"
             )
-        self.groups, self.terms, self._passes_per_step = groups, terms, passes_per_step
+        self.groups, self.options, self._passes_per_step = groups, options, passes_per_step
         self.step = self.number = 0
         self.was_applied = True
         self._session = session()
@@ -121,7 +121,7 @@ class Feeder:
         self._n_passes = 0
         self._n_pushed = 0  # buckets of this step, in order
         self._entering: Entering | None = None  # of all tables: a gradient counts in all, or none
-        if terms.mode.name == "first_of":
+        if options.mode.name == "first_of":
             self._entering = Entering(self._session.client, is_shared=True)
         self._updaters: dict[int, Updater] = {}
         self._is_spoiled = self._has_ticked = False
@@ -133,7 +133,7 @@ class Feeder:
         let_rows_wait(self, self._session)
 
     def extend(self, named_parameters: Named) -> None:
-        """Let the servers have more parameters. Collective, between two steps.
+        """Move more parameters to the servers. Collective, between two steps.
 
         Raises:
             TypeError: a parameter is not in host memory, or neither float32 nor float64.
@@ -145,11 +145,11 @@ class Feeder:
         new = [Slot(n + i, name, p, group_of[p]) for i, (name, p) in enumerate(named_parameters)]
         for slot in new:
             _require_servable(slot)
-        self._require_alike("parameters", tuple((s.name, s.outline) for s in new), self._settings())
+        self._require_alike("parameters", tuple((s.name, s.summary) for s in new), self._settings())
         suffix = f" (optimizer {self.number})"
-        mode, groups, codec = self.terms.mode, self.groups, self.terms.compression
+        mode, groups, codec = self.options.mode, self.groups, self.options.compression
         buckets = [
-            Bucket(slots, suffix, self.terms.updater(groups[slots[0].group]), mode, codec)
+            Bucket(slots, suffix, self.options.updater(groups[slots[0].group]), mode, codec)
             for slots in plan(new)
         ]
         if self._entering is not None:
@@ -161,14 +161,14 @@ class Feeder:
         self._fetch_values(buckets)
 
     def _settings(self) -> tuple[tuple[str, str], ...]:
-        terms = self.terms
+        options = self.options
         said = {
-            "optimizer on the servers": terms.class_name,
-            "max_grad_norm": terms.max_norm,
-            "scaler": is_on(terms.scaler),
+            "optimizer on the servers": options.class_name,
+            "max_grad_norm": options.max_norm,
+            "scaler": is_on(options.scaler),
             "backward_passes_per_step": self._passes_per_step,
-            "mode": terms.mode,
-            "compression": terms.compression,
+            "mode": options.mode,
+            "compression": options.compression,
         }
         return tuple((what, str(value)) for what, value in said.items())
 
@@ -179,7 +179,9 @@ class Feeder:
         settings: tuple[tuple[str, str], ...],
     ) -> None:
         name = f"{what} (ps optimizer {self.number})"
-        Check(Outline(parameters, settings), name, self._session.group).require_alike()
+        ConsistencyCheck(
+            OptimizerSummary(parameters, settings), name, self._session.group
+        ).require_alike()
 
     def _hear(self, slots: Sequence[Slot]) -> None:
         new = [slot for slot in slots if not slot.is_heard and slot.parameter.requires_grad]
@@ -191,7 +193,7 @@ class Feeder:
             slot.is_heard = True
 
     def close(self) -> None:
-        """Hear of no gradient any more."""
+        """Remove the hooks, and release the parameters for another optimizer."""
         for hooks in self._hooks:
             hooks.remove()
         for slot in self._slots:
@@ -212,7 +214,7 @@ class Feeder:
 
     def after_gradient(self, index: int) -> None:
         """See autograd.Listener."""
-        if self.terms.is_deferred or self._n_passes < self._passes_per_step:
+        if self.options.is_deferred or self._n_passes < self._passes_per_step:
             return
         for bucket in self._buckets[self._n_pushed :]:
             bucket.waiting.discard(index)
@@ -225,7 +227,7 @@ class Feeder:
         self._hear(self._slots)
         self._n_passes += 1
 
-    def end_pass(self) -> Work:
+    def end_pass(self) -> CollectiveTask[None]:
         """See passes.Owner."""
         yield from ()
 
@@ -250,17 +252,17 @@ class Feeder:
         if bucket.is_frozen:
             # With FirstOf(k) workers may freeze it before different rounds.
             is_due = self._entering is not None
-            return bucket.table.push(None, hold=self.terms.is_held) if is_due else None
+            return bucket.table.push(None, hold=self.options.is_held) if is_due else None
         _refuse_half_frozen(bucket)
         bucket.table.updater = self._updater_for(bucket)
         gradients, weight = bucket.gradients(), self._weight()
-        is_alone = not self.terms.mode.has_rounds
+        is_alone = not self.options.mode.has_rounds
         if is_alone and (gradients is None or weight == 0):
             return None
         absent = bucket.absent()
         if gradients is None and math.isnan(factor):  # see _poison()
             gradients, absent = bucket.room_for_gradients().zero_(), []
-        is_held = self.terms.is_held
+        is_held = self.options.is_held
         if gradients is None:
             return bucket.table.push(None, weight=weight, hold=is_held)
         gradients = gradients if factor == 1.0 else gradients * factor
@@ -273,7 +275,7 @@ class Feeder:
         """Return the updater with the hyper-parameters of now."""
         known = self._updaters.get(bucket.group)
         if known is None:
-            known = self._updaters[bucket.group] = self.terms.updater(self.groups[bucket.group])
+            known = self._updaters[bucket.group] = self.options.updater(self.groups[bucket.group])
         before = bucket.table.updater
         if known.slot_names != before.slot_names:
             raise ValueError(
@@ -298,7 +300,7 @@ class Feeder:
 
     # --- the end of a step ----------------------------------------------------------------------
     def apply_on_servers(self, grad_scale: float) -> bool:
-        """Let the servers make this step's update, and fetch the new values.
+        """Make this step's update on the servers, and fetch the new values.
 
         Args:
             grad_scale: by which the loss was multiplied.
@@ -310,8 +312,8 @@ class Feeder:
         factor = self._own_factor(grad_scale)
         if factor is None:
             is_finite = False
-        elif self.terms.is_held:
-            self._flush(factor, grad_scale if self.terms.pushes_scaled else 1.0)
+        elif self.options.is_held:
+            self._flush(factor, grad_scale if self.options.pushes_scaled else 1.0)
             self._enter()
             self.rows.hold(grad_scale, self._weight())
             is_finite = self._release(grad_scale)
@@ -326,7 +328,7 @@ class Feeder:
         return is_finite
 
     def fetch_mean(self, grad_scale: float) -> None:
-        """Let .grad be the mean over the workers, which the servers only take.
+        """Set .grad to the mean over the workers, which the servers only take.
 
         Args:
             grad_scale: see apply_on_servers(); it is left in .grad.
@@ -374,10 +376,12 @@ class Feeder:
         self._refuse_spoiled()
         self._refuse_changed_values()
         self._refuse_changed_gradients()
-        if self.terms.is_deferred:
+        if self.options.is_deferred:
             self.rows = self.rows or take(self._session)  # the same if step() raised before
-            self.rows.require_fit(_WHO, self.terms.mode, has_norm=self.terms.max_norm is not None)
-            if not is_on(self.terms.scaler):
+            self.rows.require_fit(
+                _WHO, self.options.mode, has_norm=self.options.max_norm is not None
+            )
+            if not is_on(self.options.scaler):
                 self.rows.require_finite()
         self._refuse_unlike_samples()
 
@@ -386,19 +390,19 @@ class Feeder:
 
         Without rounds each push is an update: it is clipped, and skipped, by itself.
         """
-        if not self.terms.is_deferred:
+        if not self.options.is_deferred:
             return 1.0
-        if self.terms.is_held:
-            return self._poison() / (1.0 if self.terms.pushes_scaled else grad_scale)
+        if self.options.is_held:
+            return self._poison() / (1.0 if self.options.pushes_scaled else grad_scale)
         squares, is_finite = self._own_squares()
         of_rows, are_finite = self.rows.own_squares()
-        if not (is_finite and are_finite) and is_on(self.terms.scaler):
+        if not (is_finite and are_finite) and is_on(self.options.scaler):
             return None
-        return factor_of(squares + of_rows, grad_scale, self.terms.max_norm)
+        return factor_of(squares + of_rows, grad_scale, self.options.max_norm)
 
     def _poison(self) -> float:
         """Return NaN, so that all workers skip the step, if rows are not finite that wait here."""
-        is_finite = not is_on(self.terms.scaler) or self.rows.own_squares()[1]
+        is_finite = not is_on(self.options.scaler) or self.rows.own_squares()[1]
         return 1.0 if is_finite else math.nan
 
     def _enter(self) -> None:
@@ -422,21 +426,21 @@ class Feeder:
         Returns:
             False if a mean is not finite; of a worker that was late, if its own gradient is not.
         """
-        scale = grad_scale if self.terms.pushes_scaled else 1.0
+        scale = grad_scale if self.options.pushes_scaled else 1.0
         held = [bucket for bucket in self._buckets if bucket.push is not None]
-        told = []
+        pushed = []
         for bucket in held:
             assert bucket.push is not None
-            told.append(bucket.push.wait())
-        if any(each.why == "late" for each in told):  # the means are those of others
-            is_finite = not is_on(self.terms.scaler) or self._is_own_finite()
+            pushed.append(bucket.push.wait())
+        if any(each.why == "late" for each in pushed):  # the means are those of others
+            is_finite = not is_on(self.options.scaler) or self._is_own_finite()
             self.finish_rows(1.0 if is_finite else None, grad_scale)
             return is_finite
         of_rows, are_finite = self.rows.mean_squares()
-        are_finite &= all(each.is_finite for each in told)
-        is_finite = are_finite or not is_on(self.terms.scaler)
-        squares = sum(each.squares for each in told) + of_rows * scale**2
-        factor = factor_of(squares, scale, self.terms.max_norm)
+        are_finite &= all(each.is_finite for each in pushed)
+        is_finite = are_finite or not is_on(self.options.scaler)
+        squares = sum(each.squares for each in pushed) + of_rows * scale**2
+        factor = factor_of(squares, scale, self.options.max_norm)
         releases = [bucket.table.release(factor if is_finite else None) for bucket in held]
         for each in releases:
             each.wait()
@@ -444,7 +448,7 @@ class Feeder:
         return is_finite
 
     def finish_rows(self, clip: float | None, grad_scale: float) -> None:
-        """Let rows have their update, unscaled and times a factor; None: let them have none."""
+        """Update rows by their gradients, unscaled and times a factor; None: do not."""
         self.rows.release(clip)
         if clip is not None:
             self.rows.push(clip / grad_scale, self._weight())
@@ -475,7 +479,7 @@ class Feeder:
     @property
     def is_deferred(self) -> bool:
         """See ps_row_gradients.Deferring."""
-        return self.terms.is_deferred
+        return self.options.is_deferred
 
     @property
     def samples(self) -> float | None:
@@ -484,29 +488,29 @@ class Feeder:
 
     def restart(self) -> None:
         """Gradients start anew, before zero_grad()."""
-        if self._n_pushed and self.terms.mode.has_rounds:
+        if self._n_pushed and self.options.mode.has_rounds:
             raise RingcommError(
                 f"{_WHO}: zero_grad() between backward() and step(): gradients of this step have "
                 "been pushed, and cannot be taken back. Call step() first; to skip steps whose "
                 "gradients are not finite pass scaler=, to clip pass max_grad_norm="
             )
         self._is_spoiled = False
-        if self.terms.is_deferred:
+        if self.options.is_deferred:
             take(self._session)
         self.rows = NO_ROWS
         self._begin_step()
 
     def push_values(self) -> None:
-        """Let all have the chief's values. Collective, between two steps."""
+        """Give all the chief's values. Collective, between two steps."""
         self._from_chief(lambda bucket: bucket.table.push(bucket.values(), assign=True).wait())
 
     def pull_values(self) -> None:
-        """Have the servers' values, between two steps."""
+        """Fetch the servers' values, between two steps."""
         self._begin_step()
         self._fetch_values(self._buckets)
 
     def push_state(self, state: Mapping[Any, Any]) -> None:
-        """Let all have the chief's values, and the servers the chief's state. Collective."""
+        """Give all the chief's values, and the servers the chief's state. Collective."""
         self._from_chief(lambda each: push_state(each.table, states.from_torch(each, state)))
 
     def _from_chief(self, push: Callable[[Bucket], object]) -> None:
@@ -545,7 +549,7 @@ class Feeder:
 
     def _refuse_spoiled(self) -> None:
         if self._is_spoiled or self._passes.has_failed:
-            can_repeat = not self._n_pushed or not self.terms.mode.has_rounds
+            can_repeat = not self._n_pushed or not self.options.mode.has_rounds
             raise RingcommError(
                 f"{_WHO}: the last backward() failed. "
                 + (
@@ -557,7 +561,7 @@ class Feeder:
             )
 
     def _refuse_changed_values(self) -> None:
-        if self.terms.class_name is None:
+        if self.options.class_name is None:
             return
         for slot in self._slots:
             if slot.known != slot.now:
@@ -568,7 +572,7 @@ class Feeder:
                 )
 
     def _refuse_changed_gradients(self) -> None:
-        """What was pushed is what counts: see to it that it is what the user sees."""
+        """Raise RingcommError if .grad or an option is not what was pushed."""
         for slot in self._slots:
             grad = slot.parameter.grad
             if slot.pushed is None or not slot.parameter.requires_grad:
@@ -579,10 +583,10 @@ class Feeder:
                     f"{_WHO}: .grad of {slot.name} was changed after backward(), which had pushed "
                     "it already. To clip gradients pass max_grad_norm=, to unscale them scaler="
                 )
-        if self.terms.class_name is None:
+        if self.options.class_name is None:
             return
         for group, pushed in self._updaters.items():
-            now = self.terms.updater(self.groups[group])
+            now = self.options.updater(self.groups[group])
             if self._n_pushed and now != pushed:
                 raise RingcommError(
                     f"{_WHO}: parameter group {group} became {now} after backward(), which had "
@@ -593,7 +597,7 @@ class Feeder:
         is_weighed = self._samples is not None
         if self._is_weighed is None:
             self._is_weighed = is_weighed
-            if self.terms.mode.name == "sync":  # in others no worker waits for all
+            if self.options.mode.name == "sync":  # in others no worker waits for all
                 self._require_alike("samples", (), (("set_samples() called", str(is_weighed)),))
         elif self._is_weighed != is_weighed:
             raise RingcommError(

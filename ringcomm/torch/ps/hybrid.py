@@ -29,6 +29,6 @@ def require_something_served() -> None:
 
 
 def count_steps(optimizer: Optimizer) -> None:
-    """Let steps of an optimizer of the ring be this worker's: evaluators and ps.SSP go by them."""
+    """Count steps of a ring optimizer as this worker's: evaluators and ps.SSP go by them."""
     current = session()
     optimizer.register_step_post_hook(lambda stepped, *_: clock.tick(current, stepped))

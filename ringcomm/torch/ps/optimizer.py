@@ -21,7 +21,7 @@ from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import dressed, named_in_order
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
-from ringcomm.torch.ps.feeder import Feeder, Terms
+from ringcomm.torch.ps.feeder import Feeder, ServerOptions
 from ringcomm.torch.ps.hybrid import count_steps, require_something_served
 from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
 
@@ -78,8 +78,8 @@ def DistributedOptimizer(
             TopK drops goes with this worker's next gradient; see ps.table().
         backward_passes_per_step: the n-th backward() of a step pushes the sum of all.
         max_grad_norm: gradients of this step are clipped to this norm, over all parameters and rows
-            of embeddings: that of the mean where there are rounds, told to the workers that are in
-            it, else of each worker's own. step() pushes.
+            of embeddings: that of the mean where there are rounds, which the round's workers get,
+            else of each worker's own. step() pushes.
         scaler: the torch.amp.GradScaler that scales the loss, for scaler.step(optimizer). One inf
             anywhere, in rows too, skips the step everywhere; without rounds, on the worker that has
             it. With FirstOf(k) that is one of the k; scales may differ, and who is late looks at
@@ -109,13 +109,13 @@ def DistributedOptimizer(
         return _by_the_ring(optimizer, named, hybrid, compression, backward_passes_per_step)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}; it must be more than 0")
-    terms = Terms(mode_of(mode), None, compression, max_grad_norm, scaler)
-    terms = Terms(
-        terms.mode, _class_on_servers(optimizer, apply, terms.mode), compression, max_grad_norm,
+    options = ServerOptions(mode_of(mode), None, compression, max_grad_norm, scaler)
+    options = ServerOptions(
+        options.mode, _class_on_servers(optimizer, apply, options.mode), compression, max_grad_norm,
         scaler,
     )  # fmt: skip
-    feeder = Feeder(named, optimizer.param_groups, terms, backward_passes_per_step)
-    if terms.class_name is not None:
+    feeder = Feeder(named, optimizer.param_groups, options, backward_passes_per_step)
+    if options.class_name is not None:
         feeder.push_state(optimizer.state)
         optimizer.state.clear()
     return cast(T, dressed(optimizer, _Served, _feeder=feeder))
@@ -194,10 +194,10 @@ class _Served(Optimizer):
     _feeder: Feeder
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let the servers make the update, or take the mean, and have the new values here."""
+        """Make the update on the servers, or take the mean from them, and fetch the new values."""
         feeder = self._feeder
         feeder.groups = self.param_groups
-        if feeder.terms.class_name is None:
+        if feeder.options.class_name is None:
             result = self._step_here(closure)
             feeder.complete_step_of_worker()
         else:
@@ -222,13 +222,13 @@ class _Served(Optimizer):
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
-        """Hide from the optimizer's own class what scaler.step() has told: it is done."""
+        """Hide from the optimizer's own class what scaler.step() has set: it is done."""
         names = ["grad_scale", "found_inf"]
-        told = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
+        hidden = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
         try:
             yield
         finally:
-            self.__dict__.update(told)
+            self.__dict__.update(hidden)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()
@@ -237,13 +237,13 @@ class _Served(Optimizer):
 
     @torch.no_grad()
     def _take_mean(self) -> bool:
-        """Let .grad be the mean, unscaled and clipped; return False to skip the step."""
+        """Set .grad to the mean, unscaled and clipped; return False to skip the step."""
         feeder, scale = self._feeder, self._grad_scale()
         feeder.fetch_mean(scale)
         parameters = (p for group in self.param_groups for p in group["params"])
         grads = [p.grad for p in parameters if p.grad is not None]
         of_rows, is_finite = feeder.rows.mean_squares()
-        if is_on(feeder.terms.scaler):
+        if is_on(feeder.options.scaler):
             is_finite &= all(bool(torch.isfinite(grad).all()) for grad in grads)
             self._tell_scaler(is_finite=is_finite)
             if not is_finite:
@@ -254,14 +254,14 @@ class _Served(Optimizer):
             for grad in grads:
                 grad.div_(scale)
         clip = 1.0
-        if feeder.terms.max_norm is not None:
-            clip = clip_gradients(grads, of_rows, feeder.terms.max_norm)
+        if feeder.options.max_norm is not None:
+            clip = clip_gradients(grads, of_rows, feeder.options.max_norm)
         feeder.finish_rows(clip, scale)
         return True
 
     def _grad_scale(self) -> float:
-        """Return by what the gradients are scaled, as scaler.step() has told; see GradScaler."""
-        if not is_on(self._feeder.terms.scaler):
+        """Return by what the gradients are scaled, as scaler.step() has set it; see GradScaler."""
+        if not is_on(self._feeder.options.scaler):
             return 1.0
         if "found_inf" not in self.__dict__:
             raise RingcommError(
@@ -272,14 +272,14 @@ class _Served(Optimizer):
         return 1.0 if scale is None else float(scale)
 
     def _tell_scaler(self, *, is_finite: bool) -> None:
-        scaler = self._feeder.terms.scaler
+        scaler = self._feeder.options.scaler
         if is_on(scaler):
             note_found_inf(scaler, self, is_finite=is_finite)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Ask GradScaler for the scale instead of unscaled gradients."""
-        return is_on(self._feeder.terms.scaler)
+        return is_on(self._feeder.options.scaler)
 
     @property
     def was_applied(self) -> bool:
@@ -308,11 +308,11 @@ class _Served(Optimizer):
         self._feeder.set_samples(n)
 
     def push_parameters(self) -> None:
-        """Let all have the chief's parameters, after they were changed by hand. Collective."""
+        """Give all the chief's parameters, after they were changed by hand. Collective."""
         self._feeder.push_values()
 
     def pull_parameters(self) -> None:
-        """Have the servers' values of now, or of this rank's snapshot, in the parameters.
+        """Set the parameters to the servers' values of now, or of this rank's snapshot.
 
         For evaluators, which wrap the same model and optimizer once, and call this each time that
         they evaluate; and for workers between two steps.
@@ -332,7 +332,7 @@ class _Served(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a plain optimizer would: its state is gathered from the servers."""
-        if self._feeder.terms.class_name is None:
+        if self._feeder.options.class_name is None:
             return super().state_dict()
         self.state.update(self._feeder.gather_state())
         try:
@@ -347,7 +347,7 @@ class _Served(Optimizer):
         """
         super().load_state_dict(state_dict)
         self._feeder.groups = self.param_groups
-        if self._feeder.terms.class_name is not None:
+        if self._feeder.options.class_name is not None:
             self._feeder.push_state(self.state)
             self.state.clear()
 

@@ -147,7 +147,7 @@ class RowGradients:
         return sum(mean.squares for mean in means), all(mean.is_finite for mean in means)
 
     def release(self, factor: float | None) -> None:
-        """Let the means be updates, times a factor; None: drop them."""
+        """Make updates of the means, times a factor; None: drop them."""
         asked = [each.table.release(factor) for each in self._in_rounds]
         for each in asked:
             each.wait()
@@ -173,7 +173,7 @@ _waiting: Final[WeakKeyDictionary[Session, _Waiting]] = WeakKeyDictionary()
 
 
 def let_rows_wait(optimizer: Deferring, current: Session) -> None:
-    """Let rows wait for the steps of an optimizer, while it lives and must see them."""
+    """Hold gradients of rows for an optimizer's step(), while it lives and must see them."""
     _waiting.setdefault(current, _Waiting()).optimizers.add(optimizer)
 
 

@@ -62,6 +62,6 @@ def is_on(scaler: Any) -> bool:
 
 
 def note_found_inf(scaler: Any, optimizer: Optimizer, *, is_finite: bool) -> None:
-    """Let scaler.update() see what all workers have found; after scaler.step() has begun."""
+    """Show scaler.update() what all workers have found; after scaler.step() has begun."""
     for found in scaler._found_inf_per_device(optimizer).values():
         found.fill_(0.0 if is_finite else 1.0)

@@ -30,7 +30,7 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True)
 class Restored:
-    """What Checkpoint.restore() has found.
+    """Result of Checkpoint.restore().
 
     Attributes:
         step: as passed to save().
@@ -246,7 +246,7 @@ class Checkpoint:
 
 
 class _Attempts:
-    """What may go wrong on one rank, and is then raised on all of them.
+    """Collects errors of one rank, to raise them on all ranks.
 
     Args:
         what: begins the text.
@@ -272,8 +272,8 @@ class _Attempts:
             RingcommError: one failed otherwise.
         """
         error = self._error
-        told = None if error is None else (isinstance(error, TypeError), _words(error))
-        reports = ops.allgather_object((told, mine))
+        failure = None if error is None else (isinstance(error, TypeError), _words(error))
+        reports = ops.allgather_object((failure, mine))
         for r, (failure, _) in enumerate(reports):
             if failure is not None:
                 is_type_error, words = failure

@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.unscale(divide)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Let the optimizer step, unless a gradient on whatever rank is infinite or NaN."""
+        """Make the optimizer's step, unless a gradient on any rank is infinite or NaN."""
         if isinstance(optimizer, StateSharding) and self.is_enabled() and not optimizer.is_unscaled:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

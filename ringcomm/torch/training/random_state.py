@@ -22,7 +22,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Let them go on from what random_state() returned."""
+    """Set them to what random_state() returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     of_numpy = state["numpy"]

@@ -16,7 +16,7 @@ from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine, rank
 from ringcomm.errors import MismatchError
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
-from ringcomm.torch.optim.averaging import Averaging, StateSharding
+from ringcomm.torch.optim.averaging import AveragingOptimizer, StateSharding
 from ringcomm.torch.optim.wrapping import settings_of
 
 _Parameters = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
@@ -46,8 +46,8 @@ def broadcast_parameters(
         tensors.update(_by_name(params))  # within the plan, so that all ranks hear of a mistake
         return plans.allgather_object(group, "names of parameters", list(tensors))
 
-    told = engine().execute("allgather_object", "names of parameters", plan, group)
-    _require_alike([pickle.loads(each) for each in told], group)
+    names_of = engine().execute("allgather_object", "names of parameters", plan, group)
+    _require_alike([pickle.loads(each) for each in names_of], group)
     for name, tensor in tensors.items():
         ops.broadcast_(tensor, root, name=name, group=group)
 
@@ -72,18 +72,18 @@ def _shown(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
 
-def _require_alike(told: list[Any], group: Group) -> None:
+def _require_alike(names_of: list[Any], group: Group) -> None:
     """Raise MismatchError, on every rank, if ranks have other names: they would wait for them."""
-    joined = [rank for rank, names in zip(group.ranks, told, strict=True) if names is None]
+    joined = [rank for rank, names in zip(group.ranks, names_of, strict=True) if names is None]
     if joined:
         raise MismatchError(
             f"broadcast_parameters: ranks {joined} are in join(), and every rank must take part. "
             "Call it before the first rank calls join()"
         )
-    for other, theirs in zip(group.ranks, told, strict=True):
-        if theirs != told[0]:
-            lacking = [name for name in told[0] if name not in theirs]
-            beside = [name for name in theirs if name not in told[0]]
+    for other, theirs in zip(group.ranks, names_of, strict=True):
+        if theirs != names_of[0]:
+            lacking = [name for name in names_of[0] if name not in theirs]
+            beside = [name for name in theirs if name not in names_of[0]]
             how = f"lacks {lacking[:3]}" if lacking else "has another order"
             raise MismatchError(
                 f"broadcast_parameters: rank {other} has other parameters than rank "
@@ -119,7 +119,7 @@ def broadcast_optimizer_state(
         raise TypeError(
             f"broadcast_optimizer_state: optimizer is no optimizer of torch, but {optimizer!r}"
         )
-    if isinstance(optimizer, Averaging):
+    if isinstance(optimizer, AveragingOptimizer):
         _bring_in_step(optimizer, root_rank, process_set)
     if isinstance(optimizer, StateSharding) and _is_spread(optimizer, root_rank, process_set):
         settings = broadcast_tree(
@@ -152,8 +152,8 @@ def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
             p.grad = torch.zeros_like(p)
 
 
-def _bring_in_step(optimizer: Averaging, root_rank: int, process_set: ProcessSet) -> None:
-    """Let all ranks go on from root's step, if some have made fewer. Collective."""
+def _bring_in_step(optimizer: AveragingOptimizer, root_rank: int, process_set: ProcessSet) -> None:
+    """Set the steps of all ranks to root's, if some have made fewer. Collective."""
     root, group = process_set.root(root_rank), process_set.group
     steps = ops.allgather_object(optimizer.n_steps, name="optimizer steps", group=group)
     if len(set(steps)) > 1:
@@ -197,15 +197,15 @@ def broadcast_tree(
     root, group = process_set.root(root_rank), process_set.group
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
-    outline = _without_tensors(tree, tensors) if is_root else None
-    outline = ops.broadcast_object(outline, root, name=f"{name}, outline", group=group)
+    skeleton = _without_tensors(tree, tensors) if is_root else None
+    skeleton = ops.broadcast_object(skeleton, root, name=f"{name}, outline", group=group)
     if not is_root:
         tensors = [
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _placeholders(outline)
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _placeholders(skeleton)
         ]
     for index, tensor in enumerate(tensors):
         ops.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
-    return tree if is_root else _with_tensors(outline, tensors)
+    return tree if is_root else _with_tensors(skeleton, tensors)
 
 
 class _Placeholder:

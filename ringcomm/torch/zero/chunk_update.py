@@ -1,4 +1,4 @@
-"""What turns this rank's part of a bucket's gradient into new weights."""
+"""Updates of this rank's part of a bucket's weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ringcomm.gpu.base import UpdatePiece
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings, settings_of
-from ringcomm.torch.zero.parameter_state import Held
+from ringcomm.torch.zero.parameter_state import ParameterState
 
 MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in float32
 
@@ -68,14 +68,14 @@ class ChunkUpdate(Protocol):
         ...
 
     def note_done(self) -> None:
-        """What `pieces` says was done."""
+        """Note that the update in `pieces` was made."""
         ...
 
-    def held(self, piece: int) -> Held:
+    def state_of(self, piece: int) -> ParameterState:
         """Return what is kept of a piece; nothing if it was never updated. Not to be changed."""
         ...
 
-    def hold(self, piece: int, held: Held) -> None:
+    def set_state(self, piece: int, state: ParameterState) -> None:
         """Go on with this instead; it is kept."""
         ...
 
@@ -131,23 +131,25 @@ class OwnClassUpdate:
     def note_done(self) -> None:
         """See ChunkUpdate."""
 
-    def held(self, piece: int) -> Held:
+    def state_of(self, piece: int) -> ParameterState:
         """See ChunkUpdate."""
         master = self._masters[piece]
-        held = Held.of(self._optimizer.state.get(master, {}), master)
+        state = ParameterState.of(self._optimizer.state.get(master, {}), master)
         if self._has_master[piece]:
-            held.lines[MASTER] = master.reshape(-1)
-        return held
+            state.by_element[MASTER] = master.reshape(-1)
+        return state
 
-    def hold(self, piece: int, held: Held) -> None:
+    def set_state(self, piece: int, state: ParameterState) -> None:
         """See ChunkUpdate."""
         master = self._masters[piece]
-        lines = dict(held.lines)
-        weights = lines.pop(MASTER, None)
+        by_element = dict(state.by_element)
+        weights = by_element.pop(MASTER, None)
         if weights is not None and is_16_bit(self._weights[piece]):
             master.copy_(weights.reshape(master.shape))
             self._has_master[piece] = True
-        state = Held(lines, held.alike).mapped(lambda line: _as_wide_as(master, line))
+        state = ParameterState(by_element, state.common).mapped(
+            lambda line: _as_wide_as(master, line)
+        )
         self._optimizer.state.pop(master, None)
         if state:
             self._optimizer.state[master] = state.shaped(master)

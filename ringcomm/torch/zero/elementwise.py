@@ -1,4 +1,4 @@
-"""Which optimizers may update a part of a parameter without knowing the rest of it."""
+"""Refuses optimizers that cannot update a part of a parameter without the rest of it."""
 
 from __future__ import annotations
 

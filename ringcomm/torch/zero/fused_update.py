@@ -20,7 +20,7 @@ from ringcomm.gpu.kernels import Argument, Rule, adam_numbers, sgd_numbers
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings
 from ringcomm.torch.zero.chunk_update import MASTER, Chunk
-from ringcomm.torch.zero.parameter_state import COUNT, Held
+from ringcomm.torch.zero.parameter_state import COUNT, ParameterState
 
 _STATES: Final = {
     optim.SGD: ("momentum_buffer",),
@@ -59,7 +59,7 @@ def can_push(group: Group, weights: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Step:
-    """What neighbours must have in common to be updated as one.
+    """Key of neighbouring pieces that are updated as one.
 
     Attributes:
         group: number of their param_group.
@@ -72,7 +72,7 @@ class _Step:
 
 @dataclass
 class _Kept:
-    """What is kept of a piece beside its lines of state.
+    """State of a piece, but for its tensors.
 
     Attributes:
         count: of steps that its state has seen; of SGD, of those with momentum.
@@ -84,7 +84,7 @@ class _Kept:
     count: int = 0
     has_master: bool = False
     step_device: torch.device = _CPU
-    rest: Held = field(default_factory=Held)
+    rest: ParameterState = field(default_factory=ParameterState)
 
 
 class FusedUpdate:
@@ -140,22 +140,22 @@ class FusedUpdate:
             self._kept[piece] = kept
         self._next = {}
 
-    def held(self, piece: int) -> Held:
+    def state_of(self, piece: int) -> ParameterState:
         """See ChunkUpdate."""
         part, kept = self._part(piece), self._kept[piece]
-        lines, alike = dict(kept.rest.lines), dict(kept.rest.alike)
+        lines, alike = dict(kept.rest.by_element), dict(kept.rest.common)
         if kept.count:
             lines |= {name: line[part] for name, line in self._states.items()}
         if kept.count and self._kind is not optim.SGD:
             alike[COUNT] = torch.tensor(float(kept.count), device=kept.step_device)
         if kept.has_master:
             lines[MASTER] = self._master[part]
-        return Held(lines, alike)
+        return ParameterState(lines, alike)
 
-    def hold(self, piece: int, held: Held) -> None:
+    def set_state(self, piece: int, state: ParameterState) -> None:
         """See ChunkUpdate."""
         part, names = self._part(piece), _STATES[self._kind]
-        lines, alike = dict(held.lines), dict(held.alike)
+        lines, alike = dict(state.by_element), dict(state.common)
         master, count = lines.pop(MASTER, None), alike.pop(COUNT, None)
         kept = _Kept()
         if self._kind is optim.SGD:
@@ -170,7 +170,7 @@ class FusedUpdate:
             self._master[part].copy_(master)
             kept.has_master = True
         unknown = {key: value for key, value in alike.items() if key not in names}  # or None
-        kept.rest = Held(lines, unknown)
+        kept.rest = ParameterState(lines, unknown)
         self._kept[piece] = kept
 
     def _after(self, kept: _Kept, settings: Settings) -> _Kept:
@@ -205,7 +205,7 @@ class FusedUpdate:
             torch.where(is_own, master, weights.float(), out=master)
 
     def _bring(self, gradient: torch.Tensor, place: torch.Tensor) -> None:
-        """Let a gradient stand where the kernel reads it."""
+        """Copy a gradient to where the kernel reads it, unless it is there."""
         if gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient)
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter from step to step, or of a part of one."""
+"""State of an optimizer for one parameter, or for a part of one."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 
 from ringcomm.torch.optim.buckets import line_like
 
-State = dict[str, Any]  # as in torch's optimizer.state[parameter]
+TorchState = dict[str, Any]  # as in torch's optimizer.state[parameter]
 COUNT: Final = (
     "step"  # as torch calls it: a 0-d tensor, which is not for each element of a 0-d parameter
 )
 
 
 @dataclass(frozen=True)
-class Held:
-    """A state in two parts: what goes by element, and what does not.
+class ParameterState:
+    """State in two parts: what goes by element, and what does not.
 
     Attributes:
-        lines: tensors with as many elements as the parameter, or its part, in the order in which
-            those lie in memory; shape (n,).
-        alike: the rest, as Adam's number of steps; the same for all parts.
+        by_element: tensors with as many elements as the parameter, or its part, in the order in
+            which those lie in memory; shape (n,).
+        common: the rest, as Adam's number of steps; the same for all parts.
     """
 
-    lines: dict[str, torch.Tensor] = field(default_factory=dict)
-    alike: State = field(default_factory=dict)
+    by_element: dict[str, torch.Tensor] = field(default_factory=dict)
+    common: TorchState = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], view: torch.Tensor) -> Held:
+    def of(cls, state: Mapping[str, Any], view: torch.Tensor) -> ParameterState:
         """Take apart the state of a parameter that lies in memory as `view` does."""
         lines = {
             key: line_like(value, view)
@@ -39,23 +39,29 @@ class Held:
         }
         return cls(lines, {key: value for key, value in state.items() if key not in lines})
 
-    def shaped(self, view: torch.Tensor) -> State:
-        """Return it as torch has it, in the memory of the lines; the other way round of `of`."""
-        whole = {k: line.as_strided(view.shape, view.stride()) for k, line in self.lines.items()}
-        return whole | self.alike
+    def shaped(self, view: torch.Tensor) -> TorchState:
+        """Return it as torch has it, in the same memory; the other way round of `of`."""
+        whole = {
+            k: line.as_strided(view.shape, view.stride()) for k, line in self.by_element.items()
+        }
+        return whole | self.common
 
-    def part(self, own: slice) -> Held:
+    def part(self, own: slice) -> ParameterState:
         """Return a copy of what belongs to these elements."""
-        alike = {k: v.clone() if torch.is_tensor(v) else v for k, v in self.alike.items()}
-        return Held({key: line[own].clone() for key, line in self.lines.items()}, alike)
+        alike = {k: v.clone() if torch.is_tensor(v) else v for k, v in self.common.items()}
+        return ParameterState(
+            {key: line[own].clone() for key, line in self.by_element.items()}, alike
+        )
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Held:
-        """Return it with changed lines."""
-        return Held({key: change(line) for key, line in self.lines.items()}, dict(self.alike))
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ParameterState:
+        """Return it with tensors by element changed."""
+        return ParameterState(
+            {key: change(line) for key, line in self.by_element.items()}, dict(self.common)
+        )
 
-    def to(self, device: torch.device) -> Held:
-        """Return it with the lines on another device."""
+    def to(self, device: torch.device) -> ParameterState:
+        """Return it with tensors by element on another device."""
         return self.mapped(lambda line: line.to(device))
 
     def __bool__(self) -> bool:
-        return bool(self.lines or self.alike)
+        return bool(self.by_element or self.common)

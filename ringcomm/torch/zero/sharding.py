@@ -19,27 +19,29 @@ from ringcomm.engine import ops
 from ringcomm.engine.world import rank
 from ringcomm.errors import RingcommError
 from ringcomm.torch.optim import averaging
-from ringcomm.torch.optim.averaging import Averaging
+from ringcomm.torch.optim.averaging import AveragingOptimizer
 from ringcomm.torch.optim.buckets import is_16_bit
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import dressed, settings_of, undressed
 from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate
 from ringcomm.torch.zero.fused_update import FusedUpdate, can_fuse, can_push
-from ringcomm.torch.zero.shards import Shards
+from ringcomm.torch.zero.optimizer_shard import OptimizerShard
 
 T = TypeVar("T", bound=Optimizer)
 _SCALERS = ("grad_scale", "found_inf")  # what a GradScaler tells an optimizer
 _OURS = (*averaging.OURS, "_shards", "_has_told_of_changes", "_is_unscaled", *_SCALERS)
 
 
-def sharding(optimizer: T, reducer: GradientReducer) -> T:
+def with_sharding(optimizer: T, reducer: GradientReducer) -> T:
     """Return `optimizer` with its gradients, its state and its work spread over the ranks."""
-    wrapped = dressed(optimizer, Sharding, _reducer=reducer, _shards=Shards(reducer))
+    wrapped = dressed(
+        optimizer, ShardedOptimizer, _reducer=reducer, _shards=OptimizerShard(reducer)
+    )
     return cast(T, wrapped)
 
 
-class Sharding(Averaging):
-    """Averaging whose step() updates this rank's chunk of each bucket, and gets the others' chunks.
+class ShardedOptimizer(AveragingOptimizer):
+    """Updates this rank's chunk of each bucket, and gets the others' chunks (ZeRO-1).
 
     What users must know, besides what DistributedOptimizer says:
 
@@ -55,13 +57,13 @@ class Sharding(Averaging):
     - It cannot be copied or pickled: state_dict() is plain torch.
     """
 
-    _shards: Shards
+    _shards: OptimizerShard
     _has_told_of_changes = False
     _is_unscaled = False  # by hvd.GradScaler, in this step
     _step_supports_amp_scaling = True  # so that a GradScaler skips no step on some ranks only
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, together with all ranks; see Averaging.
+        """Update the parameters, together with all ranks; see AveragingOptimizer.
 
         Raises:
             RingcommError: a torch.amp.GradScaler has looked at this rank's part of the gradients.
@@ -77,14 +79,14 @@ class Sharding(Averaging):
         return None if found_inf else super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; see Averaging."""
+        """Forget the gradients; see AveragingOptimizer."""
         self._is_unscaled = False
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale gradients down by the norm of all ranks' parts; see Averaging. Collective."""
+        """Scale gradients down by the norm of all ranks' parts, as torch does. Collective."""
         self._flush()
         own = self._own_gradients()
         norm = self._norm(own, norm_type)
@@ -145,7 +147,7 @@ class Sharding(Averaging):
                 become the highest of all ranks.
         """
         self._flush()
-        name, group = f"found infinities{self._reducer.suffix}", self._reducer.recipe.group
+        name, group = f"found infinities{self._reducer.suffix}", self._reducer.options.group
         for each in divide():
             ops.allreduce_(each, MAX, name=name, group=group)
         self._accept_gradients()
@@ -172,12 +174,12 @@ class Sharding(Averaging):
         return OwnClassUpdate(undressed(self, _OURS), chunk.pieces)
 
     def _make_fused(self, chunk: Chunk) -> ChunkUpdate:
-        if not can_push(self._reducer.recipe.group, chunk.weights):
+        if not can_push(self._reducer.options.group, chunk.weights):
             return self._make(chunk)
         return FusedUpdate(type(self).__bases__[1], chunk)
 
     def _own_gradients(self) -> list[torch.Tensor]:
-        self._reducer.plan.laid_out(self._reducer.recipe)
+        self._reducer.plan.laid_out(self._reducer.options)
         gradients = [slot.own_gradient() for slot in self._reducer.slots]
         return [gradient for gradient in gradients if gradient is not None]
 
@@ -189,7 +191,7 @@ class Sharding(Averaging):
         """Return the norm over all ranks, the same bits on each."""
         wide = [g.float() if is_16_bit(g) else g for g in gradients if g.numel()]
         norms = [float(torch.linalg.vector_norm(g, norm_type)) for g in wide]
-        group, is_max = self._reducer.recipe.group, norm_type == np.inf
+        group, is_max = self._reducer.options.group, norm_type == np.inf
         mine = np.array([max(norms, default=0.0) if is_max else sum(n**norm_type for n in norms)])
         name = f"norm of the gradients{self._reducer.suffix}"
         (total,) = ops.allreduce(mine, MAX if is_max else SUM, name=name, group=group)
@@ -221,4 +223,4 @@ class Sharding(Averaging):
 
 
 # torch wraps the step() of a class to run its step hooks; here _update() runs them.
-Sharding.step.hooked = True  # type: ignore[attr-defined]
+ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined]

@@ -11,18 +11,20 @@ from ringcomm.engine import into, ops
 from ringcomm.engine.group import Group
 from ringcomm.engine.world import engine
 from ringcomm.errors import RingcommError
-from ringcomm.torch.zero.parameter_state import Held
+from ringcomm.torch.zero.parameter_state import ParameterState
 
-_Outline = tuple[dict[str, str], dict[str, Any]]  # dtypes of a Held's lines, and what is alike
+_Layout = tuple[
+    dict[str, str], dict[str, Any]
+]  # dtypes of a ParameterState's lines, and what is alike
 
 
 def gathered(
-    mine: Mapping[int, Held],
+    mine: Mapping[int, ParameterState],
     shares: Mapping[int, Sequence[int]],
     names: Sequence[str],
     group: Group,
     suffix: str,
-) -> Iterator[tuple[int, Held]]:
+) -> Iterator[tuple[int, ParameterState]]:
     """Yield parameters, and what all ranks together hold of each; nothing of those without a state.
 
     Collective: every rank goes through all of them.
@@ -40,36 +42,36 @@ def gathered(
         RingcommError: on every rank: ranks hold different things of a parameter.
     """
     mine = {index: mine[index] for index in shares if mine.get(index)}
-    told: list[dict[int, _Outline]] = ops.allgather_object(
-        {index: _outline(held) for index, held in mine.items()},
-        name=f"outline of the state{suffix}",
+    layouts: list[dict[int, _Layout]] = ops.allgather_object(
+        {index: _layout(state) for index, state in mine.items()},
+        name=f"layout of the state{suffix}",
         group=group,
     )
     for index, counts in shares.items():
-        owners = [theirs.get(index) for theirs, n in zip(told, counts, strict=True) if n]
-        outline = _agreed(owners, names[index])
-        if outline is None:
+        owners = [theirs.get(index) for theirs, n in zip(layouts, counts, strict=True) if n]
+        layout = _agreed(owners, names[index])
+        if layout is None:
             continue
-        dtypes, alike = outline
+        dtypes, alike = layout
         lines = {}
         for key, dtype in dtypes.items():
-            own = mine[index].lines[key] if index in mine else None
+            own = mine[index].by_element[key] if index in mine else None
             name = f"{key} of {names[index]}{suffix}"
             lines[key] = _gathered(own, getattr(torch, dtype), counts, name, group)
-        yield index, Held(lines, alike)
+        yield index, ParameterState(lines, alike)
 
 
-def _outline(held: Held) -> _Outline:
-    dtypes = {key: str(line.dtype).removeprefix("torch.") for key, line in held.lines.items()}
-    return dtypes, held.alike
+def _layout(state: ParameterState) -> _Layout:
+    dtypes = {key: str(line.dtype).removeprefix("torch.") for key, line in state.by_element.items()}
+    return dtypes, state.common
 
 
-def _agreed(outlines: Sequence[_Outline | None], name: str) -> _Outline | None:
+def _agreed(layouts: Sequence[_Layout | None], name: str) -> _Layout | None:
     """Return what all owners have said; None if none has a state, or there is no element."""
-    if not any(outlines):
+    if not any(layouts):
         return None
-    first = outlines[0]
-    for other in outlines[1:]:
+    first = layouts[0]
+    for other in layouts[1:]:
         if first is None or other is None or not _is_same(first, other):
             raise RingcommError(
                 f"DistributedOptimizer: ranks hold different states of their parts of {name}: "

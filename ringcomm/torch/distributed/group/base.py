@@ -1,4 +1,4 @@
-"""What a process group is, apart from its operations: names, limits, how an operation starts."""
+"""Base of process groups: names, limits, and the start of an operation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ringcomm.torch.distributed.group.callbacks import Path, is_in_callback, pat
 from ringcomm.torch.distributed.group.devices import Devices
 from ringcomm.torch.distributed.group.native_backend import put_inside
 from ringcomm.torch.distributed.group.new_group import compare
-from ringcomm.torch.distributed.group.options import Asked, asked
-from ringcomm.torch.distributed.group.work import Together, Work
+from ringcomm.torch.distributed.group.options import CallOptions, call_options
+from ringcomm.torch.distributed.group.work import CombinedWork, Work
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,7 +54,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
     # --- starting an operation ------------------------------------------------------------------
     def start(
         self,
-        call: Asked,
+        call: CallOptions,
         kind: str,
         plan: Callable[[Group], Plan[Any]],
         results: Tensors,
@@ -63,7 +63,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         self._require_open()
 
         def checked(g: Group) -> Plan[Any]:
-            """Plan it; what cannot be written is told like any other bad argument."""
+            """Plan it; what cannot be written is a bad argument like others."""
             for each in results:
                 if each.layout is torch.strided and not each.is_contiguous():
                     TORCH.require_writable(each)
@@ -90,7 +90,9 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         """
         callers = c10d.get_process_group_ranks(self)
         number = self.group.ledger_for(self.group.engine).next_place
-        self.start(asked(None), "new_group", lambda _: compare(ranks, callers, number), []).wait()
+        self.start(
+            call_options(None), "new_group", lambda _: compare(ranks, callers, number), []
+        ).wait()
 
     @property
     def _is_special(self) -> bool:
@@ -116,7 +118,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
     def _end_coalescing(self, device: Any) -> Work:
         del device
         works, self._coalesced = self._coalesced or [], None
-        return Together(works)
+        return CombinedWork(works)
 
     # --- what torch asks a group ----------------------------------------------------------------
     def get_group_store(self) -> Any:
@@ -176,7 +178,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let each operation that is called from now on have this deadline."""
+        """Set the deadline of each operation that is called from now on."""
         self._timeout_s = timeout.total_seconds()
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

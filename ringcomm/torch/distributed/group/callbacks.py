@@ -1,4 +1,4 @@
-"""What a callback of a Future starts is matched by who started it, not by when.
+"""Names for operations that callbacks of Futures start: ranks match them by their path.
 
 Callbacks run when their operation is over, in threads of their own or at once: in an order that
 differs from rank to rank. Hooks of DDP communicate in them (PowerSGD), for several buckets at a
@@ -91,7 +91,7 @@ def is_in_callback() -> bool:
 
 @compat.untraced
 def follow(future: Any, path: Path | None) -> None:
-    """Let what callbacks of a Future start have names.
+    """Name the operations that callbacks of a Future start.
 
     Args:
         future: no callback has been given to it.

@@ -49,7 +49,7 @@ def then(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
     return dataclasses.replace(plan, run=run_and_more, finish=finish_and_more)
 
 
-def together(kind: str, each: Sequence[Plan[Any]]) -> Plan[list[Any]]:
+def grouped(kind: str, each: Sequence[Plan[Any]]) -> Plan[list[Any]]:
     """Return one plan of several, agreed on at once."""
     return plans.grouped(kind, None, list(each))
 

@@ -1,4 +1,4 @@
-"""What callers from C++ find inside a process group: a backend that hands all on to the group.
+"""A backend inside each process group, for callers in C++: it calls the group's methods.
 
 Operators (torch.ops.c10d) and other C++ ask a group for the backend of a device, not the group.
 From torch 2.14 on that can be a class in Python. It is not enough by itself, for its Work loses

@@ -1,4 +1,4 @@
-"""What the ranks pass to dist.new_group() is compared before torch makes anything."""
+"""Compares what ranks pass to dist.new_group(), before torch makes anything."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def compare(mine: Sequence[int], callers: Sequence[int], number: int) -> Plan[No
     """
 
     async def run(t: Channel) -> None:
-        told = [tuple(json.loads(each)) for each in await gather_bytes(packed, t)]
-        if not are_consistent(dict(zip(callers, told, strict=True))):
-            calls = [Call(f"new_group({_listed(each)})") for each in told]
+        passed = [tuple(json.loads(each)) for each in await gather_bytes(packed, t)]
+        if not are_consistent(dict(zip(callers, passed, strict=True))):
+            calls = [Call(f"new_group({_listed(each)})") for each in passed]
             raise MismatchError(explain_mismatch(calls, number, callers))
 
     packed = json.dumps(list(mine)).encode()

@@ -1,4 +1,4 @@
-"""What a caller asks for: c10d's option objects, and the short forms of its methods, as one."""
+"""Options of a call, from c10d's option objects and the short forms of its methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ZERO = timedelta(0)
 
 
 class Reduction(NamedTuple):
-    """How values are combined.
+    """Operator and factor of a reduction.
 
     Attributes:
         op: as the engine calls it.
@@ -38,7 +38,7 @@ class Reduction(NamedTuple):
     factor: float | torch.Tensor | None = None
 
 
-class Asked(NamedTuple):
+class CallOptions(NamedTuple):
     """One call.
 
     Attributes:
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     is_async: bool
 
 
-def asked(opts: Any, *more: Any, **named: Any) -> Asked:
+def call_options(opts: Any, *more: Any, **named: Any) -> CallOptions:
     """Read an options object, or the short form's arguments in whatever order they have.
 
     Args:
@@ -71,7 +71,7 @@ def asked(opts: Any, *more: Any, **named: Any) -> Asked:
     nested = [each for each in values if hasattr(each, "timeout")]
     if nested:
         return _of_options(nested[0])
-    return Asked(
+    return CallOptions(
         _reduction(kinds[0]) if kinds else Reduction(SUM),
         roots[0] if roots else 0,
         _seconds(timeouts[0]) if timeouts else None,
@@ -79,8 +79,8 @@ def asked(opts: Any, *more: Any, **named: Any) -> Asked:
     )
 
 
-def _of_options(opts: Any) -> Asked:
-    return Asked(
+def _of_options(opts: Any) -> CallOptions:
+    return CallOptions(
         _reduction(opts.reduceOp) if hasattr(opts, "reduceOp") else Reduction(SUM),
         getattr(opts, "rootRank", 0),
         _seconds(opts.timeout),
@@ -98,7 +98,7 @@ def _reduction(op: Any) -> Reduction:
 
 
 def _factor(op: Any) -> float | torch.Tensor:
-    """Return the factor of a PREMUL_SUM; before torch 2.13 only pickling told it."""
+    """Return the factor of a PREMUL_SUM; before torch 2.13 only pickling shows it."""
     factor: float | torch.Tensor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
     return factor
 

@@ -20,7 +20,7 @@ from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
 from ringcomm.torch.distributed.group.flatten import bytes_of, line_of
-from ringcomm.torch.distributed.group.options import are_local, asked, one_list, one_tensor
+from ringcomm.torch.distributed.group.options import are_local, call_options, one_list, one_tensor
 from ringcomm.torch.distributed.group.reductions import ReducingGroup
 from ringcomm.torch.distributed.group.work import Work
 from ringcomm.transport.base import ANY_SOURCE
@@ -50,7 +50,7 @@ class ProcessGroup(ReducingGroup):
         (x,) = tensors = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).broadcast(tensors, opts)
-        call = asked(opts, *more, **named)
+        call = call_options(opts, *more, **named)
         return self.start(
             call, "broadcast", lambda g: collectives.broadcast(g, x, call.root), tensors
         )
@@ -63,7 +63,7 @@ class ProcessGroup(ReducingGroup):
         outs, (x,) = one_list(outputs), one_tensor(inputs)
         if not x.is_cpu:
             return self._devices.of(x).allgather([outs], [x], opts)
-        call = asked(opts, *more, **named)
+        call = call_options(opts, *more, **named)
         whole = collectives.room_for(outs)
         work = self.start(
             call, "allgather", lambda g: collectives.allgather(g, outs, x, whole), outs
@@ -85,10 +85,10 @@ class ProcessGroup(ReducingGroup):
             each = [
                 collectives.allgather(g, outs, x, collectives.room_for(outs)) for outs, x in pairs
             ]
-            return collectives.together("grouped_allgather", each)
+            return collectives.grouped("grouped_allgather", each)
 
         flat = [out for outs in outputs for out in outs]
-        return self.start(asked(opts), "allgather", plan, flat)
+        return self.start(call_options(opts), "allgather", plan, flat)
 
     @traced
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -96,7 +96,7 @@ class ProcessGroup(ReducingGroup):
         if not output.is_cpu:
             return self._devices.of(output)._allgather_base(output, input, opts)
         return self.start(
-            asked(opts),
+            call_options(opts),
             "allgather",
             lambda g: collectives.allgather_single(g, output, input),
             [output],
@@ -114,9 +114,9 @@ class ProcessGroup(ReducingGroup):
         def plan(g: Group) -> Plan[Any]:
             pairs = zip(outputs, inputs, strict=True)
             each = [collectives.allgather_single(g, out, x) for out, x in pairs]
-            return collectives.together("grouped_allgather", each)
+            return collectives.grouped("grouped_allgather", each)
 
-        return self.start(asked(opts), "allgather", plan, outputs)
+        return self.start(call_options(opts), "allgather", plan, outputs)
 
     @traced
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
@@ -124,7 +124,7 @@ class ProcessGroup(ReducingGroup):
         (x,) = one_tensor(inputs)
         if not x.is_cpu:
             return self._devices.of(x).gather(outputs, inputs, opts)
-        call = asked(opts, *more, **named)
+        call = call_options(opts, *more, **named)
         outs = one_list(outputs) if self.rank() == call.root else []
         return self.start(call, "gather", lambda g: collectives.gather(g, outs, x, call.root), outs)
 
@@ -134,7 +134,7 @@ class ProcessGroup(ReducingGroup):
         (out,) = one_tensor(outputs)
         if not out.is_cpu:
             return self._devices.of(out).scatter(outputs, inputs, opts)
-        call = asked(opts, *more, **named)
+        call = call_options(opts, *more, **named)
         parts = one_list(inputs) if self.rank() == call.root else []
         return self.start(
             call, "scatter", lambda g: collectives.scatter(g, out, parts, call.root), [out]
@@ -155,7 +155,7 @@ class ProcessGroup(ReducingGroup):
             other = self._devices.of(output)
             return other.alltoall_base(output, input, output_splits, input_splits, opts)
         return self.start(
-            asked(opts, **named),
+            call_options(opts, **named),
             "alltoall",
             lambda g: collectives.alltoall_single(g, output, input, output_splits, input_splits),
             [output],
@@ -167,7 +167,7 @@ class ProcessGroup(ReducingGroup):
         if not are_local(outputs):
             return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
         return self.start(
-            asked(opts, **named),
+            call_options(opts, **named),
             "alltoall",
             lambda g: collectives.alltoall(g, outputs, inputs),
             outputs,
@@ -178,7 +178,7 @@ class ProcessGroup(ReducingGroup):
         """Return when every rank has called it."""
         if getattr(opts, "device_ids", None):
             return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
-        return self.start(asked(opts, **named), "barrier", collectives.barrier, [])
+        return self.start(call_options(opts, **named), "barrier", collectives.barrier, [])
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -192,7 +192,7 @@ class ProcessGroup(ReducingGroup):
             CommTimeoutError: some have not within `timeout`; its `missing` are their ranks.
         """
         del wait_all_ranks
-        work = self.start(asked(None), "barrier", collectives.barrier, [])
+        work = self.start(call_options(None), "barrier", collectives.barrier, [])
         try:
             work.wait(timedelta(seconds=self._timeout_s or 0) if timeout is None else timeout)
         except CommTimeoutError as error:

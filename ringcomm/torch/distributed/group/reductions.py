@@ -15,7 +15,7 @@ from ringcomm.torch.distributed.group.base import BaseGroup
 from ringcomm.torch.distributed.group.flatten import line_of
 from ringcomm.torch.distributed.group.options import (
     are_local,
-    asked,
+    call_options,
     one_list,
     one_tensor,
     or_default,
@@ -36,7 +36,7 @@ class ReducingGroup(BaseGroup):
         (x,) = tensors = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).allreduce(tensors, or_default(opts, c10d.AllreduceOptions))
-        call = asked(opts, *more, **named)
+        call = call_options(opts, *more, **named)
         if x.layout is not torch.strided:
             return self.start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
         op = collectives.scaled_(x, call.reduction)
@@ -54,7 +54,7 @@ class ReducingGroup(BaseGroup):
         """Replace each tensor by its reduction; fused."""
         if not are_local(tensors):
             return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
-        call = asked(opts)
+        call = call_options(opts)
         return self.start(
             call,
             "allreduce",
@@ -72,7 +72,7 @@ class ReducingGroup(BaseGroup):
         (x,) = tensors = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).reduce(tensors, opts)
-        call = asked(opts, *more, **named)
+        call = call_options(opts, *more, **named)
         return self.start(
             call, "reduce", lambda g: collectives.reduce(g, x, call.reduction, call.root), tensors
         )
@@ -85,7 +85,7 @@ class ReducingGroup(BaseGroup):
         (out,), parts = one_tensor(outputs), one_list(inputs)
         if not out.is_cpu:
             return self._devices.of(out).reduce_scatter([out], [parts], opts)
-        call = asked(opts, *more, **named)
+        call = call_options(opts, *more, **named)
         return self.start(
             call,
             "reduce_scatter",
@@ -99,7 +99,7 @@ class ReducingGroup(BaseGroup):
         if not output.is_cpu:
             other = self._devices.of(output)
             return other._reduce_scatter_base(output, input, opts)
-        call = asked(opts)
+        call = call_options(opts)
         return self.start(
             call,
             "reduce_scatter",
@@ -115,11 +115,11 @@ class ReducingGroup(BaseGroup):
         if not are_local(outputs):
             other = self._devices.of(*outputs)
             return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        call = asked(opts)
+        call = call_options(opts)
 
         def plan(g: Group) -> Plan[Any]:
             pairs = zip(outputs, inputs, strict=True)
-            return collectives.together(
+            return collectives.grouped(
                 "grouped_reduce_scatter",
                 [collectives.reduce_scatter_single(g, out, x, call.reduction) for out, x in pairs],
             )

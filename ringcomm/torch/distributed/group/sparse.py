@@ -10,11 +10,11 @@ from ringcomm.collectives.op import AVERAGE, SUM
 from ringcomm.engine import plans
 from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
-from ringcomm.torch.distributed.group.collectives import then, together
-from ringcomm.torch.distributed.group.options import Asked
+from ringcomm.torch.distributed.group.collectives import grouped, then
+from ringcomm.torch.distributed.group.options import CallOptions
 
 
-def allreduce_sparse(g: Group, x: torch.Tensor, call: Asked) -> Plan[Any]:
+def allreduce_sparse(g: Group, x: torch.Tensor, call: CallOptions) -> Plan[Any]:
     """Plan to replace a sparse x by the sum, or mean, over all ranks; its result is coalesced.
 
     Raises:
@@ -39,4 +39,4 @@ def allreduce_sparse(g: Group, x: torch.Tensor, call: Asked) -> Plan[Any]:
         with torch.no_grad():
             x.copy_(total / divisor if divisor != 1 else total)
 
-    return then(together("sparse_allreduce", [places, values]), add_up)
+    return then(grouped("sparse_allreduce", [places, values]), add_up)

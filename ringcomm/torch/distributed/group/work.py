@@ -1,4 +1,4 @@
-"""What a collective of c10d returns: a Work, and its Future."""
+"""Work, which collectives of c10d return, and its Future."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         return self.value
 
 
-class Together(Work):
+class CombinedWork(Work):
     """Several operations as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:

@@ -14,13 +14,13 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch.optim.buckets import Bucket
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import settings_of
-from ringcomm.torch.zero.parameter_state import Held, State
-from ringcomm.torch.zero.pieces import shares_of
-from ringcomm.torch.zero.shard import MakeUpdate, Shard, plan_of
+from ringcomm.torch.zero.parameter_state import ParameterState, TorchState
+from ringcomm.torch.zero.shares import shares_of
+from ringcomm.torch.zero.weight_shard import MakeUpdate, WeightShard, plan_of
 from ringcomm.torch.zero.whole_states import gathered
 
 
-class Shards:
+class OptimizerShard:
     """The shards of an optimizer: as many as it has buckets, which may change between steps.
 
     Args:
@@ -29,7 +29,7 @@ class Shards:
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
-        self._shards: list[Shard] = []
+        self._shards: list[WeightShard] = []
         self._group: Group | None = None  # who shares; None: each rank has the whole state
         self._is_fused = False
 
@@ -60,7 +60,7 @@ class Shards:
             p: number for number, each in enumerate(optimizer.param_groups) for p in each["params"]
         }
         before = after = settings_of(optimizer)
-        under_way: list[tuple[Shard, Handle[Any]]] = []
+        under_way: list[tuple[WeightShard, Handle[Any]]] = []
         try:
             for shard, bucket in zip(self._shards, buckets, strict=True):
                 after = shard.update(before, group_of, bucket.buffer)
@@ -70,7 +70,7 @@ class Shards:
         for group, settings in zip(optimizer.param_groups, after, strict=True):
             group.update(settings)
 
-    def states(self, *, is_wanted: bool) -> dict[torch.Tensor, State]:
+    def states(self, *, is_wanted: bool) -> dict[torch.Tensor, TorchState]:
         """Return the states of whole parameters. Collective.
 
         Args:
@@ -86,35 +86,35 @@ class Shards:
         }
 
     def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> Sequence[Bucket]:
-        """Let shards be as the buckets are, which are returned; a bucket may be new all the same.
+        """Return the buckets, after shards were made for them where they have changed.
 
         Collective where parameters change hands.
         """
-        recipe = self._reducer.recipe
-        group, buckets = recipe.group, self._reducer.plan.laid_out(recipe)
+        options = self._reducer.options
+        group, buckets = options.group, self._reducer.plan.laid_out(options)
         plans = [shard.plan for shard in self._shards]
         is_same = plans == [plan_of(bucket) for bucket in buckets]
         if group is self._group and is_same and is_fused == self._is_fused:
             return buckets
         self._require_same_ranks(group)
         slots = self._reducer.slots
-        fresh = [Shard(bucket, slots, group, make_update) for bucket in buckets]
+        fresh = [WeightShard(bucket, slots, group, make_update) for bucket in buckets]
         self._hand_over(fresh, group.size)
         self._shards, self._group, self._is_fused = fresh, group, is_fused
         return buckets
 
-    def _hand_over(self, fresh: Sequence[Shard], size: int) -> None:
+    def _hand_over(self, fresh: Sequence[WeightShard], size: int) -> None:
         """Give the state of each piece to who is to have it."""
         before = shares_of((shard.plan for shard in self._shards), size)
         after = shares_of((shard.plan for shard in fresh), size)
         moving = {index: share for index, share in before.items() if share != after[index]}
         shard_of = _by_index(fresh)
-        for index, held in self._held().items():
+        for index, state in self._states().items():
             if index not in moving:
-                shard_of[index].hold(index, held)
+                shard_of[index].set_state(index, state)
         if moving:
             for index, whole in self._gathered(moving):
-                _hold_part(shard_of[index], index, whole)
+                _set_part(shard_of[index], index, whole)
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """Keep this rank's part of the states of whole parameters."""
@@ -123,15 +123,17 @@ class Shards:
         for index, shard in _by_index(self._shards).items():
             state = optimizer.state.pop(self._reducer.slots[index].parameter, None)
             if state:
-                _hold_part(shard, index, Held.of(state, shard.view(index)))
+                _set_part(shard, index, ParameterState.of(state, shard.view(index)))
 
-    def _held(self) -> dict[int, Held]:
-        return {index: held for shard in self._shards for index, held in shard.held().items()}
+    def _states(self) -> dict[int, ParameterState]:
+        return {index: state for shard in self._shards for index, state in shard.states().items()}
 
-    def _gathered(self, shares: Mapping[int, Sequence[int]]) -> Iterable[tuple[int, Held]]:
+    def _gathered(
+        self, shares: Mapping[int, Sequence[int]]
+    ) -> Iterable[tuple[int, ParameterState]]:
         assert self._group is not None
         names = [slot.name for slot in self._reducer.slots]
-        return gathered(self._held(), shares, names, self._group, self._reducer.suffix)
+        return gathered(self._states(), shares, names, self._group, self._reducer.suffix)
 
     def _require_same_ranks(self, group: Group) -> None:
         mine = self._group
@@ -150,7 +152,7 @@ class Shards:
                 )
 
 
-def _wait_for_all(under_way: Sequence[tuple[Shard, Handle[Any]]]) -> None:
+def _wait_for_all(under_way: Sequence[tuple[WeightShard, Handle[Any]]]) -> None:
     """Wait until the weights of all are there, then raise the first error."""
     errors = []
     for shard, handle in under_way:
@@ -164,11 +166,11 @@ def _wait_for_all(under_way: Sequence[tuple[Shard, Handle[Any]]]) -> None:
         raise errors[0]
 
 
-def _by_index(shards: Iterable[Shard]) -> dict[int, Shard]:
+def _by_index(shards: Iterable[WeightShard]) -> dict[int, WeightShard]:
     return {index: shard for shard in shards for index, _ in shard.plan}
 
 
-def _hold_part(shard: Shard, index: int, whole: Held) -> None:
+def _set_part(shard: WeightShard, index: int, whole: ParameterState) -> None:
     own = shard.updated.get(index)
     if own is not None:
-        shard.hold(index, whole.part(own))
+        shard.set_state(index, whole.part(own))

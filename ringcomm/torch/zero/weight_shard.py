@@ -14,16 +14,16 @@ from ringcomm.engine.group import Group
 from ringcomm.engine.handle import Handle
 from ringcomm.engine.world import engine
 from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like
-from ringcomm.torch.optim.gradient import Slot
+from ringcomm.torch.optim.gradient import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings
 from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate
-from ringcomm.torch.zero.parameter_state import Held
-from ringcomm.torch.zero.pieces import Plan
+from ringcomm.torch.zero.parameter_state import ParameterState
+from ringcomm.torch.zero.shares import Plan
 
 MakeUpdate = Callable[[Chunk], ChunkUpdate]
 
 
-class Shard:
+class WeightShard:
     """One bucket's weights, in memory that the ranks of this node read where it stands.
 
     Parameters are moved there: what else used their old memory no longer sees their updates.
@@ -40,7 +40,7 @@ class Shard:
     """
 
     def __init__(
-        self, bucket: Bucket, slots: Sequence[Slot], group: Group, make_update: MakeUpdate
+        self, bucket: Bucket, slots: Sequence[GradientSlot], group: Group, make_update: MakeUpdate
     ) -> None:
         self.plan = plan_of(bucket)
         self.updated = {
@@ -119,13 +119,13 @@ class Shard:
         """Return the place of a parameter's weights, laid out as they are."""
         return self._views[index]
 
-    def held(self) -> dict[int, Held]:
+    def states(self) -> dict[int, ParameterState]:
         """Return what is kept of each parameter of which this rank updates a piece."""
-        return {index: self._update.held(piece) for piece, index in enumerate(self.updated)}
+        return {index: self._update.state_of(piece) for piece, index in enumerate(self.updated)}
 
-    def hold(self, index: int, held: Held) -> None:
+    def set_state(self, index: int, state: ParameterState) -> None:
         """Go on with this for this rank's piece of a parameter."""
-        self._update.hold(list(self.updated).index(index), held)
+        self._update.set_state(list(self.updated).index(index), state)
 
     def _chunk(self, bucket: Bucket) -> Chunk:
         own = chunks(self._weights.numel(), self._group.size)[self._group.index]
@@ -139,7 +139,7 @@ class Shard:
 
     @torch.no_grad()
     def _move_in(self) -> None:
-        """Let the parameters stand in this memory, also those that somebody has moved elsewhere."""
+        """Move the parameters into this memory, also those that somebody has moved out of it."""
         for index, view in self._views.items():
             parameter = self._slots[index].parameter
             is_there = parameter.data_ptr() == view.data_ptr()

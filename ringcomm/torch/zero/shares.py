@@ -1,4 +1,4 @@
-"""Which part of which parameter each rank updates. Pure: every rank comes to the same answer.
+"""Shares of the parameters that each rank updates. Pure: alike on every rank.
 
 A bucket holds the elements of its parameters one after another, and is cut into one chunk per rank,
 wherever that cuts a parameter.
