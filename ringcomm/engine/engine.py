@@ -25,7 +25,7 @@ from ringcomm.engine.forks import n_forks
 from ringcomm.engine.founding import Founding
 from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.group import Group, group_of
-from ringcomm.engine.handle import Handle, warn_of_dropped
+from ringcomm.engine.handle import DroppedErrors, Handle
 from ringcomm.engine.joining import Joining
 from ringcomm.engine.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.patience import ANSWER_S, Farewell, ask_around, describe_wait
@@ -133,6 +133,7 @@ class Engine:
         self._groups: WeakValueDictionary[int, Group] = WeakValueDictionary({0: self.world})
         self._n_serial = 0
         self._broken: RingcommError | None = None
+        self.dropped = DroppedErrors()
         self._is_closed = False
         self.broke_while_leaving: RingcommError | None = None
         self.attached = Attached(self, self._pending, self._lock, self._progress)
@@ -787,7 +788,7 @@ class Engine:
         if error is not None and is_fatal and self._break(task.label, error):
             self._progress.fail_all(self._copy_of_broken)
         elif task.is_dropped and error is not None:
-            warn_of_dropped(task)
+            self.dropped.warn(error)
 
     def lose(self, error: BaseException) -> None:
         """Be unusable: an interrupt, or the like, has left something half done; any thread."""

@@ -76,13 +76,22 @@ class Handle(Generic[R]):
             return
         task.is_dropped = True
         if task.is_over and task.error is not None:
-            warn_of_dropped(task)
+            self._engine.dropped.warn(task.error)
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._task.error else "done"
         return f"<Handle of {self._task.label}: {state}>"
 
 
-def warn_of_dropped(task: Task | Over) -> None:
-    """Log the error of an operation whose handle is gone."""
-    _log.warning("nobody waited for an operation that failed: %s", task.error)
+class DroppedErrors:
+    """Logs errors whose handles are gone; when one ends many operations, its text comes once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def warn(self, error: BaseException) -> None:
+        """Log an error, unless it says the same as the one before."""
+        text = str(error)
+        if text != self._last:
+            self._last = text
+            _log.warning("nobody waited for an operation that failed: %s", text)

@@ -638,6 +638,26 @@ def test_the_error_of_a_dropped_handle_is_a_warning(caplog):
     assert all("nobody waited for an operation that failed: allreduce[w]" in t for t in texts)
 
 
+def test_a_death_is_logged_once_for_all_dropped_handles(caplog):
+    def body(rank):
+        if rank == 1:
+            assert started.wait(120)
+            raise ValueError("boom")
+        kept = rc.allreduce_async(np.ones(1), name="kept")
+        for i in range(50):
+            rc.allreduce_async(np.ones(1), name=f"dropped{i}")
+        late = rc.allreduce_async(np.ones(1), name="late")
+        started.set()
+        with pytest.raises(rc.PeerFailedError, match="boom"):
+            kept.wait()
+        del late
+
+    started = threading.Event()
+    outcomes(2, body)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [("nobody waited" in text, "boom" in text) for text in texts] == [(True, True)]
+
+
 def test_a_look_takes_no_time_and_blames_nobody():
     over = threading.Event()
 
