@@ -44,8 +44,8 @@ from ringcomm.errors import (
 from ringcomm.status.page import State
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.shm import NodeTeam
-from ringcomm.transport.steps import Meeting
+from ringcomm.transport.node.shm import NodeTeam
+from ringcomm.transport.node.steps import Meeting
 from ringcomm.transport.watch import Watch
 
 _log = logging.getLogger("ringcomm")

@@ -16,8 +16,8 @@ from ringcomm.engine.selection import Selection
 from ringcomm.errors import MismatchError
 from ringcomm.transport.base import CALLS, DATA
 from ringcomm.transport.channel import Channel, Disagreement, Wait
-from ringcomm.transport.shm import Never, NodeTeam, Turn
-from ringcomm.transport.steps import NodeCopy, NodeReduction
+from ringcomm.transport.node.shm import Never, NodeTeam, Turn
+from ringcomm.transport.node.steps import NodeCopy, NodeReduction
 from ringcomm.transport.watch import Watch
 
 R = TypeVar("R")

@@ -33,7 +33,7 @@ from ringcomm.engine.mirrored import fetch, through_host
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.base import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.steps import To
+from ringcomm.transport.node.steps import To
 
 A = TypeVar("A", bound=Any)
 _AS_IT_IS = Scaling()

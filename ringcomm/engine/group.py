@@ -13,7 +13,7 @@ from ringcomm.engine.quick import Quick
 
 if TYPE_CHECKING:
     from ringcomm.engine.engine import Engine
-    from ringcomm.transport.shm import NodeTeam
+    from ringcomm.transport.node.shm import NodeTeam
 
 
 class Group:

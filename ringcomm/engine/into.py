@@ -26,7 +26,7 @@ from ringcomm.engine.execution import Plan
 from ringcomm.engine.group import Group
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.steps import NodeCopy
+from ringcomm.transport.node.steps import NodeCopy
 
 A = TypeVar("A", bound=Any)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringcomm.transport.base import N_NAMED, N_STREAMS, N_UNNAMED
+from ringcomm.transport.base import N_STREAMS
+from ringcomm.transport.node import N_NAMED, N_UNNAMED
 
 MAX_PENDING = N_STREAMS // 4  # so that two ranks never have operations of one stream in flight
 MAX_CACHED = N_NAMED

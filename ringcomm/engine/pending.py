@@ -11,7 +11,7 @@ from ringcomm.engine.ledger import Ledger, Ticket
 from ringcomm.engine.progress import Task
 from ringcomm.engine.timeline import Lane, Timeline
 from ringcomm.status.page import OpState
-from ringcomm.transport.shm import NodeTeam
+from ringcomm.transport.node.shm import NodeTeam
 
 if TYPE_CHECKING:
     from ringcomm.engine.group import Group

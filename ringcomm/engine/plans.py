@@ -44,7 +44,7 @@ from ringcomm.engine.execution import AllDeferred, Plan
 from ringcomm.engine.gpu import Gpus
 from ringcomm.engine.group import Group
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.steps import MEET, NodeCopy, NodeReduction, To
+from ringcomm.transport.node.steps import MEET, NodeCopy, NodeReduction, To
 
 A = TypeVar("A", bound=Any)
 P = TypeVar("P", bound=Callable[..., Plan[Any]])

@@ -16,8 +16,8 @@ import numpy as np
 from ringcomm._core import KnownAllreduce
 from ringcomm.arrays import adapter_for
 from ringcomm.collectives.op import AVERAGE, Op
-from ringcomm.transport.base import N_UNNAMED
-from ringcomm.transport.shm import NodeTeam
+from ringcomm.transport.node import N_UNNAMED
+from ringcomm.transport.node.shm import NodeTeam
 
 if TYPE_CHECKING:
     from ringcomm.engine.group import Group

@@ -11,7 +11,7 @@ from ringcomm.arrays.base import Bytes, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
 from ringcomm.gpu.kernels import Argument, Rule
-from ringcomm.transport.steps import To
+from ringcomm.transport.node.steps import To
 
 if TYPE_CHECKING:
     from ringcomm.gpu.regions import Regions

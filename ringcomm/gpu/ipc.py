@@ -34,7 +34,7 @@ from ringcomm.gpu.base import (
 from ringcomm.gpu.host_pool import PAGE_NBYTES
 from ringcomm.gpu.regions import NOWHERE, Address, Neighbour, Regions
 from ringcomm.gpu.slices import Slice, even_parts, passes
-from ringcomm.transport.steps import To
+from ringcomm.transport.node.steps import To
 
 LINE = 128  # bytes between the numbers of two ranks: no two share a cache line
 STAGING_NBYTES = 64 << 20

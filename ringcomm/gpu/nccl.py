@@ -17,7 +17,7 @@ from ringcomm.collectives.op import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.base import Device, KernelReduction, Memory, Move, Reduce, Update, Work
 from ringcomm.gpu.slices import even_parts
-from ringcomm.transport.steps import To
+from ringcomm.transport.node.steps import To
 
 _BYTE = DTYPES["uint8"]
 # As nccl.h numbers them. Complex sums are sums of twice as many reals.

@@ -11,14 +11,13 @@ from ringcomm.arrays.base import Bytes
 if TYPE_CHECKING:
     from ringcomm._core import Loop, NodeMemory
     from ringcomm.transport.mail import Mail
-    from ringcomm.transport.shm import NodeTeam
+    from ringcomm.transport.node.shm import NodeTeam
 
 ANY_SOURCE = -1
 WireFault = _core.WireFault  # the wire refused an operation: a hint that a peer died
 DATA, CALLS, P2P = 0, 1, 2  # what a message holds: payload of a collective, calls, of send()
 N_CONTEXTS, N_STREAMS = 1 << 10, 1 << 16
 TAGS_PER_GROUP = N_STREAMS << 2  # a tag holds the context, the stream, and two bits of channel
-N_UNNAMED, N_NAMED = 16, 4096  # slots of a group in shared memory, see csrc/shm/board.hpp
 
 
 def tag_of(context: int, stream: int, channel: int) -> int:

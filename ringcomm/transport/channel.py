@@ -18,10 +18,10 @@ from ringcomm._core import NodeStep
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, WireFault, tag_of
 from ringcomm.transport.header import Kind
+from ringcomm.transport.node.shm import StepRequest
+from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.performer import Performer, Reduction
 from ringcomm.transport.running import Running
-from ringcomm.transport.shm import StepRequest
-from ringcomm.transport.steps import MEET, Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.watch import Letter, Watch
 
 

@@ -25,7 +25,7 @@ from ringcomm.transport.base import (
     Request,
 )
 from ringcomm.transport.mail import Letter, Mail, MailBox
-from ringcomm.transport.shm import RegionAddress, SharedNode
+from ringcomm.transport.node.shm import RegionAddress, SharedNode
 
 _ARENA = 5 << 30
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from ringcomm._core import WireFault
 from ringcomm.errors import RingcommError
-from ringcomm.transport.base import WireFault
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -38,11 +38,11 @@ from ringcomm.transport.base import (
     contexts_within,
 )
 from ringcomm.transport.mail import Mail, MpiMail
-from ringcomm.transport.meeting import meet
 from ringcomm.transport.mpi_library import runner_over
-from ringcomm.transport.neighbours import Neighbours, Offer
-from ringcomm.transport.parking import Parking
-from ringcomm.transport.shm import SharedNode, make_memory
+from ringcomm.transport.node.meeting import meet
+from ringcomm.transport.node.neighbours import Neighbours, Offer
+from ringcomm.transport.node.parking import Parking
+from ringcomm.transport.node.shm import SharedNode, make_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -52,7 +52,7 @@ LOST = """
 import numpy as np
 import ringcomm as rc
 from ringcomm.engine import world
-from ringcomm.transport import meeting
+from ringcomm.transport.node import meeting
 def refuse(*_):
     raise PermissionError(13, "Permission denied")
 meeting.Neighbour.reached = refuse

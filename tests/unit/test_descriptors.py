@@ -13,13 +13,13 @@ from harness import wait_until
 
 from ringcomm import descriptors
 from ringcomm._core import Loop, NodeMemory, StatusPage
-from ringcomm.transport.parking import Parking
+from ringcomm.transport.node.parking import Parking
 
 # Runs in a process of its own, whose limit of descriptors then matters to nobody else.
 FEW = """
 import os, resource, select
 from ringcomm._core import Loop, NodeMemory, StatusPage
-from ringcomm.transport.parking import Parking
+from ringcomm.transport.node.parking import Parking
 loop, news = Loop(None, False), select.epoll()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 taken = []

@@ -12,7 +12,7 @@ from ringcomm import config
 from ringcomm.config import Settings
 from ringcomm.engine.selection import MODULES
 from ringcomm.transport.loopback import LoopbackHub
-from ringcomm.transport.steps import NodeReduction
+from ringcomm.transport.node.steps import NodeReduction
 
 
 def explained(*args, nodes=(0, 0, 2, 2), algorithm="auto", **kwargs):

@@ -15,7 +15,7 @@ from ringcomm import _core
 from ringcomm.config import Settings
 from ringcomm.engine.progress import Progress
 from ringcomm.engine.world import engine
-from ringcomm.transport.shm import make_memory
+from ringcomm.transport.node.shm import make_memory
 
 MINE = 777  # what a rank writes once an operation of its own has failed
 # Inline, one piece in place, and segments through lanes.

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from ringcomm._core import NodeMemory, StatusPage, take, view
-from ringcomm.transport import meeting, neighbours
-from ringcomm.transport.handover import Inbox, give
-from ringcomm.transport.meeting import meet
-from ringcomm.transport.neighbours import Neighbour, Neighbours, Offer
-from ringcomm.transport.nodes import separations
+from ringcomm.transport.node import meeting, neighbours
+from ringcomm.transport.node.handover import Inbox, give
+from ringcomm.transport.node.layout import separations
+from ringcomm.transport.node.meeting import meet
+from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
 
 
 class Comm:

@@ -16,8 +16,8 @@ import ringcomm as rc
 from ringcomm import _core
 from ringcomm.config import Settings
 from ringcomm.engine.world import engine
-from ringcomm.transport.base import N_UNNAMED
 from ringcomm.transport.loopback import LoopbackHub
+from ringcomm.transport.node import N_UNNAMED
 
 KIB, MIB = 1 << 10, 1 << 20
 # Inline, one piece, more than a segment, more segments than a lane holds.

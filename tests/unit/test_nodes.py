@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ringcomm.transport.nodes import node_of
+from ringcomm.transport.node.layout import node_of
 
 
 def nodes_of(opened):

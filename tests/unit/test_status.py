@@ -13,7 +13,7 @@ from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.page import Ending, OpState, State, how_it_ended
 from ringcomm.transport.mpi import MpiTransport
-from ringcomm.transport.neighbours import Neighbour, Neighbours, Offer
+from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
 
 
 def page(nonce=7, **fields):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ringcomm.transport.handover import Inbox, give
-from ringcomm.transport.neighbours import Neighbour, Neighbours, Offer
-from ringcomm.transport.nodes import node_of, separations
+from ringcomm.transport.node.handover import Inbox, give
+from ringcomm.transport.node.layout import node_of, separations
+from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
 
 
 class Comm(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ringcomm._core import NodeStep, start_copy, start_reduce
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.shm import NodeTeam
+from ringcomm.transport.node.shm import NodeTeam
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ringcomm._core import Loop, NodeMemory, NodeStep, Team, make_team, take, view
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import N_UNNAMED
+from ringcomm.transport.node import N_UNNAMED
 
 _MOMENT_S = 1e-3  # about what two ranks in step need to meet, with some patience
 _APART = 0x9E40000  # about 2**28 times the golden ratio, in whole pages of up to 64 KiB
