@@ -1,4 +1,19 @@
+"""The tests of this folder are skipped, with the reason, where torch is not installed."""
+
+import importlib.util
+
 import pytest
+
+
+class WithoutTorch(pytest.Module):
+    def collect(self):
+        pytest.skip("the core is tested without torch, too", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if importlib.util.find_spec("torch") is None:
+        return WithoutTorch.from_parent(parent, path=module_path)
+    return None
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("torch", reason="the core is tested without torch, too")
-
 from harness import HANG_S, IS_MPICH, run_job, run_script
 
 SCRIPT = """

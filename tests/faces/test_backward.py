@@ -3,13 +3,11 @@
 import copy
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length, run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import at_length, run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import (
     BATCH,
     SMALL,
     Checkpointed,
@@ -26,8 +24,8 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
-from ringcomm.torch.backward.autograd import Hooks  # noqa: E402
+import ringcomm as rc
+from ringcomm.torch.backward.autograd import Hooks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

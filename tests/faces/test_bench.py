@@ -5,8 +5,6 @@ import json
 import pytest
 from harness import run_job, run_script
 
-pytest.importorskip("torch", reason="the core is tested without torch, too")
-
 from ringcomm.torch.models import WORKLOADS
 
 WRONG = """

@@ -10,18 +10,16 @@ import sys
 import threading
 
 import pytest
+import torch
+from harness import at_length, outcomes, run_job, run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import SMALL, copies, network, weights, wrap
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length, outcomes, run_job, run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import SMALL, copies, network, weights, wrap  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.data import Loader, ShardedSampler  # noqa: E402
-from ringcomm.torch.training import checkpoint_files as files  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.data import Loader, ShardedSampler
+from ringcomm.torch.training import checkpoint_files as files
 
 SAMPLES = 64
 

@@ -3,16 +3,14 @@
 import itertools
 
 import pytest
+import torch
+from harness import at_length, run_ranks
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+from training import SMALL, assert_close, network, sgd, weights, wrap
+from training import copies as copied
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length, run_ranks  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-from training import SMALL, assert_close, network, sgd, weights, wrap  # noqa: E402
-from training import copies as copied  # noqa: E402
-
-from ringcomm.data import Loader, ShardedSampler  # noqa: E402
+from ringcomm.data import Loader, ShardedSampler
 
 SAMPLES = 29
 

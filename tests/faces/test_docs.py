@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 from harness import at_length, run_script
 
-pytest.importorskip("torch", reason="the core is tested without torch, too")
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 

@@ -6,8 +6,6 @@ import pytest
 from harness import run_job
 from mnist_files import write_mnist
 
-pytest.importorskip("torch", reason="the core is tested without torch, too")
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_cnn.py"
 
 

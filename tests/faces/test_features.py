@@ -5,14 +5,12 @@ import math
 import pickle
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length, run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import cross_entropy, mse_loss  # noqa: E402
-from torch.optim import lr_scheduler, swa_utils  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import at_length, run_ranks
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim import lr_scheduler, swa_utils
+from training import (
     BATCH,
     SMALL,
     assert_equals_one_process,
@@ -25,7 +23,7 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
+import ringcomm as rc
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 

@@ -1,14 +1,11 @@
 """Bucket sizes that are tried out while training runs, and change no result."""
 
 import pytest
+from harness import run_ranks
+from training import assert_close, data, fit, models, sgd, share, weights, wrap
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from training import assert_close, data, fit, models, sgd, share, weights, wrap  # noqa: E402
-
-from ringcomm.config import Settings  # noqa: E402
-from ringcomm.torch.optim.fusion_tuner import CANDIDATES_MIB, STEPS_EACH, FusionTuner  # noqa: E402
+from ringcomm.config import Settings
+from ringcomm.torch.optim.fusion_tuner import CANDIDATES_MIB, STEPS_EACH, FusionTuner
 
 
 def tried(seconds_of):

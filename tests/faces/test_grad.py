@@ -3,13 +3,11 @@
 from contextlib import nullcontext
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import (
     BATCH,
     SMALL,
     assert_close,
@@ -25,7 +23,7 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
+import ringcomm as rc
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

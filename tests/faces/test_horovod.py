@@ -5,14 +5,12 @@ import math
 import threading
 
 import pytest
+import torch
+from harness import run_ranks
+from samples import whole_numbers
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from samples import whole_numbers  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
 
 pytestmark = pytest.mark.usefixtures("wire")
 

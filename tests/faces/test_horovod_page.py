@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from harness import run_ranks
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch import as_horovod  # noqa: E402
+import ringcomm.torch as hvd
+from ringcomm.torch import as_horovod
 
 PAGE = (Path(__file__).parents[2] / "docs" / "horovod.md").read_text()
 

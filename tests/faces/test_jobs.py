@@ -3,8 +3,6 @@
 import pytest
 from harness import at_length, run_script
 
-pytest.importorskip("torch", reason="the core is tested without torch, too")
-
 LOADER = """
 import sys
 import torch

@@ -4,9 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("torch", reason="the core is tested without torch, too")
 from harness import run_script
 
 import ringcomm

@@ -4,13 +4,11 @@ import copy
 import pickle
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length, run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import at_length, run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import (
     BATCH,
     SMALL,
     assert_close,
@@ -26,9 +24,9 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.config import Settings  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.config import Settings
 
 OPTIMIZERS = {
     "SGD with momentum": (sgd, 1e-12),

@@ -4,13 +4,11 @@ import copy
 import io
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import (
     assert_close,
     assert_equals_one_process,
     copies,
@@ -24,7 +22,7 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm.torch as hvd  # noqa: E402
+import ringcomm.torch as hvd
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

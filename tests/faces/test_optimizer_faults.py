@@ -1,13 +1,11 @@
 """What goes wrong in training is one clear error on every rank, and training can go on."""
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import outcomes, run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import outcomes, run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import (
     SMALL,
     assert_close,
     copies,
@@ -21,9 +19,9 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
-from ringcomm.config import Settings  # noqa: E402
-from ringcomm.torch.optim.options import ReductionOptions  # noqa: E402
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.torch.optim.options import ReductionOptions
 
 UNSENT = Settings(timeout_s=120, fusion_mib=1)  # one bucket: nothing leaves before all is there
 

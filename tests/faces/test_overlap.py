@@ -5,13 +5,11 @@ import threading
 import weakref
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import (
     SMALL,
     Checkpointed,
     assert_close,
@@ -27,9 +25,9 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.engine import async_ops, ops  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.engine import async_ops, ops
 
 
 @pytest.fixture

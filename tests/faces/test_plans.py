@@ -2,12 +2,10 @@
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from ringcomm.torch.backward.consistency_check import OptimizerSummary, explain  # noqa: E402
-from ringcomm.torch.optim.buckets import is_dense, plan_buckets  # noqa: E402
-from ringcomm.torch.optim.exchange import explain_samples, explain_steps  # noqa: E402
-from ringcomm.torch.optim.presence import (  # noqa: E402
+from ringcomm.torch.backward.consistency_check import OptimizerSummary, explain
+from ringcomm.torch.optim.buckets import is_dense, plan_buckets
+from ringcomm.torch.optim.exchange import explain_samples, explain_steps
+from ringcomm.torch.optim.presence import (
     DENSE,
     FAILED,
     HAS_SAMPLES,

@@ -1,18 +1,16 @@
 """ps.DistributedOptimizer with gradients in fewer bytes."""
 
 import pytest
+import torch
+from harness import at_length
+from ps_jobs import run_workers
+from ps_training import wrap
+from torch import nn
+from training import assert_close, copies, data, fit, network, sgd, share, weights
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length  # noqa: E402
-from ps_jobs import run_workers  # noqa: E402
-from ps_training import wrap  # noqa: E402
-from torch import nn  # noqa: E402
-from training import assert_close, copies, data, fit, network, sgd, share, weights  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm import codec  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm import codec
 
 FORMS = ["fp16", "bf16", "int8", codec.TopK(0.1), codec.Int8(block=32), hvd.Compression.fp16]
 

@@ -3,15 +3,13 @@
 import copy
 
 import pytest
+import torch
+from ps_jobs import run_workers
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from ps_jobs import run_workers  # noqa: E402
-from torch import nn  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch import ps  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.torch import ps
 
 ROWS, DIM = 50, 4
 

@@ -8,16 +8,14 @@ import threading
 
 import numpy as np
 import pytest
+import torch
+from harness import at_length
+from ps_jobs import run_workers
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+from training import assert_close, copies, data, network, weights
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length  # noqa: E402
-from ps_jobs import run_workers  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.optim.lr_scheduler import OneCycleLR  # noqa: E402
-from training import assert_close, copies, data, network, weights  # noqa: E402
-
-from ringcomm.torch import ps  # noqa: E402
+from ringcomm.torch import ps
 
 OPTIMIZERS = {
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01), 1e-11),

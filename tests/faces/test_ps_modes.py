@@ -8,14 +8,12 @@ import random
 import threading
 
 import pytest
+import torch
+from ps_jobs import cross_gradients, run_workers
+from ps_training import wrap
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from ps_jobs import cross_gradients, run_workers  # noqa: E402
-from ps_training import wrap  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-from ringcomm.torch import ps  # noqa: E402
+import ringcomm as rc
+from ringcomm.torch import ps
 
 pytestmark = pytest.mark.usefixtures("odd_cuts")
 LAYOUTS = {"one block": [60], "several blocks": [300], "several tables": [300, 20, 90, 200]}

@@ -3,17 +3,15 @@
 import copy
 
 import pytest
+import torch
+from harness import at_length
+from ps_jobs import run_workers
+from ps_training import wrap
+from torch import nn
+from training import assert_close, copies, data, fit, network, share, weights
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length  # noqa: E402
-from ps_jobs import run_workers  # noqa: E402
-from ps_training import wrap  # noqa: E402
-from torch import nn  # noqa: E402
-from training import assert_close, copies, data, fit, network, share, weights  # noqa: E402
-
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch.ps import buckets  # noqa: E402
+import ringcomm.torch as hvd
+from ringcomm.torch.ps import buckets
 
 OPTIMIZERS = {
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True), 1e-12),

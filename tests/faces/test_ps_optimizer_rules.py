@@ -6,20 +6,18 @@ import threading
 import weakref
 
 import pytest
+import torch
+from ps_jobs import deadline, run_workers
+from ps_training import wrap
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import assert_close, copies, data, fit, network, sgd, share, weights
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from ps_jobs import deadline, run_workers  # noqa: E402
-from ps_training import wrap  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import assert_close, copies, data, fit, network, sgd, share, weights  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-from ringcomm.ps import job  # noqa: E402
-from ringcomm.ps.job import session  # noqa: E402
-from ringcomm.torch import ps  # noqa: E402
-from ringcomm.torch.ps import hybrid  # noqa: E402
+import ringcomm as rc
+from ringcomm.ps import job
+from ringcomm.ps.job import session
+from ringcomm.torch import ps
+from ringcomm.torch.ps import hybrid
 
 pytestmark = pytest.mark.usefixtures("odd_cuts")
 

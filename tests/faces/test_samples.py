@@ -1,13 +1,11 @@
 """set_samples(n): ranks with unequal batches equal one process on all samples."""
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import (
     SMALL,
     assert_close,
     assert_equals_one_process,
@@ -20,7 +18,7 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
+import ringcomm as rc
 
 PARTS = {2: (3, 9), 3: (22, 21, 21), 4: (5, 0, 1, 2)}
 

@@ -5,16 +5,14 @@ import math
 import warnings
 
 import pytest
+import torch
+from harness import run_ranks
+from torch.optim import lr_scheduler
+from training import assert_equals_one_process, fit, network, wrap
+from training import models as make_models
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from torch.optim import lr_scheduler  # noqa: E402
-from training import assert_equals_one_process, fit, network, wrap  # noqa: E402
-from training import models as make_models  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
 
 LR = 0.8
 

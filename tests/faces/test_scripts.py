@@ -5,15 +5,13 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
+from harness import at_length, run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import seeded, wrap
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length, run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from training import seeded, wrap  # noqa: E402
-
-from ringcomm.config import Settings  # noqa: E402
+from ringcomm.config import Settings
 
 LAYERS = ("a", "b", "c")
 ZEROINGS = (

@@ -1,14 +1,12 @@
 """DistributedOptimizer(shard_state=1): ranks update their shares, and the result is the same."""
 
+import harness
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-import harness  # noqa: E402
-from harness import at_length, run_ranks  # noqa: E402
-from torch import nn, optim  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import at_length, run_ranks
+from torch import nn, optim
+from torch.nn.functional import mse_loss
+from training import (
     SMALL,
     Checkpointed,
     Counting,
@@ -29,9 +27,9 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch.zero.sharding import ShardedOptimizer  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.torch.zero.sharding import ShardedOptimizer
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

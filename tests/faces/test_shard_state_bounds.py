@@ -4,13 +4,11 @@ import gc
 import weakref
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import outcomes, run_ranks  # noqa: E402
-from torch import nn, optim  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import outcomes, run_ranks
+from torch import nn, optim
+from torch.nn.functional import mse_loss
+from training import (
     SMALL,
     Checkpointed,
     Counting,
@@ -29,9 +27,9 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.torch.zero import weight_shard  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.torch.zero import weight_shard
 
 
 # --- 16 bits ------------------------------------------------------------------------------------

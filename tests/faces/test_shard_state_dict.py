@@ -4,12 +4,10 @@ import copy
 import pickle
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import at_length, outcomes, run_ranks, run_script  # noqa: E402
-from torch import nn, optim  # noqa: E402
-from training import (  # noqa: E402
+import torch
+from harness import at_length, outcomes, run_ranks, run_script
+from torch import nn, optim
+from training import (
     SMALL,
     assert_close,
     copies,
@@ -23,12 +21,12 @@ from training import (  # noqa: E402
     wrap,
 )
 
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.collectives.schedule import within  # noqa: E402
-from ringcomm.torch.zero import optimizer_shard  # noqa: E402
-from ringcomm.torch.zero.parameter_state import ParameterState  # noqa: E402
-from ringcomm.torch.zero.shares import shares_of  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
+from ringcomm.collectives.schedule import within
+from ringcomm.torch.zero import optimizer_shard
+from ringcomm.torch.zero.parameter_state import ParameterState
+from ringcomm.torch.zero.shares import shares_of
 
 
 def adam(parameters):

@@ -3,9 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("torch", reason="the core is tested without torch, too")
-
 from harness import PROMPTLY_S, run_script
 
 TRAINING = """

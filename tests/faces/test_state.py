@@ -3,14 +3,12 @@
 import copy
 
 import pytest
+import torch
+from harness import run_ranks
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
 
 
 @pytest.mark.parametrize("root", [0, 2])

@@ -4,16 +4,14 @@ import copy
 import pickle
 
 import pytest
+import torch
+from harness import outcomes, run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training import assert_close, assert_equals_one_process, copies, seeded, wrap
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import outcomes, run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import mse_loss  # noqa: E402
-from training import assert_close, assert_equals_one_process, copies, seeded, wrap  # noqa: E402
-
-import ringcomm as rc  # noqa: E402
-import ringcomm.torch as hvd  # noqa: E402
+import ringcomm as rc
+import ringcomm.torch as hvd
 
 KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 SHAPES = {0: (), 1: (7,), 2: (4, 5), 3: (2, 3, 4)}

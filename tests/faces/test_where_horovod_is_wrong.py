@@ -6,17 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+from harness import run_ranks, run_script
+from torch import nn
+from training import copies, data, fit, models, weights, wrap
 
-torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-
-from harness import run_ranks, run_script  # noqa: E402
-from torch import nn  # noqa: E402
-from training import copies, data, fit, models, weights, wrap  # noqa: E402
-
-import ringcomm.torch as hvd  # noqa: E402
-from ringcomm.collectives.schedule import chunks  # noqa: E402
-from ringcomm.config import Settings  # noqa: E402
-from ringcomm.transport.mpi import _segments  # noqa: E402
+import ringcomm.torch as hvd
+from ringcomm.collectives.schedule import chunks
+from ringcomm.config import Settings
+from ringcomm.transport.mpi import _segments
 
 
 def test_an_unnamed_operation_after_join_does_not_deadlock():
