@@ -49,7 +49,7 @@ ORDER = [
     Mutation(
         "tensor-still-under-way",
         "order",
-        "engine/p2p.py",
+        "engine/api/point_to_point.py",
         """\
     x = arrived(x)
     adapter = any_adapter_for(x)""",
@@ -61,7 +61,7 @@ ORDER = [
     Mutation(
         "place-counts-names",
         "order",
-        "engine/ledger.py",
+        "engine/core/ledger.py",
         """\
         if name is None:
             return self.unnamed(self.take_place())""",
@@ -75,7 +75,7 @@ ORDER = [
     Mutation(
         "few-unnamed-streams",
         "order",
-        "engine/ledger.py",
+        "engine/core/ledger.py",
         "return ticket.number % _UNNAMED",
         "return ticket.number % 8",
         "with more than 8 unnamed operations in flight one may get the data of another",
@@ -93,7 +93,7 @@ ORDER = [
     Mutation(
         "dissent-is-not-passed-on",
         "order",
-        "engine/agreement.py",
+        "engine/core/agreement.py",
         "all_agree = all_agree and heard.flag and heard.fingerprint == fingerprint",
         "all_agree = all_agree and heard.fingerprint == fingerprint",
         "of more than two ranks some take a mismatch for an agreement, and hang or mix data",
@@ -102,7 +102,7 @@ ORDER = [
     Mutation(
         "own-context-counter",
         "order",
-        "engine/founding.py",
+        "engine/core/group_agreement.py",
         "self._next_context = max(self._next_context, context + 1)",
         "self._next_context += 1",
         "two groups that overlap in one rank may share a context, and take each other's messages",
@@ -138,7 +138,7 @@ ORDER = [
     Mutation(
         "each-rank-its-own-table",
         "order",
-        "engine/engine.py",
+        "engine/core/engine.py",
         "text = await broadcast_bytes(table.encode(), 0, t)",
         "text = await broadcast_bytes(table.encode(), 0, t) and table.encode()",
         "ranks choose by tables of their own, run two algorithms against each other, and hang",
@@ -159,7 +159,7 @@ CACHE = [
     Mutation(
         "any-call-is-cached",
         "cache",
-        "engine/ledger.py",
+        "engine/core/ledger.py",
         "return entry.stream if entry and entry.fingerprint == fingerprint else None",
         "return entry.stream if entry and entry.fingerprint is not None else None",
         "a changed call sends before it is agreed on, and breaks the engine instead of a mismatch",
@@ -168,7 +168,7 @@ CACHE = [
     Mutation(
         "poisoned-name-keeps-its-stream",
         "cache",
-        "engine/ledger.py",
+        "engine/core/ledger.py",
         "is_lasting = stream < _FIRST_PASSING and not is_spoiled",
         "is_lasting = stream < _FIRST_PASSING",
         "after a mismatch a name's next call receives what was left on the wire",
@@ -177,7 +177,7 @@ CACHE = [
     Mutation(
         "uses-share-a-key",
         "cache",
-        "engine/ledger.py",
+        "engine/core/ledger.py",
         """\
         entry.number += 1
         return Ticket(name, self._bases[name], entry.number)""",
@@ -189,7 +189,7 @@ CACHE = [
     Mutation(
         "stale-ranks-keep-the-entry",
         "cache",
-        "engine/execution.py",
+        "engine/core/execution.py",
         """\
             work.ledger.settle(work.ticket, stream, None)
             raise await""",
@@ -201,7 +201,7 @@ CACHE = [
     Mutation(
         "done-before-agreed",
         "cache",
-        "engine/progress.py",
+        "engine/progress/loop.py",
         "return bool(self._strands)",
         "return any(strand is self._first for strand, _ in self._strands)",
         "the second barrier of a name lets ranks out before all are in",
@@ -210,7 +210,7 @@ CACHE = [
     Mutation(
         "deterministic-is-not-compared",
         "cache",
-        "engine/plans.py",
+        "engine/operations/plans.py",
         'how = f"{op.name}, deterministic" if deterministic else op.name',
         "how = op.name",
         "ranks that differ in deterministic= run two algorithms against each other, and hang",
@@ -219,7 +219,7 @@ CACHE = [
     Mutation(
         "passing-names-share-a-stream",
         "cache",
-        "engine/ledger.py",
+        "engine/core/ledger.py",
         """\
         self._next_passing = _FIRST_PASSING + (stream + 1 - _FIRST_PASSING) % (
             N_STREAMS - _FIRST_PASSING
@@ -235,7 +235,7 @@ DTYPE = [
     Mutation(
         "fusion-by-width",
         "dtype",
-        "engine/plans.py",
+        "engine/operations/plans.py",
         "Item(flat.bytes.nbytes, flat.dtype.name)",
         "Item(flat.bytes.nbytes, flat.dtype.itemsize)",
         "grouped_allreduce adds int32 as if it were float32",
@@ -310,7 +310,7 @@ FAULT = [
     Mutation(
         "verdict-before-the-last-look",
         "fault",
-        "engine/progress.py",
+        "engine/progress/loop.py",
         "self._finish(task, None if self._completes(task) else error)",
         "self._finish(task, error)",
         "an operation that all ranks had completed fails where one of them dies soon after",
@@ -319,7 +319,7 @@ FAULT = [
     Mutation(
         "idle-ranks-are-deaf",
         "fault",
-        "engine/progress.py",
+        "engine/progress/loop.py",
         "itertools.count(not is_due)",
         "itertools.count(1)",
         "a rank that loads data for long is reported like one that has been stopped",
@@ -328,7 +328,7 @@ FAULT = [
     Mutation(
         "deadline-of-the-whole",
         "fault",
-        "engine/progress.py",
+        "engine/progress/loop.py",
         """\
         if has_moved:
             self.patience = None
@@ -341,7 +341,7 @@ FAULT = [
     Mutation(
         "leaving-waits-for-the-dead",
         "fault",
-        "engine/patience.py",
+        "engine/progress/deadlines.py",
         "if not peers.still_here or peers.dead or now",
         "if not peers.still_here or now",
         "a rank that is done waits for survivors of a death, which may go on for hours",
@@ -350,7 +350,7 @@ FAULT = [
     Mutation(
         "bad-values-are-harmless",
         "fault",
-        "engine/engine.py",
+        "engine/core/engine.py",
         "return isinstance(error, MismatchError | ConfigError) or error is work.problem",
         "return isinstance(error, MismatchError | ConfigError | ValueError | TypeError)",
         "after an error in mid-operation a rank goes on, out of step with the others",
@@ -361,7 +361,7 @@ FAULT = [
     Mutation(
         "refusal-is-the-end",
         "fault",
-        "engine/progress.py",
+        "engine/progress/loop.py",
         "task.fault_until = time.monotonic() + _CONFIRM_S",
         "task.fault_until = time.monotonic()",
         "a death that the wire notices first is told as a refused message, without the rank",
@@ -370,7 +370,7 @@ FAULT = [
     Mutation(
         "whoever-leaves-first",
         "fault",
-        "engine/patience.py",
+        "engine/progress/deadlines.py",
         "is_alone = bool(awaited) and all(r in watch.peers.left for r in awaited)",
         "is_alone = any(r in watch.peers.left for r in awaited)",
         "recv(ANY_SOURCE) fails when one of several possible senders is done",
@@ -410,7 +410,7 @@ FAULT = [
     Mutation(
         "quiet-refusal",
         "fault",
-        "engine/engine.py",
+        "engine/core/engine.py",
         "elif not isinstance(error, CommTimeoutError):",
         "elif not isinstance(error, RingcommError):",
         "ranks wait out their deadline for one whose engine is broken",
@@ -524,7 +524,7 @@ NODE = [
     Mutation(
         "left-unnoticed-in-memory",
         "fault",
-        "engine/patience.py",
+        "engine/progress/deadlines.py",
         "gone = [r for r in task.late if r in watch.peers.left]",
         "gone = [r for r in task.late if r in watch.peers.dead]",
         "a rank that left is waited for in shared memory until the deadline",
@@ -533,7 +533,7 @@ NODE = [
     Mutation(
         "turn-kept-after-an-error",
         "order",
-        "engine/execution.py",
+        "engine/core/execution.py",
         """\
         finally:
             end_turn(work.neighbours, ticket)""",
@@ -547,7 +547,7 @@ NODE = [
     Mutation(
         "disagreement-is-done",
         "cache",
-        "engine/quick.py",
+        "engine/executors/node.py",
         "if step is None:",
         "if step is None or step.is_over:",
         "an allreduce of other shapes on another rank reduces nothing and says nothing",
@@ -556,7 +556,7 @@ NODE = [
     Mutation(
         "view-loses-its-memory",
         "order",
-        "engine/registered.py",
+        "engine/api/registered.py",
         "return np.empty(lengths, kind) if data is None else data.view(kind).reshape(lengths)",
         "return np.empty(lengths, kind)",
         "registered arrays are ordinary ones, and every allreduce takes four passes",
@@ -568,7 +568,7 @@ FACES = [
     Mutation(
         "last-news-is-the-last-to-join",
         "order",
-        "engine/joining.py",
+        "engine/core/joining.py",
         "return max(joined, key=lambda rank: (joined[rank], rank))",
         "return list(joined)[-1]",
         "join() returns another rank on each, by whose news came last",
@@ -577,7 +577,7 @@ FACES = [
     Mutation(
         "join-leaves-at-once",
         "order",
-        "engine/joining.py",
+        "engine/core/joining.py",
         "lambda: len(sealed) == engine.job_size and self._has_served()",
         "self._has_served",
         "a rank leaves join() while another still sends what it is invited to",
@@ -1012,7 +1012,7 @@ GPU = [
     Mutation(
         "gpu-a-result-is-not-awaited",
         "gpu",
-        "engine/gpu.py",
+        "engine/gpu/gpus.py",
         "device.await_event(self._issue.adapter.stream(device.index), self._done.handle)",
         "device.is_reached(self._done.handle)",
         "a caller's stream reads a result that is not there yet",
@@ -1024,7 +1024,7 @@ GPU = [
     Mutation(
         "gpu-arrays-are-not-awaited",
         "gpu",
-        "engine/gpu.py",
+        "engine/gpu/gpus.py",
         "for event in self.ready:",
         "for event in self.ready[1:]:",
         "a collective reads an array before the caller's stream has written it",
@@ -1036,7 +1036,7 @@ GPU = [
     Mutation(
         "gpu-launches-are-in-any-order",
         "gpu",
-        "engine/gpu_team.py",
+        "engine/gpu/team.py",
         "if self._turn != place:",
         "if self._turn > place:",
         "two ranks launch in different orders, and their streams wait for each other",
@@ -1048,7 +1048,7 @@ GPU = [
     Mutation(
         "gpu-streams-are-not-freed",
         "gpu",
-        "engine/gpu_team.py",
+        "engine/gpu/team.py",
         """\
                 if not is_reached:
                     self._free_stream(done, kept)""",
@@ -1061,7 +1061,7 @@ GPU = [
     Mutation(
         "gpu-what-breaks-off-is-left",
         "gpu",
-        "engine/gpu_team.py",
+        "engine/gpu/team.py",
         "self._free_stream(Event(self._gpu.device, self._own_mover.stream), keeps)",
         "Event(self._gpu.device, self._own_mover.stream)",
         "a stream stands for ever behind half an operation",
@@ -1070,7 +1070,7 @@ GPU = [
     Mutation(
         "gpu-a-stream-is-filled",
         "gpu",
-        "engine/gpu_team.py",
+        "engine/gpu/team.py",
         "if not mover.meets_on_stream or number % _PHASES_AHEAD == 0:",
         "if not mover.meets_on_stream:",
         "a stream that stands still blocks who would free it",
@@ -1079,7 +1079,7 @@ GPU = [
     Mutation(
         "gpu-each-rank-sets-up-what-it-can",
         "gpu",
-        "engine/gpu_founding.py",
+        "engine/gpu/founding.py",
         """\
         if not found:
 """,

@@ -14,7 +14,7 @@ from ringcomm._version import __version__
 if TYPE_CHECKING:
     from ringcomm import codec, data
     from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
-    from ringcomm.engine.async_ops import (
+    from ringcomm.engine.api.async_ops import (
         allgather_async,
         allreduce_async,
         allreduce_async_,
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
         reduce_scatter_async_,
         scatter_async,
     )
-    from ringcomm.engine.explain import explain
-    from ringcomm.engine.group import Group
-    from ringcomm.engine.handle import Handle
-    from ringcomm.engine.ops import (
+    from ringcomm.engine.api.collectives import (
         allgather,
         allgather_object,
         allreduce,
@@ -58,9 +55,12 @@ if TYPE_CHECKING:
         reduce_scatter_,
         scatter,
     )
-    from ringcomm.engine.p2p import recv, send, sendrecv
-    from ringcomm.engine.registered import empty, node_memory, zeros
-    from ringcomm.engine.world import (
+    from ringcomm.engine.api.explain import explain
+    from ringcomm.engine.api.group import Group
+    from ringcomm.engine.api.handle import Handle
+    from ringcomm.engine.api.point_to_point import recv, send, sendrecv
+    from ringcomm.engine.api.registered import empty, node_memory, zeros
+    from ringcomm.engine.api.world import (
         cross_rank,
         cross_size,
         init,
@@ -174,14 +174,14 @@ _HOMES = (
     "errors",
     "collectives.op",
     "transport.base",
-    "engine.world",
-    "engine.group",
-    "engine.handle",
-    "engine.ops",
-    "engine.async_ops",
-    "engine.p2p",
-    "engine.registered",
-    "engine.explain",
+    "engine.api.world",
+    "engine.api.group",
+    "engine.api.handle",
+    "engine.api.collectives",
+    "engine.api.async_ops",
+    "engine.api.point_to_point",
+    "engine.api.registered",
+    "engine.api.explain",
     "launch.run",
 )
 

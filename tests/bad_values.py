@@ -8,8 +8,8 @@ import numpy as np
 from harness import is_at_length
 
 import ringcomm as rc
-from ringcomm.engine.handle import Handle
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.api.world import engine
 
 
 class HostileError(Exception):

@@ -4,8 +4,8 @@ import simulated_gpu as sim
 from harness import run_ranks
 from simulated_nccl import FakeNccl
 
-from ringcomm.engine.gpu import Gpus
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu.gpus import Gpus
 
 TRANSPORTS = ["ipc", "nccl", "staged"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringcomm.config import Settings
-from ringcomm.engine.engine import Engine
-from ringcomm.engine.world import engine, entered
+from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.core.engine import Engine
 from ringcomm.errors import PeerFailedError
 from ringcomm.transport.faulty import FaultyTransport
 from ringcomm.transport.loopback import LoopbackHub

@@ -12,7 +12,7 @@ from collections import defaultdict
 from harness import DEADLINE_S, outcomes
 
 from ringcomm import ps
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.ps.frames import Entry, Kind
 from ringcomm.ps.job import session
 from ringcomm.ps.messages import RELEASE, PushMeta

@@ -28,7 +28,7 @@ from programs import Library
 
 from ringcomm import _core
 from ringcomm.arrays import DTYPES, Span, add_device_adapter
-from ringcomm.engine.gpu import Drivers
+from ringcomm.engine.gpu.gpus import Drivers
 from ringcomm.errors import ConfigError, RingcommError
 from ringcomm.gpu.kernels import UpdateKernel
 from ringcomm.gpu.packing import Layouts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringcomm.engine import ops
-from ringcomm.engine.world import engine, is_initialized
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.world import engine, is_initialized
 from ringcomm.errors import MismatchError
 
 _NAME = "arguments of ShardedSampler"
@@ -31,7 +31,7 @@ def require_alike(mine: Mapping[str, Any], rank: int, size: int) -> None:
     current = engine()
     if size == 1 or (rank, size) != (current.rank, current.size):
         return
-    problem = difference(ops.allgather_object(dict(mine), name=_NAME))
+    problem = difference(collectives.allgather_object(dict(mine), name=_NAME))
     if problem:
         raise MismatchError(problem)
 

@@ -19,7 +19,7 @@ from ringcomm.data.order import (
     share_length,
     share_of,
 )
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 
 State = dict[str, Any]
 

@@ -1,1 +1,1 @@
-"""Who calls what, in which order, and what every rank is promised. Contracts are in ops.py."""
+"""Who calls what, in which order, and what every rank is promised. Contracts are in api/."""

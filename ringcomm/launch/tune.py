@@ -20,12 +20,12 @@ from ringcomm.collectives.schedule import chunks
 from ringcomm.collectives.select import Case, choose
 from ringcomm.collectives.table import Table
 from ringcomm.config import COLLECTIVES
-from ringcomm.engine import tuning
-from ringcomm.engine.call import Call
-from ringcomm.engine.execution import Plan
-from ringcomm.engine.explain import bytes_text
-from ringcomm.engine.selection import MODULES
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import tuning
+from ringcomm.engine.api.explain import bytes_text
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.selection import MODULES
 from ringcomm.transport.channel import Channel
 
 _FLOAT32 = DTYPES["float32"]

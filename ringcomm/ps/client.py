@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ringcomm.engine.patience import refuse_hopeless
+from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import CommTimeoutError, MismatchError, RingcommError
 from ringcomm.files import BrokenFileError
 from ringcomm.ps.backlog import Backlog
@@ -30,7 +30,7 @@ from ringcomm.ps.placement import View
 
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
-    from ringcomm.engine.engine import Engine
+    from ringcomm.engine.core.engine import Engine
     from ringcomm.ps.future import Future
     from ringcomm.ps.link import Link
     from ringcomm.ps.placement import Partition

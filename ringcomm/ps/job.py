@@ -15,10 +15,10 @@ import numpy as np
 
 from ringcomm import config
 from ringcomm.arrays.base import Bytes
-from ringcomm.engine import world
-from ringcomm.engine.engine import Engine
-from ringcomm.engine.group import Group
-from ringcomm.engine.ops import allgather_object
+from ringcomm.engine.api import world
+from ringcomm.engine.api.collectives import allgather_object
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.core.engine import Engine
 from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
 from ringcomm.ps import leaving
 from ringcomm.ps.client import Ask, Client

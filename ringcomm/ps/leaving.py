@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from ringcomm.engine.patience import refuse_hopeless
+from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client import Ask, Wait
 from ringcomm.ps.frames import Kind, Step

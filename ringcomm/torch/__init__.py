@@ -22,7 +22,7 @@ from ringcomm.collectives.op import MAX as Max
 from ringcomm.collectives.op import MIN as Min
 from ringcomm.collectives.op import PRODUCT as Product
 from ringcomm.collectives.op import SUM as Sum
-from ringcomm.engine.world import (
+from ringcomm.engine.api.world import (
     cross_rank,
     cross_size,
     is_initialized,

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from ringcomm._version import __version__
-from ringcomm.engine.ops import allgather_object, barrier
-from ringcomm.engine.world import init, rank, shutdown, size
+from ringcomm.engine.api.collectives import allgather_object, barrier
+from ringcomm.engine.api.world import init, rank, shutdown, size
 from ringcomm.errors import ConfigError
 from ringcomm.torch.gloo import start_gloo
 from ringcomm.torch.models import WORKLOADS, Workload

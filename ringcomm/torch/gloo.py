@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ringcomm.engine.ops import broadcast_object
-from ringcomm.engine.world import local_size, rank, size
+from ringcomm.engine.api.collectives import broadcast_object
+from ringcomm.engine.api.world import local_size, rank, size
 from ringcomm.errors import ConfigError
 
 T = TypeVar("T", bound=Any)

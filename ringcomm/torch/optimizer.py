@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.collectives.op import AVERAGE, Op
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, op_of

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ringcomm.engine import ops
-from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.world import engine
 from ringcomm.torch.backward.registry import samples_of_step
 from ringcomm.torch.optim.buckets import wide
 
@@ -249,7 +249,7 @@ class _SumOverRanks(torch.autograd.Function):
         mine = values.detach().to("cpu", torch.float64)
         # The mean over an empty batch is NaN, which a factor of 0 would not cancel.
         mine = mine * weight if weight else torch.zeros_like(mine)
-        total = ops.allreduce(mine, group=group, deterministic=True)
+        total = collectives.allreduce(mine, group=group, deterministic=True)
         return (total / weight if weight else total).to(values)
 
     @staticmethod
@@ -276,7 +276,7 @@ def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, float]:
         mean = wide(x).mean(axes)
         squares = (x - _per_channel(mean, x)).square_().sum(axes)
         mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, squares
-    parts = ops.allgather(mine.unsqueeze(0), group=group)
+    parts = collectives.allgather(mine.unsqueeze(0), group=group)
     counts, means, deviations = torch.split(parts, [1, channels, channels], 1)
     total = float(counts.sum())
     if total < 2:

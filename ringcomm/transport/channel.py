@@ -1,7 +1,7 @@
 """One operation's view of the wire: messages among its ranks, and what it waits for.
 
 Algorithms are coroutines: `await t.exchange(...)` hands what is waited for to whoever drives them
-(ringcomm.engine.progress), so one thread advances many operations.
+(ringcomm.engine.progress.loop), so one thread advances many operations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ringcomm.transport.watch import Letter, Watch
 
 
 class Phases(Protocol):
-    """Who keeps the time of what an operation does; see ringcomm.engine.timeline."""
+    """Records when an operation does what; see ringcomm.engine.progress.timeline."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that records its block."""

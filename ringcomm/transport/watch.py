@@ -57,7 +57,7 @@ class Letter:
 
 
 class Host(Protocol):
-    """Who is told of ranks that have joined, see ringcomm.engine.joining."""
+    """Takes notice of ranks that have joined; see ringcomm.engine.core.joining."""
 
     def hear_joined(self, source: int, header: Header) -> None:
         """Rank `source` has joined, or knows that all have."""

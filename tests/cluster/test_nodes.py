@@ -24,7 +24,7 @@ SCRIPT = """
 import json
 import numpy as np
 import ringcomm as rc
-from ringcomm.engine import world
+from ringcomm.engine.api import world
 
 rc.init()
 transport = world._world.transport

@@ -327,7 +327,7 @@ def test_the_step_is_on_the_status_page():
     (model,) = models(1)
 
     def body(rank):
-        from ringcomm.engine.world import engine
+        from ringcomm.engine.api.world import engine
 
         engine()._page = page
         fit(model, wrap(model), data(3, 1))

@@ -27,7 +27,7 @@ from training import (
 
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.engine import async_ops, ops
+from ringcomm.engine.api import async_ops, collectives
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def sent(monkeypatch):
 
         return call
 
-    for module in (ops, async_ops):
+    for module in (collectives, async_ops):
         for name in set(vars(module)) & set(rc.__all__):
             monkeypatch.setattr(module, name, spied(getattr(module, name)))
     return names

@@ -10,7 +10,7 @@ import os, signal, sys
 import numpy as np
 {prelude}
 import ringcomm as rc
-from ringcomm.engine import world
+from ringcomm.engine.api import world
 
 rc.init()
 transport = world._world.transport
@@ -51,7 +51,7 @@ assert ctypes.get_errno() == 38
 LOST = """
 import numpy as np
 import ringcomm as rc
-from ringcomm.engine import world
+from ringcomm.engine.api import world
 from ringcomm.transport.node import meeting
 def refuse(*_):
     raise PermissionError(13, "Permission denied")

@@ -14,8 +14,9 @@ from samples import whole_numbers
 import ringcomm as rc
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.config import Settings
-from ringcomm.engine import adasum, gpu_plans, into
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu import plans as gpu_plans
+from ringcomm.engine.operations import adasum, into
 
 COUNTS = (3, 70_000, 1)
 

@@ -13,7 +13,7 @@ from harness import outcomes
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
 from ringcomm.config import Settings
-from ringcomm.engine import gpu_team
+from ringcomm.engine.gpu import team as gpu_team
 from ringcomm.gpu import ipc
 
 
@@ -150,7 +150,7 @@ def test_operations_under_way_are_completed_by_shutdown(tmp_path):
     """leave() waits for the streams, too: the memory may be gone afterwards."""
 
     def body(rank, gpu):
-        from ringcomm.engine.world import engine
+        from ringcomm.engine.api.world import engine
 
         xs = [sim.array(np.full(1000, rank + 1.0)) for _ in range(5)]
         for i, x in enumerate(xs):

@@ -8,9 +8,9 @@ from harness import outcomes
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine import gpu_founding
-from ringcomm.engine.gpu import Drivers, Gpus
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu import founding as gpu_founding
+from ringcomm.engine.gpu.gpus import Drivers, Gpus
 
 SIZE = 3
 EVERY_GPU = [f"gpu-{rank}" for rank in range(SIZE)]

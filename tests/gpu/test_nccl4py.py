@@ -19,8 +19,8 @@ from simulated_nccl import FakeNccl
 
 import ringcomm as rc
 from ringcomm.config import settings
-from ringcomm.engine.gpu import Drivers, Gpus, cuda_drivers
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu.gpus import Drivers, Gpus, cuda_drivers
 from ringcomm.gpu import nccl_nccl4py, presence
 from ringcomm.gpu.nccl_nccl4py import Nccl4pyProvider
 

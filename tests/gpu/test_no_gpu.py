@@ -12,8 +12,8 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm import arrays
-from ringcomm.engine.gpu import Gpus
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu.gpus import Gpus
 from ringcomm.errors import ConfigError
 from ringcomm.gpu import probing
 from ringcomm.gpu.presence import Cupy, Driver, Nccl, Stack

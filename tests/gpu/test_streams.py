@@ -12,7 +12,9 @@ from samples import total as total_of
 from samples import whole_numbers
 
 import ringcomm as rc
-from ringcomm.engine import gpu, gpu_team, mirrored
+from ringcomm.engine.executors import staged
+from ringcomm.engine.gpu import gpus
+from ringcomm.engine.gpu import team as gpu_team
 from ringcomm.gpu import ipc
 
 SIZE = 3
@@ -82,7 +84,7 @@ def is_right(seed, folder, transport, **options):
 @pytest.fixture(autouse=True)
 def small_staging(monkeypatch):
     monkeypatch.setattr(ipc, "STAGING_NBYTES", 4096)
-    monkeypatch.setattr(mirrored, "PIECE_NBYTES", 1024)
+    monkeypatch.setattr(staged, "PIECE_NBYTES", 1024)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -138,20 +140,20 @@ def _no_event(empty):
 MUTANTS = {
     "the stream does not wait for the caller's": ("ipc", gpu_team.GpuTeam, "begin", lambda f: (
         lambda self, issue: self.mover.stream)),
-    "the caller's stream does not wait for the result": ("ipc", gpu.Launched, "take", lambda f: (
+    "the caller's stream does not wait for the result": ("ipc", gpus.Launched, "take", lambda f: (
         lambda self: self._result)),
     "flags are not awaited": ("ipc", sim.SimulatedGpu, "await_value", lambda f: _never),
     "ranks read before all have staged": ("ipc", ipc.IpcMover, "phases", _one_phase),
     "ranks go on before all have read": ("ipc", ipc.IpcMover, "phases", _last_phase_missing),
     "arrays are dropped while the stream uses them": ("ipc", gpu_team.GpuTeam, "follow", _unkept),
-    "nccl: the caller's stream does not wait": ("nccl", gpu.Launched, "take", lambda f: (
+    "nccl: the caller's stream does not wait": ("nccl", gpus.Launched, "take", lambda f: (
         lambda self: self._result)),
     "nccl: the stream does not wait for the caller's": ("nccl", gpu_team.GpuTeam, "begin",
         lambda f: (lambda self, issue: self.mover.stream)),
     "nccl: dropped early": ("nccl", gpu_team.GpuTeam, "follow", _unkept),
-    "staged: the host reads what has not come": ("staged", gpu.Reached, "test", lambda f: (
+    "staged: the host reads what has not come": ("staged", gpus.Reached, "test", lambda f: (
         lambda self: True)),
-    "staged: the result is used before it has come": ("staged", gpu.Launched, "take", lambda f: (
+    "staged: the result is used before it has come": ("staged", gpus.Launched, "take", lambda f: (
         lambda self: self._result)),
     "staged: dropped early": ("staged", gpu_team.GpuTeam, "follow", _unkept),
 }  # fmt: skip
@@ -224,7 +226,7 @@ def gather_into_dropped_memory(folder, seed):
 @pytest.mark.parametrize("has_event", [True, False])
 def test_results_come_behind_what_their_memory_was_before(has_event, tmp_path, monkeypatch):
     if not has_event:
-        monkeypatch.setattr(gpu.Issue, "empty", _no_event(gpu.Issue.empty))
+        monkeypatch.setattr(gpus.Issue, "empty", _no_event(gpus.Issue.empty))
     wanted, seen = np.repeat([0.0, 1.0], 300), []
     for seed in range(20):
         (tmp_path / str(seed)).mkdir()

@@ -7,8 +7,8 @@ from gpu_ranks import choose, on_gpus
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Span
-from ringcomm.engine import gpu_plans
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu import plans as gpu_plans
 from ringcomm.gpu.base import UpdatePiece
 from ringcomm.gpu.kernels import adam_numbers, sgd_numbers
 

@@ -21,7 +21,7 @@ from samples import total, whole_numbers
 import ringcomm as rc
 from ringcomm.collectives import ring
 from ringcomm.collectives.recording import perform
-from ringcomm.engine import world
+from ringcomm.engine.api import world
 from ringcomm.transport import mpi as mpi_transport
 from ringcomm.transport.base import WireFault
 

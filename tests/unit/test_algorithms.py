@@ -20,9 +20,9 @@ from ringcomm.collectives import (
 from ringcomm.collectives.layout import hosts
 from ringcomm.collectives.schedule import chunks, consecutive
 from ringcomm.config import Settings
-from ringcomm.engine.call import Call
-from ringcomm.engine.execution import Plan
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.execution import Plan
 from ringcomm.transport.loopback import LoopbackHub
 
 HALVES = {"ring": ring, "segmented": segmented, "direct": direct, "circulant": circulant}

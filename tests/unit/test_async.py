@@ -11,9 +11,9 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine import ledger
-from ringcomm.engine.progress import Progress
-from ringcomm.engine.world import engine, entered
+from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.core import ledger
+from ringcomm.engine.progress.loop import Progress
 
 X = np.arange(12.0).reshape(6, 2)
 FORMS = {
@@ -418,7 +418,7 @@ def test_a_timeout_ends_every_operation_under_way_with_the_same_error():
 
 
 def test_too_many_pending_operations_are_refused(monkeypatch):
-    monkeypatch.setattr("ringcomm.engine.engine.MAX_PENDING", 3)
+    monkeypatch.setattr("ringcomm.engine.core.engine.MAX_PENDING", 3)
     refused = threading.Event()
 
     def body(rank):

@@ -10,7 +10,7 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm import config
 from ringcomm.config import Settings
-from ringcomm.engine.selection import MODULES
+from ringcomm.engine.core.selection import MODULES
 from ringcomm.transport.loopback import LoopbackHub
 from ringcomm.transport.node.steps import NodeReduction
 

@@ -11,8 +11,8 @@ from harness import at_length, outcomes, run_ranks, wait_until
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.patience import PROGRAM_ENDED
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.transport.base import WireFault
 from ringcomm.transport.faulty import Faults
 from ringcomm.transport.loopback import LoopbackHub
@@ -487,7 +487,7 @@ def test_an_error_in_mid_operation_breaks_the_engine_and_tells_the_others(error)
 
 
 def test_a_message_that_the_wire_refuses_is_told_to_all(monkeypatch):
-    monkeypatch.setattr("ringcomm.engine.progress._CONFIRM_S", 0.1)
+    monkeypatch.setattr("ringcomm.engine.progress.loop._CONFIRM_S", 0.1)
 
     def body(rank):
         start = time.monotonic()

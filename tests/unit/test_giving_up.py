@@ -13,8 +13,8 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm import _core
 from ringcomm.config import Settings
-from ringcomm.engine.progress import Progress
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.progress.loop import Progress
 from ringcomm.transport.node.shm import make_memory
 
 MINE = 777  # what a rank writes once an operation of its own has failed

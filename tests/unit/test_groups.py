@@ -11,7 +11,7 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.transport.base import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
 from ringcomm.transport.loopback import LoopbackHub, LoopbackTransport
 from ringcomm.transport.mpi import largest_tag_of

@@ -14,7 +14,7 @@ from harness import is_at_length, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.transport.loopback import LoopbackHub
 
 PACKAGE = str(Path(rc.__file__).parent)

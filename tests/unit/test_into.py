@@ -8,9 +8,9 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine import into
-from ringcomm.engine.p2p import recv_async, send_async
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.point_to_point import recv_async, send_async
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.operations import into
 
 HANG_S = 10
 

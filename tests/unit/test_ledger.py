@@ -2,8 +2,8 @@
 
 import pytest
 
-from ringcomm.engine import ledger
-from ringcomm.engine.ledger import Ledger, Ticket, base_of
+from ringcomm.engine.core import ledger
+from ringcomm.engine.core.ledger import Ledger, Ticket, base_of
 
 
 def pair():

@@ -6,11 +6,11 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine import plans
-from ringcomm.engine.ledger import Ticket
-from ringcomm.engine.line import UNDER_WAY_MAX, Lines
-from ringcomm.engine.progress import Task
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.ledger import Ticket
+from ringcomm.engine.operations import plans
+from ringcomm.engine.progress.line import UNDER_WAY_MAX, Lines
+from ringcomm.engine.progress.loop import Task
 from ringcomm.errors import PeerFailedError
 
 N_RANKS = 3

@@ -6,7 +6,7 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.call import Call, explain_mismatch
+from ringcomm.engine.core.call import Call, explain_mismatch
 
 pytestmark = pytest.mark.usefixtures("wire")
 

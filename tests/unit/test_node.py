@@ -15,7 +15,7 @@ from samples import total, whole_numbers
 import ringcomm as rc
 from ringcomm import _core
 from ringcomm.config import Settings
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.transport.loopback import LoopbackHub
 from ringcomm.transport.node import N_UNNAMED
 

@@ -12,7 +12,7 @@ from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.world import engine, entered
+from ringcomm.engine.api.world import engine, entered
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex128, np.bool_, "u8"])

@@ -10,7 +10,7 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import codec, ps
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.ps import client, leaving
 from ringcomm.ps.client import Ask
 from ringcomm.ps.credit import Credit, Turns

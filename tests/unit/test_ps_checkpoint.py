@@ -16,7 +16,7 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import files, ps
-from ringcomm.engine.world import engine, entered
+from ringcomm.engine.api.world import engine, entered
 from ringcomm.files import BrokenFileError
 from ringcomm.ps import checkpoint_files
 from ringcomm.ps.job import session

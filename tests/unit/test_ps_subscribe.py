@@ -11,7 +11,7 @@ from ps_jobs import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.engine.world import engine, entered
+from ringcomm.engine.api.world import engine, entered
 from ringcomm.ps import functions
 from ringcomm.ps.job import session
 from ringcomm.ps.placement import Move

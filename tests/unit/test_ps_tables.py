@@ -12,7 +12,7 @@ from samples import total, whole_numbers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.ps import client
 from ringcomm.ps.job import session
 from ringcomm.ps.link import Link

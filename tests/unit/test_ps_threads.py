@@ -9,7 +9,7 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.engine.world import engine, entered
+from ringcomm.engine.api.world import engine, entered
 from ringcomm.ps.future import Future
 
 ONES = np.ones(4, np.float32)

@@ -8,8 +8,8 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm.arrays import adapter_for
 from ringcomm.collectives.scaling import Scaling, scale
-from ringcomm.engine import plans
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.operations import plans
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int32, np.int64]

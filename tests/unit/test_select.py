@@ -7,7 +7,7 @@ from ringcomm.collectives.layout import describe
 from ringcomm.collectives.select import Case, across, choose, estimate
 from ringcomm.collectives.table import Table
 from ringcomm.config import ALGORITHMS, COLLECTIVES
-from ringcomm.engine.selection import MODULES
+from ringcomm.engine.core.selection import MODULES
 
 KIB, MIB = 1 << 10, 1 << 20
 THREE_HOSTS = (0, 1, 2)

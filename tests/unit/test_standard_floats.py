@@ -13,7 +13,7 @@ from ringcomm import _core
 from ringcomm.arrays import DTYPES
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.scaling import scale
-from ringcomm.engine.adasum import adasum
+from ringcomm.engine.operations.adasum import adasum
 from ringcomm.ps import initializers, optim
 from ringcomm.ps.rows import row_spec
 

@@ -10,7 +10,7 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.timeline import PHASES, Timeline
+from ringcomm.engine.progress.timeline import PHASES, Timeline
 
 
 def events_of(path):

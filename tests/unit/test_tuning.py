@@ -11,8 +11,8 @@ from ringcomm import config
 from ringcomm._version import __version__
 from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
-from ringcomm.engine import tuning
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import tuning
+from ringcomm.engine.api.world import engine
 from ringcomm.transport.loopback import LoopbackHub
 
 TIMES = {"allreduce": {1000: {"ring": 1.0, "direct": 3.0}, 2000: {"ring": 2.0, "direct": 1.0}}}

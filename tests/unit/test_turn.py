@@ -8,8 +8,8 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
-from ringcomm.engine.progress import Progress
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.progress.loop import Progress
 
 SOON_S = 30.0  # longer than any of this takes; a hang lasts longer
 

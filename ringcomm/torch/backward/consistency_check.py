@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringcomm.collectives.op import BOR
-from ringcomm.engine import async_ops, ops
-from ringcomm.engine.group import Group
+from ringcomm.engine.api import async_ops, collectives
+from ringcomm.engine.api.group import Group
 from ringcomm.errors import MismatchError
 from ringcomm.torch.backward.complement import is_alike, with_complement
 
@@ -59,7 +59,7 @@ class ConsistencyCheck:
     def require_alike(self) -> None:
         """Raise MismatchError, on every rank and with the first difference, if there is any."""
         if not is_alike(self.handle.wait().tobytes()[: self._cut]):
-            outlines = ops.allgather_object(
+            outlines = collectives.allgather_object(
                 self._mine, name=f"{self._name}, in full", group=self._group
             )
             raise MismatchError(explain(outlines))

@@ -21,8 +21,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm._version import __version__
-from ringcomm.engine.ops import allgather_object, barrier
-from ringcomm.engine.world import rank, shutdown, size
+from ringcomm.engine.api.collectives import allgather_object, barrier
+from ringcomm.engine.api.world import rank, shutdown, size
 from ringcomm.errors import ConfigError
 from ringcomm.torch.bench import (
     ALONE,

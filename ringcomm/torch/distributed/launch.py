@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ringcomm import launched
-from ringcomm.engine.ops import barrier
-from ringcomm.engine.world import begin_anew, engine, init
+from ringcomm.engine.api.collectives import barrier
+from ringcomm.engine.api.world import begin_anew, engine, init
 from ringcomm.errors import CommTimeoutError, ConfigError
 
 

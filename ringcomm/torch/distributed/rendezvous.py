@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from ringcomm import launched
-from ringcomm.engine.ops import broadcast_object
-from ringcomm.engine.world import local_size, rank, size
+from ringcomm.engine.api.collectives import broadcast_object
+from ringcomm.engine.api.world import local_size, rank, size
 from ringcomm.errors import ConfigError
 from ringcomm.torch.distributed import compat
 from ringcomm.torch.distributed.compat import c10d

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ringcomm.engine.ops import barrier
+from ringcomm.engine.api.collectives import barrier
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.transport.mailbox import Mailbox

@@ -1,6 +1,6 @@
 """Collectives that move torch tensors, with the names, arguments and defaults of Horovod.
 
-The contracts are those of the engine (ringcomm.engine.ops); this face translates. What is common to
+The contracts are those of ringcomm.engine.api.collectives; this face translates. What is common to
 all stands in reductions.py; gradients flow through the forms that do not end in `_` or `_async`.
 """
 
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ringcomm.collectives.op import AVERAGE
-from ringcomm.engine import ops, plans
-from ringcomm.engine.execution import Plan
-from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.operations import plans
 from ringcomm.torch.horovod import autograd_functions
 from ringcomm.torch.horovod.dispatch import begin
 from ringcomm.torch.horovod.handles import Handle
@@ -262,7 +263,7 @@ def join(device: int = -1) -> int:
     """
     del device
     prepare()  # what is made at the first operation, all ranks must make
-    return ops.join()
+    return collectives.join()
 
 
 def _rows_of_mean(
@@ -304,7 +305,7 @@ def broadcast_object(
     """Return root's object; see ringcomm.broadcast_object()."""
     ProcessSet.require(process_set)
     group = process_set.lane("object") if name is None else process_set.group
-    return ops.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
+    return collectives.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
 
 
 def allgather_object(
@@ -313,4 +314,4 @@ def allgather_object(
     """Return every rank's object, in rank order; see ringcomm.allgather_object()."""
     ProcessSet.require(process_set)
     group = process_set.lane("object") if name is None else process_set.group
-    return ops.allgather_object(obj, name=name, group=group)
+    return collectives.allgather_object(obj, name=name, group=group)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ringcomm.engine.execution import Plan
-from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.execution import Plan
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet
 
@@ -29,7 +29,7 @@ def begin(
         name: the user's; None: matched by order in the lane.
         process_set: whose ranks take part.
         lane: see ProcessSet.lane().
-        plan: one of ringcomm.engine.plans.
+        plan: one of ringcomm.engine.operations.plans.
         args: passed on.
         is_awaited: return when it is over, which takes the engine's shorter way there.
         options: passed on.

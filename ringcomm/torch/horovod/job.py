@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from ringcomm import config
-from ringcomm.engine import world
-from ringcomm.engine.gpu import cuda_drivers
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import world
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu.gpus import cuda_drivers
 from ringcomm.errors import ConfigError
 from ringcomm.torch.horovod import process_sets as sets
 

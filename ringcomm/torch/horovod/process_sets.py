@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from ringcomm.engine import ops
-from ringcomm.engine.engine import Engine
-from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.engine import Engine
 from ringcomm.errors import MismatchError
 
 # Operations without a name are matched by their order among those of their kind, as in Horovod: a
@@ -200,7 +200,7 @@ def _agreed(verb: str, ranks: tuple[int, ...], *, is_comm: bool = False) -> list
     Raises:
         MismatchError: on every rank that is not in join(), one does not do the same.
     """
-    calls = ops.allgather_object((verb, ranks, is_comm))
+    calls = collectives.allgather_object((verb, ranks, is_comm))
     joined = [rank for rank, each in enumerate(calls) if each is None]  # what a stand-in gathers
     if joined:
         raise MismatchError(

@@ -10,7 +10,8 @@ import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.scaling import Scaling
-from ringcomm.engine import adasum, ops, plans
+from ringcomm.engine.api import collectives
+from ringcomm.engine.operations import adasum, plans
 from ringcomm.errors import RingcommError
 from ringcomm.torch.horovod.autograd_functions import listed
 from ringcomm.torch.horovod.data_collectives import allgather
@@ -20,7 +21,7 @@ from ringcomm.torch.horovod.process_sets import ProcessSet
 
 
 class _Adasum:
-    """The operator of Adasum; see ringcomm.engine.adasum."""
+    """The operator of Adasum; see ringcomm.engine.operations.adasum."""
 
     def __repr__(self) -> str:
         return "Adasum"
@@ -78,7 +79,7 @@ class Reduction:
         """Start an allreduce."""
         is_plain = in_place and self._name is None and not self._scaling
         if self._is_awaited and is_plain and isinstance(self._op, Op):
-            result = ops.allreduce_(x, self._op, group=self._set.group)
+            result = collectives.allreduce_(x, self._op, group=self._set.group)
             return Handle((), lambda: result)
         options: dict[str, Any] = {
             "in_place": in_place,

@@ -1,6 +1,6 @@
 """Reductions of torch tensors, with the names, arguments and defaults of Horovod.
 
-The contracts are those of the engine (ringcomm.engine.ops); this face translates. Common to all:
+The contracts are those of ringcomm.engine.api.collectives; this face translates. Common to all:
 
 - `name` matches operations of ranks that start them in different orders. Without one they are
   matched by their order among those of their kind, in each process set.
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM
-from ringcomm.engine import plans
-from ringcomm.engine.execution import Plan
-from ringcomm.engine.group import Group
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.operations import plans
 from ringcomm.torch.compression import Compression, compressed
 from ringcomm.torch.horovod import autograd_functions
 from ringcomm.torch.horovod.dispatch import begin

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.errors import NotInitializedError
 from ringcomm.torch.optim.options import ReductionOptions
 from ringcomm.torch.optim.reducer import GradientReducer

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringcomm.engine import async_ops, ops
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import async_ops, collectives
+from ringcomm.engine.api.world import engine
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.buckets import MIB, Bucket, Scaling, make_buckets
 from ringcomm.torch.optim.fusion_tuner import FusionTuner
@@ -122,7 +122,7 @@ class BucketPlan:
         if before and tuner.note_step(now - before):
             if tuner.is_over:
                 name, group = f"bucket size{self.suffix}", options.group
-                chosen = ops.allgather_object(tuner.choose(), name=name, group=group)
+                chosen = collectives.allgather_object(tuner.choose(), name=name, group=group)
                 tuner.mib = next(mib for mib in chosen if mib is not None)  # None: in join()
             self.drop()
 

@@ -11,11 +11,11 @@ from ringcomm.arrays import DTYPES, device_adapter_for
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.schedule import chunks, consecutive, within
-from ringcomm.engine import async_ops
-from ringcomm.engine.group import Group
-from ringcomm.engine.handle import Handle
-from ringcomm.engine.registered import on_gpu, zeros
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import async_ops
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.api.registered import on_gpu, zeros
+from ringcomm.engine.api.world import engine
 from ringcomm.torch.backward.streams import Streams
 from ringcomm.torch.optim.options import ReductionOptions
 

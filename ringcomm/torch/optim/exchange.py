@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ringcomm.collectives.op import BOR
-from ringcomm.engine import async_ops, ops
+from ringcomm.engine.api import async_ops, collectives
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
@@ -94,7 +94,7 @@ class Exchange:
             )
         fault = samples_fault(presence)
         if fault == "partial":
-            samples = ops.allgather_object(
+            samples = collectives.allgather_object(
                 self.scaling.samples, name=f"samples{self.suffix}", group=self.scaling.group
             )
             return MismatchError(explain_samples(samples))
@@ -119,7 +119,9 @@ class Exchange:
         """
         mine = [bucket.description for bucket in self.buckets if bucket.is_under_way]
         group = self.scaling.group
-        steps = ops.allgather_object((self.step, mine), name=f"steps{self.suffix}", group=group)
+        steps = collectives.allgather_object(
+            (self.step, mine), name=f"steps{self.suffix}", group=group
+        )
         known = {each.name for each in mine}
         missing = {each for _, theirs in steps for each in theirs if each.name not in known}
         handles = [each.launch_zeros(group) for each in sorted(missing)]

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from ringcomm.collectives.op import BOR
-from ringcomm.engine import async_ops, ops
-from ringcomm.engine.group import Group
-from ringcomm.engine.handle import Handle
+from ringcomm.engine.api import async_ops, collectives
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.handle import Handle
 from ringcomm.torch.backward.complement import is_alike, with_complement
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask, finish_together
 
@@ -91,7 +91,7 @@ class FirstWeights:
         if self._is_compared:
             return
         message = np.frombuffer(bytearray(with_complement(self.digest(named))), np.uint8)
-        ops.allreduce_(message, BOR, name=f"digest of weights{suffix}", group=group)
+        collectives.allreduce_(message, BOR, name=f"digest of weights{suffix}", group=group)
         self.note(message.tobytes())
         finish_together([self.make_alike(named, group, suffix)])
 

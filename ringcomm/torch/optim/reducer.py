@@ -19,7 +19,7 @@ import torch
 
 from ringcomm.arrays import any_adapter_for
 from ringcomm.collectives.op import AVERAGE, Op
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.autograd import Hooks
 from ringcomm.torch.backward.consistency_check import OptimizerSummary

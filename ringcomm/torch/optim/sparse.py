@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringcomm.collectives.op import AVERAGE
-from ringcomm.engine import async_ops
+from ringcomm.engine.api import async_ops
 from ringcomm.torch.optim.buckets import Scaling, wide
 from ringcomm.torch.optim.gradient import GradientSlot
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringcomm.engine.ops import allgather_object
-from ringcomm.engine.world import rank
+from ringcomm.engine.api.collectives import allgather_object
+from ringcomm.engine.api.world import rank
 from ringcomm.torch import ps
 from ringcomm.torch.bench import TOLERANCE, Variant, seeded, sgd, times_s
 from ringcomm.torch.models import WORKLOADS

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ringcomm.codec import Codec
-from ringcomm.engine import ops
+from ringcomm.engine.api import collectives
 from ringcomm.ps.job import Session, is_chief, session
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.policies import Evict
@@ -80,7 +80,7 @@ def convert(
         taken.add(name)
         if is_chief():
             new.load(old.weight)
-        ops.barrier(name=f"{_WHO}[{name}]", group=session().group)
+        collectives.barrier(name=f"{_WHO}[{name}]", group=session().group)
         new.train(old.training)
         new.is_in_state_dict = True
         for path in paths:

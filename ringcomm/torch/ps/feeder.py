@@ -15,7 +15,7 @@ from typing import Any, Final, ParamSpec
 import torch
 
 from ringcomm.codec import Codec
-from ringcomm.engine import ops
+from ringcomm.engine.api import collectives
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
 from ringcomm.ps.entering import Entering
@@ -520,7 +520,7 @@ class Feeder:
             bucket.table.forget_residual()
             if is_chief():
                 push(bucket)
-        ops.barrier(name=f"values (ps optimizer {self.number})", group=self._session.group)
+        collectives.barrier(name=f"values (ps optimizer {self.number})", group=self._session.group)
         self._begin_step()
         self._fetch_values(self._buckets)
 

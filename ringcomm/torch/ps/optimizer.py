@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.codec import BF16, FP16, Codec
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.world import engine
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
 from ringcomm.ps.compression import codec_of

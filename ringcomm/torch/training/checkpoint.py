@@ -12,8 +12,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from ringcomm.data.sampler import ShardedSampler
-from ringcomm.engine import ops
-from ringcomm.engine.world import rank, size
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.world import rank, size
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.files import BrokenFileError, checksum
 from ringcomm.torch.optim.averaging import StateSharding
@@ -273,7 +273,7 @@ class _Attempts:
         """
         error = self._error
         failure = None if error is None else (isinstance(error, TypeError), _words(error))
-        reports = ops.allgather_object((failure, mine))
+        reports = collectives.allgather_object((failure, mine))
         for r, (failure, _) in enumerate(reports):
             if failure is not None:
                 is_type_error, words = failure

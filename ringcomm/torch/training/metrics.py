@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringcomm.engine import ops
+from ringcomm.engine.api import collectives
 from ringcomm.errors import MismatchError
 
 _Report = tuple[float, dict[str, float]]
@@ -36,7 +36,7 @@ def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict
     if not isinstance(metrics, Mapping):
         raise TypeError(f"average_metrics: metrics must be numbers by name, not {metrics!r}")
     mine = {name: _number(name, value) for name, value in metrics.items()}
-    reports: list[_Report] = ops.allgather_object((float(samples), mine))
+    reports: list[_Report] = collectives.allgather_object((float(samples), mine))
     counting = [(r, n, numbers) for r, (n, numbers) in enumerate(reports) if n]
     if not counting:
         return {name: math.nan for _, numbers in reports for name in numbers}

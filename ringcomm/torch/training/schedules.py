@@ -7,7 +7,7 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from ringcomm.engine.world import size
+from ringcomm.engine.api.world import size
 
 Rule = Literal["linear", "sqrt"]
 _POWERS = {"linear": 1.0, "sqrt": 0.5}

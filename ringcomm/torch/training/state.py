@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ringcomm.engine import ops, plans
-from ringcomm.engine.execution import Plan
-from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine, rank
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.world import engine, rank
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.operations import plans
 from ringcomm.errors import MismatchError
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.optim.averaging import AveragingOptimizer, StateSharding
@@ -49,7 +50,7 @@ def broadcast_parameters(
     names_of = engine().execute("allgather_object", "names of parameters", plan, group)
     _require_alike([pickle.loads(each) for each in names_of], group)
     for name, tensor in tensors.items():
-        ops.broadcast_(tensor, root, name=name, group=group)
+        collectives.broadcast_(tensor, root, name=name, group=group)
 
 
 def _by_name(params: Any) -> dict[str, torch.Tensor]:
@@ -155,7 +156,7 @@ def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
 def _bring_in_step(optimizer: AveragingOptimizer, root_rank: int, process_set: ProcessSet) -> None:
     """Set the steps of all ranks to root's, if some have made fewer. Collective."""
     root, group = process_set.root(root_rank), process_set.group
-    steps = ops.allgather_object(optimizer.n_steps, name="optimizer steps", group=group)
+    steps = collectives.allgather_object(optimizer.n_steps, name="optimizer steps", group=group)
     if len(set(steps)) > 1:
         optimizer.go_on_from(steps[root])
 
@@ -167,7 +168,7 @@ def _is_spread(optimizer: StateSharding, root_rank: int, process_set: ProcessSet
         MismatchError: on every rank: root has a share, and another rank has loaded a whole state.
     """
     root, group = process_set.root(root_rank), process_set.group
-    are_spread = ops.allgather_object(optimizer.is_spread, name="whose state", group=group)
+    are_spread = collectives.allgather_object(optimizer.is_spread, name="whose state", group=group)
     if are_spread[root] and not all(are_spread):
         other = group.ranks[are_spread.index(False)]
         raise MismatchError(
@@ -198,13 +199,13 @@ def broadcast_tree(
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
     skeleton = _without_tensors(tree, tensors) if is_root else None
-    skeleton = ops.broadcast_object(skeleton, root, name=f"{name}, outline", group=group)
+    skeleton = collectives.broadcast_object(skeleton, root, name=f"{name}, outline", group=group)
     if not is_root:
         tensors = [
             torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _placeholders(skeleton)
         ]
     for index, tensor in enumerate(tensors):
-        ops.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
+        collectives.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
     return tree if is_root else _with_tensors(skeleton, tensors)
 
 

@@ -12,9 +12,9 @@ from torch import optim
 from torch.optim import Optimizer
 
 from ringcomm.arrays import DeviceAdapter, device_adapter_for
-from ringcomm.engine.gpu import Gpus
-from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu.gpus import Gpus
 from ringcomm.gpu.base import UpdatePiece
 from ringcomm.gpu.kernels import Argument, Rule, adam_numbers, sgd_numbers
 from ringcomm.torch.optim.buckets import is_16_bit, wide

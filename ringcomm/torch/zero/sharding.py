@@ -15,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.collectives.op import MAX, SUM
-from ringcomm.engine import ops
-from ringcomm.engine.world import rank
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.world import rank
 from ringcomm.errors import RingcommError
 from ringcomm.torch.optim import averaging
 from ringcomm.torch.optim.averaging import AveragingOptimizer
@@ -149,7 +149,7 @@ class ShardedOptimizer(AveragingOptimizer):
         self._flush()
         name, group = f"found infinities{self._reducer.suffix}", self._reducer.options.group
         for each in divide():
-            ops.allreduce_(each, MAX, name=name, group=group)
+            collectives.allreduce_(each, MAX, name=name, group=group)
         self._accept_gradients()
         self._is_unscaled = True
 
@@ -194,7 +194,7 @@ class ShardedOptimizer(AveragingOptimizer):
         group, is_max = self._reducer.options.group, norm_type == np.inf
         mine = np.array([max(norms, default=0.0) if is_max else sum(n**norm_type for n in norms)])
         name = f"norm of the gradients{self._reducer.suffix}"
-        (total,) = ops.allreduce(mine, MAX if is_max else SUM, name=name, group=group)
+        (total,) = collectives.allreduce(mine, MAX if is_max else SUM, name=name, group=group)
         return float(total if is_max else total ** (1 / norm_type))
 
     def _tell_of_changes(self) -> None:

@@ -9,10 +9,11 @@ import torch
 
 from ringcomm.arrays.torch import TORCH
 from ringcomm.collectives.schedule import chunks
-from ringcomm.engine import gpu_plans, into
-from ringcomm.engine.group import Group
-from ringcomm.engine.handle import Handle
-from ringcomm.engine.world import engine
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.gpu import plans as gpu_plans
+from ringcomm.engine.operations import into
 from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like
 from ringcomm.torch.optim.gradient import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ringcomm.engine import into, ops
-from ringcomm.engine.group import Group
-from ringcomm.engine.world import engine
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.operations import into
 from ringcomm.errors import RingcommError
 from ringcomm.torch.zero.parameter_state import ParameterState
 
@@ -42,7 +43,7 @@ def gathered(
         RingcommError: on every rank: ranks hold different things of a parameter.
     """
     mine = {index: mine[index] for index in shares if mine.get(index)}
-    layouts: list[dict[int, _Layout]] = ops.allgather_object(
+    layouts: list[dict[int, _Layout]] = collectives.allgather_object(
         {index: _layout(state) for index, state in mine.items()},
         name=f"layout of the state{suffix}",
         group=group,

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ringcomm import config
-from ringcomm.engine.ops import barrier, broadcast_object
+from ringcomm.engine.api.collectives import barrier, broadcast_object
 from ringcomm.errors import RingcommError
 from ringcomm.launch.bench.ps.cases import Case
 from ringcomm.launch.bench.ps.work import Turn, cpu_s_of

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ringcomm.engine.ops import allgather_object, barrier
+from ringcomm.engine.api.collectives import allgather_object, barrier
 from ringcomm.launch.bench.ps.cases import OPS, PULL, PUSH, Case
 from ringcomm.launch.bench.ps.report import Row, summarize
 from ringcomm.launch.bench.ps.work import Turn

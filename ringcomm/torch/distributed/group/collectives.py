@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ringcomm.collectives.op import Op
-from ringcomm.engine import into, plans
-from ringcomm.engine.execution import Plan
-from ringcomm.engine.group import Group
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.operations import into, plans
 from ringcomm.torch.distributed.group.flatten import (
     alike,
     bytes_of,

@@ -6,9 +6,9 @@ import json
 import zlib
 from collections.abc import Sequence
 
-from ringcomm.engine.agreement import gather_bytes
-from ringcomm.engine.call import Call, explain_mismatch
-from ringcomm.engine.execution import Plan
+from ringcomm.engine.core.agreement import gather_bytes
+from ringcomm.engine.core.call import Call, explain_mismatch
+from ringcomm.engine.core.execution import Plan
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
 

@@ -1,0 +1,1 @@
+"""The public calls: collectives, messages, groups, handles; init and shutdown."""

@@ -1,0 +1,411 @@
+"""init() and shutdown(), and the engine that the public functions speak to."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ringcomm import _core, config, launched
+from ringcomm._version import __version__
+from ringcomm.engine.core.engine import Engine, Topology
+from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
+from ringcomm.engine.progress.timeline import Timeline
+from ringcomm.errors import NotInitializedError, RingcommError
+from ringcomm.status.alike import print_alike_errors_once
+from ringcomm.status.last_words import Failure, LastWords
+from ringcomm.status.page import State
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ringcomm.status.guardian import Guardian
+    from ringcomm.transport.mpi import MpiTransport, Place, Started
+
+_log = logging.getLogger("ringcomm")
+
+
+class _World:
+    """All that init() has set up in this process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: MpiTransport,
+        words: LastWords,
+        guardian: Guardian | None,
+        start_again: Callable[[], None],
+    ) -> None:
+        self.engine = engine
+        self.transport = transport
+        self.words = words
+        self.guardian = guardian
+        self.start_again = start_again
+
+
+class _Override(threading.local):
+    """The engine that serves this thread alone, if any: ranks as threads."""
+
+    engine: Engine | None = None  # of the class, or whoever asks waits for an AttributeError
+
+
+_world: _World | None = None
+_mpi: Started | None = None  # MPI is started once per process and survives shutdown()
+_is_mpi_broken = False  # a rank died or left out of turn: MPI_Finalize would wait for it
+_unended: _World | None = (
+    None  # left by shutdown() after a wait in vain; init() can end it in order
+)
+_unheard: LastWords | None = None  # of a world that could not be left as shutdown() promises
+_override = _Override()
+
+
+def init(comm: MPI.Comm | None = None) -> None:
+    """Make this process a rank of its job. Collective; a second call does nothing.
+
+    Starts MPI if nobody has, with settings for a fast start and for faults where the user has set
+    none; sees to it that this rank cannot die or leave without the others being told.
+
+    Args:
+        comm: mpi4py communicator whose ranks take part, MPI.COMM_WORLD by default. It is
+            duplicated. Every one of its ranks must call init().
+
+    Raises:
+        ConfigError: no MPI library, an unknown RINGCOMM_ variable, or a launcher that does not
+            fit the MPI library, or is none of MPI, as torchrun (every process would be "rank 0 of
+            1").
+        MismatchError: ranks differ in their version of ringcomm, or in a setting that must be
+            alike.
+        NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
+        RingcommError: a rank failed before this second init(); end the job.
+        CommTimeoutError: after an error that no rank's failure caused, a rank has not called
+            shutdown() within RINGCOMM_TIMEOUT_S.
+    """
+    start(config.settings, comm)
+
+
+def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = None) -> None:
+    """Do what init() does, with other settings.
+
+    Args:
+        read_settings: called unless this process is a rank already.
+        comm: see init().
+    """
+    global _world, _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
+    _refuse_child()
+    if _current() is not None:
+        return
+    print_alike_errors_once(is_watched=lambda: _world is not None)
+    settings = read_settings()
+    from ringcomm.engine.api.tuning import load
+    from ringcomm.transport.mpi import (
+        MpiTransport,
+        refuse_late_settings,
+        refuse_silent_singleton,
+        start_deadline,
+    )
+
+    if _unended is not None:
+        _end_in_order(_unended)
+    if _is_mpi_broken:
+        raise RingcommError(
+            "ringcomm.init: a rank of this job has failed, so MPI cannot bring its ranks together "
+            "again. End this job"
+        )
+    if _mpi is None:
+        launched.refuse_foreign_ranks()
+    with start_deadline(settings.timeout_or_inf):
+        _mpi = _mpi or _start_mpi()
+        refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
+        refuse_late_settings(_mpi, is_fault_tolerant=launched.is_fault_tolerant())
+        _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all have come through
+        transport = MpiTransport(_mpi.mpi, comm)
+    engine = Engine(
+        transport, settings, _topology(transport.places, transport.rank), transport.page
+    )
+    words = LastWords(transport.page, on_failure=_tell_the_others)
+    guardian = _start_guardian(transport, settings)
+    _world = _World(engine, transport, words, guardian, partial(start, read_settings, comm))
+    launched.mark_children_of_this_rank()
+    try:
+        engine.meet(__version__, load(settings, transport) if engine.job_rank == 0 else "")
+    except BaseException:
+        _world = None
+        raise
+    _is_mpi_broken = False
+    engine.work_in_background()
+    transport.page.set_state(State.RUNNING)
+    _say_what_came_too_late(_mpi, engine)
+
+
+def shutdown() -> None:
+    """Leave the job in order; returns when all ranks do. Collective. init() may follow.
+
+    Asynchronous operations that are under way are completed first. After an error that has made the
+    engine unusable this returns at once; if no rank has failed (a CommTimeoutError, or a rank that
+    had called shutdown() before), and all ranks call it, init() may follow all the same.
+
+    Raises:
+        PeerFailedError, CommTimeoutError: one of them could not be.
+        NotInitializedError: in a child of a rank.
+    """
+    global _world, _is_mpi_broken, _unended, _unheard  # noqa: PLW0603
+    _refuse_child()
+    if _world is None:
+        return
+    world, _world = _world, None
+    is_clean = world.engine.leave("called shutdown()", keeps_wire=True)
+    _is_mpi_broken = _is_mpi_broken or not is_clean
+    error = world.engine.broke_while_leaving
+    if world.engine.has_waited_in_vain:
+        _unended = world
+    if error is None:
+        world.words.disarm()
+    else:
+        _unheard = world.words  # the hooks stay, for nobody has heard of it yet
+    if is_clean:
+        world.transport.page.set_state(State.LEFT)
+    if world.guardian is not None:
+        world.guardian.wait() if is_clean else world.guardian.disown()
+    if error is not None:
+        raise error
+
+
+def begin_anew() -> None:
+    """Do shutdown(), and init() as it was done before. Collective."""
+    assert _world is not None
+    start_again = _world.start_again
+    shutdown()
+    start_again()
+
+
+def is_initialized() -> bool:
+    """Return True between init() and shutdown(), in the rank itself; False in its children."""
+    return _current() is not None and launched.parent_rank_pid() is None
+
+
+def engine() -> Engine:
+    """Return the engine of this rank.
+
+    Raises:
+        NotInitializedError: init() has not run.
+    """
+    current = _current()
+    if current is None:
+        raise NotInitializedError("ringcomm is not initialized: call ringcomm.init() first")
+    return current
+
+
+@contextlib.contextmanager
+def entered(engine: Engine) -> Iterator[None]:
+    """Let `engine` serve the public functions in this thread: ranks as threads."""
+    _override.engine = engine
+    try:
+        yield
+    finally:
+        _override.engine = None
+
+
+def rank() -> int:
+    """Return this process's rank, 0..size()-1."""
+    return engine().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return engine().size
+
+
+def start_timeline(prefix: str | os.PathLike[str]) -> None:
+    """Record this rank's operations from now on in `<prefix>.<rank>.json`, for ui.perfetto.dev.
+
+    Local: each rank decides for itself. The same as RINGCOMM_TIMELINE=prefix from the start. A
+    timeline that is being written ends.
+
+    Raises:
+        OSError: the file cannot be made; its folder must exist.
+        TypeError: prefix is no path.
+        NotInitializedError: init() has not run.
+    """
+    current = engine()
+    if not isinstance(prefix, str | os.PathLike):
+        raise TypeError(f"start_timeline: prefix must be a path, not {prefix!r}")
+    current.record(Timeline(prefix, current.rank))
+
+
+def stop_timeline() -> None:
+    """Record nothing more; does nothing if nothing is recorded."""
+    engine().record(None)
+
+
+def local_rank() -> int:
+    """Return the index of this rank among the ranks of its host."""
+    return engine().topology.local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return engine().topology.local_size
+
+
+def cross_rank() -> int:
+    """Return the index of this host among the hosts that have this local rank."""
+    return engine().topology.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have this local rank."""
+    return engine().topology.cross_size
+
+
+def _current() -> Engine | None:
+    override = _override.engine
+    if override is not None:
+        return override
+    return None if _world is None else _world.engine
+
+
+def _start_mpi() -> Started:
+    from ringcomm.transport.mpi import start_mpi
+
+    started = start_mpi()
+    atexit.register(_at_exit)  # it is the one that calls MPI_Finalize, or sees that nobody does
+    return started
+
+
+def _refuse_child() -> None:
+    parent = launched.parent_rank_pid()
+    if parent is None:
+        return
+    raise NotInitializedError(
+        f"this process (pid {os.getpid()}) is a child of the rank with pid {parent}: a DataLoader "
+        "worker, or a subprocess. Only the rank itself calls ringcomm.init(); keep the call under "
+        'if __name__ == "__main__"'
+    )
+
+
+def _topology(places: list[Place], rank: int) -> Topology:
+    me = places[rank]
+    peers = sorted({p.machine for p in places if p.local_rank == me.local_rank})
+    return Topology(me.local_rank, me.local_size, peers.index(me.machine), len(peers))
+
+
+def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guardian | None:
+    """Let the first rank of a node start its guardian. A job of one needs none."""
+    from ringcomm.status.guardian import Guardian
+
+    place = transport.place
+    if place.node != transport.rank or transport.size == 1:
+        return None
+    try:
+        return Guardian(
+            transport.wards(),
+            grace_s=settings.grace_s,
+            is_fault_tolerant=transport.is_fault_tolerant,
+            is_hydra=launched.is_hydra(),
+        )
+    except OSError as error:
+        _log.warning(
+            "host %s has no guardian: a rank that is killed there is not named, and only MPI "
+            "ends the others. %s",
+            place.host,
+            error,
+        )
+        return None
+
+
+def _say_what_came_too_late(started: Started, engine: Engine) -> None:
+    if started.was_early and started.settings and engine.job_rank == 0:
+        _log.warning(
+            "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
+            "Call ringcomm.init() first, or set them for mpirun (-x NAME=VALUE).",
+            " ".join(started.settings),
+        )
+
+
+def _end_in_order(world: _World) -> None:
+    """Return when all ranks have left a world in which one waited in vain.
+
+    Only now, for shutdown() is to return where another rank hangs.
+    """
+    global _unended, _unheard, _is_mpi_broken
+    world.engine.see_others_leave()
+    world.words.disarm()
+    world.engine.close(is_clean=False)  # messages of the past may still be under way
+    world.transport.page.set_state(State.LEFT)
+    if world.guardian is not None:
+        world.guardian.wait()
+    _unended, _unheard, _is_mpi_broken = None, None, False
+
+
+def _tell_the_others(failure: Failure) -> None:
+    """Let the other ranks know at once, and stop this rank's own waits, in whatever thread."""
+    if _world is None:
+        return
+    watch = _world.engine.watch
+    if failure.blames is None:
+        watch.own_failure = f"{failure.reason} in another thread"
+    watch.announce_failed(
+        watch.transport.rank if failure.blames is None else failure.blames, failure.reason
+    )
+
+
+def _at_exit() -> None:
+    """End in order if this rank did its part and all others do theirs; never hang in Finalize."""
+    if launched.parent_rank_pid() is not None or _mpi is None:
+        return
+    failure = None if _world is None else _leave_job(_world)
+    if failure is not None:  # the job waits for this rank, whose torch takes 1.0 s of CPU to go,
+        gc.freeze()  # and 0.24 s if nothing is collected (sys.exit(1) behind a step, measured)
+    if _unended is not None:
+        _unended.engine.close(is_clean=False)
+    if _unheard is not None and _unheard.failure is not None:
+        _unheard.wait_for_report()
+    if not _is_mpi_broken:
+        if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
+            _mpi.mpi.Finalize()
+        if _world is not None:
+            _world.transport.page.set_state(State.LEFT)
+    elif failure is not None and failure.blames is None and _is_fault_tolerant():
+        _core.kill_at_last()  # ULFM reports a death by signal to everybody, and no other (measured)
+    else:
+        # A rank is missing. mpi4py, if it was imported first, would finalize after this, and hang;
+        # and MPICH's mpiexec reports a job as good if those who were done end with 0 (measured).
+        survives = failure is None and launched.is_fault_tolerant()
+        was_too_late = _world is not None and _world.engine.broke_while_leaving is not None
+        if not _mpi.is_ours_to_finalize or was_too_late or (failure is None and not survives):
+            _core.exit_at_last(failure.exit_code if failure is not None else int(not survives))
+
+
+def _leave_job(world: _World) -> Failure | None:
+    """Leave in order, or say how this rank failed; return its failure."""
+    global _is_mpi_broken  # noqa: PLW0603
+    world.words.notice_unseen_exception()
+    failure = world.words.failure
+    if failure is None:
+        is_clean = world.engine.leave(PROGRAM_ENDED)
+        dead = world.engine.watch.peers.dead
+        if world.engine.broke_while_leaving is not None:
+            world.words.end_with(world.engine.broke_while_leaving)
+            failure = world.words.failure
+        elif dead and not launched.is_fault_tolerant():
+            world.words.follow(next(iter(dead)))
+    else:
+        _tell_the_others(failure)
+        world.engine.stop()
+        world.transport.page.set_state(State.LEAVING)
+        world.words.wait_for_report()
+        is_clean = world.engine.job_size == 1
+    _is_mpi_broken = _is_mpi_broken or not is_clean
+    if world.guardian is not None:
+        world.guardian.disown()
+    return failure
+
+
+def _is_fault_tolerant() -> bool:
+    return _world is not None and _world.transport.is_fault_tolerant

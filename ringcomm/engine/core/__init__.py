@@ -1,0 +1,1 @@
+"""Operations of one rank: matched with those of the other ranks, agreed on, carried out."""

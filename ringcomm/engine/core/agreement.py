@@ -1,0 +1,112 @@
+"""The round in which the ranks of a group agree on what they are about to do.
+
+ceil(log2 size) control messages per rank: each passes on its fingerprint, whether all that it has
+heard of agree, and the largest value proposed. Only a disagreement costs more: then the calls
+themselves go round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringcomm.arrays import DTYPES, Flat
+from ringcomm.collectives import circulant, node, tree
+from ringcomm.collectives.schedule import consecutive, dissemination_steps
+from ringcomm.engine.core.call import Call, explain_mismatch
+from ringcomm.errors import MismatchError
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.header import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks know after a round: the same on each.
+
+    Attributes:
+        is_agreed: all make the same call.
+        value: the largest that was proposed.
+    """
+
+    is_agreed: bool
+    value: int
+
+
+async def agree(fingerprint: int, proposal: int, t: Channel) -> Verdict:
+    """Return once every rank has entered this operation, with what they say; a barrier, too."""
+    all_agree, value = True, proposal
+    with t.phase("negotiation"):
+        for round_, (dest, source) in enumerate(dissemination_steps(t.rank, t.size)):
+            t.tell(
+                dest,
+                Kind.AGREE,
+                key=t.key,
+                fingerprint=fingerprint,
+                value=value,
+                flag=all_agree,
+                round=round_,
+            )
+            heard = (await t.hear(Kind.AGREE, t.key, source, round_)).header
+            assert heard is not None
+            all_agree = all_agree and heard.flag and heard.fingerprint == fingerprint
+            value = max(value, heard.value)
+    return Verdict(all_agree, value)
+
+
+async def mismatch(
+    call: Call, number: int, t: Channel, *, has_moved: bool = False
+) -> MismatchError:
+    """Return the error that tells what each rank called, the same on all of them.
+
+    Args:
+        call: this rank's.
+        number: of the operation, for the label of an unnamed one.
+        t: a channel on which nothing but calls is sent.
+        has_moved: ranks that took it for a call agreed on before may have sent data already.
+    """
+    calls = [Call.unpack(each) for each in await gather_bytes(call.pack(), t)]
+    return MismatchError(explain_mismatch(calls, number, t.members, has_moved=has_moved))
+
+
+async def gather_counts(count: int, t: Channel) -> list[int]:
+    """Return every rank's count."""
+    counts = np.zeros(t.size, np.int64)
+    counts[t.rank] = count
+    one_each = consecutive([1] * t.size)
+    await module(t, circulant).allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
+    return [int(n) for n in counts]
+
+
+async def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
+    """Return every rank's bytes, in rank order."""
+    return await _gathered(mine, consecutive(await gather_counts(len(mine), t)), t)
+
+
+async def gather_alike(mine: bytes, t: Channel) -> list[bytes]:
+    """Return every rank's bytes, of which there are as many on each; none: nobody waits."""
+    return await _gathered(mine, consecutive([len(mine)] * t.size), t) if mine else []
+
+
+async def _gathered(mine: bytes, parts: list[slice], t: Channel) -> list[bytes]:
+    everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
+    everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
+    await module(t, circulant).allgather_(everything, parts, t)
+    return [everything[part].bytes.tobytes() for part in parts]
+
+
+async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
+    """Return root's bytes, of which the others need not know how many they are."""
+    nbytes = np.array([len(packed)], np.int64)
+    way = module(t, tree)
+    await way.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    is_root = t.rank == root
+    data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
+    await way.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    return data.tobytes()
+
+
+def module(t: Channel, otherwise: Any) -> Any:
+    """Return what carries it out: shared memory where all ranks have it, else that module."""
+    return otherwise if t.meeting is None else node

@@ -1,0 +1,245 @@
+"""join(): a rank that has run out of work stands in for itself until all have.
+
+Whoever joins says so to all. From then on each rank that begins an operation invites the joined
+ones to it, with its call, and they take part with what changes no result: so everything that
+matches operations, places and names alike, counts on as before. When all have joined, each says
+that, too, to each other. Messages between two ranks keep their order: once a rank has heard it from
+all others, no invitation is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
+from ringcomm.engine.progress.loop import Over, Strand, Task
+from ringcomm.transport.channel import Wait
+from ringcomm.transport.header import Header, Kind
+
+if TYPE_CHECKING:
+    from ringcomm.engine.core.engine import Engine
+    from ringcomm.engine.core.pending import Pending, Work
+
+_PART = 3500  # bytes of a call per message: control messages are cut at 4096
+
+
+@dataclass(frozen=True)
+class _Invitation:
+    """An operation that another rank has begun.
+
+    Attributes:
+        key: of the operation.
+        context: of its group.
+        base: see ringcomm.engine.core.ledger.
+        number: see ringcomm.engine.core.ledger.
+        call: what the other rank calls.
+    """
+
+    key: int
+    context: int
+    base: int
+    number: int
+    call: Call
+
+
+class Joining:
+    """Which ranks have joined, and what this one does for the others once it has.
+
+    Args:
+        engine: of this rank.
+        pending: its operations.
+        lock: of both.
+
+    Attributes:
+        has_guests: another rank has joined: what begins must be told to it.
+    """
+
+    def __init__(self, engine: Engine, pending: Pending, lock: threading.Lock) -> None:
+        self._held = weakref.ref(engine)  # no cycle may keep the page's descriptor
+        self._pending = pending
+        self._lock = lock
+        self._round = 1
+        self._joined: dict[int, dict[int, tuple[int, int]]] = {}  # by round: rank -> when, see _now
+        self._sealed: dict[int, set[int]] = {}  # by round: ranks that know that all have joined
+        self._invitations: deque[_Invitation] = deque()
+        self._parts: dict[tuple[int, int], list[str]] = {}
+        self._tasks: list[Task | Over] = []
+        self.has_guests = False
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._held()
+        assert engine is not None
+        return engine
+
+    def begin(self) -> Task:
+        """Join; the result of the task is the last rank that did. Every rank calls it."""
+        members = tuple(range(self._engine.job_size))
+        ticket = Ticket(None, base_of(NO_GROUP, "join"), self._round)
+
+        def talk(task: Task, _: int) -> Strand:
+            gathering = _Gathering(lambda: self._missing(task))
+            task.channels.append(gathering)  # type: ignore[arg-type]  # as far as a task needs one
+            return self._stay()
+
+        return self._engine.converse("join()", members, talk, ticket=ticket)
+
+    def invite(self, work: Work) -> None:
+        """Tell those who have joined of an operation that begins here; the lock is held."""
+        if self.has_guests and work.group is not None:
+            self._invite(work, self._guests(work.group.ranks))
+
+    def hear_joined(self, source: int, header: Header) -> None:
+        """See Host."""
+        if header.flag:
+            self._sealed.setdefault(header.value, set()).add(source)
+            return
+        with self._lock:
+            self._note(source, header.value, (header.fingerprint, header.key))
+
+    def hear_invite(self, source: int, header: Header, text: str) -> None:
+        """See Host."""
+        parts = self._parts.setdefault((source, header.key), [])
+        parts.append(text)
+        if header.flag:
+            del self._parts[source, header.key]
+            call = Call.unpack("".join(parts).encode())
+            self._invitations.append(
+                _Invitation(header.key, header.about, header.fingerprint, header.value, call)
+            )
+
+    async def _stay(self) -> int:
+        engine, round_ = self._engine, self._round
+        n_entered, now_us = when = self._now()
+        with self._lock:
+            self._note(engine.job_rank, round_, when)
+        engine.watch.tell_all(Kind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
+        joined = self._joined[round_]
+        await self._serve_until(lambda: len(joined) == engine.job_size)
+        engine.watch.tell_all(Kind.JOINED, value=round_, flag=True)
+        sealed = self._sealed.setdefault(round_, set())
+        sealed.add(engine.job_rank)
+        await self._serve_until(lambda: len(sealed) == engine.job_size and self._has_served())
+        with self._lock:
+            self._round += 1
+            del self._joined[round_], self._sealed[round_]
+            self._greet(self._guests(range(engine.job_size)))
+        return max(joined, key=lambda rank: (joined[rank], rank))
+
+    def _now(self) -> tuple[int, int]:
+        """Return when this rank joins: after how many operations of all ranks, and the time.
+
+        News of a join may overtake what came before it, so the order in which a rank hears of them
+        says nothing. Who has gone on after another had joined has begun more operations than that
+        one; clocks of different hosts decide only where that does not tell.
+        """
+        return self._engine.n_entered_by_all, time.time_ns() // 1000
+
+    async def _serve_until(self, is_enough: Callable[[], bool]) -> None:
+        while not is_enough():  # whatever is served begins the wait anew
+            await Wait((_Until(self._serve, is_enough),))
+
+    def _serve(self) -> bool:
+        """Take part in what this rank was invited to, as far as its turn has come."""
+        n_before = len(self._invitations)
+        self._tasks = [task for task in self._tasks if not task.is_over]
+        for invitation in tuple(self._invitations):
+            if self._take_part(invitation):
+                self._invitations.remove(invitation)
+        return len(self._invitations) < n_before
+
+    def _has_served(self) -> bool:
+        return not self._invitations and not self._tasks
+
+    def _take_part(self, invitation: _Invitation) -> bool:
+        """Begin an operation unless it has begun; False: one before it must come first."""
+        from ringcomm.engine.core.stand_in import plan_stand_in  # which stands above the engine
+
+        engine, call = self._engine, invitation.call
+        if engine.has_entered(invitation.key, invitation.base, invitation.number):
+            return True
+        group = engine.group_of(invitation.context)
+        ledger = group.ledger_for(engine)
+        if not ledger.is_next(call.name, invitation.number):
+            return False
+        self._tasks.append(engine.stand_in(call, lambda g: plan_stand_in(g, call), group))
+        return True
+
+    def _note(self, rank: int, round_: int, when: tuple[int, int]) -> None:
+        self._joined.setdefault(round_, {})[rank] = when
+        if round_ == self._round and rank != self._engine.job_rank:
+            self._greet([rank])
+
+    def _greet(self, guests: Iterable[int]) -> None:
+        """Invite ranks that have joined just now to what is under way; the lock is held."""
+        self.has_guests = bool(self._guests(range(self._engine.job_size)))
+        for work in self._pending.works():
+            if work.group is not None:
+                self._invite(work, [rank for rank in guests if rank in work.group.ranks])
+
+    def _guests(self, ranks: Iterable[int]) -> list[int]:
+        joined = self._joined.get(self._round, ())
+        return [rank for rank in ranks if rank in joined and rank != self._engine.job_rank]
+
+    def _invite(self, work: Work, guests: Iterable[int]) -> None:
+        assert work.ledger is not None
+        assert work.call is not None
+        text = work.call.pack(whole=True).decode()
+        parts = [text[at : at + _PART] for at in range(0, len(text), _PART)]
+        for guest in guests:
+            for index, part in enumerate(parts):
+                self._engine.watch.tell(
+                    guest,
+                    Kind.INVITE,
+                    part,
+                    key=work.ticket.key,
+                    fingerprint=work.ticket.base,
+                    value=work.ticket.number,
+                    about=work.ledger.context,
+                    round=index % 256,
+                    flag=index == len(parts) - 1,
+                )
+
+    def _missing(self, task: Task) -> tuple[int, ...]:
+        """Ranks that have not joined: if one of them leaves, this wait is in vain."""
+        joined = self._joined.get(task.number, ())
+        return tuple(rank for rank in task.members if rank not in joined)
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """Stands for the channel of a task that has no messages of its own."""
+
+    missing: Callable[[], tuple[int, ...]]
+    awaited: tuple[int, ...] = ()
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """See Channel."""
+        return self.missing()
+
+    def abandon(self) -> None:
+        """Do nothing: there are no buffers."""
+
+
+@dataclass(frozen=True)
+class _Until:
+    """Request that is complete when something has been served, or when that is over."""
+
+    serve: Callable[[], bool]
+    is_enough: Callable[[], bool]
+    source: int = -1
+
+    def test(self) -> bool:
+        """Return True if there is news."""
+        return self.serve() or self.is_enough()
+
+    def cancel(self) -> None:
+        """Do nothing: no operation follows a failed one."""

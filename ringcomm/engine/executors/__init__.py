@@ -1,0 +1,1 @@
+"""Ways to carry out an operation that do without messages, or go through host memory."""

@@ -1,0 +1,139 @@
+"""The short way of a blocking allreduce inside a node: to C++ and back in a few microseconds.
+
+The general way makes a plan, a task and a coroutine, which cost more than the ranks need to meet
+in shared memory. Here all of that is looked up by dtype, shape and operator; what is not settled
+within a moment, a mismatch or a rank that is late, becomes a task like any other.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringcomm._core import KnownAllreduce
+from ringcomm.arrays import adapter_for
+from ringcomm.collectives.op import AVERAGE, Op
+from ringcomm.transport.node import N_UNNAMED
+from ringcomm.transport.node.shm import NodeTeam
+
+if TYPE_CHECKING:
+    from ringcomm.engine.api.group import Group
+    from ringcomm.engine.core.ledger import Ledger
+
+_MAX_KNOWN = 4096
+
+
+class Quick:
+    """Allreduces of one group, one at a time per thread, in place and without a name.
+
+    Args:
+        group: whose they are.
+        ledger: of the group.
+        team: where all of its ranks meet.
+    """
+
+    def __init__(self, group: Group, ledger: Ledger, team: NodeTeam) -> None:
+        self._group = weakref.ref(group)  # which holds this
+        self._ledger = ledger
+        self._team = team
+        self._known: dict[tuple[Any, Any, Op], KnownAllreduce] = {}
+
+    def allreduce_(self, x: Any, op: Op, timeout_s: float | None = None) -> bool:
+        """Reduce x in place if this way is open; else do nothing and return False.
+
+        Args:
+            x: as ops.allreduce_() takes it.
+            op: as there.
+            timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
+
+        Raises:
+            What ops.allreduce_() raises.
+        """
+        is_numpy = type(x) is np.ndarray
+        try:
+            known = self._known.get((x.dtype, x.shape, op))
+        except (AttributeError, TypeError):
+            return False
+        if known is None:
+            self._learn(x, op)
+            return False
+        address = None if is_numpy else _address(x)
+        if not (x.flags.carray if is_numpy else address is not None):
+            return False
+        group = self._group()
+        engine = None if group is None else group.engine_or_none
+        if group is None or engine is None:
+            return False
+        place = task = None
+        try:
+            place = engine.take_place(self._ledger, self._team)
+            if place is None:
+                return False
+            slot = place % N_UNNAMED
+            step = known.run_on(slot, x) if address is None else known.run(slot, address)
+            if step is None:
+                self._team.end_turn(place)
+            else:
+                plan = _plans().allreduce(group, None, x, op, in_place=True)
+                task = engine.adopt(place, step, plan, group, timeout_s=timeout_s)
+                engine.result_of(task)
+        except BaseException as error:
+            if task is None or not task.is_over:  # others wait for what was begun here
+                engine.lose_place(place, error)
+            raise
+        if step is None and not is_numpy:
+            adapter_for(x).written(x)
+        return True
+
+    def _learn(self, x: Any, op: Op) -> None:
+        """Remember an allreduce, if it is one that can go this way; the general way comes first."""
+        if not isinstance(op, Op) or len(self._known) >= _MAX_KNOWN:
+            return
+        try:
+            adapter = adapter_for(x)
+            if type(x) is np.ndarray:
+                memoryview(x)  # type: ignore[arg-type]  # bfloat16 cannot be passed to C++ as quickly
+            call = _plans().reduction("allreduce_", None, op, x, adapter)
+        except (TypeError, ValueError, BufferError):
+            return
+        dtype = adapter.dtype(x)
+        nbytes = dtype.itemsize * int(np.prod(adapter.shape(x), dtype=np.int64))
+        divisor = self._team.team.size if op is AVERAGE else 1
+        self._known[x.dtype, x.shape, op] = KnownAllreduce(
+            self._team.team,
+            call.fingerprint,
+            nbytes,
+            op.kernel,
+            dtype.kernel,
+            divisor,
+            self._team.moment_s,
+        )
+
+
+def _plans() -> Any:
+    from ringcomm.engine.operations import plans  # which stands above the engine
+
+    return plans
+
+
+def _address(x: Any) -> int | None:
+    """Return where a tensor is, if the adapter of torch takes it as it is: else None."""
+    torch = sys.modules.get("torch")
+    if (
+        torch is None
+        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or x.layout is not torch.strided
+        or not x.is_cpu
+        or not x.is_contiguous()
+        or x.is_conj()
+        or x.is_neg()
+    ):
+        return None
+    address: int = x.data_ptr()
+    if not address or address % x.element_size():
+        return None
+    storage = x.untyped_storage()  # resize_() may have freed it, or the part that x is in
+    return address if address + x.nbytes <= storage.data_ptr() + storage.nbytes() else None

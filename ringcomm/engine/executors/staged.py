@@ -1,0 +1,211 @@
+"""Arrays of a GPU that go through host memory: out, through the CPU's collectives, and in again.
+
+The blocks are memory that the ranks of a node share and that the GPU reaches, so nothing is copied
+besides. Long reductions go in pieces: one is on its way out while another is reduced and a third on
+its way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ringcomm.arrays import adapter_for, device_adapter_of_kind, first_device_kind
+from ringcomm.arrays.base import Array, Bytes, Span
+from ringcomm.arrays.dtypes import DType
+from ringcomm.arrays.mirror import Mirror
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.gpu.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached
+from ringcomm.gpu.base import Device
+from ringcomm.gpu.host_pool import Block
+from ringcomm.transport.channel import Channel, Wait
+
+if TYPE_CHECKING:
+    from ringcomm.engine.api.group import Group
+    from ringcomm.engine.gpu.team import GpuTeam
+
+PIECE_NBYTES = 4 << 20
+Host = Callable[[list[Any]], Plan[Any]]
+
+
+class _Lease:
+    """Blocks of one operation; they are given back with the last reference to this."""
+
+    def __init__(self, memory: GpuMemory) -> None:
+        self._pool = memory.host
+        self._blocks: list[Block] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return memory that the GPU reaches."""
+        block = self._pool.take(nbytes)
+        self._blocks.append(block)
+        return block.bytes
+
+    def address(self, part: Bytes) -> int:
+        """Return where the GPU finds a part of what was taken."""
+        at = part.ctypes.data
+        for block in self._blocks:
+            offset = at - block.whole.ctypes.data
+            if 0 <= offset < block.whole.nbytes:
+                return block.address + offset
+        raise AssertionError("a mirror lies in what was taken for it")
+
+    def __del__(self) -> None:
+        for block in self._blocks:
+            self._pool.give_back(block)
+
+
+async def through_host(
+    team: GpuTeam,
+    t: Channel,
+    issue: Issue,
+    *,
+    sources: Sequence[Array],
+    results: Sequence[Array | None],
+    host: Host,
+    finish: Callable[[], Any],
+    is_elementwise: bool = False,
+) -> Launched[Any]:
+    """Carry out a collective of the CPU on what is on the GPU.
+
+    Args:
+        team: of the group.
+        t: of the operation.
+        issue: of the operation.
+        sources: contiguous arrays.
+        results: where its results go; None: that one is not wanted here.
+        host: plans it for mirrors of the sources.
+        finish: called with the stream current, behind all that; returns what the caller gets.
+        is_elementwise: what becomes of the one source is the concatenation of what becomes of its
+            parts.
+    """
+    lease = _Lease(issue.memory)
+    stream = issue.memory.copy_stream
+    spans = [issue.adapter.span(x) for x in sources]
+    targets = [None if x is None else issue.adapter.span(x) for x in results]
+    mirrors = [
+        Mirror.make(span.dtype, issue.adapter.shape(x), lease.take)
+        for span, x in zip(spans, sources, strict=True)
+    ]
+    whole = _Piece(mirrors, spans, targets)
+    pieces = whole.cut() if is_elementwise else [whole]
+    device = issue.memory.device
+    issue.let_wait(stream)
+    with device.active():
+        fetched = [piece.fetch(device, stream, lease) for piece in pieces]
+    for piece, here in zip(pieces, fetched, strict=True):
+        await Wait((Reached(here),))
+        made = await host(piece.mirrors).run(t)
+        with device.active():
+            piece.bring(made, device, stream, lease)
+    with issue.on(stream):
+        result = finish()
+    keeps = (sources, lease)
+    return team.follow(t, issue, stream, result, keeps=keeps, waits_for_others=False)
+
+
+async def fetch(issue: Issue, x: Array) -> tuple[Mirror, object]:
+    """Return a mirror of a contiguous array with its contents, and what keeps its memory."""
+    lease = _Lease(issue.memory)
+    span = issue.adapter.span(x)
+    mirror = Mirror.make(span.dtype, issue.adapter.shape(x), lease.take)
+    device, stream = issue.memory.device, issue.memory.copy_stream
+    issue.let_wait(stream)
+    with device.active():
+        here = _Piece([mirror], [span], []).fetch(device, stream, lease)
+    await Wait((Reached(here),))
+    return mirror, lease
+
+
+def make(group: Group, kind: str, dtype: DType, shape: tuple[int, ...]) -> tuple[Array, Issue]:
+    """Return an uninitialised array of a library on this rank's GPU, and this moment.
+
+    For a rank that has passed none; see Gpus.any_memory.
+    """
+    adapter = device_adapter_of_kind(kind)
+    memory = Gpus.of(group.engine).any_memory
+    with adapter.on_stream(memory.device.index, 0):
+        out = adapter.make(dtype, shape)
+        return out, Issue.of(group, adapter, out)
+
+
+def copied(group: Group, x: Array) -> Array:
+    """Return a copy, on this rank's GPU, of an array in host memory; see make()."""
+    host = adapter_for(x)
+    out, issue = make(group, first_device_kind(), host.dtype(x), host.shape(x))
+    issue.memory.upload(host.flat(x), issue.adapter.span(out), issue.ready[0])
+    return out
+
+
+async def bring(
+    group: Group,
+    t: Channel,
+    issue: Issue,
+    *,
+    out: Array,
+    fill: Callable[[Mirror], Awaitable[object]],
+    finish: Callable[[], Any],
+) -> Launched[Any]:
+    """Let a contiguous array have what a mirror of it is filled with.
+
+    Args:
+        group: whose operation it is.
+        t: of the operation.
+        issue: of the operation.
+        out: the array.
+        fill: fills the mirror.
+        finish: see through_host().
+    """
+    lease = _Lease(issue.memory)
+    span = issue.adapter.span(out)
+    mirror = Mirror.make(span.dtype, issue.adapter.shape(out), lease.take)
+    await fill(mirror)
+    device, stream = issue.memory.device, issue.memory.copy_stream
+    issue.let_wait(stream)
+    with device.active():
+        _Piece([], [], [span]).bring(mirror, device, stream, lease)
+    with issue.on(stream):
+        result = finish()
+    team = Gpus.of(group.engine).team(group)
+    keeps = (out, lease)
+    return team.follow(t, issue, stream, result, keeps=keeps, waits_for_others=False)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What goes through host memory at once.
+
+    Attributes:
+        mirrors: of the sources.
+        sources: on the GPU.
+        targets: on the GPU, of each result; None: it is not wanted.
+    """
+
+    mirrors: list[Mirror]
+    sources: list[Span]
+    targets: list[Span | None]
+
+    def cut(self) -> list[_Piece]:
+        """Return parts of it: of one source and one result, element by element."""
+        (mirror,), (source,), (target,) = self.mirrors, self.sources, self.targets
+        assert target is not None
+        step = PIECE_NBYTES // source.dtype.itemsize
+        parts = [slice(at, at + step) for at in range(0, max(source.count, 1), step)]
+        return [_Piece([mirror.line(p)], [source[p]], [target[p]]) for p in parts]
+
+    def fetch(self, device: Device, stream: int, lease: _Lease) -> Event:
+        """Let the mirrors be filled; return what is reached then."""
+        for mirror, source in zip(self.mirrors, self.sources, strict=True):
+            if source.nbytes:
+                at = lease.address(mirror.flat.bytes)
+                device.copy(stream, at, source.address, source.nbytes)
+        return Event(device, stream)
+
+    def bring(self, made: Any, device: Device, stream: int, lease: _Lease) -> None:
+        """Let the results come to the GPU."""
+        results = made if isinstance(made, list) else [made]
+        for target, result in zip(self.targets, results, strict=True):
+            if target is not None and target.nbytes:
+                at = lease.address(result.flat.bytes)
+                device.copy(stream, target.address, at, target.nbytes)

@@ -1,0 +1,266 @@
+"""The ranks of a group on their GPUs: how they exchange, and in which order.
+
+The hosts agree on an operation as on any other. Then the group's first rank says which place it has
+among the launches, for streams that wait for each other must do so in one order on all ranks. In
+its turn each rank puts its part on its stream, and is done with it: the caller's stream waits, not
+the caller. A follower watches over what is on the stream: it has the deadline of any operation, and
+if a rank dies it frees the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import numpy as np
+
+from ringcomm.arrays import DTYPES, Flat, Span
+from ringcomm.collectives import tree
+from ringcomm.engine.core.agreement import gather_alike, module
+from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
+from ringcomm.engine.gpu.founding import found
+from ringcomm.engine.gpu.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached, same_gpu
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.base import Job, Mover
+from ringcomm.gpu.choice import GpuChoice
+from ringcomm.gpu.packing import pack, unpack
+from ringcomm.transport.channel import Channel, Wait
+
+if TYPE_CHECKING:
+    from ringcomm.engine.api.group import Group
+
+_log = logging.getLogger("ringcomm")
+_RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2
+# A stream takes about 1000 entries, then it blocks who gives it more: a phase are 4 per rank.
+_PHASES_AHEAD = 16
+_TOLD_WITHIN_S = 1.0
+_END: Final = object()
+R = TypeVar("R")
+
+
+class GpuTeam:
+    """One group's.
+
+    Args:
+        gpus: of the engine.
+        group: the group.
+        context: of the group.
+
+    Attributes:
+        choice: how the ranks exchange, and why; None before the first operation.
+        mover: what does it; None: host memory, by the CPU's collectives.
+        n_launched: how many operations this rank has put on its stream.
+    """
+
+    def __init__(self, gpus: Gpus, group: Group, context: int) -> None:
+        self._gpus = gpus
+        self._engine = group.engine
+        self._members = group.ranks
+        self._rank, self._size = group.index, group.size
+        self._context = context
+        self._base = base_of(context, "on the GPU")
+        self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {context}")
+        self._n_alone = 0
+        self._n_ordered = 0  # on the first rank: how many have been given their place
+        self._turn = 0
+        self._newest: dict[int, Event] = {}  # that is followed, by stream
+        self._memory: GpuMemory | None = None
+        self.choice: GpuChoice | None = None
+        self.mover: Mover | None = None
+        self.n_launched = 0
+        self._announced: set[str] = set()
+        self._engine.attached.enter_beside(self._base, self)
+
+    # --- order ------------------------------------------------------------------------------------
+    @contextlib.asynccontextmanager
+    async def turn(self, t: Channel, issue: Issue) -> AsyncIterator[None]:
+        """Return when it is this operation's turn, with the transport chosen.
+
+        The turn is the next one's once the block is left.
+
+        Raises:
+            ConfigError: RINGCOMM_GPU_TRANSPORT wants what cannot be; on all ranks.
+            RingcommError: the arrays are on another GPU than before.
+        """
+        if t.meeting is not None and not t.has_met:
+            await t.meet()
+        place = await self._place(t)
+        if self._turn != place:
+            await Wait((_Turn(self, place),))
+        try:
+            if self._memory is None:
+                founded = await found(self._gpus, self._engine, issue.memory, t)
+                (self.choice, self.mover), self._memory = founded, issue.memory
+            else:
+                same_gpu(self._memory.device.index, issue, self._engine.label_of(t.key))
+            yield
+        finally:
+            self._turn += 1
+
+    def is_turn_of(self, place: int) -> bool:
+        """Return True if the operation of this place is next."""
+        return self._turn == place
+
+    async def _place(self, t: Channel) -> int:
+        """Return the place that the first rank gives to this operation, now that all are in it."""
+        number = np.zeros(1, np.int64)
+        if t.rank == 0:
+            number[0] = self._n_ordered
+            self._n_ordered += 1
+        await module(t, tree).broadcast_(Flat(number.view(np.uint8), DTYPES["int64"]), 0, t)
+        return int(number[0])
+
+    # --- launches ---------------------------------------------------------------------------------
+    async def put(self, t: Channel, job: Job) -> None:
+        """Put a job on the stream, in the turn of its operation."""
+        mover, device = self._own_mover, self._gpu.device
+        outlines = await gather_alike(mover.outline(job.work), t)
+        if job.buffer is not None:
+            with device.active():
+                pack(device, mover.stream, job.packed, job.buffer)
+        phases = mover.phases(job.work, outlines)
+        for number in itertools.count(1):
+            with device.active():
+                if next(phases, _END) is _END:
+                    break
+                if mover.meets_on_stream:
+                    mover.meet()
+            if not mover.meets_on_stream or number % _PHASES_AHEAD == 0:
+                await Wait((Reached(Event(device, mover.stream)),))
+            if not mover.meets_on_stream:
+                await gather_alike(b"here", t)
+        if job.buffer is not None:
+            with device.active():
+                unpack(device, mover.stream, job.unpacked, job.buffer)
+
+    def begin(self, issue: Issue) -> int:
+        """Let the stream wait for the arrays of an operation; return the stream."""
+        stream = self._own_mover.stream
+        issue.let_wait(stream)
+        return stream
+
+    def break_off(self, keeps: object) -> None:
+        """Free the stream of an operation of which a part has been put on it."""
+        self._free_stream(Event(self._gpu.device, self._own_mover.stream), keeps)
+
+    def follow(
+        self,
+        t: Channel,
+        issue: Issue,
+        stream: int,
+        result: R,
+        *,
+        keeps: Sequence[object],
+        waits_for_others: bool = True,
+    ) -> Launched[R]:
+        """Watch over what the stream has been given until now; return what the caller gets.
+
+        Args:
+            t: of the operation.
+            issue: of the operation.
+            stream: where it is.
+            result: what the caller gets.
+            keeps: what must live until the GPU is through.
+            waits_for_others: the stream does; else no other rank need live for it to end.
+        """
+        done = Event(issue.memory.device, stream)
+        reached = Reached(done, behind=self._newest.get(stream))
+        self._newest[stream] = done
+        launched = Launched(result, issue, done, self._engine.require_unbroken)
+        if waits_for_others:
+            self.n_launched += 1
+            members, ticket = self._members, Ticket(None, self._base, self.n_launched)
+        else:
+            self._n_alone += 1
+            members, ticket = (self._engine.job_rank,), Ticket(None, self._own, self._n_alone)
+
+        async def watch() -> None:
+            kept = [keeps, result]
+            is_reached = False
+            try:
+                await Wait((reached,))
+                is_reached = True
+            finally:
+                if not is_reached:
+                    self._free_stream(done, kept)
+
+        label = f"{self._engine.label_of(t.key)} on the GPU"
+        late = self._late if waits_for_others else tuple
+        self._engine.attached.follow_up(label, members, watch(), ticket, late=late)
+        return launched
+
+    def _late(self) -> tuple[int, ...]:
+        return tuple(self._members[rank] for rank in self._own_mover.late)
+
+    def scratch(self, nbytes: int) -> Span:
+        """Return memory on the GPU, see Mover."""
+        with self._gpu.device.active():
+            return self._own_mover.scratch(nbytes)
+
+    def announce(self, why: str) -> None:
+        """Say once, on the first rank, that operations of a kind go through host memory."""
+        if self._rank == 0 and why not in self._announced:
+            self._announced.add(why)
+            _log.warning("an operation on a GPU goes through host memory: %s", why)
+
+    def has_entered(self, base: int, number: int) -> bool:
+        """Return True if this rank has put that operation on its stream; see Whereabouts."""
+        return base == self._base and number <= self.n_launched
+
+    def close(self, *, is_clean: bool) -> None:
+        """Give everything back; see Mover."""
+        if self.mover is not None:
+            self.mover.close(is_clean=is_clean)
+
+    @property
+    def _gpu(self) -> GpuMemory:
+        assert self._memory is not None
+        return self._memory
+
+    @property
+    def _own_mover(self) -> Mover:
+        assert self.mover is not None
+        return self.mover
+
+    def _free_stream(self, done: Event, keeps: object) -> None:
+        """See to it that the stream comes to its end; what it still writes is worthless."""
+        mover = self.mover
+        if mover is None:
+            return
+
+        def release() -> None:
+            begin = time.monotonic()
+            while not self._engine.is_broken and time.monotonic() < begin + _TOLD_WITHIN_S:
+                time.sleep(_RELEASE_EVERY_S)  # who finds the stream free must also find the error
+            with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
+                while not done.is_reached:
+                    mover.release()
+                    is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
+                    # The stream may come to its next wait.
+                    time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
+            del keeps_alive[:]
+
+        keeps_alive = [keeps]
+        threading.Thread(target=release, name="ringcomm-gpu-release", daemon=True).start()
+
+
+class _Turn:
+    """Request that waits until an operation is the next to be launched."""
+
+    source = -1
+
+    def __init__(self, team: GpuTeam, place: int) -> None:
+        self._team = team
+        self._place = place
+
+    def test(self) -> bool:
+        """Return True once it is."""
+        return self._team.is_turn_of(self._place)
+
+    def cancel(self) -> None:
+        """Do nothing: no operation follows a failed one."""

@@ -1,0 +1,1 @@
+"""Each collective checks its arguments and says what is to be done."""

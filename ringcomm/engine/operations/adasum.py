@@ -1,0 +1,177 @@
+"""Adasum: a sum that does not grow where gradients agree.
+
+Two vectors a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if they are
+orthogonal, their mean if they are parallel. Ranks combine pairwise, then pairs of pairs, and so on.
+Source: Maleki et al. 2021, arXiv:2006.02924.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm._core import StandardFloats
+from ringcomm.arrays import DTYPES, adapter_for, any_adapter_for, arrived, device_adapter_for
+from ringcomm.arrays.base import Flat
+from ringcomm.collectives.scaling import Scaling, from_bfloat16, to_bfloat16
+from ringcomm.collectives.schedule import consecutive
+from ringcomm.engine.api.group import Group
+from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.execution import Plan
+from ringcomm.transport.channel import Channel
+
+A = TypeVar("A", bound=Any)
+_Vector = NDArray[Any]  # float32, or float64 if any array is
+
+
+def plan(
+    group: Group,
+    name: str | None,
+    xs: Sequence[A],
+    *,
+    in_place: bool = False,
+    scaling: Scaling | None = None,
+) -> Plan[list[A]]:
+    """Plan the Adasum of each array; the results are the same bits on every rank.
+
+    With a number of ranks that is no power of two, those beyond the largest one combine with a rank
+    below first.
+
+    Args:
+        group: any.
+        name: of the whole call.
+        xs: of float16, bfloat16, float32 or float64; the same shapes and dtypes on every rank.
+        in_place: the arrays are overwritten.
+        scaling: factors before and after.
+
+    Cost: log2(size) exchanges of all that is in xs, in float32 or wider.
+    """
+    scaling = scaling or Scaling()
+    xs = arrived(xs)
+    if xs and device_adapter_for(xs[0]) is not None:
+        from ringcomm.engine.gpu import plans as gpu_plans  # which stands on this module
+
+        return gpu_plans.adasum(group, name, xs, in_place=in_place, scaling=scaling)
+    call = call_of(name, xs, in_place=in_place, scaling=scaling)
+    adapters = [adapter_for(x) for x in xs]
+    if in_place:
+        for x, adapter in zip(xs, adapters, strict=True):
+            adapter.require_writable(x)
+    copies = [adapter.copy(x) for x, adapter in zip(xs, adapters, strict=True)]
+    flats = [adapter.flat(each) for each, adapter in zip(copies, adapters, strict=True)]
+    wide = np.float64 if any(flat.dtype.name == "float64" for flat in flats) else np.float32
+    line = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
+    parts = consecutive([flat.count for flat in flats])
+    with StandardFloats():
+        line *= wide(scaling.before)
+
+    async def run(t: Channel) -> list[A]:
+        if t.meeting is not None:
+            await t.meet()  # messages follow, of a size that all must have agreed on
+        total = await _combine(line, parts, t)
+        with StandardFloats():
+            total *= wide(scaling.after)
+            for flat, part in zip(flats, parts, strict=True):
+                _write(flat, total[part])
+        if not in_place:
+            return copies
+        for x, copy, adapter in zip(xs, copies, adapters, strict=True):
+            adapter.assign(x, copy)
+        return list(xs)
+
+    return Plan(call, sum(flat.bytes.nbytes for flat in flats), run)
+
+
+def call_of(
+    name: str | None,
+    xs: Sequence[Any],
+    *,
+    in_place: bool,
+    scaling: Scaling,
+    place: str | None = None,
+) -> Call:
+    """Return what all ranks must have alike.
+
+    Raises:
+        TypeError: an array has no floats.
+    """
+    adapters = [any_adapter_for(x) for x in xs]
+    members = tuple(
+        (adapter.dtype(x).name, adapter.shape(x)) for x, adapter in zip(xs, adapters, strict=True)
+    )
+    for dtype, _ in members:
+        if not DTYPES[dtype].is_float:
+            raise TypeError(f"Adasum of {dtype} has no meaning: it takes floats")
+    op = f"ADASUM, {scaling}" if scaling else "ADASUM"
+    kind = "adasum_" if in_place else "adasum"
+    return Call(kind, name, op=op, members=members, place=place)
+
+
+async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector:
+    """Return the combination of all ranks' vectors."""
+    n_paired = 1 << (t.size.bit_length() - 1)  # the largest power of two
+    n_beyond = t.size - n_paired
+    if t.rank >= n_paired:
+        await t.wait(t.isend(_bytes(mine), t.rank - n_paired))
+        return await _receive(mine, t.rank - n_paired, t)
+    if t.rank < n_beyond:
+        mine = adasum(mine, await _receive(mine, t.rank + n_paired, t), parts)
+    distance = 1
+    while distance < n_paired:
+        other = t.rank ^ distance
+        theirs = np.empty_like(mine)
+        await t.wait(t.isend(_bytes(mine), other), t.irecv(_bytes(theirs), other))
+        first, second = (mine, theirs) if t.rank < other else (theirs, mine)
+        with t.phase("reduce"):
+            mine = adasum(first, second, parts)
+        distance *= 2
+    if t.rank < n_beyond:
+        await t.wait(t.isend(_bytes(mine), t.rank + n_paired))
+    return mine
+
+
+async def _receive(like: _Vector, source: int, t: Channel) -> _Vector:
+    theirs = np.empty_like(like)
+    await t.wait(t.irecv(_bytes(theirs), source))
+    return theirs
+
+
+def adasum(a: _Vector, b: _Vector, parts: Sequence[slice]) -> _Vector:
+    """Return the combination of two vectors, part by part."""
+    total = np.empty_like(a)
+    with StandardFloats():
+        for part in parts:
+            x, y = a[part], b[part]
+            dot, xx, yy = (float(np.dot(u, v)) for u, v in _pairs(x, y))
+            total[part] = x * a.dtype.type(_share(dot, xx)) + y * a.dtype.type(_share(dot, yy))
+    return total
+
+
+def _pairs(x: _Vector, y: _Vector) -> list[tuple[_Vector, _Vector]]:
+    u, v = x.astype(np.float64), y.astype(np.float64)
+    return [(u, v), (u, u), (v, v)]
+
+
+def _share(dot: float, square: float) -> float:
+    return 1.0 if square == 0 else 1 - dot / (2 * square)
+
+
+def _bytes(x: _Vector) -> NDArray[np.uint8]:
+    return x.view(np.uint8)
+
+
+def _read(flat: Flat, wide: type) -> _Vector:
+    if flat.dtype.name == "bfloat16":
+        return from_bfloat16(flat.bytes.view(np.uint16)).astype(wide)
+    return flat.bytes.view(flat.dtype.name).astype(wide)
+
+
+def _write(flat: Flat, values: _Vector) -> None:
+    if flat.dtype.name == "bfloat16":
+        flat.bytes.view(np.uint16)[:] = to_bfloat16(values.astype(np.float32))
+    else:
+        with np.errstate(over="ignore"):
+            flat.bytes.view(flat.dtype.name)[:] = values

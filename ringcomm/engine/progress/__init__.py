@@ -1,0 +1,1 @@
+"""The one wait loop: it advances operations, keeps their deadlines and records them."""
