@@ -142,6 +142,7 @@ void bind_shm(nb::module_& m) {
       .def("holds", [](const NodeMemory& self, ConstBytes x) { return self.holds(x.data(), x.nbytes()); },
            "x"_a.noconvert())
       .def("offset_of", &offset_of, "x"_a.noconvert())
+      .def("clear_window", &NodeMemory::clear_window, "context"_a)
       .def("usage", [](NodeMemory& self) {
         const auto usage = self.allocator().usage();
         return std::tuple(usage.in_use, usage.kept, usage.highest);
@@ -152,7 +153,8 @@ void bind_shm(nb::module_& m) {
   nb::class_<Team>(m, "Team")
       .def_prop_ro("index", &Team::index)
       .def_prop_ro("size", &Team::size)
-      .def("abandon", &Team::abandon, nb::call_guard<nb::gil_scoped_release>());
+      .def("abandon", &Team::abandon, nb::call_guard<nb::gil_scoped_release>())
+      .def("retire", &Team::retire);
   m.def("make_team", &Team::of, "index"_a, "context"_a, "is_crowded"_a, "memories"_a);
 
   nb::class_<NodeStep, Program>(m, "NodeStep")

@@ -117,7 +117,8 @@ def come_to(function, options):
 
 def n_begun():
     """Return how many operations this rank has begun: the others wait for it, or know why not."""
-    return sum(ledger.n_entered for ledger in engine()._ledgers.values())
+    tallies = {id(ledger.tally): ledger.tally for ledger in engine()._founding.ledgers.values()}
+    return sum(tally.n_entered for tally in tallies.values())
 
 
 def require_engine(rank, size, label):

@@ -242,6 +242,14 @@ Mapping NodeMemory::window(std::size_t context) const {
   return Mapping(board_fd_, kHeadBytes + context * kWindowBytes, kWindowBytes);
 }
 
+void NodeMemory::clear_window(std::size_t context) const {
+  if (context >= kWindows) throw std::out_of_range("no window for that many groups");
+  const auto begin = static_cast<off_t>(kHeadBytes + context * kWindowBytes);
+  constexpr int hole = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+  const auto punch = [&] { return fallocate(board_fd_, hole, begin, kWindowBytes); };
+  if (uninterrupted(punch) != 0) throw_errno("fallocate of shared memory");
+}
+
 bool NodeMemory::holds(const void* data, std::size_t nbytes) const {
   const auto* at = static_cast<const std::byte*>(data);
   return at >= arena_.data() && at + nbytes <= arena_.data() + arena_.nbytes();

@@ -108,6 +108,8 @@ class NodeMemory : public std::enable_shared_from_this<NodeMemory> {
 
   // Maps the window of a group, a number below kWindows.
   Mapping window(std::size_t context) const;
+  // Sets it to 0 and frees its memory. No rank uses it any more.
+  void clear_window(std::size_t context) const;
 
   // True if the whole range is in the arena.
   bool holds(const void* data, std::size_t nbytes) const;

@@ -62,6 +62,11 @@ Team::~Team() {
     if (all_at(lane.slot, &StepProgress::done, lane.until)) mine_->allocator().give_back(lane.offset, kLane + kSkew);
 }
 
+void Team::retire() {
+  const std::lock_guard lock(mutex_);
+  for (Lane& lane : lanes_) lane.until = 0;
+}
+
 Patience Team::patience() const { return is_crowded_ ? kCrowded : kRoomy; }
 
 void Team::signal(std::size_t slot, std::atomic<std::uint64_t> StepProgress::* counter,

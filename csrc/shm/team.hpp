@@ -76,6 +76,10 @@ class Team : public std::enable_shared_from_this<Team> {
   // Gives up every step that is not over, also what another thread advances; see NodeStep::abandon().
   void abandon();
 
+  // No member uses it any more, so nobody reads its lanes: whoever goes on with the windows of its
+  // members may clear them.
+  void retire();
+
   // Stores `value`, and wakes the others if they may have waited for it: if this member was the only
   // one behind, so that the least of all counters has grown.
   void signal(std::size_t slot, std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t value);

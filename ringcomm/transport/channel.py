@@ -65,7 +65,7 @@ class Channel(Performer):
         members: the group's ranks of the job, in its order.
         context: of the group.
         stream: what tells this operation's messages from those of others in flight.
-        channel: DATA, CALLS or P2P.
+        channel: DATA, CALLS, P2P or GROUPS.
         phases: the timeline.
         slot: of the operation in shared memory, if it has one.
         fingerprint: of what this rank is about to do; ranks that share memory compare it.

@@ -27,7 +27,8 @@ class Kind(IntEnum):
     JOINED = 12  # this rank has joined for the `value`-th time, after `fingerprint` operations, at
     # `key` us; `flag`: it knows that all others have, too
     INVITE = 13  # to a rank that has joined: operation `value` of those that `fingerprint` is, in
-    # context `about`, has begun; text: part `round` of its call, the last one if `flag`
+    # group `about`, has begun; text: part `round` of its call, the last one if `flag`
+    DROPPED = 14  # this rank, and those it has heard of, have dropped the group `key`; see `round`
 
 
 LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data
@@ -47,7 +48,7 @@ class Header:
         value: see Kind.
         about: the rank it speaks of.
         flag: see Kind.
-        round: of an agreement.
+        round: of an agreement, or of the news that a group is over.
     """
 
     kind: Kind

@@ -125,11 +125,16 @@ class LoopbackTransport:
 
     def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
         """Return a send that can be started many times."""
-        return self._hub.messages.send(self.rank, data, dest, tag)
+        return self._hub.messages.send(self.rank, data, dest, self._checked(tag))
 
     def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
         """Return a receive that can be started many times."""
-        return self._hub.messages.receive(self.rank, out, source, tag)
+        return self._hub.messages.receive(self.rank, out, source, self._checked(tag))
+
+    def _checked(self, tag: int) -> int:
+        if not 0 <= tag <= self.largest_tag:  # as MPI does
+            raise ValueError(f"tag {tag}: there are tags up to {self.largest_tag}")
+        return tag
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
         """Refuse: there is no MPI."""

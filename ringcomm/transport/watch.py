@@ -68,6 +68,18 @@ class Host(Protocol):
         ...
 
 
+class Members(Protocol):
+    """Keeps account of groups that their members drop, see ringcomm.engine.core.group_agreement."""
+
+    def poll(self) -> None:
+        """Tell the others what this rank has dropped."""
+        ...
+
+    def hear_dropped(self, header: Header) -> None:
+        """Other members have dropped a group."""
+        ...
+
+
 class Watch:
     """Feeds one PeerTable, and the letter boxes, from the control channel and the deaths seen.
 
@@ -76,6 +88,7 @@ class Watch:
         own_failure: set when another thread of this rank failed; whoever waits stops.
         whereabouts: answers those who ask where this rank is.
         host: is told of ranks that have joined.
+        groups: keeps account of groups that their members drop.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -84,17 +97,25 @@ class Watch:
         self.own_failure: str | None = None
         self.whereabouts: Whereabouts | None = None
         self.host: Host | None = None
+        self.groups: Members | None = None
         self._left: str | None = None
         self._boxes: _Boxes = {}
 
     def poll(self) -> None:
         """Take in what has happened; never blocks."""
+        if self.groups is not None:
+            self.groups.poll()
         for event in self.transport.poll():
             if isinstance(event, Died):
                 self._forward(event)
                 self.peers.note_dead(event.rank, event.reason, blames=event.blames)
             else:
                 self._hear(event)
+
+    @property
+    def has_left(self) -> bool:
+        """True once this rank has announced that it enters nothing more."""
+        return self._left is not None
 
     def letter(self, kind: Kind, key: int, source: int, round_: int = 0) -> Letter:
         """Return the next message of this kind about `key`, to be waited for."""
@@ -158,16 +179,24 @@ class Watch:
             peers.note_absent(source, header.key, text)
         elif kind is Kind.GAVE_UP:
             peers.note_gave_up(source, GaveUp.of_text(text))
-        elif kind is Kind.JOINED and self.host is not None:
-            self.host.hear_joined(source, header)
-        elif kind is Kind.INVITE and self.host is not None:
-            self.host.hear_invite(source, header, text)
+        elif kind in (Kind.JOINED, Kind.INVITE):
+            self._hear_of_join(source, header, text)
+        elif kind is Kind.DROPPED and self.groups is not None:
+            self.groups.hear_dropped(header)
         elif kind is Kind.BROKE:
             peers.note_broken(source, header.about, text)
         elif kind is Kind.LEFT:
             peers.note_left(source, text)
         elif kind is Kind.FAILED and header.about != self.transport.rank:
             peers.note_failed(header.about, text)
+
+    def _hear_of_join(self, source: int, header: Header, text: str) -> None:
+        if self.host is None:
+            return
+        if header.kind is Kind.JOINED:
+            self.host.hear_joined(source, header)
+        else:
+            self.host.hear_invite(source, header, text)
 
     def _deliver(self, source: int, header: Header, text: str) -> None:
         box = self._boxes.setdefault((header.kind, header.key, header.round), deque())

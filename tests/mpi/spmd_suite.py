@@ -22,6 +22,7 @@ import ringcomm as rc
 from ringcomm.collectives import ring
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.api import world
+from ringcomm.engine.core import group_agreement
 from ringcomm.transport import mpi as mpi_transport
 from ringcomm.transport.base import WireFault
 
@@ -203,6 +204,21 @@ def test_random_program_against_numpy(seed):
 @pytest.mark.parametrize("seed", range(15))
 def test_random_programs_with_groups_and_asynchronous_operations(seed):
     programs.run_program(programs.make_program(seed, rc.size()), rc.rank(), seed)
+
+
+def test_contexts_of_dropped_groups_are_used_again(monkeypatch):
+    monkeypatch.setattr(group_agreement, "contexts_within", lambda _: 8)
+    before, ranks = [], list(range(rc.size()))
+    for index in range(60):
+        group = rc.Group(ranks if index % 2 else ranks[::-1])
+        mine = whole_numbers(rc.rank(), 1 + index * 997, turn=index)
+        handles = [rc.allreduce_async(mine, group=group, name=name) for name in (None, "w")]
+        before.append((index, handles))
+        if len(before) > 1 + rc.rank() % 2:
+            last, handles = before.pop(0)
+            for handle in handles:
+                assert np.array_equal(handle.wait(), total(rc.size(), 1 + last * 997, turn=last))
+        del group, handles
 
 
 def test_many_named_operations_start_in_another_order_on_each_rank():

@@ -1,5 +1,6 @@
 """Groups: some of the ranks, numbered among themselves."""
 
+import gc
 import pickle
 import random
 import threading
@@ -7,11 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import outcomes, run_ranks
+from harness import at_length, outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core import group_agreement
 from ringcomm.transport.base import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
 from ringcomm.transport.loopback import LoopbackHub, LoopbackTransport
 from ringcomm.transport.mpi import largest_tag_of
@@ -218,32 +220,87 @@ def test_a_group_cannot_be_sent_or_used_by_another_engine():
     run_ranks(1, again)
 
 
-def test_more_groups_than_there_are_contexts_are_refused(monkeypatch):
+def test_groups_in_use_are_as_many_as_there_are_contexts(monkeypatch):
     monkeypatch.setattr(LoopbackTransport, "largest_tag", 3 * TAGS_PER_GROUP + 1000)
-    _record_tags(monkeypatch, tags := set())
+    monkeypatch.setattr(group_agreement, "_PAUSE_S", 0.01)
+
+    def refuse():
+        refusal = "2 groups in use, which is the limit: .* tags up to 787432"
+        with pytest.raises(rc.RingcommError, match=refusal):
+            rc.Group([0, 1])
 
     def body(rank):
         groups = [rc.Group([0, 1]) for _ in range(2)]
-        refusal = "would be group 3 of this job, and 2 are .*up to 1048575, .* up to 787432"
-        with pytest.raises(rc.RingcommError, match=refusal):
-            rc.Group([0, 1])
+        refuse()
         with pytest.raises(rc.MismatchError, match=r"Group\(\[1, 0\]\)"):
             rc.Group([rank, 1 - rank])  # of one too many, too
+        groups.pop(rank)
+        refuse()  # for each has been dropped by one rank alone
+        groups.clear()
+        groups += [rc.Group([0, 1]) for _ in range(2)]
         return rc.allreduce(np.ones(1), group=groups[1], name="w").item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
-    assert TAGS_PER_GROUP < max(tags) < 3 * TAGS_PER_GROUP
 
 
-def _record_tags(monkeypatch, tags):
-    for name in ("send_init", "recv_init"):
-        inner = getattr(LoopbackTransport, name)
+def test_a_context_is_used_again_and_nothing_of_its_last_group_is_left(monkeypatch):
+    """Few contexts, so each is used again all the time; operations outlast the references."""
+    monkeypatch.setattr(LoopbackTransport, "largest_tag", 16 * TAGS_PER_GROUP - 1)
+    ranks = ([0, 1, 2], [2, 0], [1, 2], [1, 0, 2], [0, 1], [0])
+    n_groups = at_length(5000, 600)
 
-        def recording(self, data, peer, tag, inner=inner):
-            tags.add(tag)
-            return inner(self, data, peer, tag)
+    def body(rank):
+        pending, n_wrong = [], 0
+        for index in range(n_groups):
+            group = only(rank, ranks[index % len(ranks)])
+            if group is None:
+                continue
+            count = 70_001 if index % 50 == 0 else 1 + index % 257
+            x = np.random.default_rng(index).random(count)
+            begun = [rc.allreduce_async(x * (group.rank + 1), group=group)]
+            for _ in range(1 + index % 2):  # agreed on, then cached
+                begun.append(
+                    rc.allreduce_async(x * (group.rank + 2), group=group, name="w", op=rc.MAX)
+                )
+                rc.allgather(np.array([rank]), group=group)
+                if index % 2:
+                    begun[-1].wait()
+            n = group.size
+            pending.append((begun, x * (n * (n + 1) // 2), x * (n + 1)))
+            del group
+            if len(pending) > index % 3 + rank % 2:
+                (total, *highest), want_total, want_highest = pending.pop(0)
+                n_wrong += not np.allclose(total.wait(), want_total, rtol=1e-12)
+                n_wrong += sum(not np.array_equal(h.wait(), want_highest) for h in highest)
+        for begun, *_ in pending:
+            [handle.wait() for handle in begun]
+        pending.clear()
+        rc.barrier()
+        return n_wrong, engine()._founding._next_id
 
-        monkeypatch.setattr(LoopbackTransport, name, recording)
+    results = run_ranks(3, body)
+    assert [n_wrong for n_wrong, _ in results] == [0, 0, 0]
+    assert max(next_id for _, next_id in results) > n_groups * 0.9
+
+
+def test_a_context_is_not_used_again_after_a_mismatch_that_left_messages():
+    def body(rank):
+        group = rc.Group([0, 1])
+        for _ in range(2):
+            rc.allreduce(np.ones(300_000), group=group, name="w")
+        with pytest.raises(rc.MismatchError):
+            rc.allreduce(np.full(300_000 + rank, 7.0), group=group, name="w")
+        del group
+        totals = []
+        for index in range(4):
+            gc.collect()
+            group = rc.Group([0, 1])
+            mine = np.full(300_000, 10.0**index + rank)
+            totals += [rc.allreduce(mine, group=group, name="w") for _ in range(2)]
+            del group
+        return [set(total) for total in totals]
+
+    assert run_ranks(2, body) == [[{2 * 10.0 ** (i // 2) + 1} for i in range(8)]] * 2
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ class Group:
     Raises:
         ValueError: a rank that does not exist, or the same one twice, or none.
         MismatchError: members passed the ranks in different order.
-        RingcommError: more than 1023 groups in this job, or than MPI has tags for.
+        RingcommError: its ranks have 1023 groups in use, or as many as MPI has tags for. A group
+            is in use until all of its members have dropped it.
     """
 
     rank: int | None

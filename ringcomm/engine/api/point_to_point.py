@@ -36,7 +36,7 @@ from ringcomm.transport.channel import Channel
 from ringcomm.transport.header import Kind
 from ringcomm.transport.watch import Watch
 
-_MAILBOXES = 1 << 33  # no context of a group: names of (group, tag)
+_MAILBOXES = 1 << 33  # no id of a group: names of (group, tag)
 
 
 def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
@@ -181,7 +181,7 @@ class _Side:
     Attributes:
         watch: the control channel.
         group: in which the ranks are numbered.
-        context: of the group.
+        context: of the group's messages.
         mailbox: 64 bits for the group and the tag.
         adapter: of the array that is sent or received.
         issue: its moment, if it is on a GPU: then it goes through host memory.
@@ -201,12 +201,12 @@ class _Side:
         """Check the arguments."""
         current = engine()
         group = group_of(group, current)
-        context = group.ledger_for(current).context
-        mailbox = base_of(_MAILBOXES, f"{context}:{_int_of('tag', tag)}")
+        ledger = group.ledger_for(current)
+        mailbox = base_of(_MAILBOXES, f"{ledger.group_id}:{_int_of('tag', tag)}")
         on_gpu = device_adapter_for(x)
         issue = None if on_gpu is None else Issue.of(group, on_gpu, x)
         adapter = on_gpu or adapter_for(x)
-        return cls(current.watch, group, context, mailbox, adapter, issue, by_count)
+        return cls(current.watch, group, ledger.context, mailbox, adapter, issue, by_count)
 
     def outline(self, x: Array) -> str:
         """Return "float32 (2, 3)"."""

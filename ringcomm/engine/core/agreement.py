@@ -28,13 +28,15 @@ class Verdict:
     Attributes:
         is_agreed: all make the same call.
         value: the largest that was proposed.
+        in_use: the bits that any rank has set.
     """
 
     is_agreed: bool
     value: int
+    in_use: int
 
 
-async def agree(fingerprint: int, proposal: int, t: Channel) -> Verdict:
+async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0) -> Verdict:
     """Return once every rank has entered this operation, with what they say; a barrier, too."""
     all_agree, value = True, proposal
     with t.phase("negotiation"):
@@ -42,17 +44,21 @@ async def agree(fingerprint: int, proposal: int, t: Channel) -> Verdict:
             t.tell(
                 dest,
                 Kind.AGREE,
+                f"{in_use:x}" if in_use else "",
                 key=t.key,
                 fingerprint=fingerprint,
                 value=value,
                 flag=all_agree,
                 round=round_,
             )
-            heard = (await t.hear(Kind.AGREE, t.key, source, round_)).header
+            letter = await t.hear(Kind.AGREE, t.key, source, round_)
+            heard = letter.header
             assert heard is not None
             all_agree = all_agree and heard.flag and heard.fingerprint == fingerprint
             value = max(value, heard.value)
-    return Verdict(all_agree, value)
+            if letter.text:
+                in_use |= int(letter.text, 16)
+    return Verdict(all_agree, value, in_use)
 
 
 async def mismatch(

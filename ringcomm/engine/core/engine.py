@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 from ringcomm._core import NodeStep, StatusPage
 from ringcomm.arrays.base import Bytes
@@ -124,13 +123,12 @@ class Engine:
         self._pid, self._n_forks = os.getpid(), n_forks()
         self._lock = threading.Lock()
         self._pending = Pending(page)
-        self._founding = Founding()
+        world = self.world.ledger_for(self)
+        self._founding = self.watch.groups = Founding(self.watch, world)
         self._joining = self.watch.host = Joining(self, self._pending, self._lock)
         self.selection = Selection(settings)
         self._execution = Execution(self.watch, self.selection)
-        self._ledgers = {base_of(0, None): self.world.ledger_for(self)}
-        self._ledgers_of_all = [self.world.ledger_for(self)]  # of groups of all ranks
-        self._groups: WeakValueDictionary[int, Group] = WeakValueDictionary({0: self.world})
+        self._of_all = self.world  # whatever the default group is
         self._n_serial = 0
         self._broken: RingcommError | None = None
         self.dropped = DroppedErrors()
@@ -361,28 +359,23 @@ class Engine:
 
     def found(self, group: Group) -> Ledger:
         """Return the ledger of a new group, agreed on by its members; blocks."""
-        ledger = self._founding.found(group, self)
-        self._ledgers[base_of(ledger.context, None)] = ledger
-        self._groups[ledger.context] = group
-        if group.size == self.job_size:
-            self._ledgers_of_all.append(ledger)
-        return ledger
+        return self._founding.found(group, self)
 
     @property
     def n_entered_by_all(self) -> int:
         """How many operations in which all ranks take part this rank has begun."""
-        return sum(ledger.n_entered for ledger in self._ledgers_of_all)
+        return self._of_all.ledger_for(self).tally.n_entered
 
-    def group_of(self, context: int) -> Group:
-        """Return the group whose operations have this context.
+    def group_of(self, group_id: int) -> Group:
+        """Return the group of this id.
 
         Raises:
             RingcommError: it is no more on this rank.
         """
-        group = self._groups.get(context)
+        group = self._founding.group(group_id) if group_id else self._of_all
         if group is None:
             raise RingcommError(
-                f"join(): another rank uses group {context}, which rank {self.job_rank} has "
+                f"join(): another rank uses group {group_id}, which rank {self.job_rank} has "
                 "dropped: keep a reference to it"
             )
         return group
@@ -568,7 +561,9 @@ class Engine:
         self.attached.close(is_clean=is_clean)
         self._transport.close(is_clean=is_clean)
         self.world.quick = None
-        self.watch.whereabouts = self.watch.host = None  # no cycle may keep the page's descriptor
+        self.watch.whereabouts = self.watch.host = self.watch.groups = (
+            None  # no cycle may keep the page's descriptor
+        )
         self._progress.close()
 
     def stop(self) -> None:
@@ -583,7 +578,7 @@ class Engine:
             return True
         if self.attached.has_entered(base, number):
             return True
-        return any(ledger.has_entered(base, number) for ledger in list(self._ledgers.values()))
+        return self._founding.has_entered(base, number)
 
     def is_in(self) -> str:
         """Return the label of the oldest operation that is pending, "" if there is none."""

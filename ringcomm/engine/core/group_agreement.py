@@ -1,74 +1,212 @@
-"""How the members of a group agree on its context: what tells its messages from those of others."""
+"""The groups that a rank is a member of: how their members agree on them, and when they are over.
+
+A group has two numbers. Its id names its operations in what ranks tell each other, and no other
+group that shares a rank with it has the same one, ever. Its context is a part of the tag of each of
+its messages, and says which window of shared memory is its own. There are few of them, so they are
+used again: once every member has dropped the group and has heard that all others have.
+"""
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ringcomm.collectives.schedule import dissemination_steps
 from ringcomm.engine.core.agreement import agree, mismatch
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.ledger import NO_GROUP, Ledger, Ticket, base_of
+from ringcomm.engine.core.ledger import NO_GROUP, Ledger, Tally, Ticket, base_of
 from ringcomm.engine.progress.loop import Strand, Task
 from ringcomm.errors import RingcommError
-from ringcomm.transport.base import CALLS, TAGS_PER_GROUP, contexts_within
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.base import GROUPS, contexts_within
+from ringcomm.transport.channel import Channel, Wait
+from ringcomm.transport.header import Header, Kind
+from ringcomm.transport.watch import Watch
 
 if TYPE_CHECKING:
     from ringcomm.engine.api.group import Group
     from ringcomm.engine.core.engine import Engine
 
+_ATTEMPTS = 12  # to find a free context, while news of groups that are over comes in
+_PAUSE_S = 0.1  # between two of them
 
-class Founding:
-    """The groups that one rank has taken part in making.
 
-    A group's context is the largest that any member has not used yet: two groups that share a rank
-    never have the same one.
+@dataclass
+class _Member:
+    """This rank's part in one group.
+
+    Attributes:
+        ledger: of the group.
+        steps: (dest, source) of each round in which the members tell each other that it is over.
+        is_dropped: this rank has no reference to it and has nothing under way in it.
+        round: of those that is awaited.
     """
 
-    def __init__(self) -> None:
-        self._one_at_a_time = threading.Lock()  # each takes the next context
-        self._next_context = 1
+    ledger: Ledger
+    steps: tuple[tuple[int, int], ...]
+    is_dropped: bool = False
+    round: int = 0
+
+
+class Founding:
+    """The groups of one rank, from the agreement on them until all members have dropped them.
+
+    Args:
+        watch: the control channel.
+        world: ledger of the group of all ranks, which is never over.
+    """
+
+    def __init__(self, watch: Watch, world: Ledger) -> None:
+        self._watch = watch
+        self._one_at_a_time = threading.Lock()  # each takes the next id
+        self._next_id = 1
         self._n_made: dict[tuple[int, ...], int] = {}
+        self._of_all = world.tally
+        self.ledgers = {0: world}
+        self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._members: dict[int, _Member] = {}
+        self._contexts = 1  # bit c: context c is in use
+        self._heard: dict[int, set[int]] = {}  # by id: rounds of which it has heard
+        self._dropped: deque[int] = deque()  # ids, from whichever thread collects garbage
 
     def found(self, group: Group, engine: Engine) -> Ledger:
-        """Return the ledger of a new group, agreed on by its members; blocks."""
-        members = tuple(sorted(group.ranks))
+        """Return the ledger of a new group, agreed on by its members; blocks.
+
+        Raises:
+            MismatchError: members passed the ranks in different order.
+            RingcommError: as many groups as there are contexts are in use.
+        """
+        ledger: Ledger | None
         with self._one_at_a_time:
-            number = self._n_made.get(members, 0) + 1
-            ticket = Ticket(None, base_of(NO_GROUP, str(members)), number)
-            call = Call(f"Group({list(group.ranks)})")
+            for attempt in range(_ATTEMPTS):  # as many on each member: all learn the same each time
+                ledger, n_in_use = self._attempt(group, engine, _PAUSE_S if attempt else 0.0)
+                if ledger is not None:
+                    break
+                gc.collect()  # a group that is part of a cycle is dropped only by this
+            else:
+                raise RingcommError(_too_many(group, n_in_use, engine.transport.largest_tag))
+        self._groups[ledger.group_id] = group
+        weakref.finalize(group, self._dropped.append, ledger.group_id).atexit = False
+        return ledger
 
-            def talk(task: Task, _: int) -> Strand:
-                self._n_made[members] = number  # not before it is under way, and others count it
-                return self._agree(task, call, number, engine)
+    def group(self, group_id: int) -> Group | None:
+        """Return a group of this rank, None if it has been dropped."""
+        return self._groups.get(group_id)
 
-            context: int = engine.complete(
-                lambda: engine.converse(f"{group!r}", members, talk, ticket=ticket)
-            )
-        largest_tag = engine.transport.largest_tag
-        if context >= contexts_within(largest_tag):
-            raise RingcommError(_too_many(group, context, largest_tag))
-        return Ledger(context, is_first=group.rank == 0)
+    def has_entered(self, base: int, number: int) -> bool:
+        """Return True if this rank is, or was, in that operation; see Whereabouts."""
+        return any(ledger.has_entered(base, number) for ledger in list(self.ledgers.values()))
 
-    async def _agree(self, task: Task, call: Call, number: int, engine: Engine) -> int:
-        talk = Channel(engine.watch, task.key, task.members)
+    def poll(self) -> None:
+        """Tell the other members of groups that this rank has dropped; see Members."""
+        while self._dropped and not self._watch.has_left:
+            group_id = self._dropped.popleft()
+            member = self._members[group_id]
+            if not member.ledger.is_spoiled:  # else its context is not used again
+                member.is_dropped = True
+                self._tell(group_id, member)
+                self._advance(group_id, member)
+
+    def hear_dropped(self, header: Header) -> None:
+        """See Members."""
+        self._heard.setdefault(header.key, set()).add(header.round)
+        member = self._members.get(header.key)
+        if member is not None and member.is_dropped and not self._watch.has_left:
+            self._advance(header.key, member)
+
+    def _attempt(self, group: Group, engine: Engine, pause_s: float) -> tuple[Ledger | None, int]:
+        """Return a ledger, or None if no context is free; and how many contexts are in use."""
+        members = tuple(sorted(group.ranks))
+        number = self._n_made.get(members, 0) + 1
+        ticket = Ticket(None, base_of(NO_GROUP, str(members)), number)
+
+        def talk(task: Task, _: int) -> Strand:
+            self._n_made[members] = number  # not before it is under way, and others count it
+            return self._agree(task, group, number, pause_s)
+
+        agreed: tuple[Ledger | None, int] = engine.complete(
+            lambda: engine.converse(f"{group!r}", members, talk, ticket=ticket)
+        )
+        return agreed
+
+    async def _agree(
+        self, task: Task, group: Group, number: int, pause_s: float
+    ) -> tuple[Ledger | None, int]:
+        call = Call(f"Group({list(group.ranks)})")
+        if pause_s:
+            await Wait((_Pause(time.monotonic() + pause_s),))
+        self.poll()
+        talk = Channel(self._watch, task.key, task.members)
         task.channels.append(talk)
-        verdict = await agree(call.fingerprint, self._next_context, talk)
-        context = verdict.value
-        self._next_context = max(self._next_context, context + 1)
+        verdict = await agree(call.fingerprint, self._next_id, talk, in_use=self._contexts)
         if not verdict.is_agreed:
-            nearest = context % contexts_within(engine.transport.largest_tag)
-            calls = Channel(engine.watch, task.key, task.members, context=nearest, channel=CALLS)
+            calls = Channel(self._watch, task.key, task.members, channel=GROUPS)
             task.channels.append(calls)
             raise await mismatch(call, number, calls)
-        return context
+        context = (~verdict.in_use & (verdict.in_use + 1)).bit_length() - 1  # the lowest free one
+        if context >= contexts_within(self._watch.transport.largest_tag):
+            return None, verdict.in_use.bit_count()
+        ledger = self._take(group, verdict.value, context)
+        return ledger, verdict.in_use.bit_count()
+
+    def _take(self, group: Group, group_id: int, context: int) -> Ledger:
+        tally = self._of_all if group.size == self._watch.transport.size else Tally()
+        ledger = Ledger(group_id, context=context, is_first=group.rank == 0, tally=tally)
+        steps = tuple(dissemination_steps(group.index, group.size))
+        ranks = group.ranks
+        steps = tuple((ranks[dest], ranks[source]) for dest, source in steps)
+        self._next_id = group_id + 1
+        self._contexts |= 1 << context
+        self._members[group_id] = _Member(ledger, steps)
+        self.ledgers[group_id] = ledger
+        return ledger
+
+    def _tell(self, group_id: int, member: _Member) -> None:
+        if member.round < len(member.steps):
+            dest, _ = member.steps[member.round]
+            self._watch.tell(dest, Kind.DROPPED, key=group_id, round=member.round)
+
+    def _advance(self, group_id: int, member: _Member) -> None:
+        """Go on to the next round as far as is known; after the last all members are done."""
+        heard = self._heard.setdefault(group_id, set())
+        while member.round < len(member.steps) and member.round in heard:
+            member.round += 1
+            self._tell(group_id, member)
+        if member.round == len(member.steps):
+            self._recycle(group_id, member.ledger.context)
+
+    def _recycle(self, group_id: int, context: int) -> None:
+        del self._heard[group_id], self._members[group_id], self.ledgers[group_id]
+        node = self._watch.transport.node
+        if node is not None:
+            node.clear(context)
+        self._contexts &= ~(1 << context)
 
 
-def _too_many(group: Group, context: int, largest_tag: int) -> str:
+@dataclass(frozen=True)
+class _Pause:
+    """Request that is complete at a time of the monotonic clock."""
+
+    until: float
+    source: int = -1
+
+    def test(self) -> bool:
+        """Return True once it is time."""
+        return time.monotonic() >= self.until
+
+    def cancel(self) -> None:
+        """Do nothing: nothing is under way."""
+
+
+def _too_many(group: Group, n_in_use: int, largest_tag: int) -> str:
     return (
-        f"{group!r}: this would be group {context} of this job, and "
-        f"{contexts_within(largest_tag) - 1} are the limit: its messages need tags up to "
-        f"{(context + 1) * TAGS_PER_GROUP - 1}, and there are tags up to {largest_tag}. Make "
-        "groups once and keep them; where MPI has few tags (TAG_UB), another of its transports may "
-        "have more: with Open MPI, `mpirun --mca pml ob1`"
+        f"{group!r}: its ranks have {n_in_use - 1} groups in use, which is the limit: each needs "
+        f"tags of its own, and there are tags up to {largest_tag} (TAG_UB). Drop "
+        "groups that are not needed, on all of their members: a new one takes their place. Where "
+        "MPI has few tags, another of its transports may have more: with Open MPI, "
+        "`mpirun --mca pml ob1`"
     )

@@ -36,14 +36,14 @@ class _Invitation:
 
     Attributes:
         key: of the operation.
-        context: of its group.
+        group_id: of its group.
         base: see ringcomm.engine.core.ledger.
         number: see ringcomm.engine.core.ledger.
         call: what the other rank calls.
     """
 
     key: int
-    context: int
+    group_id: int
     base: int
     number: int
     call: Call
@@ -165,7 +165,7 @@ class Joining:
         engine, call = self._engine, invitation.call
         if engine.has_entered(invitation.key, invitation.base, invitation.number):
             return True
-        group = engine.group_of(invitation.context)
+        group = engine.group_of(invitation.group_id)
         ledger = group.ledger_for(engine)
         if not ledger.is_next(call.name, invitation.number):
             return False
@@ -202,7 +202,7 @@ class Joining:
                     key=work.ticket.key,
                     fingerprint=work.ticket.base,
                     value=work.ticket.number,
-                    about=work.ledger.context,
+                    about=work.ledger.group_id,
                     round=index % 256,
                     flag=index == len(parts) - 1,
                 )

@@ -13,7 +13,7 @@ from ringcomm.transport.node import N_NAMED, N_UNNAMED
 
 MAX_PENDING = N_STREAMS // 4  # so that two ranks never have operations of one stream in flight
 MAX_CACHED = N_NAMED
-NO_GROUP = 1 << 32  # stands for a context in what is no operation of a group
+NO_GROUP = 1 << 32  # stands for the id of a group in what is no operation of one
 _UNNAMED = N_STREAMS // 2  # streams below are for unnamed operations, by their place
 _FIRST_PASSING = _UNNAMED + MAX_CACHED  # streams from here on are for names that are not cached
 _ODD = 0x9E3779B97F4A7C15
@@ -43,6 +43,13 @@ class Ticket:
 
 
 @dataclass(slots=True)
+class Tally:
+    """How many operations this rank has begun, in one group or in several."""
+
+    n_entered: int = 0
+
+
+@dataclass(slots=True)
 class _Entry:
     """A name that all ranks know: its last use, its stream, and the call agreed on, if any."""
 
@@ -55,20 +62,26 @@ class Ledger:
     """The operations of one group, as one of its ranks keeps them.
 
     Args:
-        context: of the group.
+        group_id: names the operations of the group; never used again.
         is_first: this rank is the group's rank 0, which hands out the streams of names.
+        context: of the group's messages and of its window of shared memory.
+        tally: counts what this rank begins; None: a new one.
 
     Attributes:
         next_place: of the next unnamed operation.
-        n_entered: operations that this rank has begun.
+        is_spoiled: messages that nobody will take may be under way in this context.
     """
 
-    def __init__(self, context: int, *, is_first: bool) -> None:
+    def __init__(
+        self, group_id: int, *, is_first: bool, context: int = 0, tally: Tally | None = None
+    ) -> None:
+        self.group_id = group_id
         self.context = context
         self._is_first = is_first
         self.next_place = 1
-        self.n_entered = 0
-        self._unnamed = base_of(context, None)
+        self.tally = Tally() if tally is None else tally
+        self.is_spoiled = False
+        self._unnamed = base_of(group_id, None)
         self._entries: dict[str, _Entry] = {}
         self._bases: dict[str, int] = {}
         self._names: dict[int, str] = {}
@@ -92,12 +105,12 @@ class Ledger:
             return self.unnamed(self.take_place())
         self.require_free(name)
         self._pending.add(name)
-        self.n_entered += 1
+        self.tally.n_entered += 1
         if is_once:
-            return Ticket(name, base_of(self.context, name), 0, is_once=True)
+            return Ticket(name, base_of(self.group_id, name), 0, is_once=True)
         entry = self._entries.get(name)
         if entry is None:
-            return Ticket(name, base_of(self.context, name), 0)
+            return Ticket(name, base_of(self.group_id, name), 0)
         entry.number += 1
         return Ticket(name, self._bases[name], entry.number)
 
@@ -113,7 +126,7 @@ class Ledger:
         """Return the place of an unnamed operation that begins on this rank."""
         place = self.next_place
         self.next_place = place + 1
-        self.n_entered += 1
+        self.tally.n_entered += 1
         return place
 
     def unnamed(self, place: int) -> Ticket:
@@ -182,6 +195,7 @@ class Ledger:
             self._bases[ticket.name] = ticket.base
             self._names[ticket.base] = ticket.name
         is_spoiled = fingerprint is None and entry.fingerprint is not None
+        self.is_spoiled |= is_spoiled
         is_lasting = stream < _FIRST_PASSING and not is_spoiled
         entry.stream = stream if is_lasting else None
         entry.fingerprint = fingerprint if is_lasting else None
@@ -207,10 +221,10 @@ class Ledger:
         return stream
 
 
-def base_of(context: int, name: str | None) -> int:
+def base_of(group_id: int, name: str | None) -> int:
     """Return 64 bits for a name in a group, or for its unnamed operations."""
     import hashlib  # loads OpenSSL, 5 ms: not a cost of `import ringcomm`
 
-    text = f"{context}" if name is None else f"{context}:{name}"
+    text = f"{group_id}" if name is None else f"{group_id}:{name}"
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")

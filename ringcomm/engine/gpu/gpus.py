@@ -258,16 +258,16 @@ class Gpus:
         """Return what carries out the operations of a group."""
         from ringcomm.engine.gpu.team import GpuTeam
 
-        context = group.ledger_for(self._engine).context
+        group_id = group.ledger_for(self._engine).group_id
         with self._lock:
-            found = self._teams.get(context)
+            found = self._teams.get(group_id)
             if found is None:
-                found = self._teams[context] = GpuTeam(self, group, context)
+                found = self._teams[group_id] = GpuTeam(self, group, group_id)
             return found
 
     def team_or_none(self, group: Group) -> GpuTeam | None:
         """Return it, if any operation of the group has been on a GPU."""
-        return self._teams.get(group.ledger_for(self._engine).context)
+        return self._teams.get(group.ledger_for(self._engine).group_id)
 
     @property
     def any_memory(self) -> GpuMemory:

@@ -49,7 +49,7 @@ class GpuTeam:
     Args:
         gpus: of the engine.
         group: the group.
-        context: of the group.
+        group_id: of the group.
 
     Attributes:
         choice: how the ranks exchange, and why; None before the first operation.
@@ -57,14 +57,14 @@ class GpuTeam:
         n_launched: how many operations this rank has put on its stream.
     """
 
-    def __init__(self, gpus: Gpus, group: Group, context: int) -> None:
+    def __init__(self, gpus: Gpus, group: Group, group_id: int) -> None:
         self._gpus = gpus
         self._engine = group.engine
         self._members = group.ranks
         self._rank, self._size = group.index, group.size
-        self._context = context
-        self._base = base_of(context, "on the GPU")
-        self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {context}")
+        self._group_id = group_id
+        self._base = base_of(group_id, "on the GPU")
+        self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {group_id}")
         self._n_alone = 0
         self._n_ordered = 0  # on the first rank: how many have been given their place
         self._turn = 0

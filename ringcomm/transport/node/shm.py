@@ -94,6 +94,14 @@ class SharedNode:
         team = make_team(members.index(self._rank), context, self.is_crowded, memories)
         return NodeTeam(team, self.moment_s)
 
+    def clear(self, context: int) -> None:
+        """Forget all of a context that no rank uses any more, for another group to have it."""
+        for key in [key for key in self._teams if key[0] == context]:
+            team = self._teams.pop(key)
+            if team is not None:
+                team.team.retire()
+        self.memory.clear_window(context)
+
     def abandon(self) -> None:
         """Give up every operation of this rank that is under way in shared memory.
 
