@@ -135,3 +135,5 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("at_length"):
             item.add_marker(skipped)
+        elif harness.is_fast() and item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="./ci/test --fast has no time for it"))

@@ -25,6 +25,7 @@ PROMPTLY_S = 120.0  # a job that no deadline of 600 s has ended, on a busy machi
 HANG_S = 240.0  # a machine that is busy takes a minute to import torch
 DEADLINE_S = 180.0  # of ranks as threads: only a hang reaches it
 CASES_IN_THE_GATE = 10
+CASES_IF_FAST = 2
 wire = "messages"  # or "node": ranks as threads share memory, too; see the fixture `wire`
 
 
@@ -99,6 +100,11 @@ def is_at_length():
     return os.environ.get("AT_LENGTH") == "1"
 
 
+def is_fast():
+    """Return True under ./ci/test --fast."""
+    return os.environ.get("FAST") == "1"
+
+
 def at_length(every, gate):
     """Return all the cases of a test under ci/length, and those that the gate has time for else."""
     return every if is_at_length() else gate
@@ -106,10 +112,12 @@ def at_length(every, gate):
 
 def few_of(cases):
     """Return cases[:] if they are few, else some in which each two values of parameters meet."""
-    if len(cases) <= CASES_IN_THE_GATE:
+    if len(cases) <= (CASES_IF_FAST if is_fast() else CASES_IN_THE_GATE):
         return cases
     # By hash, so that they have nothing else in common, and are the same in the next run.
     mixed = sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+    if is_fast():
+        return mixed[:CASES_IF_FAST]
     seen, chosen, others = set(), [], []
     for item in mixed:
         values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]

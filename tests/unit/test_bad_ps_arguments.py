@@ -127,6 +127,7 @@ def test_a_table_refuses_a_bad_argument_and_goes_on(mode):
     run_workers(N_WORKERS, body, N_SERVERS, deadline_s=DEADLINE_S)
 
 
+@pytest.mark.long
 def test_a_function_of_the_job_refuses_a_bad_argument_and_all_tables_go_on():
     numbers = [itertools.count() for _ in range(N_WORKERS)]
 

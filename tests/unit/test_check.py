@@ -702,6 +702,7 @@ STALE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variables", [{}, STALE], ids=["alone", "inside a job"])
 def test_two_ranks_do_a_real_allreduce(variables):
     ended = ringcomm("check", "--run", "--json", **variables)

@@ -238,6 +238,7 @@ def test_a_number_has_no_rows(kind):
     run_ranks(2, body)
 
 
+@pytest.mark.long
 def test_torch_tensors_come_back_as_torch_tensors():
     torch = pytest.importorskip("torch", reason="the core works, and is tested, without torch")
 

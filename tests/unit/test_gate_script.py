@@ -64,7 +64,7 @@ case "$0 $*" in *"$BROKEN"*) exit 3;; *"$SILENT"*) printf dots; exec sleep 600;;
 """
 
 
-def run_gate(folder, broken, silent="-none-"):
+def run_gate(folder, broken, *arguments, silent="-none-"):
     shutil.copy(ROOT / "ci" / "test", folder / "test")
     (folder / "setup.sh").write_text(STUBS)
     (folder / "ci").mkdir()
@@ -72,7 +72,7 @@ def run_gate(folder, broken, silent="-none-"):
         path.write_text(STUB)
         path.chmod(0o755)
     return subprocess.run(
-        ["bash", folder / "test"],
+        ["bash", folder / "test", *arguments],
         env={"PATH": "/usr/bin:/bin", "BROKEN": broken, "SILENT": silent},
         capture_output=True,
         text=True,
@@ -106,6 +106,22 @@ def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
     assert f"FAILED: {told}" in done.stderr
     assert f"FAILED: {told} (exit 3)" in done.stdout  # at once, where it happens
     assert "== hello_allreduce.py" in done.stdout  # the others run all the same
+
+
+def test_fast_runs_each_unit_test_in_one_of_two_halves_and_no_job(tmp_path):
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
+    files = {tmp_path / "tests" / "unit" / f"test_{each}.py" for each in "abcde"}
+    for path in files:
+        path.touch()
+    done = run_gate(tmp_path, "test_d.py", "--fast")
+    assert done.returncode == 1, done
+    runs = [line.split() for line in done.stdout.splitlines() if "bin/pytest" in line]
+    halves = [{word for word in words if word.endswith(".py")} for words in runs]
+    assert sorted(map(len, halves)) == [2, 3]
+    assert set.union(*halves) == set(map(str, files))
+    called = [line for line in done.stdout.splitlines() if "called" in line]
+    assert not any(name in line for line in called for name in ("mpirun", "mpich", "mypy"))
+    assert [line.split()[-1] for line in called[-6:]].count("ci/house") == 1
 
 
 def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
@@ -199,7 +215,8 @@ def test_a_wheel_is_built_once_and_strictly_where_the_compiler_lets_it(
     assert (tmp_path / "built").read_text().split() == built
 
 
-def test_of_many_cases_some_are_left_in_which_each_two_values_meet():
+def test_of_many_cases_some_are_left_in_which_each_two_values_meet(monkeypatch):
+    monkeypatch.delenv("FAST", raising=False)
     every = {"n": (1, 2, 3, 4), "op": ("sum", "min", "max"), "name": tuple("abcdefghijklmn")}
     settings = [dict(zip(every, each, strict=True)) for each in itertools.product(*every.values())]
     cases = [
@@ -212,3 +229,5 @@ def test_of_many_cases_some_are_left_in_which_each_two_values_meet():
         met = {(case[one], case[other]) for case in few}
         assert met == set(itertools.product(every[one], every[other]))
     assert harness.few_of(cases[:10]) == cases[:10]
+    monkeypatch.setenv("FAST", "1")
+    assert len(harness.few_of(cases)) == 2

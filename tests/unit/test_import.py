@@ -58,6 +58,7 @@ def test_import_takes_less_than_60_ms_more_than_numpy():
     assert min(float(run_python(code).stdout) for _ in range(5)) < 0.060
 
 
+@pytest.mark.long
 def test_what_the_first_call_imports_takes_about_as_long_as_numpy():
     code = (
         "import time\n"

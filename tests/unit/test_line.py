@@ -39,6 +39,7 @@ def looks_at(n_pending, monkeypatch):
     return len(looks) / n_pending / N_RANKS
 
 
+@pytest.mark.long
 def test_an_operation_costs_the_same_however_many_are_pending(wire, monkeypatch):
     few, many = (looks_at(n, monkeypatch) for n in (200, 1600))
     assert many < 3 * few  # it was 16 times: all were looked at whenever one went on

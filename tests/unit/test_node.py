@@ -257,6 +257,7 @@ def test_the_deadline_names_the_missing_rank():
     outcomes(2, body, settings=Settings(timeout_s=0.3))
 
 
+@pytest.mark.long
 def test_memory_is_used_again_and_given_back():
     def body(rank):
         x = np.zeros(4 * MIB, np.uint8)
@@ -356,6 +357,7 @@ def test_an_array_larger_than_the_machine_is_a_memory_error_that_says_so(shape):
     run_ranks(2, body, hub=LoopbackHub(2, (0, 0)))
 
 
+@pytest.mark.long
 def test_autograd_hears_of_a_reduction_whether_or_not_a_rank_is_late():
     torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
 

@@ -241,6 +241,7 @@ def learn(kv, rank, steps):
     return kv.pull(np.arange(400, dtype=np.uint64)).wait()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("admit", [None, ps.Admit(min_count=4)])
 @pytest.mark.parametrize("updater", [ps.optim.Adam(0.01), ps.optim.RowwiseAdagrad(0.1)])
 def test_rows_go_on_with_the_same_bits_on_other_servers(tmp_path, updater, admit):
@@ -581,6 +582,7 @@ for moment in sys.argv[3:]:
 """
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_of_a_save_the_older_one_or_the_new_one_is_whole(tmp_path):
     tests = os.path.dirname(os.path.dirname(__file__))
     moments = [str(k) for k in at_length(range(30), (0, 2, 5, 8, 11, 14, 17, 20))]

@@ -350,6 +350,7 @@ def test_values_that_are_assigned_go_as_they_are_and_drop_what_was_kept():
     assert not kept.any()
 
 
+@pytest.mark.long
 def test_a_fiftieth_of_the_gradient_finds_the_optimum():
     optimum = gradients(1)[0, 0]
 

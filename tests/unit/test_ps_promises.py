@@ -82,6 +82,7 @@ def test_a_pull_has_all_own_pushes(count, mode):
     assert run_workers(2, body, 2) == [True, True]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("wire", "late_bodies")
 @pytest.mark.parametrize("count", [50_000, 500_000])
 def test_no_pull_sees_half_an_update_or_goes_back(count):

@@ -43,6 +43,7 @@ def to_and_fro(t, n_servers, is_over, seed=0):
 
 
 # --- many at once -------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.usefixtures("wire")
 @pytest.mark.parametrize("n_servers", [2, 3])
 def test_no_push_is_lost_or_doubled_while_partitions_move(n_servers):
@@ -74,6 +75,7 @@ def next_move_of(t, current):
     return lambda rng: move_all(current, [Move((t.number, rng.randrange(6)), -1, rng.randrange(2))])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("wire")
 def test_rounds_go_on_with_the_same_bits_while_partitions_move():
     n_rounds, n_workers = 40, 3
@@ -101,6 +103,7 @@ def test_rounds_go_on_with_the_same_bits_while_partitions_move():
     assert min(n for _, n in moved) > 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("s", [0, 2])
 def test_a_bounded_read_has_every_push_that_it_must_while_partitions_move(s):
     n_steps, n_workers = 40, 3
