@@ -1,5 +1,6 @@
 """Operations that do not block: many in flight, named ones in any order, handles of all sorts."""
 
+import inspect
 import os
 import random
 import threading
@@ -673,3 +674,16 @@ def test_a_look_takes_no_time_and_blames_nobody():
         return handle.wait().item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_help_of_a_collective_is_complete_by_itself():
+    names = [name for name in rc.__all__ if "_async" in name]
+    assert len(names) == 17
+    for name in names:
+        blocking, ours = getattr(rc, name.replace("_async", "")), getattr(rc, name)
+        assert "see above" not in blocking.__doc__
+        assert ours.__doc__.endswith(blocking.__doc__)
+        assert "Handle" in ours.__doc__
+        assert list(inspect.signature(ours).parameters.values()) == list(
+            inspect.signature(blocking).parameters.values()
+        )

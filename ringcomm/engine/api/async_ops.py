@@ -1,14 +1,13 @@
 """The collectives that do not block: each returns a Handle at once.
 
-Arguments, results, errors and the matching of operations are those of the blocking forms in
-collectives.py. handle.wait() returns the result, or raises; errors of arguments, too, for the other
-ranks must learn of them. Many operations may be in flight; a thread of ringcomm advances them while
-Python computes. Until an operation is over, an array that was passed in
-must not be changed, and one that is overwritten not be read; reductions and broadcasts that are not
-in place copy x at once.
+handle.wait() returns what the blocking form in collectives.py does, or raises what it does; errors
+of arguments, too, for the other ranks must learn of them. Many operations may be in flight; a
+thread of ringcomm advances them while Python computes. Until an operation is over, an array that
+was passed in must not be changed, and one that is overwritten not be read; reductions and
+broadcasts that are not in place copy x at once.
 
-A rank may have 16,384 operations pending; the next one raises RingcommError there. Wait for handles
-as you go: how many are pending at a time differs from rank to rank.
+A rank may have 16,384 operations pending; the next one raises RingcommError. Wait for handles as
+you go: how many are pending at a time differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ringcomm.collectives.op import SUM, Op
+from ringcomm.engine.api import collectives
 from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.world import engine
@@ -258,3 +258,9 @@ def _start(
     **options: Any,
 ) -> Handle[R]:
     return engine().start(kind, name, lambda g: plan(g, name, *args, **options), group)
+
+
+for _name, _function in list(globals().items()):
+    if "_async" in _name and _function.__doc__:  # none under python -OO
+        _function.__doc__ += " Return a Handle at once.\n\n    "
+        _function.__doc__ += getattr(collectives, _name.replace("_async", "")).__doc__

@@ -49,8 +49,8 @@ def allreduce(
     Args:
         x: any shape, also empty and 0-d; same shape and dtype on every rank.
         op: rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
-        name: see above.
-        group: see above.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
         deterministic: reduce each element as ((0 + 1) + 2) + ... in rank order: the same bits in
             every run, for any size of buffer.
 
@@ -81,8 +81,7 @@ def allreduce_(
 ) -> A:
     """Replace x by its reduction over all ranks and return it; see allreduce().
 
-    After a PeerFailedError or CommTimeoutError the contents of x are undefined, and after a
-    MismatchError that says so.
+    After PeerFailedError, CommTimeoutError or a MismatchError that says so, x is undefined.
     """
     if name is None and deterministic is False:
         which = engine().world if group is None else group
@@ -153,9 +152,9 @@ def reduce_scatter(
 
     Args:
         x: at least one dimension; same shape and dtype on every rank.
-        op: as in allreduce().
-        name: see above.
-        group: see above.
+        op: rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
         deterministic: as in allreduce().
 
     Returns:
@@ -181,14 +180,9 @@ def reduce_scatter_(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> A:
-    """Return this rank's rows of the reduction as a view of x; see reduce_scatter().
+    """Return this rank's rows of the reduction as a view of x, which must be contiguous.
 
-    Args:
-        x: contiguous. Its other rows are undefined afterwards.
-        op: as in allreduce().
-        name: see above.
-        group: see above.
-        deterministic: as in allreduce().
+    The other rows of x are undefined afterwards. Else as reduce_scatter().
     """
     return _run(
         "reduce_scatter_",
@@ -208,8 +202,8 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> A
     Args:
         x: at least one dimension; same dtype on every rank, and same shape but for the first
             dimension, which may differ and may be 0.
-        name: see above.
-        group: see above.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
 
     Returns:
         A new array, shape (sum of first dimensions, *x.shape[1:]), in rank order.
@@ -230,8 +224,8 @@ def scatter(
     Args:
         x: at least one dimension; looked at on root only, None will do elsewhere.
         root: the rank whose rows all get.
-        name: see above.
-        group: see above.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
 
     Returns:
         A new array of root's kind and dtype: the first dimension n is split, the first n % size
@@ -256,8 +250,8 @@ def alltoall(
         splits: how many rows of x go to each rank; None: as many to each, which must be possible.
             May differ between ranks.
         return_splits: return (rows, splits), too: how many came from each rank, a list of ints.
-        name: see above.
-        group: see above.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
 
     Returns:
         A new array, shape (rows received, *x.shape[1:]).
@@ -271,8 +265,8 @@ def broadcast(x: A, root: int = 0, *, name: str | None = None, group: Group | No
     Args:
         x: same shape and dtype on every rank; its values matter on root only.
         root: the rank whose values all get.
-        name: see above.
-        group: see above.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
 
     Returns:
         A new array of x's shape and dtype.
@@ -321,9 +315,9 @@ def grouped_allreduce(
 
     Args:
         xs: list or tuple; as many, of the same shapes and dtypes, on every rank. May be empty.
-        op: as in allreduce().
+        op: rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
         name: of the whole call.
-        group: see above.
+        group: the ranks that take part; None: all.
         deterministic: as in allreduce(): the bits do not depend on what is fused.
 
     Returns:
@@ -396,8 +390,8 @@ def broadcast_object(
     Args:
         obj: anything that can be pickled; looked at on root only.
         root: the rank whose object all get.
-        name: see above.
-        group: see above.
+        name: matches the operations of this name on the other ranks; None: matched by order.
+        group: the ranks that take part; None: all.
 
     Unpickling runs code that root chose: the ranks of a job must trust each other.
     """
