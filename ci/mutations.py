@@ -754,12 +754,12 @@ PARAMETER_SERVER = [
     Mutation(
         "ps-a-step-called-again-leaves-out-a-bucket",
         "ps",
-        "torch/ps/feeder.py",
+        "torch/ps/bucket_pusher.py",
         """\
         bucket.note_pushed(self._pushed(bucket, factor, scale))
-        self._n_pushed += 1""",
+        self.n_pushed += 1""",
         """\
-        self._n_pushed += 1
+        self.n_pushed += 1
         bucket.note_pushed(self._pushed(bucket, factor, scale))""",
         "a push without credit is lost, though step() was called again",
         ("faces/test_ps_embedding_steps.py",),

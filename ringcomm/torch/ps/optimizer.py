@@ -21,9 +21,12 @@ from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import dressed, named_in_order
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
-from ringcomm.torch.ps.feeder import Feeder, ServerOptions
+from ringcomm.torch.ps.feeder import Feeder
 from ringcomm.torch.ps.hybrid import count_steps, require_something_served
 from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
+from ringcomm.torch.ps.server_options import ServerOptions
+from ringcomm.torch.ps.server_step import ServerStep
+from ringcomm.torch.ps.server_values import gather_state, pull_values, push_state, push_values
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")
@@ -116,7 +119,7 @@ def DistributedOptimizer(
     )  # fmt: skip
     feeder = Feeder(named, optimizer.param_groups, options, backward_passes_per_step)
     if options.class_name is not None:
-        feeder.push_state(optimizer.state)
+        push_state(feeder, optimizer.state)
         optimizer.state.clear()
     return cast(T, dressed(optimizer, _Served, _feeder=feeder))
 
@@ -196,7 +199,7 @@ class _Served(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the update on the servers, or take the mean from them, and fetch the new values."""
         feeder = self._feeder
-        feeder.groups = self.param_groups
+        feeder.pusher.groups = self.param_groups
         if feeder.options.class_name is None:
             result = self._step_here(closure)
             feeder.complete_step_of_worker()
@@ -248,15 +251,15 @@ class _Served(Optimizer):
             self._tell_scaler(is_finite=is_finite)
             if not is_finite:
                 feeder.was_applied = False
-                feeder.take_back()
-                feeder.finish_rows(None, scale)
+                feeder.pusher.take_back()
+                ServerStep(feeder.pusher, feeder.rows, scale).finish_rows(None)
                 return False
             for grad in grads:
                 grad.div_(scale)
         clip = 1.0
         if feeder.options.max_norm is not None:
             clip = clip_gradients(grads, of_rows, feeder.options.max_norm)
-        feeder.finish_rows(clip, scale)
+        ServerStep(feeder.pusher, feeder.rows, scale).finish_rows(clip)
         return True
 
     def _grad_scale(self) -> float:
@@ -309,7 +312,7 @@ class _Served(Optimizer):
 
     def push_parameters(self) -> None:
         """Give all the chief's parameters, after they were changed by hand. Collective."""
-        self._feeder.push_values()
+        push_values(self._feeder)
 
     def pull_parameters(self) -> None:
         """Set the parameters to the servers' values of now, or of this rank's snapshot.
@@ -317,7 +320,7 @@ class _Served(Optimizer):
         For evaluators, which wrap the same model and optimizer once, and call this each time that
         they evaluate; and for workers between two steps.
         """
-        self._feeder.pull_values()
+        pull_values(self._feeder)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every worker alike, between two steps. Collective."""
@@ -325,7 +328,7 @@ class _Served(Optimizer):
         feeder = self.__dict__.get("_feeder")
         if feeder is not None:
             g = len(self.param_groups) - 1
-            feeder.groups = self.param_groups
+            feeder.pusher.groups = self.param_groups
             feeder.extend(
                 [(f"group{g}.{i}", p) for i, p in enumerate(self.param_groups[g]["params"])]
             )
@@ -334,7 +337,7 @@ class _Served(Optimizer):
         """Return what a plain optimizer would: its state is gathered from the servers."""
         if self._feeder.options.class_name is None:
             return super().state_dict()
-        self.state.update(self._feeder.gather_state())
+        self.state.update(gather_state(self._feeder))
         try:
             return super().state_dict()
         finally:
@@ -346,9 +349,9 @@ class _Served(Optimizer):
         The chief's counts, and so do its parameters: load the model before.
         """
         super().load_state_dict(state_dict)
-        self._feeder.groups = self.param_groups
+        self._feeder.pusher.groups = self.param_groups
         if self._feeder.options.class_name is not None:
-            self._feeder.push_state(self.state)
+            push_state(self._feeder, self.state)
             self.state.clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

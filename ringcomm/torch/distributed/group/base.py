@@ -135,7 +135,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Set that name."""
+        """Set the name by which operators find it."""
         self._name = name
 
     def getGroupDesc(self) -> str:
@@ -146,22 +146,13 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         """Set what it is for."""
         self._desc = desc
 
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def name(self) -> str:
-        """Return "ringcomm"."""
-        return "ringcomm"
+    name = _get_backend_name = getBackendName
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what carries out operations on a device: this, for the CPU."""
         return self if torch.device(device).type == "cpu" else self._devices.by_type(device)
-
-    def _get_backend_name(self) -> str:
-        return "ringcomm"
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -181,8 +172,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         """Set the deadline of each operation that is called from now on."""
         self._timeout_s = timeout.total_seconds()
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.set_timeout(timeout)
+    _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the engine numbers operations from the first one on."""
