@@ -74,9 +74,7 @@ void bind_schedule(nb::module_& m) {
       }, "total"_a, "dtype"_a, "divisor"_a)
       .def("copy", [](Schedule& s, PySpan out, PySpan x) { s.copy(span(out), span(x)); }, "out"_a,
            "x"_a)
-      .def("finish", &Schedule::finish)
-      .def_prop_ro("n_actions", [](const Schedule& s) { return s.actions().size(); })
-      .def_prop_ro("scratch_nbytes", &Schedule::scratch_nbytes);
+      .def("finish", &Schedule::finish);
 
   nb::class_<Program>(m, "Program")
       .def("advance", [](Program& p) { return p.advance() == Program::Step::moved; }, Unlocked())

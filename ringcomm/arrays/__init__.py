@@ -156,7 +156,7 @@ def current_gpu() -> int | None:
 
 
 def add_device_adapter(is_its_own: Callable[[Array], bool], adapter: DeviceAdapter) -> None:
-    """Let arrays for which is_its_own(x) be those of this adapter: of one more library."""
+    """Add an adapter for the arrays x for which is_its_own(x) is True."""
     _added.append((is_its_own, adapter))
 
 

@@ -1,4 +1,4 @@
-"""What the engine needs to know of an array, whoever made it."""
+"""The interface of the engine to arrays, whatever library made them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Span:
 
 
 class AnyAdapter(Protocol):
-    """What is alike for all array libraries, wherever the memory is.
+    """Base of the adapters of all array libraries, wherever the memory is.
 
     Attributes:
         kind: "numpy", "torch", "cupy" or "torch cuda".

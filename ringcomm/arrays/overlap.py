@@ -1,4 +1,4 @@
-"""Whether elements of one strided array share memory. Pure."""
+"""Finds elements of one strided array that share memory. Pure."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _KNOWN = {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasat
 
 
 class TorchTensors:
-    """What is alike for dense tensors, wherever they are. Results carry no autograd history.
+    """Base of the adapters of dense tensors, wherever they are. Results carry no autograd history.
 
     Attributes:
         device_type: "cpu" or "cuda".

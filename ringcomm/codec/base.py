@@ -66,7 +66,7 @@ class Codec(Protocol):
 
 
 class FramedCodec(ABC):
-    """What is the same in every codec: the header, and the checks."""
+    """Base of the codecs: the header, and the checks."""
 
     kind: ClassVar[Kind]
 

@@ -1,4 +1,4 @@
-"""What stands before the payload of an encoded array, and what is checked before any of it is used.
+"""The header of an encoded array, and the checks before any of it is used.
 
 16 bytes, little-endian: kind, dtype, mark (2 bytes), parameter (4), count (8).
 """
@@ -23,7 +23,7 @@ Buffer = bytes | bytearray | memoryview | Bytes
 
 _FORMAT = struct.Struct("<BBHIQ")
 HEADER_NBYTES = _FORMAT.size
-_MARK = 0x6372  # "rc": most of what no codec wrote is told by it
+_MARK = 0x6372  # "rc": most buffers that no codec wrote lack it
 
 _BY_NUMPY = {np.dtype(name): DTYPES[name] for name in ("float16", "float32", "float64")}
 _BY_CODE = {dtype.kernel: dtype for dtype in _BY_NUMPY.values()}
@@ -57,7 +57,7 @@ _BY_NUMBER = {int(kind): kind for kind in Kind}
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a buffer says of itself.
+    """The fields of a header.
 
     Attributes:
         kind: the codec.

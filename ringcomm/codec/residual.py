@@ -21,7 +21,7 @@ class _Kept:
 
 
 class Residual:
-    """What a codec dropped of each tensor, added to the next gradient of that name.
+    """Keeps what a codec dropped of each tensor and adds it to the next gradient of that name.
 
     Nothing is lost: at any time, for each name, the sum of all that was decoded plus the residual
     is the sum of all gradients that were given, up to rounding. With `lr` it is the sum of

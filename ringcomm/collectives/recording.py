@@ -56,7 +56,7 @@ async def perform(
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank does in an algorithm, for arguments of certain sizes.
+    """The actions of one rank in an algorithm, for arguments of certain sizes.
 
     Attributes:
         schedule: its steps.
@@ -89,7 +89,7 @@ class Paper:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """What the schedule calls it."""
+        """Buffer, offset and bytes, as a Schedule takes them."""
         return self.buffer, self.offset, self.nbytes
 
 

@@ -15,7 +15,7 @@ from ringcomm.collectives.op import AVERAGE, SUM, Op
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a reduction multiplies with.
+    """Factors of a reduction.
 
     Attributes:
         before: factor of each rank's values.

@@ -1,4 +1,4 @@
-"""Who sends what to whom, and when. Pure: numbers in, numbers out.
+"""Schedules of messages: sender, receiver, part and step. Pure: numbers in, numbers out.
 
 The ring flows right: every rank sends to rank + 1 and receives from rank - 1. A buffer is cut into
 `size` chunks. In size - 1 steps of reduce-scatter each chunk travels once round the ring and grows

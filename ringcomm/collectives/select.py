@@ -117,7 +117,7 @@ CROWD = 0.01  # each further rank that sends to one at a time slows its wire (a 
 
 
 class Effort(NamedTuple):
-    """What one phase, a reduce-scatter or an allgather, takes.
+    """Cost of one phase, a reduce-scatter or an allgather.
 
     Attributes:
         rounds: that wait for each other.

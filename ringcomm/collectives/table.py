@@ -1,4 +1,4 @@
-"""What `ringcomm tune` measured on one topology, and its text form. Pure."""
+"""Measurements of `ringcomm tune` on one topology, and their text form. Pure."""
 
 from __future__ import annotations
 

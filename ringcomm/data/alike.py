@@ -1,4 +1,4 @@
-"""Whether the ranks that share data cut it up alike; compared once per sampler."""
+"""Compares, once per sampler, how the ranks that share data divide it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 60  # characters of a value
 def require_alike(mine: Mapping[str, Any], rank: int, size: int) -> None:
     """Compare this rank's arguments with the others'. Collective if these ranks are all of the job.
 
-    Others, which a sampler may be told to deal to, are not known to the engine as a group.
+    Others, which a sampler may be given, are not known to the engine as a group.
 
     Args:
         mine: argument -> value.
@@ -36,13 +36,13 @@ def require_alike(mine: Mapping[str, Any], rank: int, size: int) -> None:
         raise MismatchError(problem)
 
 
-def difference(told: Sequence[Mapping[str, Any] | None]) -> str:
+def difference(given: Sequence[Mapping[str, Any] | None]) -> str:
     """Return in what the ranks' arguments differ, "" if they do not; pure.
 
     Args:
-        told: of each rank; None of one that is in join().
+        given: of each rank; None of one that is in join().
     """
-    known = [(rank, each) for rank, each in enumerate(told) if each is not None]
+    known = [(rank, each) for rank, each in enumerate(given) if each is not None]
     first, theirs = known[0]
     for what, value in theirs.items():
         for other, others in known:

@@ -97,7 +97,7 @@ class Loader:
         return len(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iter() be this epoch; see ShardedSampler.set_epoch()."""
+        """Set the epoch of the next iter(); see ShardedSampler.set_epoch()."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> State:

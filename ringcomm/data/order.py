@@ -1,4 +1,4 @@
-"""Who gets which sample of an epoch, and when. Pure: every rank comes to the same answer."""
+"""The order of the samples of an epoch and their ranks. Pure: the same answer on every rank."""
 
 from __future__ import annotations
 

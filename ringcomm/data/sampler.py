@@ -110,7 +110,7 @@ class ShardedSampler:
         return Batches(self, batch_size, drop_last=drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iter() be this epoch. Not needed where epochs follow each other.
+        """Set the epoch of the next iter(). Not needed where epochs follow each other.
 
         It starts at its beginning, unless it is the one that load_state_dict() has just resumed.
         """
@@ -314,7 +314,7 @@ class Batches:
         return len(self._lengths(len(self.sampler)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iter() be this epoch; see ShardedSampler.set_epoch()."""
+        """Set the epoch of the next iter(); see ShardedSampler.set_epoch()."""
         self.sampler.set_epoch(epoch)
 
     def begin(self) -> Iterator[list[int]]:

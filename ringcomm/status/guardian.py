@@ -99,7 +99,7 @@ class Guardian:
             self._process.returncode = 0
 
     def disown(self) -> None:
-        """Let it run on without this process."""
+        """Detach it: it runs on without this process."""
         self._process.returncode = 0
 
     def _is_watching(self) -> bool:

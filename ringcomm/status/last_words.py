@@ -163,7 +163,7 @@ class LastWords:
 
 
 class _Exit(SystemExit):
-    """What sys.exit(n) raises: it knows whether it was caught, or really ends the process.
+    """The exception of sys.exit(n): it knows whether it was caught, or really ends the process.
 
     When nobody has caught it, the interpreter reads its code, and no Python code is running then.
     """
@@ -176,7 +176,7 @@ class _Exit(SystemExit):
 
     @property
     def code(self) -> Any:  # type: ignore[override]
-        """What was given to sys.exit()."""
+        """The argument of sys.exit()."""
         if _is_called_by_interpreter():
             code = self._status if isinstance(self._status, int) else 1
             self._on_real_exit(code, self._where)

@@ -17,7 +17,7 @@ class State(IntEnum):
 
 
 class OpState(IntEnum):
-    """What became of the operation on the page."""
+    """State of the operation on the page."""
 
     IDLE = 0
     RUNNING = 1

@@ -117,7 +117,7 @@ class Transport(Protocol):
 
     @property
     def node(self) -> NodeRegion | None:
-        """What this rank shares with the ranks of its node; None: nothing."""
+        """The memory that the ranks of this node share; None: there is none."""
         ...
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
@@ -165,7 +165,7 @@ class Transport(Protocol):
         ...
 
     def close(self, *, is_clean: bool) -> None:
-        """Let go of the wire; collective if is_clean, local after a failure."""
+        """Close the wire; collective if is_clean, local after a failure."""
         ...
 
 
@@ -194,7 +194,7 @@ class NodeRegion(Protocol):
 
     @property
     def memory(self) -> NodeMemory:
-        """What this rank shares."""
+        """The memory of this rank that the others map."""
         ...
 
     def memory_of(self, rank: int) -> NodeMemory:

@@ -153,7 +153,7 @@ class Channel(Performer):
         await self._step(what.begin(self.meeting), what)
 
     async def copy_in_node(self, shown: Bytes, pulls: list[tuple[int, int, Bytes]]) -> None:
-        """Let the others read `shown`; fill each (rank, offset, out) with what they show.
+        """Show `shown` to the others; fill each (rank, offset, out) with what they show.
 
         Raises:
             Disagreement: a rank is about to do something else.

@@ -28,7 +28,7 @@ class PlannedDeath(BaseException):
 
 @dataclass
 class Faults:
-    """What is to go wrong at one rank. Messages are counted from 0; -1 stands for none.
+    """The faults of one rank. Messages are counted from 0; -1 stands for none.
 
     Attributes:
         drop: the message that is lost; its sender believes that it was sent.
@@ -154,7 +154,7 @@ class FaultyTransport:
         self._inner.abandon(inner)
 
     def flush(self) -> None:
-        """Let go of what is held back: its rank does not look at the wire any more."""
+        """Deliver what is held back: its rank does not look at the wire any more."""
         for line in self._lines.values():
             while line:
                 line[0].looks, line[0].not_before = 0, 0.0

@@ -11,7 +11,7 @@ NBYTES = _FORMAT.size  # 40
 
 
 class Kind(IntEnum):
-    """What a header announces."""
+    """Kinds of control messages."""
 
     AGREE = 1  # this rank is in operation `key`: `fingerprint`, `flag` (all agree so far), `value`
     ASK = 2  # who has entered operation `key`? It is number `value` of those that `fingerprint` is

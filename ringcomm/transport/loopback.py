@@ -75,7 +75,7 @@ class LoopbackHub:
         return node
 
     def kill(self, rank: int, reason: str = "was killed", *, blames: int | None = None) -> None:
-        """Let `rank` be dead for all others from now on."""
+        """Make `rank` dead for all others from now on."""
         with self._lock:
             if rank in self._dead:
                 return
@@ -157,7 +157,7 @@ class LoopbackTransport:
         self._hub.messages.sleep(self.rank, seconds)
 
     def wake(self) -> None:
-        """Let park() return."""
+        """End the park() of this rank."""
         self._hub.messages.ring(self.rank)
 
     def abandon(self, requests: list[Request]) -> None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-import numpy as np
-
 from ringcomm._core import WireFault
 from ringcomm.errors import RingcommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from ringcomm.arrays.base import Bytes
 
 LETTER_MAX: Final = 1 << 14  # bytes
 _N_RECEIVES: Final = 8  # waiting at a time: those of a burst need not be copied twice by MPI
 
 
 class Letter(NamedTuple):
-    """What has arrived.
+    """A message that has arrived.
 
     Attributes:
         source: rank that sent it.
@@ -163,8 +160,3 @@ class MailBox:
 
     def close(self) -> None:
         """Do nothing: nobody waits."""
-
-
-def as_bytes(letter: bytes) -> Bytes:
-    """Return a letter as an array, which reads it where it stands."""
-    return np.frombuffer(letter, np.uint8)

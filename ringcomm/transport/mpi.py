@@ -61,7 +61,7 @@ _grave: list[object] = []
 
 @dataclass(frozen=True)
 class Started:
-    """What start_mpi() found.
+    """Result of start_mpi().
 
     Attributes:
         mpi: the module mpi4py.MPI.

@@ -1,4 +1,4 @@
-"""What this rank knows of the others. Pure: facts in, verdicts out; no I/O, no lock, no clock."""
+"""The state of the other ranks as known here. Pure: facts in, verdicts out; no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an algorithm may do: move bytes between ranks, and combine them.
+"""The interface of an algorithm to its wire: move bytes between ranks, and combine them.
 
 An algorithm touches memory through its performer alone, and never looks at the values. So the same
 coroutine can be carried out step by step (ringcomm.transport.channel) or written down once, to be

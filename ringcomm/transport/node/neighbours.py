@@ -152,7 +152,7 @@ class Neighbours:
 
     @property
     def watched(self) -> list[int]:
-        """Those whose death is still to be told."""
+        """The neighbours whose death has not been reported yet."""
         return sorted(self._watched.values())
 
     def fileno(self) -> int:
@@ -166,7 +166,7 @@ class Neighbours:
             OSError: it cannot be watched, and is closed.
         """
         try:
-            self._deaths.register(neighbour.end, select.EPOLLIN)  # a hang-up is told all the same
+            self._deaths.register(neighbour.end, select.EPOLLIN)  # reports a hang-up, too
         except OSError:
             neighbour.close()
             raise

@@ -163,7 +163,7 @@ class NodeTeam:
         return self._turns[place % N_UNNAMED] == place
 
     def end_turn(self, place: int) -> None:
-        """Let the next operation have the slot of this one."""
+        """Pass the slot on to the next operation."""
         self._turns[place % N_UNNAMED] = place + N_UNNAMED
 
 
@@ -223,7 +223,7 @@ class StepRequest:
         return self.step.is_over
 
     def cancel(self) -> None:
-        """Let nobody advance it; no other rank touches its buffers any more."""
+        """Stop it: nobody advances it, and no other rank touches its buffers any more."""
         self._loop.abandon(self.step)
 
     @property

@@ -1,4 +1,4 @@
-"""What ranks that share memory do in one step, and where they meet for it."""
+"""Reductions and copies in shared memory: one step of the ranks of a node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Meeting:
 
 
 class To(IntEnum):
-    """Who gets the result of a reduction."""
+    """The ranks that get the result of a reduction; Target of csrc/shm/reduce_step.hpp."""
 
     ALL = 0
     OWNER = 1  # each rank its part
@@ -39,7 +39,7 @@ class To(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeReduction:
-    """What csrc/shm/reduce_step.hpp is asked for.
+    """A reduction, see csrc/shm/reduce_step.hpp.
 
     Attributes:
         source: this rank's values.
@@ -80,7 +80,7 @@ class NodeReduction:
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """What csrc/shm/reduce_step.hpp is asked for.
+    """An exchange of ranges of arrays, see csrc/shm/copy_step.hpp.
 
     Attributes:
         shown: what the others may read.
