@@ -17,7 +17,7 @@ _COMMANDS: Final = {
     ),
     "bench": (
         "ringcomm.launch.bench.command:main",
-        "measure the collectives, or a training step, beside others'; under mpirun",
+        "measure the collectives on this job's ranks; under mpirun",
     ),
     "tune": (
         "ringcomm.launch.tune:main",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import statistics
 import sys
 import time
@@ -26,11 +25,11 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.selection import MODULES
+from ringcomm.launch.bench.command import sizes
 from ringcomm.transport.channel import Channel
 
 _FLOAT32 = DTYPES["float32"]
 _SIZES = [1 << n for n in range(10, 27, 2)]  # 1 KiB to 64 MiB
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 50  # of each algorithm and size
 
 
@@ -82,15 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sizes(text: str) -> list[int]:
-    found = [re.fullmatch(r"(\d+)([KMG]?)", item.strip().upper()) for item in text.split(",")]
-    sizes = [int(match[1]) * _UNITS[match[2]] for match in found if match]
-    if not all(found) or min(sizes) < _FLOAT32.itemsize:
-        raise argparse.ArgumentTypeError(
-            f"invalid sizes {text!r}; they are numbers of bytes, at least "
-            f"{_FLOAT32.itemsize}, as in 4K,1M,64M"
-        )
-    return sorted(set(sizes))
+def _sizes(text: str) -> tuple[int, ...]:
+    if min(found := sizes(text)) < _FLOAT32.itemsize:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size is at least {_FLOAT32.itemsize} bytes")
+    return found
 
 
 def _measured(

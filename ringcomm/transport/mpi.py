@@ -76,17 +76,14 @@ class Started:
     is_ours_to_finalize: bool
 
 
-def start_mpi(*, with_settings: bool = True) -> Started:
+def start_mpi() -> Started:
     """Load and initialise MPI with our start-up settings, unless the user was faster.
-
-    Args:
-        with_settings: False leaves MPI as it is by default, to be compared with.
 
     Raises:
         ConfigError: there is no MPI library.
     """
     was_early = "mpi4py.MPI" in sys.modules
-    settings = launched.set_mpi_defaults() if with_settings else []
+    settings = launched.set_mpi_defaults()
     try:
         import mpi4py
 

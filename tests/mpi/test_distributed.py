@@ -1,6 +1,5 @@
 """torch.distributed's backend in real jobs: the suites, the examples, and ways to start."""
 
-import json
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -223,19 +222,3 @@ def test_a_rank_that_dies_ends_the_others_backward(tmp_path):
     assert job.code != 0
     assert "x rank 1" in job.output
     assert job.seconds < PROMPTLY_S
-
-
-@pytest.mark.at_length
-def test_bench_ddp_reports_every_part(tmp_path):
-    file = tmp_path / "found.json"
-    options = ["--model", "transformer", "--steps", 2, "--warmup", 0, "--batch", 1]
-    options += ["--rounds", 3, "--largest", 1 << 14, "--json", file]
-    job = run_job(2, "-P", "-m", "ringcomm", "bench", "ddp", *options, cwd=tmp_path, timeout_s=120)
-    assert job.code == 0, job.output
-    found = json.loads(file.read_text())
-    assert [row["nbytes"] for row in found["rows"]] == [1 << 10, 1 << 12, 1 << 14]
-    assert all(row["ours_us"] > 0 and row["gloo_us"] > 0 for row in found["rows"])
-    assert set(found["python_us"]) == {"ringcomm", "gloo"}
-    assert found["difference"] < 1e-5
-    names = [line["name"] for line in found["lines"]]
-    assert names == ["no communication", "DDP, ringcomm", "DDP, node_hook", "DDP, gloo"]

@@ -45,4 +45,4 @@ def test_what_is_measured_is_printed_kept_and_chosen_by(tmp_path):
 def test_a_wrong_command_line_is_refused_before_mpi_starts(arguments, tmp_path):
     job = run_job(1, "-P", "-m", "ringcomm", "tune", *arguments, cwd=tmp_path)
     assert job.code == 2, job.output
-    assert f"argument {arguments[0]}: invalid" in job.output
+    assert f"argument {arguments[0]}: " in job.output

@@ -1,6 +1,4 @@
-"""`ringcomm bench`: how fast the collectives are, beside what else could be used.
+"""`ringcomm bench`: command.py runs it; runner.py measures, pattern.py knows the right answers.
 
-command.py reads the command line and runs; runner.py times, engines.py says what; pattern.py knows
-the right answers; report.py keeps the rows, table.py, plot.py and compare.py show them.
-docs/benchmarks.md explains how to read it.
+docs/benchmarks.md says how to read it. What compares with other libraries stands in ci/bench.
 """

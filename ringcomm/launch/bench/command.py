@@ -1,14 +1,17 @@
-"""`ringcomm bench`: start the ranks' engines, measure case by case, print and write the result."""
+"""`ringcomm bench`: measure the collectives case by case, print the table and write it as JSON."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import importlib.util
 import itertools
+import json
 import os
-import socket
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,64 +20,76 @@ import ringcomm as rc
 from ringcomm import config
 from ringcomm.arrays import adapter_of_kind
 from ringcomm.arrays.dtypes import DTYPES
+from ringcomm.collectives.op import Op
+from ringcomm.engine.api.explain import bytes_text
+from ringcomm.engine.api.world import engine
 from ringcomm.errors import ConfigError
-from ringcomm.launch.bench import engines, options, runner, sizes, table
-from ringcomm.launch.bench.bandwidth import COLLECTIVES
-from ringcomm.launch.bench.case import Case, make_case
-from ringcomm.launch.bench.engines import Array, Engine, MemcpyEngine, RingcommEngine
-from ringcomm.launch.bench.options import Options
-from ringcomm.launch.bench.report import Report, Row, to_json
-from ringcomm.launch.bench.runner import Contender
-from ringcomm.launch.bench.wire import measure_link
+from ringcomm.launch.bench import table
+from ringcomm.launch.bench.cases import COLLECTIVES, Case, make_case, parse_sizes, wire_bytes
+from ringcomm.launch.bench.runner import (
+    MODES,
+    Array,
+    Bind,
+    Contender,
+    measure,
+    memcpy,
+    ringcomm_in,
+)
 from ringcomm.launch.cores import own_cpus, usable_cores
-from ringcomm.launch.kind import kind_of_library
-from ringcomm.launch.lookup import lookup
-from ringcomm.transport.native import NativeMpi, start_native
 
-_SUBCOMMANDS: Final = {
-    "compare": "ringcomm.launch.bench.compare:main",
-    "optimizer": "ringcomm.torch.bench:main",
-    "ddp": "ringcomm.torch.distributed.bench:main",
-    "ps": "ringcomm.launch.bench.ps.command:main",
-}
 _OF_INTEREST = ("RINGCOMM_", "OMPI_MCA_", "MPIR_CVAR_")
 _OF_THE_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")  # OMPI_MCA_, by mpirun
+_BUFFERS: Final = ("registered", "private")
 _ALIGNMENT = 64  # of private buffers: a cache line
+# Bytes of a rank's memory per byte of the largest buffer: private ones for send and receive, a
+# registered one, a result, what is expected, and as much again inside of the engines.
+_MEMORY_FACTOR = 8
+_LINK_NBYTES, _LINK_ROUNDS = 4 << 20, 5
+_QUIET_LOAD = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure what `argv` says; return 1 if a result was wrong, 2 if it cannot be done, else 0.
 
-    Collective, except for `compare` and --help.
+    Collective, except for --help.
     """
+    args = parser().parse_args(argv)
     try:
-        if argv and argv[0] in _SUBCOMMANDS:
-            code: int = lookup(_SUBCOMMANDS[argv[0]])(argv[1:])
-            return code
-        return _run(options.parse(argv))
-    except (ConfigError, ModuleNotFoundError) as error:
+        return finish(args, measure_all(args))
+    except ConfigError as error:
         if not rc.is_initialized() or rc.rank() == 0:
             print(f"ringcomm bench: {error}", file=sys.stderr, flush=True)
         rc.shutdown()
         return 2
 
 
-def _run(wanted: Options) -> int:
-    dtypes = [_dtype(name) for name in wanted.dtypes]
-    if wanted.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'ringcomm[plot]'")
-    facts = _facts(wanted)
-    if not wanted.is_mpi_default:
-        rc.init()
-    native = start_native(with_settings=not wanted.is_mpi_default)
-    if native.size == 1:
+def measure_all(args: Namespace, others: Callable[[], Mapping[str, Bind]] = dict) -> dict[str, Any]:
+    """Return the facts of this run and its "rows", alike on every rank; rank 0 prints them.
+
+    Args:
+        args: what parser() made of the command line.
+        others: returns engines to measure beside ringcomm, by name; called after rc.init().
+
+    Raises:
+        ConfigError: there is one rank, or a dtype needs a package that is missing.
+    """
+    dtypes = [_dtype(name) for name in args.dtype]
+    before = {"load": os.getloadavg()[0], "settings": _settings()}  # init() makes some
+    rc.init()
+    if rc.size() == 1:
         raise ConfigError("1 rank, and a collective takes two: mpirun -np 2 ringcomm bench")
-    report = _measure_all(wanted, dtypes, native, facts)
-    if native.rank == 0:
-        _write(wanted, report)
-    wrong = native.total(report.wrong)
-    if wanted.is_mpi_default:
-        native.finalize()
+    found: dict[str, Any] = {"ringcomm_bench": 2, **before, **_facts(args), "rows": []}
+    _say(*_preamble(found))
+    _measure(args, dtypes, others(), found)
+    return found
+
+
+def finish(args: Namespace, found: dict[str, Any]) -> int:
+    """Write what measure_all() found, and shut down; return 1 if a result was wrong, else 0."""
+    wrong = sum(row["wrong"] for row in found["rows"])
+    _say(f"# wrong elements: {wrong}")
+    if rc.rank() == 0 and args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     rc.shutdown()
     return 1 if wrong else 0
 
@@ -87,21 +102,19 @@ def _dtype(name: str) -> np.dtype[Any]:
     return like.dtype
 
 
-def _facts(wanted: Options) -> dict[str, Any]:
-    """Return what is to be known of this run before MPI and its environment are set up."""
+def _facts(args: Namespace) -> dict[str, Any]:
+    """Return the facts of this run, as the JSON has them. Collective."""
+    leaders = [r for r, local in enumerate(rc.allgather_object(rc.local_rank())) if local == 0]
+    cpus = rc.allgather_object(own_cpus())
     return {
         "version": rc.__version__,
-        "load": os.getloadavg()[0],
-        "is_mpi_default": wanted.is_mpi_default,
-        "mode": wanted.mode,
-        "settings": _settings(),
+        "size": rc.size(),
+        "hosts": len(leaders),
+        "cores": usable_cores(cpus[: rc.local_size()]),
+        "mpi": engine().implementation,
+        "mode": args.mode,
+        "link_gbps": _link_gbps(leaders),
     }
-
-
-def _cores(native: NativeMpi) -> int:
-    """Return how many cores the ranks of rank 0's host may use, on rank 0; 0 on the others."""
-    found = native.gather((socket.gethostname(), own_cpus()))
-    return 0 if found is None else usable_cores(cpus for host, cpus in found if host == found[0][0])
 
 
 def _settings() -> dict[str, str]:
@@ -112,93 +125,100 @@ def _settings() -> dict[str, str]:
     }
 
 
-def _measure_all(
-    wanted: Options, dtypes: list[np.dtype[Any]], native: NativeMpi, facts: dict[str, Any]
-) -> Report:
-    """Return the report, with rows on rank 0 only, where they are printed as they come."""
-    link = measure_link(native)
-    report = Report(
-        size=native.size,
-        hosts=len(native.leaders),
-        cores=_cores(native),
-        mpi=str(kind_of_library(native.implementation)),
-        link_gbps=None if link is None else link / 1e9,
-        rows=[],
-        **facts,
+def _link_gbps(leaders: list[int]) -> float | None:
+    """Return the GB/s that each host can send while it receives; None on one host. Collective.
+
+    The first rank of each host sends 4 MiB to the next host's while it receives from the one
+    before, all at the same time: the best of 5, by the slowest host.
+    """
+    if len(leaders) == 1:
+        return None
+    data, out = np.ones(_LINK_NBYTES, np.uint8), np.empty(_LINK_NBYTES, np.uint8)
+    times_s: list[float] = []
+    for _ in range(_LINK_ROUNDS):
+        rc.barrier()
+        start = time.perf_counter()
+        if rc.rank() in leaders:
+            place = leaders.index(rc.rank())
+            rc.sendrecv(data, leaders[(place + 1) % len(leaders)], out, leaders[place - 1])
+        times_s.append(max(rc.allgather_object(time.perf_counter() - start)))
+    return _LINK_NBYTES / min(times_s) / 1e9
+
+
+def _preamble(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that say what is measured, and what speaks against trusting it."""
+    size, hosts, cores, load = (found[name] for name in ("size", "hosts", "cores", "load"))
+    yield (
+        f"# ringcomm bench {found['version']}: {size} ranks on {hosts} host{'s' * (hosts > 1)}, "
+        f"{cores} cores for those of rank 0's host, mode {found['mode']}"
     )
-    _say(native, *table.preamble(report))
-    series = list(_series(wanted, dtypes, native))
+    yield f"# {found['mpi']}"
+    yield from (f"# {name}={value}" for name, value in found["settings"].items())
+    if found["link_gbps"] is not None:
+        yield f"# link between hosts: {found['link_gbps'] * 1e3:.1f} MB/s each way, measured"
+    if size > cores * hosts:
+        yield "# more ranks than cores: times tell how they wait for each other, too"
+    if load > _QUIET_LOAD:
+        yield f"# load average {load:.1f}: other programs run. Compare lines, not runs"
+
+
+def _measure(
+    args: Namespace, dtypes: list[np.dtype[Any]], others: Mapping[str, Bind], found: dict[str, Any]
+) -> None:
+    """Append the rows to `found`, and print them as they come."""
+    series = list(_series(args, dtypes))
     largest = max((case.nbytes for cases in series for case in cases), default=0)
-    send, recv = _private(largest), _private(largest)
-    contenders = _contenders(wanted, send, recv, native)
-    memcpy = Contender(MemcpyEngine(), "private", send, recv)
-    effort = runner.Effort(wanted.seconds, wanted.iterations)
+    send, recv = _private(largest), _private(largest)  # shared, so that caches favour nobody
+    ours = ringcomm_in(args.mode)
+    contenders = [
+        Contender("ringcomm", each, ours, send if each == "private" else _registered(largest), recv)
+        for each in args.buffers
+    ]
+    contenders += [Contender(name, "private", bind, send, recv) for name, bind in others.items()]
+    contenders.append(Contender("memcpy", "private", memcpy, send, recv))
+    link, hosts = found["link_gbps"], found["hosts"]
     for cases in series:
-        _say(native, *_refusals(cases[0], contenders), *table.heading(has_wire=link is not None))
+        first, has_wire = cases[0], link is not None
+        title = " ".join(filter(None, (first.collective, first.dtype.name, first.op)))
+        _say("#", f"# {title}", *table.heading(has_wire=has_wire))
         for case in cases:
-            rows = runner.measure(
-                case, contenders, memcpy, native, effort, forms=wanted.forms, link_bytes_s=link
+            rows = measure(
+                case, contenders, forms=args.forms, seconds=args.seconds, batches=args.iterations
             )
-            rows = _with_algorithm(case, rows)
-            report.rows.extend(rows)
-            _say(native, *_remarks(rows), *table.rows(rows, has_wire=link is not None))
-    _say(native, f"# wrong elements: {report.wrong}")
-    return report
+            for row in rows:
+                if link is not None and row.time_us is not None and row.engine != "memcpy":
+                    row.wire_share = wire_bytes(case, hosts) / (row.time_us * 1e3) / link
+            _say(*_algorithm(case, rows), *table.lines(rows, has_wire=has_wire))
+            found["rows"] += [dataclasses.asdict(row) for row in rows]
 
 
-def _series(
-    wanted: Options, dtypes: list[np.dtype[Any]], native: NativeMpi
-) -> Iterator[list[Case]]:
+def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]]:
     """Yield the cases of each collective, dtype and operator, by rising size."""
-    fitting = _fitting(wanted, native)
-    for name, dtype in itertools.product(wanted.collectives, dtypes):
+    fitting = _fitting(args.sizes)
+    for name, dtype in itertools.product(args.collective, dtypes):
         if name == "barrier" and dtype != dtypes[0]:
             continue  # it has no elements
-        for op in wanted.ops if COLLECTIVES[name].is_reduction else [""]:
-            if op and (reason := _has_no_meaning(op, dtype)):
-                _say(native, f"# left out: {reason}")
+        for op in args.op if COLLECTIVES[name].is_reduction else [""]:
+            try:
+                if op:
+                    rc.Op(op).require(DTYPES[dtype.name])
+            except TypeError as error:
+                _say(f"# left out: {error}")
                 continue
-            cases = [make_case(name, op, dtype, each, native.size) for each in fitting]
+            cases = [make_case(name, op, dtype, nbytes, rc.size()) for nbytes in fitting]
             yield list(dict.fromkeys(cases))
 
 
-def _has_no_meaning(op: str, dtype: np.dtype[Any]) -> str | None:
-    try:
-        rc.Op(op).require(DTYPES[dtype.name])
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def _fitting(wanted: Options, native: NativeMpi) -> tuple[int, ...]:
-    """Return the sizes that fit into memory; say so if some do not."""
-    mine = _available_bytes() // native.local_size
-    limit = int(-native.highest(-mine)) // runner.MEMORY_FACTOR
-    fitting = sizes.cap(wanted.sizes, limit)
-    if fitting != wanted.sizes:
-        _say(native, f"# sizes above {sizes.show_bytes(limit)} are left out: MemAvailable")
-    return fitting
-
-
-def _available_bytes() -> int:
+def _fitting(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes that fit into every host's memory, the smallest in any case."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
-def _contenders(wanted: Options, send: Array, recv: Array, native: NativeMpi) -> list[Contender]:
-    """Return who is measured. Private memory is shared, so that caches favour nobody."""
-    if wanted.is_mpi_default:
-        return [Contender(native, "private", send, recv)]
-    ours = RingcommEngine(wanted.mode)
-    found = []
-    for each in wanted.buffers or options.BUFFERS:
-        memory = send if each == "private" else engines.registered(send.nbytes)
-        found.append(Contender(ours, each, memory, recv))
-    others: list[Engine] = [
-        native if name == "native" else engines.load_engine(name) for name in wanted.against
-    ]
-    return found + [Contender(other, "private", send, recv) for other in others]
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = min(rc.allgather_object(available // rc.local_size())) // _MEMORY_FACTOR
+    fitting = [size for size in sizes if size <= limit] or [min(sizes)]
+    if len(fitting) < len(sizes):
+        _say(f"# sizes above {bytes_text(limit)} are left out: MemAvailable")
+    return fitting
 
 
 def _private(nbytes: int) -> Array:
@@ -207,39 +227,93 @@ def _private(nbytes: int) -> Array:
     return memory[start : start + nbytes]
 
 
-def _refusals(case: Case, contenders: Sequence[Contender]) -> list[str]:
-    reasons = {
-        each.engine.name: each.engine.refuses(case.collective, case.dtype, case.op)
-        for each in contenders
-    }
-    title = " ".join(filter(None, (case.collective, case.dtype.name, case.op)))
-    left_out = [f"# without {name}: {reason}" for name, reason in reasons.items() if reason]
-    return ["#", f"# {title}", *left_out]
+def _registered(nbytes: int) -> Array:
+    memory: Array = rc.empty((nbytes,), np.uint8)
+    return memory
 
 
-def _with_algorithm(case: Case, rows: list[Row]) -> list[Row]:
-    is_ours = rc.is_initialized() and case.collective == "allreduce"
-    text = engines.explain(case.nbytes, case.dtype) if is_ours else ""
-    return [
-        dataclasses.replace(row, algorithm=text) if row.engine == "ringcomm" else row
-        for row in rows
-    ]
+def _algorithm(case: Case, rows: list[table.Row]) -> Iterator[str]:
+    """Note in the rows of ringcomm which algorithm it chose, and yield a line that says so."""
+    ours = [row for row in rows if (row.engine, row.collective) == ("ringcomm", "allreduce")]
+    text = str(rc.explain(case.nbytes, case.dtype.name)).partition("\n")[0] if ours else ""
+    for row in ours:
+        row.algorithm = text
+    yield from [f"# {bytes_text(case.nbytes)}: {text}"] * bool(ours)
 
 
-def _remarks(rows: list[Row]) -> list[str]:
-    texts = dict.fromkeys(row.algorithm for row in rows if row.algorithm)
-    return [f"# {sizes.show_bytes(rows[0].nbytes)}: {text}" for text in texts]
-
-
-def _say(native: NativeMpi, *lines: str) -> None:
-    if native.rank == 0:
+def _say(*lines: str) -> None:
+    if rc.rank() == 0:
         print(*lines, sep="\n", flush=True)
 
 
-def _write(wanted: Options, report: Report) -> None:
-    if wanted.json is not None:
-        wanted.json.write_text(to_json(report) + "\n")
-    if wanted.plot is not None:
-        from ringcomm.launch.bench.plot import draw
+# --- the command line ---------------------------------------------------------------------------
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = argparse.ArgumentParser(
+        prog="ringcomm bench",
+        usage="mpirun -np N ringcomm bench [options]",
+        description="Measure the collectives on this job's ranks, beside a simultaneous memcpy. "
+        "Each size is checked bit by bit; the exit code is 1 if any result was wrong. "
+        "docs/benchmarks.md says how to read it, and how to compare with other libraries.",
+    )
+    add = found.add_argument
+    for option, known, default in (
+        ("--collective", tuple(COLLECTIVES), ("allreduce",)),
+        ("--dtype", tuple(DTYPES), ("float32",)),
+        ("--op", tuple(op.value for op in Op), ("sum",)),
+        ("--buffers", _BUFFERS, _BUFFERS),
+    ):
+        add(option, type=names_of(known), default=default, metavar="NAME,...",
+            help=f"{', '.join(known)} or all; default {', '.join(default)}")  # fmt: skip
+    add("--sizes", type=sizes, default=parse_sizes("8:64M"), metavar="8:256M[:4],...",
+        help="ranges by powers of 2 (or another factor), single sizes; default 8:64M")  # fmt: skip
+    add("--mode", choices=MODES, default="sync",
+        help="allreduce(x), allreduce_async(x).wait(), or the same with a name")  # fmt: skip
+    for option, form in (("--in-place", True), ("--out-of-place", False)):
+        add(option, dest="forms", action="store_const", const=(form,), default=(False, True),
+            help="only that form")  # fmt: skip
+    add("--seconds", type=above_zero(float), default=2.0, help="for each size; default 2")
+    add("--iterations", type=above_zero(int), help="batches of each line instead")
+    add("--json", type=new_file, metavar="FILE", help="write all that was found")
+    return found
 
-        draw(report, wanted.plot)
+
+def names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Return a type of arguments: "A,B,C" of the known names, or "all"."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Return parse_sizes(text), for argparse."""
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def above_zero(kind: type[float]) -> Callable[[str], float]:
+    """Return a type of arguments: an int or a float above 0."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise ArgumentTypeError(f"{text} is no number above 0")
+        return value
+
+    return parse
+
+
+def new_file(text: str) -> Path:
+    """Return the path; its folder must exist: after minutes of measuring it would be too late."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"there is no folder {path.parent}")
+    return path

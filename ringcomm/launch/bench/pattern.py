@@ -1,41 +1,50 @@
-"""Small integers in, and what must come out: exact in every dtype, whatever the order of sums."""
+"""Small integers to pass in, and the right results: exact in every dtype, in any order of sums."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.launch.bench.bandwidth import COLLECTIVES
-from ringcomm.launch.bench.case import Case
+from ringcomm.launch.bench.cases import Case
 
 Array = NDArray[Any]
 # A prime, so that no part, segment or chunk of a power of two looks like another.
 _PERIOD = 8191
 _RANK_SHIFT = 131
-_ROOT = 0
+_UFUNCS: Final[dict[str, np.ufunc]] = {
+    "sum": np.add,
+    "average": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
 
 
-def fill(x: Array, op: str, rank: int, size: int) -> None:
-    """Set x, shape (count,), to what `rank` of `size` passes in."""
-    x[...] = _spread(_values(op, x.dtype, rank, size), 0, x.size)
+def fill(x: Array, case: Case, rank: int) -> None:
+    """Set x, shape (count,), to what `rank` passes in."""
+    x[...] = _spread(_values(case, rank), 0, x.size).astype(x.dtype)
 
 
 def expected(case: Case, rank: int) -> Array | None:
     """Return what `rank` must get, shape (n,); None where it gets nothing. Not for barriers."""
-    each = [_values(case.op, case.dtype, r, case.size) for r in range(case.size)]
-    which, part = COLLECTIVES[case.collective], case.part
-    if case.collective in ("reduce", "gather") and rank != _ROOT:
+    each = [_values(case, r) for r in range(case.size)]
+    how, part = case.how, case.part
+    if case.collective in ("reduce", "gather") and rank != 0:
         return None
-    if which.gives_part:
-        return np.concatenate([_spread(values, 0, part) for values in each])
-    if case.collective == "alltoall":
-        return np.concatenate([_spread(values, rank * part, part) for values in each])
-    source = _combine(case.op, each) if which.is_reduction else each[_ROOT]
-    return (
-        _spread(source, rank * part, part) if which.takes_part else _spread(source, 0, case.count)
-    )
+    if how.gives_part:
+        found = np.concatenate([_spread(values, 0, part) for values in each])
+    elif case.collective == "alltoall":
+        found = np.concatenate([_spread(values, rank * part, part) for values in each])
+    else:
+        source = _UFUNCS[case.op].reduce(each, axis=0) if how.is_reduction else each[0]
+        start, count = (rank * part, part) if how.takes_part else (0, case.count)
+        found = _spread(source / case.size if case.op == "average" else source, start, count)
+    return found.astype(case.dtype)  # integers wrap here
 
 
 def count_wrong(result: Array | None, right: Array | None) -> int:
@@ -49,52 +58,21 @@ def count_wrong(result: Array | None, right: Array | None) -> int:
     return int(np.count_nonzero(result.view(bits) != right.view(bits)))
 
 
-def _values(op: str, dtype: np.dtype[Any], rank: int, size: int) -> Array:
+def _values(case: Case, rank: int) -> Array:
     """Return one period of a rank's elements, small enough for every dtype's sum or product."""
     seeds = np.random.RandomState(0).randint(0, 1 << 16, _PERIOD)  # the same in every numpy
     seeds = np.roll(seeds, -_RANK_SHIFT * rank)
-    if op == "product":
-        values = 1 + (seeds % 8 == 0)  # mostly ones: the product of 64 ranks must fit
-    elif op == "average":
-        values = seeds % 2 * size  # so that the sum can be divided without a rest
+    if case.op == "product":
+        values: Array = 1 + (seeds % 8 == 0)  # mostly ones: the product of 64 ranks must fit
+    elif case.op == "average":
+        values = seeds % 2 * case.size  # so that the sum can be divided without a rest
     else:
         values = seeds % 7
-    if dtype.kind == "c" and op != "product":
+    if case.dtype.kind == "b":
+        values = values % 2  # then sum means or, product and
+    if case.dtype.kind == "c" and case.op != "product":
         values = values + 1j * np.roll(values, 1)
-    if dtype.kind == "b":
-        values = values % 2
-    return np.asarray(values, dtype)
-
-
-def _combine(op: str, each: list[Array]) -> Array:
-    dtype = each[0].dtype
-    if dtype.kind == "b":
-        op = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(op, op)
-        wide: list[Array] = each
-    else:
-        is_exact = dtype.kind in "iu"  # bfloat16 has a kind of its own
-        wide = [x.astype(np.int64 if is_exact else _wider(dtype)) for x in each]
-    total: Array = np.asarray(_UFUNCS[op].reduce(wide, axis=0)).astype(dtype)  # integers wrap here
-    if op != "average":
-        return total
-    mean = total / len(each)
-    return (np.trunc(mean) if dtype.kind in "iu" else mean).astype(dtype)
-
-
-_UFUNCS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "average": np.add,
-    "product": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-}
-
-
-def _wider(dtype: np.dtype[Any]) -> type[np.generic]:
-    return np.complex128 if dtype.kind == "c" else np.float64
+    return values
 
 
 def _spread(period: Array, start: int, count: int) -> Array:

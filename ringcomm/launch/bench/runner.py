@@ -1,211 +1,219 @@
 """The measurement: check, then time batches of every engine in turn, then check again.
 
 A batch is one call that is not recorded and then calls back to back, each with its own times. The
-first takes what came before it: the skew with which the ranks left the barrier, the caches as the
-previous engine left them, threads that sleep. After it a collective keeps its own ranks together.
+first absorbs the skew with which the ranks left the barrier, caches as the previous engine left
+them, and threads that sleep. After it a collective keeps its own ranks together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+import ringcomm as rc
 from ringcomm.launch.bench import pattern
-from ringcomm.launch.bench.bandwidth import COLLECTIVES, bus_factor, wire_bytes
-from ringcomm.launch.bench.case import Case
-from ringcomm.launch.bench.engines import Call, Engine, Meeting
-from ringcomm.launch.bench.report import Row
-from ringcomm.launch.bench.statistics import Summary, batches_within, calls_per_batch, summarize
+from ringcomm.launch.bench.cases import Case, bus_factor
+from ringcomm.launch.bench.table import Row
 
 Array = NDArray[Any]
-
-# Bytes of a rank's memory per byte of the largest buffer: private ones for send and receive, a
-# registered one, a result, what is expected, and as much again inside of the engines.
-MEMORY_FACTOR = 8
+Call = Callable[[], Array | None]
+MODES: Final = ("sync", "async", "named")
 _POISON = 0xA5
 _LATE_S = 2e-3
+_BATCH_S = 1e-3  # 1000 times what reading the clock and turning the loop cost
+_MOST_CALLS = 1000
+_FEWEST_BATCHES, _MOST_BATCHES = 5, 200
+
+
+class Bind(Protocol):
+    """One way to carry out the collectives."""
+
+    def __call__(self, case: Case, send: Array, recv: Array) -> Call | None:
+        """Return the call to be timed, which returns the result; None if it cannot do this.
+
+        Args:
+            case: what to do; root is rank 0.
+            send: shape (count,), what this rank passes in; scatter uses the root's alone.
+            recv: shape (n,), where the result may go; `send` itself for the form in place.
+        """
 
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine and the memory that it works on.
+    """An engine and its memory.
 
     Attributes:
-        engine: who.
+        engine: its name in the table.
         buffers: "registered" or "private".
-        send, recv: shape (bytes,), uint8, as large as the largest case. Shared by contenders.
+        bind: makes its calls.
+        send, recv: shape (bytes,), uint8, as large as the largest case.
     """
 
-    engine: Engine
+    engine: str
     buffers: str
+    bind: Bind
     send: Array
     recv: Array
+
+
+def ringcomm_in(mode: str) -> Bind:
+    """Return the public functions of ringcomm. Out of place they make a new array each time.
+
+    Args:
+        mode: "sync" calls allreduce(x), "async" allreduce_async(x).wait(), "named" the same with a
+            name, which is agreed on once.
+    """
+    number = itertools.count()
+
+    def bind(case: Case, send: Array, recv: Array) -> Call:
+        form = ("" if mode == "sync" else "_async") + ("_" if recv is send else "")
+        function = getattr(rc, case.collective + form)
+        arguments: list[Any] = [] if case.collective == "barrier" else [send]
+        arguments += [rc.Op(case.op)] if case.op else []
+        if mode == "sync":
+            return lambda: function(*arguments)
+        name = f"bench {next(number)}" if mode == "named" else None
+        return lambda: function(*arguments, name=name).wait()
+
+    return bind
+
+
+def memcpy(case: Case, send: Array, recv: Array) -> Call | None:
+    """Return the copy of `send` into `recv`: the yardstick, by all ranks at the same time."""
+    return None if recv is send or not case.count else lambda: np.copyto(recv, send)
 
 
 @dataclass
 class _Lane:
     """A contender in one form, ready for one case."""
 
-    contender: Contender
+    who: Contender
     in_place: bool
     send: Array
     recv: Array
     call: Call
     wrong: int = 0
-    calls: int = 0  # per batch
-    stamps_s: list[list[float]] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure.
-
-    Attributes:
-        seconds: for all lanes of a size together, about.
-        batches: of each lane; None: as many as `seconds` allow.
-    """
-
-    seconds: float
-    batches: int | None = None
+    @property
+    def is_memcpy(self) -> bool:
+        return self.who.bind is memcpy
 
 
 def measure(
     case: Case,
     contenders: Sequence[Contender],
-    memcpy: Contender,
-    meeting: Meeting,
-    effort: Effort,
     *,
     forms: Sequence[bool] = (False, True),
-    link_bytes_s: float | None = None,
+    seconds: float = 2.0,
+    batches: int | None = None,
 ) -> list[Row]:
-    """Return the rows of one case, on rank 0; [] on the others. Collective.
+    """Return the rows of one case, the same on every rank. Collective.
 
     Args:
         case: what to do.
-        contenders: who does it; those that refuse are left out.
-        memcpy: the yardstick, on private memory.
-        meeting: where the ranks meet.
-        effort: how long.
+        contenders: who does it, each on its memory. They take turns.
         forms: False: out of place, True: in place, where the collective has that form.
-        link_bytes_s: what a host's link carries; None on one host.
+        seconds: about how long to measure.
+        batches: of each contender and form, instead of what `seconds` allow.
 
-    A lane whose result is wrong is not timed.
+    A result that is wrong is not timed.
     """
-    lanes = [
-        _lane(case, each, in_place)
-        for each in contenders
-        if each.engine.refuses(case.collective, case.dtype, case.op) is None
-        for in_place in forms
-        if COLLECTIVES[case.collective].has_in_place or not in_place
-    ]
-    _check(case, lanes, meeting)
+    found = [_lane(case, each, in_place) for each in contenders for in_place in forms]
+    lanes = [lane for lane in found if lane is not None]
+    _check(case, lanes)
     sound = [lane for lane in lanes if lane.wrong == 0]
-    yardstick = [_yardstick_lane(case, memcpy)] if case.nbytes else []
-    _clear([*contenders, memcpy])
-    _time([*sound, *yardstick], meeting, effort)
-    _check(case, sound, meeting)
-    rows = [_row(case, lane, meeting, link_bytes_s) for lane in [*lanes, *yardstick]]
-    return [row for row in rows if row is not None]
+    for lane in sound:  # sums of zeros stay finite for any number of calls in place
+        lane.send.fill(0)
+        lane.recv.fill(0)
+    times = take_turns([lane.call for lane in sound], seconds, batches)
+    _check(case, sound)
+    timed = {id(lane): each for lane, each in zip(sound, times, strict=True)}
+    return [_row(case, lane, timed.get(id(lane))) for lane in lanes]
 
 
-def _lane(case: Case, contender: Contender, in_place: bool) -> _Lane:
-    which = COLLECTIVES[case.collective]
-    send = _part(contender.send, case, case.part if which.gives_part else case.count)
-    n_recv = case.part if which.takes_part else case.count
-    recv = send if in_place else _part(contender.recv, case, n_recv)
-    call = contender.engine.bind(case.collective, case.op, send, recv)
-    return _Lane(contender, in_place, send, recv, call)
-
-
-def _part(memory: Array, case: Case, count: int) -> Array:
-    return memory[: count * case.dtype.itemsize].view(case.dtype)
-
-
-def _yardstick_lane(case: Case, memcpy: Contender) -> _Lane:
-    send, recv = (_part(memory, case, case.count) for memory in (memcpy.send, memcpy.recv))
-    call = memcpy.engine.bind(case.collective, case.op, send, recv)
-    return _Lane(memcpy, False, send, recv, call)
+def _lane(case: Case, who: Contender, in_place: bool) -> _Lane | None:
+    if in_place and not case.how.has_in_place:
+        return None
+    is_whole = who.bind is memcpy
+    n_send = case.part if case.how.gives_part and not is_whole else case.count
+    n_recv = case.part if case.how.takes_part and not is_whole else case.count
+    send = who.send[: n_send * case.dtype.itemsize].view(case.dtype)
+    recv = send if in_place else who.recv[: n_recv * case.dtype.itemsize].view(case.dtype)
+    call = who.bind(case, send, recv)
+    return None if call is None else _Lane(who, in_place, send, recv, call)
 
 
 # --- correctness --------------------------------------------------------------------------------
-def _check(case: Case, lanes: Sequence[_Lane], meeting: Meeting) -> None:
-    """Add the wrong elements of one call to each lane's; the same number on every rank."""
+def _check(case: Case, lanes: Sequence[_Lane]) -> None:
+    """Add the wrong elements of one call on any rank to each lane's."""
     for lane in lanes:
-        check = _wrong_ranks if case.collective == "barrier" else _wrong_elements
-        meeting.barrier()
-        lane.wrong += meeting.total(check(case, lane, meeting))
+        if not lane.is_memcpy:
+            check = _wrong_ranks if case.collective == "barrier" else _wrong_elements
+            rc.barrier()
+            lane.wrong += sum(rc.allgather_object(check(case, lane)))
 
 
-def _wrong_elements(case: Case, lane: _Lane, meeting: Meeting) -> int:
-    rank, size = meeting.rank, meeting.size
+def _wrong_elements(case: Case, lane: _Lane) -> int:
     lane.recv.view(np.uint8).fill(_POISON)
-    pattern.fill(lane.send, case.op, rank, size)
-    right = pattern.expected(case, rank)
-    result = lane.call()
-    wrong = pattern.count_wrong(result, right)
+    pattern.fill(lane.send, case, rc.rank())
+    right = pattern.expected(case, rc.rank())
+    wrong = pattern.count_wrong(lane.call(), right)
     if not lane.in_place:
         untouched = np.empty_like(lane.send)
-        pattern.fill(untouched, case.op, rank, size)
+        pattern.fill(untouched, case, rc.rank())
         wrong += pattern.count_wrong(lane.send, untouched)
     return wrong
 
 
-def _wrong_ranks(case: Case, lane: _Lane, meeting: Meeting) -> int:
-    """Return on rank 0 how many ranks left a barrier before the last one had entered it.
-
-    Only on one host, where all read the same clock.
-    """
-    if meeting.rank == meeting.size - 1:
+def _wrong_ranks(case: Case, lane: _Lane) -> int:
+    """Return 1 if this rank left a barrier before the last one had entered it, on one host."""
+    if rc.rank() == case.size - 1:
         time.sleep(_LATE_S)  # the others must be seen to wait
     entered = time.monotonic()
     lane.call()
-    times = meeting.gather((entered, time.monotonic()))
-    if times is None or len(meeting.leaders) > 1:
-        return 0
-    last = max(entered for entered, _ in times)
-    return sum(left < last for _, left in times)
+    left = time.monotonic()
+    return left < max(rc.allgather_object(entered)) and rc.local_size() == case.size
 
 
 # --- time ---------------------------------------------------------------------------------------
-def _clear(contenders: Sequence[Contender]) -> None:
-    """Zero all buffers: sums of them stay finite for any number of calls in place."""
-    for each in contenders:
-        each.send.fill(0)
-        each.recv.fill(0)
-
-
-def _time(lanes: Sequence[_Lane], meeting: Meeting, effort: Effort) -> None:
+def take_turns(
+    calls: Sequence[Callable[[], object]], seconds: float, batches: int | None = None
+) -> list[Array]:
+    """Return the seconds of each call, by caller: shape (ranks, batches, calls). Collective."""
     with quiet():
-        round_s = 0.0
-        for lane in lanes:
-            call_s = meeting.highest(_pilot_s(lane, meeting))
-            lane.calls = calls_per_batch(call_s)
-            round_s += call_s * (lane.calls + 1)
-        batches = effort.batches or batches_within(effort.seconds, round_s)
+        call_s = [max(rc.allgather_object(_pilot_s(call))) for call in calls]
+        counts = [min(max(math.ceil(_BATCH_S / s), 1), _MOST_CALLS) for s in call_s]
+        round_s = sum(s * (n + 1) for s, n in zip(call_s, counts, strict=True))
+        affordable = int(seconds / max(round_s, 1e-9))
+        batches = batches or min(max(affordable, _FEWEST_BATCHES), _MOST_BATCHES)
+        stamps_s: list[list[list[float]]] = [[] for _ in calls]
         for number in range(batches):
             # Back and forth: else an engine would always follow the same other one.
-            for lane in lanes if number % 2 == 0 else reversed(lanes):
-                meeting.barrier()
-                lane.stamps_s.append(_batch(lane.call, lane.calls))
+            order = range(len(calls))
+            for each in order if number % 2 == 0 else reversed(order):
+                rc.barrier()
+                stamps_s[each].append(_batch(calls[each], counts[each]))
+    return [np.array(rc.allgather_object(np.diff(each, axis=1))) for each in stamps_s]
 
 
-def _pilot_s(lane: _Lane, meeting: Meeting) -> float:
+def _pilot_s(call: Callable[[], object]) -> float:
     """Return about how long a call takes; the first ones are slower."""
-    meeting.barrier()
-    _batch(lane.call, 2)
-    stamps = _batch(lane.call, 3)
-    return (stamps[-1] - stamps[0]) / 3
+    rc.barrier()
+    _batch(call, 2)
+    stamps = _batch(call, 3)
+    return max((stamps[-1] - stamps[0]) / 3, 1e-9)
 
 
-def _batch(call: Call, calls: int) -> list[float]:
+def _batch(call: Callable[[], object], calls: int) -> list[float]:
     """Return when the first of `calls` began and when each of them ended."""
     clock = time.perf_counter
     call()
@@ -229,43 +237,17 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-# --- rows ---------------------------------------------------------------------------------------
-def _row(case: Case, lane: _Lane, meeting: Meeting, link_bytes_s: float | None) -> Row | None:
-    times = meeting.gather(np.diff(np.array(lane.stamps_s), axis=1)) if lane.stamps_s else []
-    if times is None or meeting.rank != 0:
-        return None
-    engine = lane.contender.engine.name
-    timed = _timed(case, summarize(np.stack(times)), engine, meeting, link_bytes_s) if times else {}
-    return Row(
-        collective=case.collective,
-        op=case.op,
-        dtype=case.dtype.name,
-        nbytes=case.nbytes,
-        count=case.count,
-        engine=engine,
-        buffers=lane.contender.buffers,
-        in_place=lane.in_place,
-        wrong=lane.wrong,
-        **timed,
-    )
-
-
-def _timed(
-    case: Case, summary: Summary, engine: str, meeting: Meeting, link_bytes_s: float | None
-) -> dict[str, Any]:
-    hosts = len(meeting.leaders)
-    is_memcpy = engine == "memcpy"
-    algbw = case.nbytes / summary.time
-    on_wire = wire_bytes(case.collective, case.nbytes, hosts=hosts, ranks=meeting.size)
-    wire_share = None
-    if link_bytes_s is not None and on_wire and not is_memcpy:
-        wire_share = on_wire / summary.time / link_bytes_s
-    return {
-        "time_us": summary.time * 1e6,
-        "call_p50_us": summary.call_p50 * 1e6,
-        "p99_us": summary.call_p99 * 1e6,
-        "calls": summary.calls,
-        "algbw_gbps": algbw / 1e9,
-        "busbw_gbps": algbw * (1 if is_memcpy else bus_factor(case.collective, meeting.size)) / 1e9,
-        "wire_share": wire_share,
-    }
+def _row(case: Case, lane: _Lane, times_s: Array | None) -> Row:
+    what = (case.collective, case.op, case.dtype.name, case.nbytes, case.count)
+    row = Row(*what, lane.who.engine, lane.who.buffers, lane.in_place, lane.wrong)
+    if times_s is None:
+        return row
+    batches_us, calls_us = (1e6 * t.max(axis=0) for t in (times_s.mean(axis=2), times_s))
+    row.time_us = float(np.median(batches_us))
+    row.call_p50_us = float(np.median(calls_us))
+    row.p99_us = float(np.percentile(calls_us, 99, method="inverted_cdf"))
+    row.calls = calls_us.size
+    row.algbw_gbps = case.nbytes / row.time_us / 1e3
+    factor = 1.0 if lane.is_memcpy else bus_factor(case.collective, case.size)
+    row.busbw_gbps = row.algbw_gbps * factor
+    return row

@@ -1,35 +1,63 @@
-"""The table in nccl-tests' order of columns, 120 wide. Pure."""
+"""The rows of `ringcomm bench`, and its table: nccl-tests' order of columns, 120 wide. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ringcomm.launch.bench.report import Report, Row
 
+@dataclass
+class Row:
+    """One engine, one collective, one size, one form.
 
-def preamble(report: Report) -> list[str]:
-    """Return the lines that say what was run, and what speaks against trusting it."""
-    hosts = "1 host" if report.hosts == 1 else f"{report.hosts} hosts"
-    settings = "its own settings" if report.is_mpi_default else "ringcomm's settings"
-    lines = [
-        f"# ringcomm bench {report.version}: {report.size} ranks on {hosts}, {report.cores} cores "
-        f"for those of rank 0's host, mode {report.mode}",
-        f"# {report.mpi}, {settings}",
-        *(f"# {name}={value}" for name, value in report.settings.items()),
-    ]
-    if report.link_gbps is not None:
-        lines.append(f"# link between hosts: {report.link_gbps * 1e3:.1f} MB/s each way, measured")
-    if report.size > report.cores * report.hosts:
-        lines.append("# more ranks than cores: times tell how they wait for each other, too")
-    if report.load > _QUIET:
-        lines.append(
-            f"# load average {report.load:.1f}: other programs run. Compare lines, not runs"
-        )
-    return lines
+    Attributes:
+        collective: allreduce, ...; of the memcpy line: that of the lines beside it.
+        op: sum, ...; "" where nothing is reduced.
+        dtype: float32, ...
+        nbytes: of the whole buffer, as nccl-tests count it.
+        count: its elements.
+        engine: ringcomm, or memcpy.
+        buffers: "registered" or "private".
+        in_place: the result replaced the argument.
+        wrong: wrong elements of all ranks, before and after timing.
+        time_us: median over batches of a batch's mean call, by the slowest rank; None: not timed,
+            because the result was wrong. So are the other times.
+        call_p50_us: median over single calls, by the slowest rank of each.
+        p99_us: 99th percentile of the same; the longest, if there were fewer than 100.
+        calls: how many single calls.
+        algbw_gbps: nbytes / time, GB/s (1e9).
+        busbw_gbps: the same, comparable with the hardware's whatever the number of ranks.
+        wire_share: least bytes that cross a host's link / time / the measured link; None on one
+            host.
+        algorithm: what ringcomm chose.
+    """
+
+    collective: str
+    op: str
+    dtype: str
+    nbytes: int
+    count: int
+    engine: str
+    buffers: str
+    in_place: bool
+    wrong: int
+    time_us: float | None = None
+    call_p50_us: float | None = None
+    p99_us: float | None = None
+    calls: int = 0
+    algbw_gbps: float | None = None
+    busbw_gbps: float | None = None
+    wire_share: float | None = None
+    algorithm: str = ""
+
+    @property
+    def label(self) -> str:
+        """The engine, as the table calls it."""
+        return f"{self.engine} reg" if self.buffers == "registered" else self.engine
 
 
 def heading(*, has_wire: bool) -> list[str]:
-    """Return the two lines above the rows; their columns are those of rows()."""
+    """Return the lines above the rows; their columns are those of lines()."""
     form = f" {'time':>7} {'algbw':>6} {'busbw':>6} {'#wrong':>6}"
     unit = f" {'(us)':>7} {'(GB/s)':>6} {'(GB/s)':>6} {'':>6}"
     share = "wire" if has_wire else "/cpy"
@@ -40,29 +68,21 @@ def heading(*, has_wire: bool) -> list[str]:
     ]
 
 
-def rows(found: Sequence[Row], *, has_wire: bool) -> list[str]:
-    """Return one line per engine for the rows of one case, which stand in one order of engines."""
-    labels = list(dict.fromkeys(row.label for row in found))
-    memcpy_us = next((row.time_us for row in found if row.engine == "memcpy"), None)
-    return [
-        _line([row for row in found if row.label == label], memcpy_us, has_wire=has_wire)
-        for label in labels
-    ]
-
-
-_QUIET = 0.5
-
-
-def _line(forms: list[Row], memcpy_us: float | None, *, has_wire: bool) -> str:
-    """Return the line of one engine: one or two rows."""
-    by_place = {row.in_place: row for row in forms}
-    row = by_place.get(True, forms[0])  # of which the ratios tell
-    share = _percent(row.wire_share) if has_wire else _ratio(row.time_us, memcpy_us)
-    return (
-        f" {row.nbytes:>9} {row.count:>9} {row.dtype:<8} {row.op or '-':<7}"
-        f"{_form(by_place.get(False))}{_form(by_place.get(True))}"
-        f" {_ratio(row.p99_us, row.call_p50_us):>5} {share:>5} {row.label}"
-    )
+def lines(rows: Sequence[Row], *, has_wire: bool) -> list[str]:
+    """Return one line per engine for the rows of one case."""
+    memcpy_us = next((row.time_us for row in rows if row.engine == "memcpy"), None)
+    found = []
+    for label in dict.fromkeys(row.label for row in rows):
+        forms = {row.in_place: row for row in rows if row.label == label}
+        row = forms.get(True) or forms[False]  # whose ratios the line shows
+        wire = "-" if row.wire_share is None else f"{row.wire_share * 100:.0f}%"
+        share = wire if has_wire else _ratio(row.time_us, memcpy_us)
+        found.append(
+            f" {row.nbytes:>9} {row.count:>9} {row.dtype:<8} {row.op or '-':<7}"
+            f"{_form(forms.get(False))}{_form(forms.get(True))}"
+            f" {_ratio(row.p99_us, row.call_p50_us):>5} {share:>5} {label}"
+        )
+    return found
 
 
 def _form(row: Row | None) -> str:
@@ -85,7 +105,3 @@ def _ratio(value: float | None, base: float | None) -> str:
         return "-"
     ratio = value / base
     return f"{ratio:.2f}x" if ratio < 10 else f"{min(ratio, 9999):.0f}x"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share * 100:.0f}%"

@@ -1,0 +1,32 @@
+"""Measure ringcomm beside others: mpirun -np 2 python ci/bench WHAT ...; docs/benchmarks.md."""
+
+import importlib
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder: its modules are bench's
+WHAT = {
+    "collectives": "beside MPI's own, gloo, and torch.distributed over ringcomm",
+    "compare": "files of --json side by side, against the goals; without mpirun",
+    "call": "what a call of torch.distributed costs in Python",
+    "step": "a step of training, beside DDP over gloo",
+    "ps": "pushes and pulls of the parameter server, beside torch.distributed.rpc",
+}
+
+
+def main(argv):
+    if not argv or argv[0] not in WHAT:
+        rows = [f"  {name:<12} {text}" for name, text in WHAT.items()]
+        print("usage: mpirun -np N python ci/bench WHAT [--help] ...", *rows, sep="\n")
+        return 0 if argv[:1] == ["--help"] else 2
+    from ringcomm.errors import ConfigError
+
+    try:
+        return importlib.import_module(f"bench.{argv[0]}").main(argv[1:])
+    except (ConfigError, ModuleNotFoundError) as error:
+        print(f"ci/bench {argv[0]}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""The collectives of `ringcomm bench`, sizes, and nccl-tests' definitions of bandwidth. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How a collective is measured.
+
+    Attributes:
+        is_reduction: it takes an operator.
+        has_in_place: ringcomm has a form that overwrites its argument.
+        has_parts: its buffer consists of one equal part per rank.
+        gives_part: each rank passes in one part, not the whole buffer.
+        takes_part: each rank gets one part, not the whole buffer.
+    """
+
+    is_reduction: bool = False
+    has_in_place: bool = False
+    has_parts: bool = False
+    gives_part: bool = False
+    takes_part: bool = False
+
+
+COLLECTIVES: Final = {
+    "allreduce": Collective(is_reduction=True, has_in_place=True),
+    "reduce": Collective(is_reduction=True, has_in_place=True),
+    "reduce_scatter": Collective(
+        is_reduction=True, has_in_place=True, has_parts=True, takes_part=True
+    ),
+    "allgather": Collective(has_parts=True, gives_part=True),
+    "broadcast": Collective(has_in_place=True),
+    "gather": Collective(has_parts=True, gives_part=True),
+    "scatter": Collective(has_parts=True, takes_part=True),
+    "alltoall": Collective(has_parts=True),
+    "barrier": Collective(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective on one size of buffer.
+
+    Attributes:
+        collective: a name of COLLECTIVES; root is rank 0.
+        op: name of an rc.Op; "" where nothing is reduced.
+        dtype: of the elements.
+        count: elements of the whole buffer: those of all ranks' parts, as in nccl-tests.
+        size: ranks.
+    """
+
+    collective: str
+    op: str
+    dtype: np.dtype[Any]
+    count: int
+    size: int
+
+    @property
+    def how(self) -> Collective:
+        """How the collective is measured."""
+        return COLLECTIVES[self.collective]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.count * self.dtype.itemsize
+
+    @property
+    def part(self) -> int:
+        """Elements of a rank's part."""
+        return self.count // self.size
+
+
+def make_case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, size: int) -> Case:
+    """Return the case of about `nbytes`: whole parts of at least one element for each rank."""
+    how = COLLECTIVES[collective]
+    count = max(nbytes // dtype.itemsize, 1)
+    if how.has_parts:
+        count = max(count // size, 1) * size
+    if collective == "barrier":
+        count = 0
+    return Case(collective, op if how.is_reduction else "", dtype, count, size)
+
+
+def bus_factor(collective: str, size: int) -> float:
+    """Return busbw / algbw: bytes over the busiest link per byte of the buffer (nccl-tests)."""
+    if collective == "allreduce":
+        return 2 * (size - 1) / size
+    return (size - 1) / size if COLLECTIVES[collective].has_parts else 1.0
+
+
+def wire_bytes(case: Case, hosts: int) -> float:
+    """Return the least that any algorithm must send over the link of the busiest host."""
+    if hosts == 1:
+        return 0.0
+    if case.collective == "alltoall":  # each rank has its own buffer for all others
+        return case.size / hosts * case.nbytes * (hosts - 1) / hosts
+    return bus_factor(case.collective, hosts) * case.nbytes
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Return the bytes of "64K", "8:256M", "8:256M:4", "1K,64K,1M" or a mixture, rising.
+
+    K is 1024. A range goes from the first to the last by a factor, 2 if none is given.
+
+    Raises:
+        ValueError: a part is no size, or a range falls or stands still.
+    """
+    return tuple(sorted({size for part in text.split(",") for size in _range(part)}))
+
+
+def _range(part: str) -> list[int]:
+    first, *rest = part.split(":")
+    start = _parse_bytes(first)
+    stop = _parse_bytes(rest[0]) if rest else start
+    factor = int(rest[1]) if len(rest) == 2 and rest[1].isdigit() else 2 * (len(rest) <= 1)
+    if stop < start or factor < 2:
+        raise ValueError(f"{part!r} is no range of sizes: write FIRST:LAST or FIRST:LAST:FACTOR")
+    sizes = [start]
+    while sizes[-1] * factor <= stop:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+def _parse_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
+    if nbytes == 0:
+        raise ValueError(f"{text!r} is no size: write 8, 64K, 1M or 2G")
+    return nbytes
