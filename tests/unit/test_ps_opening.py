@@ -9,6 +9,7 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.engine.api.world import engine, entered
 from ringcomm.ps.job import session
 from ringcomm.ps.messages import INITIAL
 from ringcomm.ps.placement import Move
@@ -59,10 +60,10 @@ def test_threads_that_open_a_table_at_once_get_one_object():
 
         def open_it():
             both.wait(60)
-            with rc.engine.world.entered(current):
+            with entered(current):
                 opened.append(ps.table("w", 4, init=np.ones(4)))
 
-        current = rc.engine.world.engine()
+        current = engine()
         threads = [threading.Thread(target=open_it) for _ in range(2)]
         for each in threads:
             each.start()
