@@ -168,7 +168,7 @@ class TestKernels:
             (_core.convert, (BYTES[:6], BYTES, F16, F32), "destination has 6 bytes, wanted 4"),
             (_core.convert, (BYTES[:4], BYTES[:7], F16, F32), "no whole number"),
             (_core.convert, (BYTES, BYTES, F32, F32), "to 16 bits, or back"),
-            (_core.convert, (BYTES[:4], BYTES, 99, F32), "no kernel for this dtype"),
+            (_core.convert, (BYTES[:4], BYTES, 99, F32), "dtype 99: the codes are 0 to 14"),
             (_core.convert, (BYTES[1:5], BYTES[:2], F32, F16), "not aligned"),
             (_core.encode_int8, (BYTES[:5], BYTES, F32, 256, 0, 0), "has 5 bytes, wanted 6"),
             (_core.encode_int8, (BYTES[:6], BYTES, F32, 0, 0, 0), "block is 0"),
