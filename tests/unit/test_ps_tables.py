@@ -1,6 +1,7 @@
 """Dense tables: what is pushed is what is pulled, on any number of servers and workers."""
 
 import threading
+import time
 
 import harness
 import ml_dtypes
@@ -171,8 +172,11 @@ def test_an_interrupt_within_a_wait_loses_no_ack(count, monkeypatch):
     def body(rank):
         t = ps.table("w", count, updater=ps.optim.Add())
         monkeypatch.setattr(Link, "await_ack", interrupted)
-        n_interrupts = 0
-        for _ in range(20):
+        n_pushes = n_interrupts = 0
+        give_up = time.monotonic() + 60
+        while n_pushes < 20 or (n_interrupts == 0 and harness.wire == "node"):
+            assert time.monotonic() < give_up, "no push was waited for"
+            n_pushes += 1
             is_interrupting[0] = True
             push = t.push(np.ones(count, np.float32))
             try:
@@ -182,11 +186,9 @@ def test_an_interrupt_within_a_wait_loses_no_ack(count, monkeypatch):
                 is_interrupting[0] = False
                 assert push.wait(60).applied
         assert session().client._asked == {}
-        assert (t.pull().wait() == 20).all()
-        return n_interrupts
+        assert (t.pull().wait() == n_pushes).all()
 
-    (n_interrupts,) = run_workers(1, body)
-    assert n_interrupts > 0 or harness.wire == "messages"
+    run_workers(1, body)
 
 
 def test_what_cannot_be_written_to_or_read_is_refused():
