@@ -25,7 +25,7 @@ from ringcomm.transport.base import (
     Request,
 )
 from ringcomm.transport.mail import Letter, Mail, MailBox
-from ringcomm.transport.node.shm import RegionAddress, SharedNode
+from ringcomm.transport.node.shm import SharedNode
 
 _ARENA = 5 << 30
 
@@ -71,7 +71,7 @@ class LoopbackHub:
         for mate in mates:
             if mate != rank:
                 m = self._memories[mate]
-                node.meet(mate, RegionAddress(os.getpid(), m.board_fd, m.arena_fd, mate))
+                node.adopt(mate, NodeMemory.open(os.getpid(), m.board_fd, m.arena_fd, mate))
         return node
 
     def kill(self, rank: int, reason: str = "was killed", *, blames: int | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringcomm.errors import CommTimeoutError, ConfigError
-from ringcomm.transport.mpi import start_mpi
+from ringcomm.transport.mpi_library import start_mpi
 
 _QUESTION, _ANSWER = 1, 2
 _NAP_S, _LONGEST_NAP_S = 1e-3, 20e-3  # of rank 0's thread: 0.1 % of a core when nobody asks

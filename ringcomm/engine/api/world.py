@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from ringcomm.status.guardian import Guardian
-    from ringcomm.transport.mpi import MpiTransport, Place, Started
+    from ringcomm.transport.mpi import MpiTransport, Place
+    from ringcomm.transport.mpi_library import Started
 
 _log = logging.getLogger("ringcomm")
 
@@ -103,8 +104,8 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     print_alike_errors_once(is_watched=lambda: _world is not None)
     settings = read_settings()
     from ringcomm.engine.api.tuning import load
-    from ringcomm.transport.mpi import (
-        MpiTransport,
+    from ringcomm.transport.mpi import MpiTransport
+    from ringcomm.transport.mpi_library import (
         refuse_late_settings,
         refuse_silent_singleton,
         start_deadline,
@@ -271,7 +272,7 @@ def _current() -> Engine | None:
 
 
 def _start_mpi() -> Started:
-    from ringcomm.transport.mpi import start_mpi
+    from ringcomm.transport.mpi_library import start_mpi
 
     started = start_mpi()
     atexit.register(_at_exit)  # it is the one that calls MPI_Finalize, or sees that nobody does

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from ringcomm._core import Loop, NodeMemory, NodeStep, Team, make_team, take, view
@@ -12,23 +11,6 @@ from ringcomm.transport.node import N_UNNAMED
 
 _MOMENT_S = 1e-3  # about what two ranks in step need to meet, with some patience
 _APART = 0x9E40000  # about 2**28 times the golden ratio, in whole pages of up to 64 KiB
-
-
-@dataclass(frozen=True)
-class RegionAddress:
-    """Where another process of this node finds the memory that a rank shares.
-
-    Attributes:
-        pid: of the rank.
-        board_fd: its descriptor of the flags.
-        arena_fd: its descriptor of the data.
-        nonce: tells them from those of a recycled pid.
-    """
-
-    pid: int
-    board_fd: int
-    arena_fd: int
-    nonce: int
 
 
 class SharedNode:
@@ -65,17 +47,6 @@ class SharedNode:
     def adopt(self, rank: int, memory: NodeMemory) -> None:
         """Take the mapped memory of another rank of this node."""
         self._memories[rank] = memory
-
-    def meet(self, rank: int, address: RegionAddress) -> None:
-        """Map the memory of another rank of this node.
-
-        Raises:
-            OSError: it cannot be reached.
-            RuntimeError: it belongs to another process.
-        """
-        self._memories[rank] = NodeMemory.open(
-            address.pid, address.board_fd, address.arena_fd, address.nonce
-        )
 
     def team_or_none(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
         """Return the slots in which these ranks of the group `context` meet.
