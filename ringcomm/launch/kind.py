@@ -1,4 +1,4 @@
-"""Which MPI a library or a launcher is, by the text in which it gives its version. Pure."""
+"""The MPI that a library or an mpirun is of, by the text that gives its version. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of run() does: call the function, and leave a report of it in a file."""
+"""The program of a rank of run(): calls the function, and leaves a report of it in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run(): a function on N ranks, from a notebook or any other program that is no rank itself."""
+"""run() calls a function on N new ranks, from a notebook or another program that is no rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ringcomm import config
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, RingcommError
 from ringcomm.launch.rank import CALL, Report, dumps, report_path
 
+if TYPE_CHECKING:
+    from ringcomm.launch.child import Outcome
+
 R = TypeVar("R")
-# Who was first, where MPI ended the others before they could say it (MPICH, measured).
-_GUARDIANS_WORDS = re.compile(r"^x rank (\d+) \(host [^)]*\) (.+?)(?: - exit \d+)?$", re.MULTILINE)
+# The guardian names the first rank that failed; MPICH ends the others before they can (measured).
+_GUARDIANS_LINE = re.compile(r"^x rank (\d+) \(host [^)]*\) (.+?)(?: - exit \d+)?$", re.MULTILINE)
 _TAIL = 20  # lines of a failed job's output
 
 
@@ -89,9 +92,9 @@ def run(
     if not quiet:
         sys.stdout.write(outcome.output)
     if outcome.code is None:
-        _raise_late(reports, timeout_s, outcome.output)
+        _raise_late(reports, timeout_s, outcome)
     if outcome.code != 0 or any(report is None or report.error for report in reports):
-        _raise_failure(reports, outcome.code, outcome.output)
+        _raise_failure(reports, outcome)
     return [pickle.loads(report.result) for report in reports if report is not None]
 
 
@@ -111,8 +114,8 @@ def _packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _launcher(np: int, environ: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
     """Return the command that starts np ranks, up to its options, and the variables it needs."""
-    from ringcomm.launch.facts import gather
     from ringcomm.launch.findings import judge
+    from ringcomm.launch.gather import gather
     from ringcomm.launch.trial import plan_trial, problem_of
 
     facts = gather(environ)
@@ -142,16 +145,18 @@ def _read(folder: Path, rank: int) -> Report | None:
     return report
 
 
-def _raise_late(reports: list[Report | None], timeout_s: float | None, output: str) -> NoReturn:
+def _raise_late(
+    reports: list[Report | None], timeout_s: float | None, outcome: Outcome
+) -> NoReturn:
     missing = [rank for rank, report in enumerate(reports) if report is None]
     raise CommTimeoutError(
         f"run: the job was ended after timeout_s={timeout_s:g}; ranks that had not returned: "
-        f"{', '.join(map(str, missing)) or 'none'}.{_tail(output)}",
+        f"{', '.join(map(str, missing)) or 'none'}.{_tail(outcome)}",
         missing=missing,
     )
 
 
-def _raise_failure(reports: list[Report | None], code: int, output: str) -> NoReturn:
+def _raise_failure(reports: list[Report | None], outcome: Outcome) -> NoReturn:
     failed = [(r, report) for r, report in enumerate(reports) if report and report.error]
     first = [(r, report) for r, report in failed if report.blames is None]
     if first:
@@ -163,16 +168,15 @@ def _raise_failure(reports: list[Report | None], code: int, output: str) -> NoRe
         ) from _cause(report)
     missing = [rank for rank, report in enumerate(reports) if report is None]
     blames = [report.blames for _, report in failed if report.blames is not None]
-    told = _GUARDIANS_WORDS.search(output)
-    if told is not None:
-        blames.insert(0, (int(told[1]), told[2]))
+    if line := _GUARDIANS_LINE.search(outcome.output):
+        blames.insert(0, (int(line[1]), line[2]))
     if missing and not blames and len(missing) < len(reports):
-        blames = [(missing[0], f"ended without a result, exit {code}")]
+        blames = [(missing[0], f"ended without a result, exit {outcome.code}")]
     if not blames:
         when = "before any rank had returned" if missing else "after the function had returned"
-        raise RingcommError(f"run: the job failed {when}, exit {code}.{_tail(output)}")
+        raise RingcommError(f"run: the job failed {when}, exit {outcome.code}.{_tail(outcome)}")
     rank, reason = blames[0]
-    raise PeerFailedError(f"run: rank {rank} {reason}.{_tail(output)}", rank=rank, reason=reason)
+    raise PeerFailedError(f"run: rank {rank} {reason}.{_tail(outcome)}", rank=rank, reason=reason)
 
 
 def _cause(report: Report) -> BaseException | None:
@@ -182,6 +186,6 @@ def _cause(report: Report) -> BaseException | None:
     return None
 
 
-def _tail(output: str) -> str:
-    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
-    return "\n".join([" It printed at last:", *lines[-_TAIL:]]) if lines else " It printed nothing"
+def _tail(outcome: Outcome) -> str:
+    lines = outcome.last_lines(_TAIL)
+    return "\n".join([" It printed at last:", *lines]) if lines else " It printed nothing"

@@ -40,7 +40,7 @@ class Plan:
     Attributes:
         mpirun: the command up to the program, such as `mpirun -np 2`.
         python: the interpreter.
-        variables: what the environment needs on top.
+        variables: to be added to the environment.
     """
 
     mpirun: tuple[str, ...]
@@ -49,7 +49,7 @@ class Plan:
 
 
 def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str]) -> Finding:
-    """Return how two ranks fared; after `findings` that make it pointless they are not started."""
+    """Return how an allreduce of two ranks ended; not tried while a problem makes it pointless."""
     plan = plan_trial(facts)
     first = problem_of(findings)
     if first is not None or plan is None:
@@ -84,7 +84,7 @@ def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
 
 
 def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
-    """Return what `outcome` of `plan` says. Pure."""
+    """Return the finding for this `outcome` of `plan`. Pure."""
     if outcome.code == 0 and _CORRECT in outcome.output:
         found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_help_it_needed(plan)}"
         return Finding("run", "ok", found)
@@ -93,7 +93,7 @@ def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
     else:
         how = f"2 ranks failed, exit {outcome.code} after {outcome.seconds:.1f} s"
     found = f"{how}{_help_it_needed(plan)}; MPI alone should print 2 twice"
-    return Finding("run", "problem", "\n".join([found, *_tail(outcome.output)]), _alone(plan))
+    return Finding("run", "problem", "\n".join([found, *outcome.last_lines(_TAIL)]), _alone(plan))
 
 
 def _help_it_needed(plan: Plan) -> str:
@@ -105,8 +105,3 @@ def _help_it_needed(plan: Plan) -> str:
 def _alone(plan: Plan) -> str:
     variables = [f"{name}={value}" for name, value in plan.variables.items()]
     return shlex.join([*variables, *plan.mpirun, plan.python, "-c", _MPI_ALONE])
-
-
-def _tail(output: str) -> list[str]:
-    lines = [line.rstrip() for line in output.splitlines()]
-    return [line for line in lines if line][-_TAIL:]

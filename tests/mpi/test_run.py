@@ -218,9 +218,9 @@ def test_an_argument_that_cannot_be_sent_is_refused():
 
 
 def test_without_mpirun_the_error_says_how_to_get_one(monkeypatch):
-    from ringcomm.launch import facts
+    from ringcomm.launch import gather
 
-    monkeypatch.setattr(facts, "_launcher", lambda _: None)
+    monkeypatch.setattr(gather, "_launcher", lambda _: None)
     with pytest.raises(
         rc.ConfigError, match=r"run: neither beside Python nor on PATH\. pip install"
     ):

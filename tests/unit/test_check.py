@@ -14,10 +14,11 @@ import pytest
 
 from ringcomm._core import open_pidfd
 from ringcomm.gpu.presence import Cupy, Driver, Gpu, Nccl, Stack
-from ringcomm.launch import check, child, cli, facts
+from ringcomm.launch import check, child, cli, gather
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
-from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library, floors
+from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library
 from ringcomm.launch.findings import SUBJECTS, has_problem, judge
+from ringcomm.launch.gather import floors
 from ringcomm.launch.kind import Kind, fit, kind_of_launcher, kind_of_library
 from ringcomm.launch.trial import judge_trial, plan_trial, run_trial
 
@@ -372,7 +373,7 @@ ORIGINS = [
 
 @pytest.mark.parametrize(("direct_url", "told"), ORIGINS)
 def test_ringcomm_is_installed_again_from_where_it_came(direct_url, told):
-    assert facts.origin(direct_url) == told
+    assert gather.origin(direct_url) == told
 
 
 @pytest.mark.parametrize(
@@ -380,8 +381,8 @@ def test_ringcomm_is_installed_again_from_where_it_came(direct_url, told):
     [("nccl4py", False, True), ("nccl4py", True, False), ("cupy", False, False), ("x", 0, False)],
 )
 def test_nccl4py_is_looked_for_where_it_is_asked_for(variable, is_there, lacks, monkeypatch):
-    monkeypatch.setattr(facts, "find_spec", lambda name: name if is_there else None)
-    assert facts._lacks_nccl4py({"RINGCOMM_NCCL": variable}) is lacks
+    monkeypatch.setattr(gather, "find_spec", lambda name: name if is_there else None)
+    assert gather._settings({"RINGCOMM_NCCL": variable})[1] is lacks
 
 
 # --- the trial ----------------------------------------------------------------------------------
@@ -644,11 +645,11 @@ GPU_FAKES = {
 def test_the_gpu_is_looked_for_in_a_child_that_may_fail(
     source, limit_s, error, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(facts, "_ANSWER_S", limit_s)
+    monkeypatch.setattr(gather, "_ANSWER_S", limit_s)
     (tmp_path / "cupy.py").write_text(source)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    assert facts._gpu(os.environ) == (None, error)
+    assert gather._gpu(os.environ) == (None, error)
 
 
 ROOT_FOLDER = Path(__file__).parents[2]

@@ -49,7 +49,7 @@ _QUIET_LOAD = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what `argv` says; return 1 if a result was wrong, 2 if it cannot be done, else 0.
+    """Measure the cases of `argv`; return 1 if a result was wrong, 2 if it cannot be done, else 0.
 
     Collective, except for --help.
     """
@@ -85,7 +85,7 @@ def measure_all(args: Namespace, others: Callable[[], Mapping[str, Bind]] = dict
 
 
 def finish(args: Namespace, found: dict[str, Any]) -> int:
-    """Write what measure_all() found, and shut down; return 1 if a result was wrong, else 0."""
+    """Write the JSON and shut down; return 1 if a result was wrong, else 0."""
     wrong = sum(row["wrong"] for row in found["rows"])
     _say(f"# wrong elements: {wrong}")
     if rc.rank() == 0 and args.json is not None:
@@ -146,7 +146,7 @@ def _link_gbps(leaders: list[int]) -> float | None:
 
 
 def _preamble(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that say what is measured, and what speaks against trusting it."""
+    """Yield the heading: ranks, hosts, settings, and warnings about the machine."""
     size, hosts, cores, load = (found[name] for name in ("size", "hosts", "cores", "load"))
     yield (
         f"# ringcomm bench {found['version']}: {size} ranks on {hosts} host{'s' * (hosts > 1)}, "

@@ -26,12 +26,12 @@ _UFUNCS: Final[dict[str, np.ufunc]] = {
 
 
 def fill(x: Array, case: Case, rank: int) -> None:
-    """Set x, shape (count,), to what `rank` passes in."""
+    """Fill x, shape (count,), with the argument of `rank`."""
     x[...] = _spread(_values(case, rank), 0, x.size).astype(x.dtype)
 
 
 def expected(case: Case, rank: int) -> Array | None:
-    """Return what `rank` must get, shape (n,); None where it gets nothing. Not for barriers."""
+    """Return the result for `rank`, shape (n,); None if there is none. Not for barriers."""
     each = [_values(case, r) for r in range(case.size)]
     how, part = case.how, case.part
     if case.collective in ("reduce", "gather") and rank != 0:

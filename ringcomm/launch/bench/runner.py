@@ -96,7 +96,7 @@ def memcpy(case: Case, send: Array, recv: Array) -> Call | None:
 class _Lane:
     """A contender in one form, ready for one case."""
 
-    who: Contender
+    contender: Contender
     in_place: bool
     send: Array
     recv: Array
@@ -105,7 +105,7 @@ class _Lane:
 
     @property
     def is_memcpy(self) -> bool:
-        return self.who.bind is memcpy
+        return self.contender.bind is memcpy
 
 
 def measure(
@@ -120,7 +120,7 @@ def measure(
 
     Args:
         case: what to do.
-        contenders: who does it, each on its memory. They take turns.
+        contenders: the engines, each with its memory. They take turns.
         forms: False: out of place, True: in place, where the collective has that form.
         seconds: about how long to measure.
         batches: of each contender and form, instead of what `seconds` allow.
@@ -140,16 +140,16 @@ def measure(
     return [_row(case, lane, timed.get(id(lane))) for lane in lanes]
 
 
-def _lane(case: Case, who: Contender, in_place: bool) -> _Lane | None:
+def _lane(case: Case, contender: Contender, in_place: bool) -> _Lane | None:
     if in_place and not case.how.has_in_place:
         return None
-    is_whole = who.bind is memcpy
+    is_whole = contender.bind is memcpy
     n_send = case.part if case.how.gives_part and not is_whole else case.count
     n_recv = case.part if case.how.takes_part and not is_whole else case.count
-    send = who.send[: n_send * case.dtype.itemsize].view(case.dtype)
-    recv = send if in_place else who.recv[: n_recv * case.dtype.itemsize].view(case.dtype)
-    call = who.bind(case, send, recv)
-    return None if call is None else _Lane(who, in_place, send, recv, call)
+    send = contender.send[: n_send * case.dtype.itemsize].view(case.dtype)
+    recv = send if in_place else contender.recv[: n_recv * case.dtype.itemsize].view(case.dtype)
+    call = contender.bind(case, send, recv)
+    return None if call is None else _Lane(contender, in_place, send, recv, call)
 
 
 # --- correctness --------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def quiet() -> Iterator[None]:
 
 def _row(case: Case, lane: _Lane, times_s: Array | None) -> Row:
     what = (case.collective, case.op, case.dtype.name, case.nbytes, case.count)
-    row = Row(*what, lane.who.engine, lane.who.buffers, lane.in_place, lane.wrong)
+    row = Row(*what, lane.contender.engine, lane.contender.buffers, lane.in_place, lane.wrong)
     if times_s is None:
         return row
     batches_us, calls_us = (1e6 * t.max(axis=0) for t in (times_s.mean(axis=2), times_s))
