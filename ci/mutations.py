@@ -1030,7 +1030,7 @@ GPU = [
     Mutation(
         "gpu-a-result-is-not-awaited",
         "gpu",
-        "engine/gpu/gpus.py",
+        "gpu/executor/gpus.py",
         "device.await_event(self._issue.adapter.stream(device.index), self._done.handle)",
         "device.is_reached(self._done.handle)",
         "a caller's stream reads a result that is not there yet",
@@ -1042,7 +1042,7 @@ GPU = [
     Mutation(
         "gpu-arrays-are-not-awaited",
         "gpu",
-        "engine/gpu/gpus.py",
+        "gpu/executor/gpus.py",
         "for event in self.ready:",
         "for event in self.ready[1:]:",
         "a collective reads an array before the caller's stream has written it",
@@ -1054,7 +1054,7 @@ GPU = [
     Mutation(
         "gpu-launches-are-in-any-order",
         "gpu",
-        "engine/gpu/team.py",
+        "gpu/executor/team.py",
         "if self._turn != place:",
         "if self._turn > place:",
         "two ranks launch in different orders, and their streams wait for each other",
@@ -1066,7 +1066,7 @@ GPU = [
     Mutation(
         "gpu-streams-are-not-freed",
         "gpu",
-        "engine/gpu/team.py",
+        "gpu/executor/team.py",
         """\
                 if not is_reached:
                     self._free_stream(done, kept)""",
@@ -1079,7 +1079,7 @@ GPU = [
     Mutation(
         "gpu-what-breaks-off-is-left",
         "gpu",
-        "engine/gpu/team.py",
+        "gpu/executor/team.py",
         "self._free_stream(Event(self._gpu.device, self._own_mover.stream), keeps)",
         "Event(self._gpu.device, self._own_mover.stream)",
         "a stream stands for ever behind half an operation",
@@ -1088,7 +1088,7 @@ GPU = [
     Mutation(
         "gpu-a-stream-is-filled",
         "gpu",
-        "engine/gpu/team.py",
+        "gpu/executor/team.py",
         "if not mover.meets_on_stream or number % _PHASES_AHEAD == 0:",
         "if not mover.meets_on_stream:",
         "a stream that stands still blocks who would free it",
@@ -1097,7 +1097,7 @@ GPU = [
     Mutation(
         "gpu-each-rank-sets-up-what-it-can",
         "gpu",
-        "engine/gpu/founding.py",
+        "gpu/executor/transport_setup.py",
         """\
         if not found:
 """,
@@ -1110,7 +1110,7 @@ GPU = [
     Mutation(
         "gpu-the-late-rank-is-another",
         "gpu",
-        "gpu/ipc.py",
+        "gpu/transports/ipc.py",
         "behind = np.flatnonzero((numbers - own).view(np.int32) < 0)",
         "behind = np.flatnonzero((numbers - own).view(np.int32) > 0)",
         "the timeout names a rank that is not late",
@@ -1139,7 +1139,7 @@ GPU = [
     Mutation(
         "gpu-a-shared-gpu-gets-nccl",
         "gpu",
-        "gpu/choice.py",
+        "gpu/transports/choice.py",
         "if shared and not may_share:",
         "if shared and may_share:",
         "NCCL is asked for what it refuses",

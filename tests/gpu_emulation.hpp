@@ -1,4 +1,4 @@
-// CUDA on the CPU, as far as ringcomm/gpu/kernels.cu uses it. Threads run one after the other;
+// CUDA on the CPU, as far as ringcomm/gpu/kernels/kernels.cu uses it. Threads run one after the other;
 // those of a warp in turns, if they talk to each other.
 #pragma once
 #include <math.h>

@@ -1,4 +1,4 @@
-"""Kernels of ringcomm/gpu/kernels.cu on the CPU: compiled by g++, run over a whole grid.
+"""Kernels of ringcomm/gpu/kernels/kernels.cu on the CPU: compiled by g++, run over a whole grid.
 
 What stands there is executed as it is, but for the conversions of float16, which are the CPU's
 (csrc/kernels/half.hpp). Threads run one after the other, so what would race is not seen here.
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringcomm.gpu.kernels import BLOCK, source
+from ringcomm.gpu.kernels.kernel import BLOCK, source
 
 HERE = Path(__file__).parent
 FLAGS = [

@@ -5,7 +5,7 @@ from harness import run_ranks
 from simulated_nccl import FakeNccl
 
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu.gpus import Gpus
+from ringcomm.gpu.executor.gpus import Gpus
 
 TRANSPORTS = ["ipc", "nccl", "staged"]
 

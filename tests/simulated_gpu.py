@@ -28,11 +28,11 @@ from programs import Library
 
 from ringcomm import _core
 from ringcomm.arrays import DTYPES, Span, add_device_adapter
-from ringcomm.engine.gpu.gpus import Drivers
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.kernels import UpdateKernel
-from ringcomm.gpu.packing import Layouts
-from ringcomm.gpu.regions import Regions
+from ringcomm.gpu.device.packing import Layouts
+from ringcomm.gpu.device.regions import Regions
+from ringcomm.gpu.executor.gpus import Drivers
+from ringcomm.gpu.kernels.update import UpdateKernel
 
 _IDLE_S = 1e-4
 HOST = -1  # the stream of arrays that the host computes with: it waits, and nothing is later

@@ -12,7 +12,7 @@ from simulated_gpu import SimulatedGpu, bytes_at
 
 from ringcomm import _core
 from ringcomm.arrays import DTYPES
-from ringcomm.gpu import nccl as nccl_module
+from ringcomm.gpu.transports import nccl as nccl_module
 
 _IDLE_S = 1e-4
 _serial = itertools.count(1)

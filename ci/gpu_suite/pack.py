@@ -12,8 +12,8 @@ import torch
 from gpu_suite.gpu import copy_ceiling, detail, event_seconds, figure
 
 from ringcomm.arrays import DTYPES
-from ringcomm.gpu.compiling import Kernels
-from ringcomm.gpu.kernels import PackKernel, chunk_table
+from ringcomm.gpu.kernels.compiling import Kernels
+from ringcomm.gpu.kernels.pack import PackKernel, chunk_table
 
 # 24 layers of a transformer, and its embedding: 97 tensors, 164 M elements.
 COUNTS = [2048 * 2048, 2048, 8192, 2048 * 512] * 24 + [50257 * 768]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gpu_emulation import GUARD
 
-from ringcomm.gpu.compiling import Kernels
+from ringcomm.gpu.kernels.compiling import Kernels
 
 _pinned: list[tuple[int, int]] = []  # begin and end
 

@@ -1,1 +1,1 @@
-"""Arrays on GPUs: what carries them between ranks, and what is here to do so."""
+"""Arrays on GPUs: their executor, transports, devices and kernels."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ringcomm.gpu.presence import Stack
+from ringcomm.gpu.stack.presence import Stack
 from ringcomm.launch.kind import Kind
 
 # With both set to 1, Open MPI's mpirun runs as root.

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from ringcomm.gpu.choice import version_text
-from ringcomm.gpu.presence import Driver, Stack, cuda_text, problems
+from ringcomm.gpu.stack.presence import Driver, Stack, cuda_text, problems, version_text
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts
 from ringcomm.launch.kind import FAMILIES, Family, Kind, fit
 

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from ringcomm import config
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.presence import Stack
+from ringcomm.gpu.stack.presence import Stack
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
 from ringcomm.launch.cores import cgroup_limit, own_cpus
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library
@@ -103,7 +103,7 @@ def _library(environ: Mapping[str, str]) -> Library:
 
 
 _ASK_GPU = f"""
-from ringcomm.gpu.probing import probe
+from ringcomm.gpu.stack.probing import probe
 print({_MARK!r} + probe().pack(), flush=True)
 """
 

@@ -7,8 +7,8 @@ import pytest
 
 from ringcomm.config import GPU_TRANSPORTS
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.choice import TRANSPORTS, Facts, choose_transport
-from ringcomm.gpu.slices import even_parts, passes
+from ringcomm.gpu.transports.choice import TRANSPORTS, Facts, choose_transport
+from ringcomm.gpu.transports.slices import even_parts, passes
 
 NAMES = ("a", "b")
 APART = [Facts(name, "H200", 0, NAMES, nccl=22703) for name in NAMES]

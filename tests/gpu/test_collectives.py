@@ -15,8 +15,8 @@ import ringcomm as rc
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu import plans as gpu_plans
 from ringcomm.engine.operations import adasum, into
+from ringcomm.gpu.executor import plans as gpu_plans
 
 COUNTS = (3, 70_000, 1)
 
@@ -72,7 +72,7 @@ def test_scaled_and_grouped_reductions(transport, tmp_path):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_arrays_that_others_map_are_reduced_where_they_stand(transport, tmp_path, monkeypatch):
-    monkeypatch.setattr("ringcomm.gpu.ipc.STAGING_NBYTES", 4096)
+    monkeypatch.setattr("ringcomm.gpu.transports.ipc.STAGING_NBYTES", 4096)
 
     def body(rank):
         x = rc.zeros((5, 1000), "float32", device="cuda")

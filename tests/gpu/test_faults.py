@@ -13,8 +13,8 @@ from harness import outcomes
 import ringcomm as rc
 from ringcomm.arrays import DTYPES
 from ringcomm.config import Settings
-from ringcomm.engine.gpu import team as gpu_team
-from ringcomm.gpu import ipc
+from ringcomm.gpu.executor import team as gpu_team
+from ringcomm.gpu.transports import ipc
 
 
 def with_fault(size, body, folder, *, timeout_s=120, settings=None, **options):

@@ -9,8 +9,8 @@ from harness import outcomes
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu import founding as gpu_founding
-from ringcomm.engine.gpu.gpus import Drivers, Gpus
+from ringcomm.gpu.executor import transport_setup as gpu_founding
+from ringcomm.gpu.executor.gpus import Drivers, Gpus
 
 SIZE = 3
 EVERY_GPU = [f"gpu-{rank}" for rank in range(SIZE)]

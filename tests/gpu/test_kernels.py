@@ -6,6 +6,7 @@ Each check takes the text of the source, so that the last test can show what it 
 import ctypes
 import ctypes.util
 
+import gpu_codecs as reference
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,20 +17,11 @@ from reductions import HALVES, NUMPY, is_defined
 from ringcomm import _core
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.op import AVERAGE, BAND, BXOR, MAX, MIN, PRODUCT, SUM
-from ringcomm.gpu import kernels, reference
-from ringcomm.gpu.kernels import (
-    CHUNK_COUNT,
-    CODEC_BLOCKS,
-    TENSORS_PER_LAUNCH,
-    DequantiseKernel,
-    PackKernel,
-    QuantiseKernel,
-    ReduceKernel,
-    UpdateKernel,
-    adam_numbers,
-    chunk_table,
-    sgd_numbers,
-)
+from ringcomm.gpu.kernels.codec import CODEC_BLOCKS, DequantiseKernel, QuantiseKernel
+from ringcomm.gpu.kernels.kernel import source
+from ringcomm.gpu.kernels.pack import CHUNK_COUNT, TENSORS_PER_LAUNCH, PackKernel, chunk_table
+from ringcomm.gpu.kernels.reduce import ReduceKernel
+from ringcomm.gpu.kernels.update import UpdateKernel, adam_numbers, sgd_numbers
 
 F16, BF16, F32, F64 = (DTYPES[name] for name in (*HALVES, "float32", "float64"))
 FLOATS = [*HALVES, "float32", "float64", "complex64", "complex128"]
@@ -777,6 +769,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", at_length(list(FAULTS), list(FAULTS)[::3]))
 def test_a_planted_fault_is_caught(fault):
     old, new, check = FAULTS[fault]
-    assert kernels.source().count(old) == 1
+    assert source().count(old) == 1
     with pytest.raises(AssertionError):
-        check(kernels.source().replace(old, new))
+        check(source().replace(old, new))

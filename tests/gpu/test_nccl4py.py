@@ -20,9 +20,10 @@ from simulated_nccl import FakeNccl
 import ringcomm as rc
 from ringcomm.config import settings
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu.gpus import Drivers, Gpus, cuda_drivers
-from ringcomm.gpu import nccl_nccl4py, presence
-from ringcomm.gpu.nccl_nccl4py import Nccl4pyProvider
+from ringcomm.gpu.executor.gpus import Drivers, Gpus, cuda_drivers
+from ringcomm.gpu.stack import presence
+from ringcomm.gpu.transports import nccl_nccl4py
+from ringcomm.gpu.transports.nccl_nccl4py import Nccl4pyProvider
 
 
 class NCCLError(Exception):

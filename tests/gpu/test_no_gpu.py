@@ -13,10 +13,10 @@ from harness import run_ranks
 import ringcomm as rc
 from ringcomm import arrays
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu.gpus import Gpus
 from ringcomm.errors import ConfigError
-from ringcomm.gpu import probing
-from ringcomm.gpu.presence import Cupy, Driver, Nccl, Stack
+from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.stack import probing
+from ringcomm.gpu.stack.presence import Cupy, Driver, Nccl, Stack
 
 NO_CUPY = Stack()
 CUPY_ALONE = Stack(cupy=Cupy(version="14.2.0", cuda=13020, nvrtc="13.0", has_headers=True))
@@ -97,7 +97,7 @@ def test_horovods_questions_are_answered_by_what_can_be_used(
     cuda.nccl = binding
     for name, module in {"cupy": types.ModuleType("cupy"), "cupy.cuda": cuda}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    name = "ringcomm.gpu.nccl_cupy"
+    name = "ringcomm.gpu.transports.nccl_cupy"
     monkeypatch.setitem(sys.modules, name, None)
     del sys.modules[name]  # to be imported anew, and forgotten again after the test
     assert (job.nccl_built(), job.cuda_built()) == (nccl, has_cuda)

@@ -7,19 +7,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 
 import pytest
+from gpu_kernels import all_variants, representative_variants
 from harness import at_length
 
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.op import SUM
-from ringcomm.gpu.kernels import (
-    ENTRY,
-    OPTIONS,
-    ReduceKernel,
-    UpdateKernel,
-    all_variants,
-    representative_variants,
-    source,
-)
+from ringcomm.gpu.kernels.kernel import ENTRY, OPTIONS, source
+from ringcomm.gpu.kernels.reduce import ReduceKernel
+from ringcomm.gpu.kernels.update import UpdateKernel
 
 PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # CUDA 13, CUDA 12
 NAME = re.compile(r"libnvrtc\.so\.\d+")

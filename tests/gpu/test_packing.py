@@ -7,8 +7,8 @@ from gpu_ranks import choose, on_gpus
 from samples import whole_numbers
 
 import ringcomm as rc
-from ringcomm.gpu import packing
-from ringcomm.gpu.kernels import CHUNK
+from ringcomm.gpu.device import packing
+from ringcomm.gpu.kernels.pack import CHUNK
 
 SIGNALLING = 0x7FA00001  # as a float32 a NaN that arithmetic would make quiet
 

@@ -15,8 +15,8 @@ import pytest
 
 import ringcomm
 from ringcomm.errors import ConfigError
-from ringcomm.gpu import probing
-from ringcomm.gpu.presence import (
+from ringcomm.gpu.stack import probing
+from ringcomm.gpu.stack.presence import (
     Cupy,
     Driver,
     Gpu,
@@ -391,7 +391,7 @@ Failed to import CuPy. Much advice.
 LOOK = """
 import sys
 from pathlib import Path
-from ringcomm.gpu import probing
+from ringcomm.gpu.stack import probing
 if sys.argv[1]:
     probing._LIBRARY = sys.argv[1]
 probing._KERNEL_MODULE = Path("/nowhere")

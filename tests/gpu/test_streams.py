@@ -12,10 +12,9 @@ from samples import total as total_of
 from samples import whole_numbers
 
 import ringcomm as rc
-from ringcomm.engine.executors import staged
-from ringcomm.engine.gpu import gpus
-from ringcomm.engine.gpu import team as gpu_team
-from ringcomm.gpu import ipc
+from ringcomm.gpu.executor import gpus, staged
+from ringcomm.gpu.executor import team as gpu_team
+from ringcomm.gpu.transports import ipc
 
 SIZE = 3
 SEEDS = 25  # of which one at least must show a fault

@@ -8,9 +8,9 @@ from gpu_ranks import choose, on_gpus
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Span
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu import plans as gpu_plans
-from ringcomm.gpu.base import UpdatePiece
-from ringcomm.gpu.kernels import adam_numbers, sgd_numbers
+from ringcomm.gpu.executor import plans as gpu_plans
+from ringcomm.gpu.kernels.update import adam_numbers, sgd_numbers
+from ringcomm.gpu.transports.base import UpdatePiece
 
 SIZE, COUNT, STEPS = 3, 1000, 4
 BOUNDS = [0, 400, 401, COUNT]  # one rank owns a single element

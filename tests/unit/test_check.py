@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ringcomm._core import open_pidfd
-from ringcomm.gpu.presence import Cupy, Driver, Gpu, Nccl, Stack
+from ringcomm.gpu.stack.presence import Cupy, Driver, Gpu, Nccl, Stack
 from ringcomm.launch import check, child, cli, gather
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library

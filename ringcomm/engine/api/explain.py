@@ -16,9 +16,9 @@ from ringcomm.config import COLLECTIVES
 from ringcomm.engine.api.group import Group, group_of
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.gpu.gpus import Gpus, is_on_gpu
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.choice import GpuChoice
+from ringcomm.gpu.executor.gpus import Gpus, is_on_gpu
+from ringcomm.gpu.transports.choice import GpuChoice
 
 
 @dataclass(frozen=True, repr=False)

@@ -27,10 +27,10 @@ from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.call import shape_text
 from ringcomm.engine.core.ledger import base_of
-from ringcomm.engine.executors import staged
-from ringcomm.engine.gpu.gpus import Issue, Launched
 from ringcomm.engine.progress.loop import Strand, Task
 from ringcomm.errors import MismatchError
+from ringcomm.gpu.executor import staged
+from ringcomm.gpu.executor.gpus import Issue, Launched
 from ringcomm.transport.base import ANY_SOURCE, N_STREAMS, P2P
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.header import Kind

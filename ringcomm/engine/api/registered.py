@@ -23,7 +23,7 @@ from ringcomm.arrays.numpy import NumpyAdapter
 from ringcomm.engine.api.group import Group, group_of
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.gpu.gpus import Gpus, is_on_gpu
+from ringcomm.gpu.executor.gpus import Gpus, is_on_gpu
 
 
 class NodeMemory(NamedTuple):

@@ -28,7 +28,6 @@ from ringcomm.engine.core.joining import Joining
 from ringcomm.engine.core.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.core.pending import Pending, Work
 from ringcomm.engine.core.selection import Selection
-from ringcomm.engine.gpu.gpus import Gpus
 from ringcomm.engine.progress.deadlines import ANSWER_S, Farewell, ask_around, describe_wait
 from ringcomm.engine.progress.loop import Over, Progress, Strand, Task
 from ringcomm.engine.progress.timeline import Timeline
@@ -40,6 +39,7 @@ from ringcomm.errors import (
     PeerFailedError,
     RingcommError,
 )
+from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.status.page import State
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel

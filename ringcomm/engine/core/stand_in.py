@@ -16,8 +16,8 @@ from ringcomm.collectives.scaling import Scaling
 from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.executors.staged import copied
 from ringcomm.engine.operations import adasum, plans
+from ringcomm.gpu.executor.staged import copied
 
 _Shape = tuple[int | None, ...]
 

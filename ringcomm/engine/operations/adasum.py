@@ -52,7 +52,7 @@ def plan(
     scaling = scaling or Scaling()
     xs = arrived(xs)
     if xs and device_adapter_for(xs[0]) is not None:
-        from ringcomm.engine.gpu import plans as gpu_plans  # which stands on this module
+        from ringcomm.gpu.executor import plans as gpu_plans  # which stands on this module
 
         return gpu_plans.adasum(group, name, xs, in_place=in_place, scaling=scaling)
     call = call_of(name, xs, in_place=in_place, scaling=scaling)

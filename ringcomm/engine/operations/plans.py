@@ -41,8 +41,8 @@ from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.core.call import Call, call_of_reduction
 from ringcomm.engine.core.execution import AllDeferred, Plan
-from ringcomm.engine.executors import staged
-from ringcomm.engine.gpu.gpus import Gpus
+from ringcomm.gpu.executor import staged
+from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import MEET, NodeCopy, NodeReduction, To
 
@@ -67,7 +67,7 @@ def wherever(plan: P) -> P:
         first = (x[0] if x else None) if isinstance(x, list | tuple) else x
         if device_adapter_for(first) is None:
             return plan(group, name, x, *args, **options)
-        from ringcomm.engine.gpu import plans as gpu_plans  # which stands on this module
+        from ringcomm.gpu.executor import plans as gpu_plans  # which stands on this module
 
         made: Plan[Any] = getattr(gpu_plans, plan.__name__)(group, name, x, *args, **options)
         return made

@@ -8,8 +8,8 @@ from typing import Any
 from ringcomm import config
 from ringcomm.engine.api import world
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu.gpus import cuda_drivers
 from ringcomm.errors import ConfigError
+from ringcomm.gpu.executor.gpus import cuda_drivers
 from ringcomm.torch.horovod import process_sets as sets
 
 _log = logging.getLogger("ringcomm")

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.gpu.base import UpdatePiece
+from ringcomm.gpu.transports.base import UpdatePiece
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings, settings_of
 from ringcomm.torch.zero.parameter_state import ParameterState

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from ringcomm.arrays import DeviceAdapter, device_adapter_for
 from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu.gpus import Gpus
-from ringcomm.gpu.base import UpdatePiece
-from ringcomm.gpu.kernels import Argument, Rule, adam_numbers, sgd_numbers
+from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.kernels.kernel import Argument
+from ringcomm.gpu.kernels.update import Rule, adam_numbers, sgd_numbers
+from ringcomm.gpu.transports.base import UpdatePiece
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings
 from ringcomm.torch.zero.chunk_update import MASTER, Chunk

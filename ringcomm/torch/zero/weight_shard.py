@@ -12,8 +12,8 @@ from ringcomm.collectives.schedule import chunks
 from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.gpu import plans as gpu_plans
 from ringcomm.engine.operations import into
+from ringcomm.gpu.executor import plans as gpu_plans
 from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like
 from ringcomm.torch.optim.gradient import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings

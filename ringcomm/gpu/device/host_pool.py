@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.gpu.base import Device
+from ringcomm.gpu.device.base import Device
 
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 _for_ever: list[Bytes] = []

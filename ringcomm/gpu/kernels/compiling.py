@@ -10,7 +10,7 @@ import cupy
 from cupy.cuda import nvrtc
 
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.kernels import BLOCK, ENTRY, OPTIONS, Arguments, Kernel, source
+from ringcomm.gpu.kernels.kernel import BLOCK, ENTRY, OPTIONS, Arguments, Kernel, source
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
 

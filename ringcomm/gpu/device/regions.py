@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.gpu.base import Device, Memory
+from ringcomm.gpu.device.base import Device, Memory
 
 _BYTE = DTYPES["uint8"]
 _GRAIN = 2 << 20  # what the driver maps at once; exported allocations cannot share it

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.choice import version_text
 
 CUPY_WHEELS: Final = ("cupy", "cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x")
 NCCL_WHEELS: Final = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -233,6 +232,11 @@ _LIBNCCL = r"(/.*/libnccl\.so[.\d]*)(?: \(deleted\))?"
 def cuda_text(version: int) -> str:
     """Return "13.2" for 13020."""
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def version_text(version: int) -> str:
+    """Return "2.27.3" for 22703."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _text(problem: Problem | None) -> str | None:

@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.base import KernelPack, KernelReduction, KernelUpdate, Memory
-from ringcomm.gpu.compiling import Kernels
-from ringcomm.gpu.driver import CAN_FLUSH_REMOTE_WRITES, Driver
-from ringcomm.gpu.host_pool import PAGE_NBYTES, whole_pages
-from ringcomm.gpu.kernels import ReduceKernel, UpdateKernel
-from ringcomm.gpu.packing import Layouts
-from ringcomm.gpu.presence import require
-from ringcomm.gpu.probing import probe
-from ringcomm.gpu.regions import Regions
+from ringcomm.gpu.device.base import KernelPack, KernelReduction, KernelUpdate, Memory
+from ringcomm.gpu.device.driver import CAN_FLUSH_REMOTE_WRITES, Driver
+from ringcomm.gpu.device.host_pool import PAGE_NBYTES, whole_pages
+from ringcomm.gpu.device.packing import Layouts
+from ringcomm.gpu.device.regions import Regions
+from ringcomm.gpu.kernels.compiling import Kernels
+from ringcomm.gpu.kernels.reduce import ReduceKernel
+from ringcomm.gpu.kernels.update import UpdateKernel
+from ringcomm.gpu.stack.presence import require
+from ringcomm.gpu.stack.probing import probe
 
 # As the headers of CUDA number them.
 _NON_BLOCKING, _HIGHEST_PRIORITY = 1, -100  # the latter is clamped to what there is

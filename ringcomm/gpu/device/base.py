@@ -1,20 +1,19 @@
-"""The seams of a GPU: what CUDA does for one process, and what moves data between processes."""
+"""The protocol of a GPU as one process sees it, and what its kernels are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ringcomm.arrays.base import Bytes, Span
+from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
-from ringcomm.gpu.kernels import Argument, Rule
-from ringcomm.transport.node.steps import To
+from ringcomm.gpu.kernels.kernel import Argument
+from ringcomm.gpu.kernels.update import Rule
 
 if TYPE_CHECKING:
-    from ringcomm.gpu.regions import Regions
+    from ringcomm.gpu.device.regions import Regions
 
 
 class Memory(Protocol):
@@ -212,173 +211,3 @@ class KernelPack:
     buffer: int
     dtype: DType
     unpacks: bool
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """A reduction over the ranks of a team, as one of them sees it.
-
-    Attributes:
-        source: this rank's values.
-        target: where its result goes; may be the source; None if it gets none.
-        op: the operator.
-        to: who gets the result.
-        root: the rank that does, for To.ROOT.
-        parts: of each rank: its part of the elements, for To.OWNER.
-        is_deterministic: values are to be combined in the order of ranks.
-    """
-
-    source: Span
-    target: Span | None
-    op: Op
-    to: To = To.ALL
-    root: int = 0
-    parts: tuple[slice, ...] = ()
-    is_deterministic: bool = False
-
-    @property
-    def dtype(self) -> DType:
-        """Of the elements."""
-        return self.source.dtype
-
-
-@dataclass(frozen=True)
-class Pull:
-    """Bytes [start, stop) of what rank `source` shows go to `dest`, to its target at `at`."""
-
-    source: int
-    dest: int
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass(frozen=True)
-class Move:
-    """Bytes that go from rank to rank, as one of them sees it.
-
-    Attributes:
-        source: what this rank shows; None: nothing.
-        target: where what it gets goes; None: it gets nothing.
-        pulls: of all ranks, alike on all.
-    """
-
-    source: Span | None
-    target: Span | None
-    pulls: tuple[Pull, ...]
-
-
-@dataclass(frozen=True)
-class UpdatePiece:
-    """Elements of the weights that this rank updates with one set of numbers.
-
-    Attributes:
-        start: first element, in gradients and weights alike.
-        stop: behind the last.
-        owned: float32 arrays of as many elements, this rank's alone: master weights, then the
-            rule's states.
-        rule: of the optimizer.
-        numbers: of the rule, for this step; see ringcomm.gpu.kernels.
-    """
-
-    start: int
-    stop: int
-    owned: tuple[Span, ...]
-    rule: Rule
-    numbers: Argument
-
-
-@dataclass(frozen=True)
-class Update:
-    """A step of an optimizer whose state is spread over the ranks: reduce, update, push, in one.
-
-    Every element is read from the gradients of all ranks, summed in float32 in rank order, scaled,
-    and its new weight is written to all ranks, by the one that owns it.
-
-    Attributes:
-        source: this rank's gradients.
-        target: this rank's weights, all of them, updated by whoever owns them.
-        pieces: of this rank. Those of all ranks do not overlap.
-        scale: of the sum of gradients.
-        is_reduced: this rank's gradients are the sum already, where its pieces are.
-    """
-
-    source: Span
-    target: Span
-    pieces: tuple[UpdatePiece, ...]
-    scale: float
-    is_reduced: bool = False
-
-
-Work = Reduce | Move | Update
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one operation puts on the stream: a work, and what this rank does around it.
-
-    Attributes:
-        work: what the ranks do together.
-        packed: arrays that are copied first, one behind the other, into `buffer`.
-        unpacked: arrays that are copied last, likewise, out of it.
-        buffer: of the work; None: nothing is packed.
-    """
-
-    work: Work
-    packed: Sequence[Span] = field(default=())
-    unpacked: Sequence[Span] = field(default=())
-    buffer: Span | None = None
-
-
-class Mover(Protocol):
-    """Carries out works among the ranks of a team, on one stream of each.
-
-    Attributes:
-        name: "nccl" or "ipc".
-        stream: everything happens on it.
-        meets_on_stream: where all ranks must meet, their streams do; else their hosts must.
-    """
-
-    name: str
-    stream: int
-    meets_on_stream: bool
-
-    def outline(self, work: Work) -> bytes:
-        """Return what the others need to know of this rank's part: as many bytes on each rank."""
-        ...
-
-    def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
-        """Put this rank's part on the stream; all ranks do so in the same order of works.
-
-        Yields where all ranks must have come before any goes on.
-
-        Args:
-            work: what is to be done.
-            outlines: of all ranks; empty if outline() returns nothing.
-        """
-        ...
-
-    def meet(self) -> None:
-        """Let the stream wait until those of all ranks are here; see meets_on_stream."""
-        ...
-
-    def release(self) -> None:
-        """Let nothing on the stream wait for another rank any more; any thread, again and again."""
-        ...
-
-    @property
-    def late(self) -> tuple[int, ...]:
-        """Ranks of the team that this one's stream waits for, as far as it is known."""
-        ...
-
-    def scratch(self, nbytes: int) -> Span:
-        """Return memory in which arrays can be fused; the stream may use it until the next call."""
-        ...
-
-    def close(self, *, is_clean: bool) -> None:
-        """Give everything back.
-
-        Args:
-            is_clean: nothing is under way on any rank.
-        """
-        ...

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from ringcomm.errors import ConfigError
+from ringcomm.gpu.stack.presence import version_text
 
 TRANSPORTS: Final = ("nccl", "ipc", "staged")  # config.GPU_TRANSPORTS, which this may not import
 
@@ -140,8 +141,3 @@ def _shared_gpu(facts: Sequence[Facts]) -> tuple[int, int] | None:
             return first[each.uuid], rank
         first[each.uuid] = rank
     return None
-
-
-def version_text(version: int) -> str:
-    """Return "2.27.3" for 22703."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

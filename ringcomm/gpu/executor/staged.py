@@ -16,14 +16,14 @@ from ringcomm.arrays.base import Array, Bytes, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.arrays.mirror import Mirror
 from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.gpu.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached
-from ringcomm.gpu.base import Device
-from ringcomm.gpu.host_pool import Block
+from ringcomm.gpu.device.base import Device
+from ringcomm.gpu.device.host_pool import Block
+from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
     from ringcomm.engine.api.group import Group
-    from ringcomm.engine.gpu.team import GpuTeam
+    from ringcomm.gpu.executor.team import GpuTeam
 
 PIECE_NBYTES = 4 << 20
 Host = Callable[[list[Any]], Plan[Any]]

@@ -23,12 +23,12 @@ from ringcomm.arrays import DTYPES, Flat, Span
 from ringcomm.collectives import tree
 from ringcomm.engine.core.agreement import gather_alike, module
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
-from ringcomm.engine.gpu.founding import found
-from ringcomm.engine.gpu.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached, same_gpu
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.base import Job, Mover
-from ringcomm.gpu.choice import GpuChoice
-from ringcomm.gpu.packing import pack, unpack
+from ringcomm.gpu.device.packing import pack, unpack
+from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached, same_gpu
+from ringcomm.gpu.executor.transport_setup import found
+from ringcomm.gpu.transports.base import Job, Mover
+from ringcomm.gpu.transports.choice import GpuChoice
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.op import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.base import Device, KernelReduction, Memory, Move, Reduce, Update, Work
-from ringcomm.gpu.slices import even_parts
+from ringcomm.gpu.device.base import Device, KernelReduction, Memory
+from ringcomm.gpu.transports.base import Move, Reduce, Update, Work
+from ringcomm.gpu.transports.slices import even_parts
 from ringcomm.transport.node.steps import To
 
 _BYTE = DTYPES["uint8"]

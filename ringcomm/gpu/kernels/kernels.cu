@@ -2,7 +2,7 @@
 // has no standard headers, and CuPy's wheels lack those of CUDA for 16-bit floats. g++ compiles it,
 // too, behind tests/gpu_emulation.hpp: the tests run this very source on the CPU.
 //
-// Macros select one kernel, whose name is always rc_entry. ringcomm/gpu/kernels.py knows which
+// Macros select one kernel, whose name is always rc_entry. kernel.py beside it knows which
 // there are, what to pass them, and the options that keep the bits: no product is fused with a sum
 // but where fmaf() says so.
 #define REDUCE 1      // RC_TYPE, RC_OP, RC_SOURCES, RC_TARGETS

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_alike, gather_bytes
-from ringcomm.engine.gpu.gpus import GpuMemory, Gpus
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.base import Mover
-from ringcomm.gpu.choice import Facts, GpuChoice, choose_transport
-from ringcomm.gpu.host_pool import whole_pages
-from ringcomm.gpu.ipc import IpcMover, flags_nbytes
-from ringcomm.gpu.nccl import NcclMover
-from ringcomm.gpu.regions import NOWHERE, Address
+from ringcomm.gpu.device.host_pool import whole_pages
+from ringcomm.gpu.device.regions import NOWHERE, Address
+from ringcomm.gpu.executor.gpus import GpuMemory, Gpus
+from ringcomm.gpu.transports.base import Mover
+from ringcomm.gpu.transports.choice import Facts, GpuChoice, choose_transport
+from ringcomm.gpu.transports.ipc import IpcMover, flags_nbytes
+from ringcomm.gpu.transports.nccl import NcclMover
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:

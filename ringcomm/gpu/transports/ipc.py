@@ -2,8 +2,8 @@
 
 Every rank owns a part of the elements. It reads that part from the memory of all ranks, combines it
 in the order of ranks and writes the result where all want it: 2 * size * nbytes of memory traffic
-in all, which is the least that anyone can do. Memory of ringcomm.gpu.regions is used where it
-stands; other arrays go through staging memory, but for the part that the rank itself owns.
+in all, which is the least that anyone can do. Memory of device/regions.py is used where it stands;
+other arrays go through staging memory, but for the part that the rank itself owns.
 
 Streams wait for each other by numbers in host memory that all ranks map: a stream writes its
 rank's, and waits for the others'. No kernel ever spins, so whoever writes those numbers frees what
@@ -21,19 +21,11 @@ import numpy as np
 from ringcomm.arrays.base import Bytes, Span
 from ringcomm.collectives.op import AVERAGE, SUM
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.base import (
-    Device,
-    KernelReduction,
-    KernelUpdate,
-    Move,
-    Pull,
-    Reduce,
-    Update,
-    Work,
-)
-from ringcomm.gpu.host_pool import PAGE_NBYTES
-from ringcomm.gpu.regions import NOWHERE, Address, Neighbour, Regions
-from ringcomm.gpu.slices import Slice, even_parts, passes
+from ringcomm.gpu.device.base import Device, KernelReduction, KernelUpdate
+from ringcomm.gpu.device.host_pool import PAGE_NBYTES
+from ringcomm.gpu.device.regions import NOWHERE, Address, Neighbour, Regions
+from ringcomm.gpu.transports.base import Move, Pull, Reduce, Update, Work
+from ringcomm.gpu.transports.slices import Slice, even_parts, passes
 from ringcomm.transport.node.steps import To
 
 LINE = 128  # bytes between the numbers of two ranks: no two share a cache line

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from ringcomm.arrays import DTYPES
 from ringcomm.arrays.base import Span
 from ringcomm.collectives.schedule import consecutive
-from ringcomm.gpu.base import Device, KernelPack
-from ringcomm.gpu.kernels import TENSORS_PER_LAUNCH, Arguments, PackKernel, chunk_table
+from ringcomm.gpu.device.base import Device, KernelPack
+from ringcomm.gpu.kernels.kernel import Arguments
+from ringcomm.gpu.kernels.pack import TENSORS_PER_LAUNCH, PackKernel, chunk_table
 
 _WORTH_A_KERNEL: Final = 3  # arrays
 _MOST_LAYOUTS: Final = 256  # who packs something else in every step need not keep it all

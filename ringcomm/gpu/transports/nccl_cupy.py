@@ -9,9 +9,9 @@ from cupy.cuda import nccl
 
 from ringcomm.config import environment
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.nccl import SHARES_FROM, Communicator
-from ringcomm.gpu.presence import nccl_problem
-from ringcomm.gpu.probing import probe
+from ringcomm.gpu.stack.presence import nccl_problem
+from ringcomm.gpu.stack.probing import probe
+from ringcomm.gpu.transports.nccl import SHARES_FROM, Communicator
 
 
 class CupyProvider:

@@ -16,14 +16,14 @@ from ringcomm.arrays.base import Array, DeviceAdapter, Flat, Span
 from ringcomm.engine.core.execution import Deferred
 from ringcomm.engine.core.forks import n_forks
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.base import Device
-from ringcomm.gpu.host_pool import HostPool
+from ringcomm.gpu.device.base import Device
+from ringcomm.gpu.device.host_pool import HostPool
 
 if TYPE_CHECKING:
     from ringcomm.engine.api.group import Group
     from ringcomm.engine.core.engine import Engine
-    from ringcomm.engine.gpu.team import GpuTeam
-    from ringcomm.gpu.nccl import Provider
+    from ringcomm.gpu.executor.team import GpuTeam
+    from ringcomm.gpu.transports.nccl import Provider
 
 R = TypeVar("R")
 _NAME = "gpu"
@@ -72,10 +72,10 @@ def cuda_drivers(nccl: str = "cupy") -> Drivers:
 
     def provider() -> Provider:
         if nccl == "nccl4py":
-            from ringcomm.gpu.nccl_nccl4py import Nccl4pyProvider
+            from ringcomm.gpu.transports.nccl_nccl4py import Nccl4pyProvider
 
             return Nccl4pyProvider()
-        from ringcomm.gpu.nccl_cupy import CupyProvider
+        from ringcomm.gpu.transports.nccl_cupy import CupyProvider
 
         return CupyProvider()
 
@@ -83,15 +83,15 @@ def cuda_drivers(nccl: str = "cupy") -> Drivers:
 
 
 def _require_cuda() -> None:
-    from ringcomm.gpu.presence import require
-    from ringcomm.gpu.probing import probe
+    from ringcomm.gpu.stack.presence import require
+    from ringcomm.gpu.stack.probing import probe
 
     require(probe())
 
 
 @functools.cache
 def _cuda_device(index: int) -> Device:
-    from ringcomm.gpu.cuda import CudaDevice
+    from ringcomm.gpu.device.cuda import CudaDevice
 
     return CudaDevice(index)
 
@@ -256,7 +256,7 @@ class Gpus:
 
     def team(self, group: Group) -> GpuTeam:
         """Return what carries out the operations of a group."""
-        from ringcomm.engine.gpu.team import GpuTeam
+        from ringcomm.gpu.executor.team import GpuTeam
 
         group_id = group.ledger_for(self._engine).group_id
         with self._lock:

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from ringcomm.config import environment
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.nccl import SHARES_FROM, Communicator
-from ringcomm.gpu.presence import Nccl, nccl_paths, nccl_problem
-from ringcomm.gpu.probing import loaded, probe
+from ringcomm.gpu.stack.presence import Nccl, nccl_paths, nccl_problem
+from ringcomm.gpu.stack.probing import loaded, probe
+from ringcomm.gpu.transports.nccl import SHARES_FROM, Communicator
 
 _ID_NBYTES: Final = 128  # NCCL_UNIQUE_ID_BYTES
 

@@ -25,13 +25,13 @@ from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.agreement import gather_alike, gather_counts
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.executors.staged import fetch, through_host
-from ringcomm.engine.gpu.gpus import Gpus, Issue, Launched
-from ringcomm.engine.gpu.team import GpuTeam
 from ringcomm.engine.operations import adasum as host_adasum
 from ringcomm.engine.operations import into, plans
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.base import Job, Move, Pull, Reduce, Update, UpdatePiece
+from ringcomm.gpu.executor.gpus import Gpus, Issue, Launched
+from ringcomm.gpu.executor.staged import fetch, through_host
+from ringcomm.gpu.executor.team import GpuTeam
+from ringcomm.gpu.transports.base import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import To
 

@@ -1,0 +1,1 @@
+"""One GPU as one process uses it: CUDA, its memory, host memory that it reaches."""

@@ -1,0 +1,1 @@
+"""CUDA kernels: their source, what each takes, and the compiler."""

@@ -1,0 +1,123 @@
+"""The kernels that encode floats as a byte each, and decode them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ringcomm.arrays.dtypes import DType
+from ringcomm.gpu.kernels.kernel import (
+    BLOCK,
+    COMPUTED,
+    TYPES,
+    Arguments,
+    Kernel,
+    defines_of,
+    number,
+    require_dtype,
+)
+
+Code = Literal["Int8", "E4M3"]
+CODEC_BLOCKS: Final = (32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class QuantiseKernel(Kernel):
+    """Encodes floats as a byte each and a scale per block; tests/gpu_codecs.py says how.
+
+    Attributes:
+        dtype: float16, bfloat16 or float32; of what is encoded.
+        code: of a byte.
+        block: elements that share a scale, one of CODEC_BLOCKS.
+    """
+
+    dtype: DType
+    code: Code
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        require_dtype(self.dtype, COMPUTED)
+        _require_block(self.block)
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Options of the compiler that select this kernel."""
+        dtype = TYPES[self.dtype.name]
+        return defines_of(KERNEL="QUANTISE", TYPE=dtype, CODE=self.code, BLOCK=self.block)
+
+    @property
+    def per_block(self) -> int:
+        """Elements that one block handles at a time."""
+        return BLOCK // 32 * max(256, self.block)
+
+    def pack_arguments(
+        self,
+        x: int,
+        *,
+        residual: int,
+        scales: int,
+        codes: int,
+        count: int,
+        seed: int = 0,
+        draw: int = 0,
+    ) -> Arguments:
+        """Return what to launch the kernel with.
+
+        Args:
+            x: address of what is encoded. Only read.
+            residual: address of `count` float32, which are added to x, and get what was dropped;
+                0: there are none, and what is dropped is lost.
+            scales: address where a float32 per block goes; a multiple of 4.
+            codes: address where a byte per element goes.
+            count: elements.
+            seed: of the random numbers of "Int8", 0 to 2**64 - 1.
+            draw: which of them, as for ringcomm.codec.Int8.
+        """
+        numbers = (x, residual, scales, codes, count, seed, draw)
+        return tuple(number("u8", each) for each in numbers)
+
+
+@dataclass(frozen=True)
+class DequantiseKernel(Kernel):
+    """Decodes what a QuantiseKernel wrote.
+
+    Attributes:
+        dtype: float16, bfloat16 or float32; of the result.
+        code: as it was encoded.
+        block: as it was encoded.
+        accumulates: adds to what is there, in float32, rounded once.
+    """
+
+    dtype: DType
+    code: Code
+    block: int = 256
+    accumulates: bool = False
+
+    def __post_init__(self) -> None:
+        require_dtype(self.dtype, COMPUTED)
+        _require_block(self.block)
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Options of the compiler that select this kernel."""
+        return defines_of(
+            KERNEL="DEQUANTISE",
+            TYPE=TYPES[self.dtype.name],
+            CODE=self.code,
+            BLOCK=self.block,
+            ACCUMULATE=int(self.accumulates),
+        )
+
+    @property
+    def per_block(self) -> int:
+        """Elements that one block handles at a time."""
+        return BLOCK * 4
+
+    def pack_arguments(self, *, scales: int, codes: int, out: int, count: int) -> Arguments:
+        """Return what to launch the kernel with; addresses and count as for QuantiseKernel."""
+        return tuple(number("u8", each) for each in (scales, codes, out, count))
+
+
+def _require_block(block: int) -> None:
+    if block not in CODEC_BLOCKS:
+        raise ValueError(f"a GPU encodes blocks of {CODEC_BLOCKS} elements, not {block}")

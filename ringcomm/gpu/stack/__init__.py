@@ -1,0 +1,1 @@
+"""Driver, cupy and NCCL of this machine, and what is missing of them."""

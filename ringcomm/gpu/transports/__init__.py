@@ -1,0 +1,1 @@
+"""How GPU arrays travel between ranks: NCCL, CUDA IPC, and the choice between them."""
