@@ -16,7 +16,6 @@ except ModuleNotFoundError as error:
         "ringcomm.torch needs torch: pip install 'ringcomm[torch]'", name="torch"
     ) from error
 
-from ringcomm import run
 from ringcomm.collectives.op import AVERAGE as Average
 from ringcomm.collectives.op import MAX as Max
 from ringcomm.collectives.op import MIN as Min
@@ -34,6 +33,7 @@ from ringcomm.engine.api.world import (
     stop_timeline,
 )
 from ringcomm.errors import RingcommError as HorovodInternalError
+from ringcomm.launch.run import run
 from ringcomm.torch import elastic
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.elastic import HostsUpdatedInterrupt

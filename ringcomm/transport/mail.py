@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ringcomm._core import WireFault
 from ringcomm.errors import RingcommError
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
+# Of mpi4py.MPI, which mpi_library.py alone imports.
+Comm: TypeAlias = Any
+Request: TypeAlias = Any
 
 LETTER_MAX: Final = 1 << 14  # bytes
 _N_RECEIVES: Final = 8  # waiting at a time: those of a burst need not be copied twice by MPI
@@ -73,23 +73,20 @@ class MpiMail:
         tag: see comm.
     """
 
-    def __init__(self, mpi: Any, comm: MPI.Comm, tag: int) -> None:
+    def __init__(self, mpi: Any, comm: Comm, tag: int) -> None:
         self._mpi = mpi
         self._comm = comm
         self._tag = tag
         self._status = mpi.Status()
-        self._unsent: list[tuple[MPI.Request, bytes]] = []
+        self._unsent: list[tuple[Request, bytes]] = []
         self._buffers = [bytearray(LETTER_MAX) for _ in range(_N_RECEIVES)]
         # MPI matches letters with the receives in the order in which both were posted.
-        self._receives: deque[tuple[MPI.Request, bytearray]] = deque(
+        self._receives: deque[tuple[Request, bytearray]] = deque(
             (self._receive(buffer), buffer) for buffer in self._buffers
         )
 
-    def _receive(self, buffer: bytearray) -> MPI.Request:
-        request: MPI.Request = self._comm.Irecv(
-            [buffer, self._mpi.BYTE], self._mpi.ANY_SOURCE, self._tag
-        )
-        return request
+    def _receive(self, buffer: bytearray) -> Request:
+        return self._comm.Irecv([buffer, self._mpi.BYTE], self._mpi.ANY_SOURCE, self._tag)
 
     def send(self, dest: int, data: bytes) -> None:
         """Send a letter."""

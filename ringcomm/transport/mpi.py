@@ -39,7 +39,7 @@ from ringcomm.transport.node.parking import Parking
 from ringcomm.transport.node.shm import SharedNode, make_memory
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from ringcomm.transport.mpi_library import MPI
 
 _log = logging.getLogger("ringcomm")
 _CONTROL_TAG, _MAIL_TAG = 1, 2

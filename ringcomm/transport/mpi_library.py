@@ -19,7 +19,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.transport.base import TAGS_PER_GROUP, contexts_within
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI  # noqa: PLC0414 - for the annotations of other modules
 
 _LONGEST_WAIT_S = 1e9
 _FUNCTIONS = (

@@ -23,11 +23,9 @@ from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from ringcomm.status.guardian import Guardian
     from ringcomm.transport.mpi import MpiTransport, Place
-    from ringcomm.transport.mpi_library import Started
+    from ringcomm.transport.mpi_library import MPI, Started
 
 _log = logging.getLogger("ringcomm")
 

@@ -10,9 +10,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
-import ringcomm
 import ringcomm.torch as face
 from ringcomm import errors
+from ringcomm.launch.run import run as run_ranks
 from ringcomm.torch import compression, elastic, optimizer
 from ringcomm.torch.horovod import compat, process_sets, reduce_op
 
@@ -135,7 +135,7 @@ def run(
         )
     options = shlex.split(mpi_args or "")
     call = functools.update_wrapper(functools.partial(_call, _Alias(), func), func)
-    return ringcomm.run(call, args, kwargs, num_proc if np is None else np, mpirun_options=options)
+    return run_ranks(call, args, kwargs, num_proc if np is None else np, mpirun_options=options)
 
 
 class _Alias:
