@@ -17,7 +17,7 @@ import numpy as np
 
 import ringcomm as rc
 from ringcomm.arrays import adapter_for
-from ringcomm.collectives import ring
+from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.recording import perform
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.mpi import MpiTransport

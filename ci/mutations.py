@@ -129,7 +129,7 @@ ORDER = [
     Mutation(
         "sum-from-own-rank",
         "order",
-        "collectives/direct.py",
+        "collectives/algorithms/direct.py",
         "combine_all(mine, sources, op)",
         "combine_all(mine, sources[t.rank :] + sources[: t.rank], op)",
         "deterministic=True gives other bits when buckets are cut differently",
@@ -138,7 +138,7 @@ ORDER = [
     Mutation(
         "further-ahead-than-a-step",
         "order",
-        "collectives/segmented.py",
+        "collectives/algorithms/segmented.py",
         "ahead = min(AHEAD, len(cuts[0]))",
         "ahead = AHEAD",
         "a ring of few segments sends on what has not arrived yet",
@@ -147,7 +147,7 @@ ORDER = [
     Mutation(
         "chunks-move-with-the-ring",
         "order",
-        "collectives/segmented.py",
+        "collectives/algorithms/segmented.py",
         "cut(x, [parts[rank] for rank in order], t)",
         "cut(x, parts, t)",
         "where hosts are interleaved, reduce_scatter gives each rank another one's chunk",

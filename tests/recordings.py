@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from ringcomm.arrays import Flat, adapter_for
-from ringcomm.collectives import direct, exchange, ring, tree
+from ringcomm.collectives.algorithms import direct, linear, ring, tree
 from ringcomm.collectives.op import AVERAGE, BXOR, MAX, PRODUCT, SUM
 from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import chunks, consecutive
@@ -109,11 +109,11 @@ async def gather(t, count, dtype, op):
     parts, root = chunks(count, t.size), t.size // 2
     mine = values(t.rank, parts[t.rank].stop - parts[t.rank].start, dtype)
     if t.rank != root:
-        await perform(exchange.gather_, t, None, flat(mine), parts, root)
+        await perform(linear.gather_, t, None, flat(mine), parts, root)
         return mine
     x = np.zeros(count, dtype)
     x[parts[root]] = mine
-    await perform(exchange.gather_, t, flat(x), flat(x)[parts[root]], parts, root)
+    await perform(linear.gather_, t, flat(x), flat(x)[parts[root]], parts, root)
     return x
 
 
@@ -121,7 +121,7 @@ async def scatter(t, count, dtype, op):
     parts, root = chunks(count, t.size), t.size // 2
     whole = flat(values(root, count, dtype)) if t.rank == root else None
     out = np.zeros(parts[t.rank].stop - parts[t.rank].start, dtype)
-    await perform(exchange.scatter_, t, whole, flat(out), parts, root)
+    await perform(linear.scatter_, t, whole, flat(out), parts, root)
     return out
 
 
@@ -132,9 +132,7 @@ async def alltoall(t, count, dtype, op):
     sent = [n_sent(t.rank, r) for r in range(t.size)]
     received = [n_sent(r, t.rank) for r in range(t.size)]
     x, out = values(t.rank, sum(sent), dtype), np.zeros(sum(received), dtype)
-    await perform(
-        exchange.alltoall_, t, flat(x), consecutive(sent), flat(out), consecutive(received)
-    )
+    await perform(linear.alltoall_, t, flat(x), consecutive(sent), flat(out), consecutive(received))
     return out
 
 
@@ -146,9 +144,9 @@ ALGORITHMS = {
     "direct.allreduce_": (allreduce(direct), WIDE + HALVES),
     "direct.reduce_scatter_": (reduce_scatter(direct, chunks), WIDE + HALVES),
     "tree.broadcast_": (broadcast, [(np.float32, SUM), (np.int16, SUM)]),
-    "exchange.gather_": (gather, [(np.float64, SUM)]),
-    "exchange.scatter_": (scatter, [(np.float64, SUM)]),
-    "exchange.alltoall_": (alltoall, [(np.float32, SUM)]),
+    "linear.gather_": (gather, [(np.float64, SUM)]),
+    "linear.scatter_": (scatter, [(np.float64, SUM)]),
+    "linear.alltoall_": (alltoall, [(np.float32, SUM)]),
 }
 CASES = [
     (name, np.dtype(dtype).name, op)

@@ -1,1 +1,1 @@
-"""Algorithms: arrays of bytes in, arrays of bytes out. Read schedule.py, then ring.py."""
+"""Collective algorithms, and the choice among them. Read schedule.py, then algorithms/ring.py."""

@@ -19,7 +19,7 @@ from recordings import CASES, body_of, channel, drive, flat
 from samples import total, whole_numbers
 
 import ringcomm as rc
-from ringcomm.collectives import ring
+from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.api import world
 from ringcomm.engine.core import group_agreement

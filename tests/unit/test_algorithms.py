@@ -8,14 +8,14 @@ from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives import (
+from ringcomm.collectives import schedule
+from ringcomm.collectives.algorithms import (
     circulant,
     direct,
     hierarchical,
+    pipeline,
     ring,
-    schedule,
     segmented,
-    segments,
 )
 from ringcomm.collectives.layout import hosts
 from ringcomm.collectives.schedule import chunks, consecutive
@@ -267,7 +267,7 @@ def test_at_most_a_few_segments_are_under_way():
         await segmented.allreduce_(flat(values(rank, 5000, np.float32)), t, rc.SUM)
         return max(under_way)
 
-    assert run_on(range(3), body) == [2 * segments.AHEAD] * 3
+    assert run_on(range(3), body) == [2 * pipeline.AHEAD] * 3
 
 
 @pytest.mark.parametrize("algorithm", ["segmented", "circulant", "hierarchical"])

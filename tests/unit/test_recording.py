@@ -11,7 +11,7 @@ from recordings import CASES, DEADLINE_S, allreduce, body_of, channel, drive, fl
 
 from ringcomm import _core
 from ringcomm.arrays import Flat
-from ringcomm.collectives import ring
+from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.op import SUM
 from ringcomm.collectives.recording import perform
 from ringcomm.transport.base import WireFault

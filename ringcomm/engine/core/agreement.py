@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives import circulant, node, tree
+from ringcomm.collectives.algorithms import circulant, node, tree
 from ringcomm.collectives.schedule import consecutive, dissemination_steps
 from ringcomm.engine.core.call import Call, explain_mismatch
 from ringcomm.errors import MismatchError

@@ -6,7 +6,7 @@ import logging
 from typing import Any, Final
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives import circulant, direct, hierarchical, node, ring, segmented
+from ringcomm.collectives.algorithms import circulant, direct, hierarchical, node, ring, segmented
 from ringcomm.collectives.select import Case, Choice, choose
 from ringcomm.collectives.table import Table
 from ringcomm.config import Settings

@@ -15,7 +15,7 @@ import numpy as np
 
 from ringcomm.arrays import DTYPES, Array, ArrayAdapter, DType, Flat, adapter_for
 from ringcomm.arrays.base import is_same, overlap
-from ringcomm.collectives import circulant, exchange
+from ringcomm.collectives.algorithms import circulant, linear
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import consecutive
@@ -158,7 +158,7 @@ def alltoall_into(
 
     async def run(t: Channel) -> A:
         await _require_alike(list(sent), list(received), t)
-        alltoall_ = module(t, exchange).alltoall_
+        alltoall_ = module(t, linear).alltoall_
         await perform(alltoall_, t, source, outgoing, target, incoming)
         adapter.written(out)
         return out

@@ -31,7 +31,7 @@ from ringcomm.arrays import (
     is_device_kind,
 )
 from ringcomm.arrays.base import Bytes
-from ringcomm.collectives import exchange, node, tree
+from ringcomm.collectives.algorithms import linear, node, tree
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
@@ -155,7 +155,7 @@ def reduce(
         else:
             parts = chunks(flat.count, t.size)
             own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
-            await perform(module(t, exchange).gather_, t, out, own, parts, root)
+            await perform(module(t, linear).gather_, t, out, own, parts, root)
         if in_place:
             return _written(x, work, adapter, t) if is_root else x
         return work if is_root else None
@@ -253,13 +253,13 @@ def gather(group: Group, name: str | None, x: A, root: int) -> Plan[A | None]:
         rows = await gather_counts(shape[0], t)
         parts = consecutive([n * math.prod(shape[1:]) for n in rows])
         if t.rank != root:
-            await perform(module(t, exchange).gather_, t, None, mine, parts, root)
+            await perform(module(t, linear).gather_, t, None, mine, parts, root)
             return None
         out: A = adapter.empty(x, (sum(rows), *shape[1:]))
         flat = adapter.flat(out)
         with t.phase("copy"):
             flat[parts[t.rank]].bytes[:] = mine.bytes
-        await perform(module(t, exchange).gather_, t, flat, flat[parts[t.rank]], parts, root)
+        await perform(module(t, linear).gather_, t, flat, flat[parts[t.rank]], parts, root)
         return out
 
     return Plan(call, mine.bytes.nbytes, run)
@@ -297,7 +297,7 @@ def scatter(
 
         async def fill(made: Array) -> None:
             flat = adapter_for(made).flat(made)
-            await perform(module(t, exchange).scatter_, t, whole, flat, parts, root)
+            await perform(module(t, linear).scatter_, t, whole, flat, parts, root)
 
         if is_device_kind(what):
             out, issue = staged.make(group, what, *due)
@@ -326,10 +326,10 @@ def alltoall(
     sent = splits_of(splits, shape[0], group.size)
 
     async def run(t: Channel) -> A | tuple[A, list[int]]:
-        received = await module(t, exchange).alltoall_counts(sent, t)
+        received = await module(t, linear).alltoall_counts(sent, t)
         out: A = adapter.empty(x, (sum(received), *shape[1:]))
         await perform(
-            module(t, exchange).alltoall_,
+            module(t, linear).alltoall_,
             t,
             mine,
             consecutive([n * width for n in sent]),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat, Span
-from ringcomm.collectives import tree
+from ringcomm.collectives.algorithms import tree
 from ringcomm.engine.core.agreement import gather_alike, module
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError

@@ -12,10 +12,10 @@ long, which for 2 ranks per host is what direct.py sends.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives import direct, node, segmented, select
+from ringcomm.collectives import select
+from ringcomm.collectives.algorithms import direct, node, segmented
+from ringcomm.collectives.algorithms.two_phases import TwoPhases
 from ringcomm.collectives.layout import hosts
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.recording import live, perform
@@ -23,23 +23,14 @@ from ringcomm.collectives.schedule import chunks
 from ringcomm.transport.channel import Channel
 
 
-class Halves(Protocol):
-    """An algorithm as its two halves: ring, segmented, direct, circulant."""
-
-    async def reduce_scatter_(
-        self, x: Flat, parts: list[slice], t: Channel, op: Op = SUM, /
-    ) -> Flat:
-        """Return this rank's reduced chunk, a view of x."""
-        ...
-
-    async def allgather_(self, x: Flat, parts: list[slice], t: Channel, /) -> None:
-        """Fill x with every rank's chunk."""
-        ...
-
-
 @live
 async def allreduce_(
-    x: Flat, t: Channel, op: Op = SUM, *, within: Halves | None = None, across: Halves | None = None
+    x: Flat,
+    t: Channel,
+    op: Op = SUM,
+    *,
+    within: TwoPhases | None = None,
+    across: TwoPhases | None = None,
 ) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
@@ -79,4 +70,4 @@ async def allreduce_(
     await perform(within.allgather_, local, x, parts)
 
 
-_ACROSS: dict[str, Halves] = {"direct": direct, "segmented": segmented}
+_ACROSS: dict[str, TwoPhases] = {"direct": direct, "segmented": segmented}

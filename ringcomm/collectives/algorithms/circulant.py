@@ -1,41 +1,24 @@
 """Reduce-scatter and allgather on a circulant graph: few rounds for any number of ranks.
 
 ceil(log2 size) rounds instead of the ring's size - 1, and the ring's volume; not pipelined, so for
-sizes at which the latency counts. The order in which ranks are added differs from chunk to chunk.
+sizes at which the latency counts. nbytes / 2 of scratch; not for 16-bit floats, see direct.py. The
+order in which ranks are added differs from chunk to chunk.
 """
 
 from __future__ import annotations
 
 from ringcomm.arrays.base import Flat
+from ringcomm.collectives.algorithms.two_phases import allreduce_of
 from ringcomm.collectives.op import SUM, Op
-from ringcomm.collectives.schedule import chunks, circulant_hops, cyclic_runs
+from ringcomm.collectives.schedule import circulant_hops, cyclic_runs
 from ringcomm.transport.performer import Performer
-
-
-async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
-    """Replace x by its reduction over all ranks; all ranks end up with the same bits.
-
-    Args:
-        x: same count and dtype on every rank; not 16-bit floats, see direct.py.
-        t: all ranks; at most 4 messages in flight at a time.
-        op: AVERAGE divides each chunk once, at its owner.
-
-    Raises:
-        PeerFailedError: a rank died; x is undefined.
-        CommTimeoutError: a rank did not come in time; x is undefined.
-
-    Cost: 2 ceil(log2 size) rounds, 2 (size - 1) / size * nbytes sent, nbytes / 2 of scratch.
-    """
-    parts = chunks(x.count, t.size)
-    await reduce_scatter_(x, parts, t, op)
-    await allgather_(x, parts, t)
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced.
 
     Args:
-        x: as in allreduce_. Overwritten.
+        x: same count and dtype on every rank; not 16-bit floats. Overwritten.
         parts: the chunks, one per rank, alike on every rank, without gaps.
         t: all ranks.
         op: the operator.
@@ -63,6 +46,9 @@ async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
             *[t.irecv(e.bytes, source) for e in _stretches(x, parts, source, n_chunks)],
             *[t.isend(e.bytes, dest) for e in _stretches(x, parts, t.rank, n_chunks)],
         )
+
+
+allreduce_ = allreduce_of(reduce_scatter_, allgather_)
 
 
 def _stretches(x: Flat, parts: list[slice], first: int, n_chunks: int) -> list[Flat]:

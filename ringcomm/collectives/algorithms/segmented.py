@@ -2,7 +2,8 @@
 
 While a segment is reduced, the next ones are on the wire. The ring visits all ranks of a host
 before it goes on, so that each wire is crossed once; every rank owns the chunk of its own number
-all the same.
+all the same. 2 (size - 1) / size * nbytes sent,
+and AHEAD segments of scratch. Not for 16-bit floats, see direct.py.
 """
 
 from __future__ import annotations
@@ -12,30 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from ringcomm.arrays.base import Flat
+from ringcomm.collectives.algorithms.pipeline import AHEAD, Pipeline, cut
+from ringcomm.collectives.algorithms.two_phases import allreduce_of
 from ringcomm.collectives.layout import host_order
 from ringcomm.collectives.op import SUM, Op
-from ringcomm.collectives.schedule import Step, allgather_steps, chunks, reduce_scatter_steps
-from ringcomm.collectives.segments import AHEAD, Pipeline, cut
+from ringcomm.collectives.schedule import Step, allgather_steps, reduce_scatter_steps
 from ringcomm.transport.performer import Performer
-
-
-async def allreduce_(x: Flat, t: Performer, op: Op = SUM) -> None:
-    """Replace x by its reduction over all ranks; all ranks end up with the same bits.
-
-    Args:
-        x: same count and dtype on every rank; not 16-bit floats, see direct.py.
-        t: all ranks; 2 AHEAD messages in flight at a time.
-        op: AVERAGE divides each chunk once, at its owner.
-
-    Raises:
-        PeerFailedError: a rank died; x is undefined.
-        CommTimeoutError: a rank did not come in time; x is undefined.
-
-    Cost: 2 (size - 1) / size * nbytes sent, AHEAD segments of scratch.
-    """
-    parts = chunks(x.count, t.size)
-    await reduce_scatter_(x, parts, t, op)
-    await allgather_(x, parts, t)
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
@@ -64,6 +47,9 @@ async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
     steps = allgather_steps(ring.rank, ring.size)
     moves = [Move(sent, filled, lambda _: None) for sent, filled in _segments(cuts, steps)]
     await _flow(moves, min(AHEAD, len(cuts[0])), ring)
+
+
+allreduce_ = allreduce_of(reduce_scatter_, allgather_)
 
 
 class Move(NamedTuple):

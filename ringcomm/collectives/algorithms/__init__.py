@@ -1,0 +1,1 @@
+"""The algorithms: coroutines over a Performer; arrays in, arrays out."""
