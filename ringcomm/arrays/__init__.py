@@ -7,18 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ringcomm.arrays.base import (
-    AnyAdapter,
-    Array,
-    ArrayAdapter,
-    Bytes,
-    DeviceAdapter,
-    Flat,
-    Span,
-)
+from ringcomm.arrays.base import AnyAdapter, Array, ArrayAdapter, Bytes, DeviceAdapter, Flat, Span
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.arrays.mirror import MIRROR, Mirror
-from ringcomm.arrays.numpy import NumpyAdapter
+from ringcomm.arrays.numpy import NUMPY
 
 __all__ = [
     "DTYPES",
@@ -41,7 +33,6 @@ __all__ = [
     "is_device_kind",
 ]
 
-_NUMPY = NumpyAdapter()
 _added: list[tuple[Callable[[Array], bool], DeviceAdapter]] = []
 
 
@@ -52,7 +43,7 @@ def adapter_for(x: Array) -> ArrayAdapter:
         TypeError: x is no array that ringcomm knows, or it is on a GPU.
     """
     if isinstance(x, np.ndarray):
-        return _NUMPY
+        return NUMPY
     torch = sys.modules.get("torch")  # a tensor can only come from a torch that is imported
     if torch is not None and isinstance(x, torch.Tensor):
         from ringcomm.arrays.torch import TORCH
@@ -113,8 +104,8 @@ def adapter_of_kind(kind: str) -> ArrayAdapter:
     Raises:
         TypeError: the library is not installed here.
     """
-    if kind == _NUMPY.kind:
-        return _NUMPY
+    if kind == NUMPY.kind:
+        return NUMPY
     try:
         from ringcomm.arrays.torch import TORCH
     except ModuleNotFoundError as error:

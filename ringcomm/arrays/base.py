@@ -101,7 +101,7 @@ class AnyAdapter(Protocol):
 
     def shape(self, x: Array) -> tuple[int, ...]:
         """Return the shape."""
-        ...
+        return tuple(x.shape)
 
     def is_contiguous(self, x: Array) -> bool:
         """Return True if the memory can be used as it is: aligned, in C order, without gaps."""
@@ -125,11 +125,11 @@ class AnyAdapter(Protocol):
 
     def require_writable(self, x: Array) -> None:
         """Raise ValueError if x cannot be written in place, element by element."""
-        ...
+        return  # not abstract: where all can be
 
     def written(self, x: Array) -> None:
         """Note that x was written behind its library's back."""
-        ...
+        return  # not abstract: where versions are not counted
 
 
 class ArrayAdapter(AnyAdapter, Protocol):

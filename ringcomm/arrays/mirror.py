@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringcomm.arrays.base import Bytes, Flat
+from ringcomm.arrays.base import ArrayAdapter, Bytes, Flat
 from ringcomm.arrays.dtypes import DType
 
 
@@ -41,32 +41,24 @@ class Mirror:
         return Mirror(part, (stop - start, *self.shape[1:]), self.take)
 
 
-class MirrorAdapter:
+class _MirrorAdapter(ArrayAdapter):
     """ArrayAdapter of Mirror."""
 
     kind = "mirror"
 
     def dtype(self, x: Mirror) -> DType:
-        """Return the dtype."""
         return x.flat.dtype
 
-    def shape(self, x: Mirror) -> tuple[int, ...]:
-        """Return the shape."""
-        return x.shape
-
     def is_contiguous(self, x: Mirror) -> bool:
-        """Return True."""
         del x
         return True
 
     def copy(self, x: Mirror) -> Mirror:
-        """Return a copy."""
         made = Mirror.make(x.flat.dtype, x.shape, x.take)
         made.flat.bytes[:] = x.flat.bytes
         return made
 
     def empty(self, like: Mirror, shape: tuple[int, ...]) -> Mirror:
-        """Return an uninitialised one."""
         return Mirror.make(like.flat.dtype, shape, like.take)
 
     def make(self, dtype: DType, shape: tuple[int, ...]) -> Mirror:
@@ -74,18 +66,10 @@ class MirrorAdapter:
         raise TypeError(f"no array to mirror as {dtype} {shape}")
 
     def flat(self, x: Mirror) -> Flat:
-        """Return its memory."""
         return x.flat
 
     def assign(self, target: Mirror, source: Mirror) -> None:
-        """Copy source into target."""
         target.flat.bytes[:] = source.flat.bytes
 
-    def require_writable(self, x: Mirror) -> None:
-        """Do nothing: it is."""
 
-    def written(self, x: Mirror) -> None:
-        """Do nothing: it has no version."""
-
-
-MIRROR = MirrorAdapter()
+MIRROR = _MirrorAdapter()

@@ -7,20 +7,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.arrays.base import Flat
+from ringcomm.arrays.base import ArrayAdapter, Flat
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.arrays.overlap import overlaps
 
 _seen: dict[np.dtype[Any], DType] = {}  # numpy takes 8 us to name a dtype
 
 
-class NumpyAdapter:
+class _NumpyAdapter(ArrayAdapter):
     """ArrayAdapter of numpy.ndarray."""
 
     kind = "numpy"
 
     def dtype(self, x: NDArray[Any]) -> DType:
-        """Return the dtype; foreign byte order, objects, text and dates are refused."""
         seen = _seen.get(x.dtype) if type(x) is np.ndarray else None
         return seen or self._checked(x)
 
@@ -40,24 +39,16 @@ class NumpyAdapter:
         _seen[x.dtype] = known
         return known
 
-    def shape(self, x: NDArray[Any]) -> tuple[int, ...]:
-        """Return the shape."""
-        return x.shape
-
     def is_contiguous(self, x: NDArray[Any]) -> bool:
-        """Return True for an aligned C-ordered array."""
         return x.flags.c_contiguous and x.flags.aligned
 
     def copy(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Return a C-ordered copy."""
         return np.array(x, order="C", copy=True, subok=False)
 
     def empty(self, like: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return an uninitialised array of like's dtype."""
         return np.empty(shape, like.dtype)
 
     def make(self, dtype: DType, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return an uninitialised array; bfloat16 needs ml_dtypes."""
         if dtype.name != "bfloat16":
             return np.empty(shape, dtype.name)
         try:
@@ -67,15 +58,12 @@ class NumpyAdapter:
         return np.empty(shape, bfloat16)
 
     def flat(self, x: NDArray[Any]) -> Flat:
-        """Return x's memory."""
         return Flat(np.asarray(x).reshape(-1).view(np.uint8), self.dtype(x))
 
     def assign(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        """Copy source into target."""
         target[...] = source
 
     def require_writable(self, x: NDArray[Any]) -> None:
-        """Raise ValueError for a read-only array, and for one whose elements overlap."""
         if not x.flags.writeable:
             raise ValueError("cannot write in place: the array is read-only. Pass one that is not")
         if x.flags.c_contiguous:
@@ -83,5 +71,5 @@ class NumpyAdapter:
         if overlaps((*x.shape, x.itemsize), (*x.strides, 1)):  # in bytes: also parts of elements
             raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 
-    def written(self, x: NDArray[Any]) -> None:
-        """Do nothing: numpy keeps no version of its arrays."""
+
+NUMPY = _NumpyAdapter()

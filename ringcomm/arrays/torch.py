@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ringcomm.arrays.base import Flat
+from ringcomm.arrays.base import AnyAdapter, ArrayAdapter, Flat
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.arrays.overlap import overlaps
 
 _KNOWN = {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)}
 
 
-class TorchTensors:
+class TorchTensors(AnyAdapter):
     """Base of the adapters of dense tensors, wherever they are. Results carry no autograd history.
 
     Attributes:
@@ -22,11 +22,7 @@ class TorchTensors:
     device_type: str
 
     def dtype(self, x: torch.Tensor) -> DType:
-        """Return the dtype; sparse and quantised tensors, and those of other devices, are refused.
-
-        Raises:
-            TypeError: x is one of them.
-        """
+        """Return the dtype. Raises TypeError if x is sparse, quantised or on another device."""
         if x.layout is not torch.strided:
             raise TypeError(f"cannot communicate a {x.layout} tensor: use .to_dense()")
         if x.device.type != self.device_type:
@@ -35,10 +31,6 @@ class TorchTensors:
         if known is None:
             raise TypeError(f"cannot communicate dtype {x.dtype}; known: {', '.join(DTYPES)}")
         return known
-
-    def shape(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape."""
-        return tuple(x.shape)
 
     def is_contiguous(self, x: torch.Tensor) -> bool:
         """Return True for an aligned C-ordered tensor, no conjugation or negation pending."""
@@ -69,18 +61,16 @@ class TorchTensors:
         torch.autograd.graph.increment_version(x)
 
 
-class TorchAdapter(TorchTensors):
+class _TorchAdapter(TorchTensors, ArrayAdapter):
     """ArrayAdapter of tensors in host memory."""
 
     kind = "torch"
     device_type = "cpu"
 
     def make(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialised tensor."""
         return torch.empty(shape, dtype=getattr(torch, dtype.name))
 
     def flat(self, x: torch.Tensor) -> Flat:
-        """Return x's memory."""
         dtype = self.dtype(x)
         return Flat(np.asarray(_Interface(x)), dtype)
 
@@ -112,4 +102,4 @@ class _Interface:
         }
 
 
-TORCH = TorchAdapter()
+TORCH = _TorchAdapter()

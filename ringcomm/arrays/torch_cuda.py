@@ -6,44 +6,37 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ringcomm.arrays.base import Span
+from ringcomm.arrays.base import DeviceAdapter, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.arrays.torch import TorchTensors
 
 
-class TorchCudaAdapter(TorchTensors):
+class _TorchCudaAdapter(TorchTensors, DeviceAdapter):
     """DeviceAdapter of dense torch.Tensors on CUDA devices."""
 
     kind = "torch cuda"
     device_type = "cuda"
 
     def make(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return an uninitialised tensor on the current device."""
         return torch.empty(shape, dtype=getattr(torch, dtype.name), device="cuda")
 
     def span(self, x: torch.Tensor) -> Span:
-        """Return where x is."""
         return Span(x.data_ptr(), x.numel(), self.dtype(x), x)
 
     def device(self, x: torch.Tensor) -> int:
-        """Return the device's index."""
         return x.device.index
 
     def wrap(self, memory: Span, shape: tuple[int, ...], device: int) -> torch.Tensor:
-        """Return a tensor in this memory."""
         line = torch.as_tensor(_Interface(memory), device=f"cuda:{device}")
         return line.view(getattr(torch, memory.dtype.name)).view(shape)
 
     def current_device(self) -> int:
-        """Return the number of the calling thread's current GPU."""
         return torch.cuda.current_device()
 
     def stream(self, device: int) -> int:
-        """Return the handle of torch's current stream."""
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
-        """Return a context in which `stream` is torch's current one."""
         if stream == 0:  # of which ExternalStream makes any of torch's pool, pytorch#182960
             return torch.cuda.stream(torch.cuda.default_stream(device))
         external = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
@@ -63,4 +56,4 @@ class _Interface:
         }
 
 
-TORCH_CUDA = TorchCudaAdapter()
+TORCH_CUDA = _TorchCudaAdapter()

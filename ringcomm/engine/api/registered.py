@@ -19,7 +19,7 @@ from ringcomm.arrays import (
     first_device_kind,
 )
 from ringcomm.arrays.base import Bytes, lengths_of
-from ringcomm.arrays.numpy import NumpyAdapter
+from ringcomm.arrays.numpy import NUMPY
 from ringcomm.engine.api.group import Group, group_of
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
@@ -71,11 +71,10 @@ def empty(
     current = engine()
     for_gpu = is_on_gpu(device)
     group_of(group, current)
-    adapter = NumpyAdapter()
     name = str(dtype).removeprefix("torch.")
     is_named = name in DTYPES and not isinstance(dtype, type)
-    kind = adapter.make(DTYPES[name], ()).dtype if is_named else np.dtype(dtype)
-    adapter.dtype(np.empty(0, kind))
+    kind = NUMPY.make(DTYPES[name], ()).dtype if is_named else np.dtype(dtype)
+    NUMPY.dtype(np.empty(0, kind))
     lengths = lengths_of("empty", shape)
     nbytes = math.prod(lengths) * kind.itemsize
     if for_gpu:
