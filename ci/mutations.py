@@ -219,9 +219,9 @@ CACHE = [
     Mutation(
         "done-before-agreed",
         "cache",
-        "engine/progress/loop.py",
-        "return bool(self._strands)",
-        "return any(strand is self._first for strand, _ in self._strands)",
+        "engine/progress/task.py",
+        "return bool(self._coroutines)",
+        "return any(coroutine is self._first for coroutine, _ in self._coroutines)",
         "the second barrier of a name lets ranks out before all are in",
         ("unit/test_collectives.py", "unit/test_async.py"),
     ),
@@ -346,7 +346,7 @@ FAULT = [
     Mutation(
         "deadline-of-the-whole",
         "fault",
-        "engine/progress/loop.py",
+        "engine/progress/task.py",
         """\
         if has_moved:
             self.patience = None

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
         scatter,
     )
     from ringcomm.engine.api.explain import explain
-    from ringcomm.engine.api.group import Group
-    from ringcomm.engine.api.handle import Handle
     from ringcomm.engine.api.point_to_point import recv, send, sendrecv
     from ringcomm.engine.api.registered import empty, node_memory, zeros
     from ringcomm.engine.api.world import (
@@ -73,6 +71,8 @@ if TYPE_CHECKING:
         start_timeline,
         stop_timeline,
     )
+    from ringcomm.engine.core.group import Group
+    from ringcomm.engine.core.handle import Handle
     from ringcomm.errors import (
         CodecError,
         CommTimeoutError,
@@ -175,8 +175,8 @@ _HOMES = (
     "collectives.op",
     "transport.base",
     "engine.api.world",
-    "engine.api.group",
-    "engine.api.handle",
+    "engine.core.group",
+    "engine.core.handle",
     "engine.api.collectives",
     "engine.api.async_ops",
     "engine.api.point_to_point",

@@ -8,8 +8,8 @@ import numpy as np
 from harness import is_at_length
 
 import ringcomm as rc
-from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.handle import Handle
 
 
 class HostileError(Exception):

@@ -17,8 +17,8 @@ from ringcomm import config
 from ringcomm.arrays.base import Bytes
 from ringcomm.engine.api import world
 from ringcomm.engine.api.collectives import allgather_object
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group
 from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
 from ringcomm.ps import leaving
 from ringcomm.ps.client import Ask, Client

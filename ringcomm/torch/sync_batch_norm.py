@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.group import Group
 from ringcomm.torch.backward.registry import samples_of_step
 from ringcomm.torch.optim.buckets import wide
 

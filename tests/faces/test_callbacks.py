@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks, wait_until
 
-from ringcomm.engine.api.group import Group
+from ringcomm.engine.core.group import Group
 from ringcomm.torch.distributed import ProcessGroup
 from ringcomm.torch.distributed.group.callbacks import Path
 

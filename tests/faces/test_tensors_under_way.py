@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ringcomm as rc
 import ringcomm.torch as hvd
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.group import Group
 from ringcomm.torch.distributed import ProcessGroup
 
 N = 6

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.group import Group
-from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.operations import plans
 
 A = TypeVar("A", bound=Any)

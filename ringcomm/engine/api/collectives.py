@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from ringcomm.collectives.op import SUM, Op
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 
 A = TypeVar("A", bound=Any)

@@ -13,9 +13,9 @@ from ringcomm.collectives.layout import describe
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
-from ringcomm.engine.api.group import Group, group_of
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group, group_of
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.executor.gpus import Gpus, is_on_gpu
 from ringcomm.gpu.transports.choice import GpuChoice

@@ -22,12 +22,12 @@ from ringcomm.arrays import (
     device_adapter_for,
 )
 from ringcomm.arrays.base import overlap
-from ringcomm.engine.api.group import Group, group_of
-from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.call import shape_text
+from ringcomm.engine.core.group import Group, group_of
+from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import base_of
-from ringcomm.engine.progress.loop import Strand, Task
+from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.gpu.executor import staged
 from ringcomm.gpu.executor.gpus import Issue, Launched
@@ -259,7 +259,7 @@ def _sender(
     dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
     outline = side.outline(whole)
 
-    def talk(task: Task, serial: int) -> Strand:
+    def talk(task: Task, serial: int) -> TaskCoroutine:
         return _send(side, side.channel(task, serial), whole, outline, dest=dest, serial=serial)
 
     label = f"send(dest={dest}, tag={tag}){side.where}"

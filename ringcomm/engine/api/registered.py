@@ -20,9 +20,9 @@ from ringcomm.arrays import (
 )
 from ringcomm.arrays.base import Bytes, lengths_of
 from ringcomm.arrays.numpy import NUMPY
-from ringcomm.engine.api.group import Group, group_of
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group, group_of
 from ringcomm.gpu.executor.gpus import Gpus, is_on_gpu
 
 

@@ -16,20 +16,21 @@ from ringcomm._core import NodeStep, StatusPage
 from ringcomm.arrays.base import Bytes
 from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
-from ringcomm.engine.api.group import Group, group_of
-from ringcomm.engine.api.handle import DroppedErrors, Handle
 from ringcomm.engine.core.agreement import broadcast_bytes
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Deferred, Execution, Plan, end_turn
 from ringcomm.engine.core.extensions import Attached
 from ringcomm.engine.core.forks import n_forks
+from ringcomm.engine.core.group import Group, group_of
 from ringcomm.engine.core.group_agreement import Founding
+from ringcomm.engine.core.handle import DroppedErrors, Handle
 from ringcomm.engine.core.joining import Joining
 from ringcomm.engine.core.ledger import MAX_CACHED, MAX_PENDING, NO_GROUP, Ledger, Ticket, base_of
 from ringcomm.engine.core.pending import Pending, Work
 from ringcomm.engine.core.selection import Selection
 from ringcomm.engine.progress.deadlines import ANSWER_S, Farewell, ask_around, describe_wait
-from ringcomm.engine.progress.loop import Over, Progress, Strand, Task
+from ringcomm.engine.progress.loop import Progress
+from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import (
     CommTimeoutError,
@@ -262,7 +263,7 @@ class Engine:
             self.lose_unless_over(task, error)
             raise
 
-    def result_of(self, task: Task | Over, timeout_s: float | None = None) -> Any:
+    def result_of(self, task: Task | CompletedTask, timeout_s: float | None = None) -> Any:
         """Return what a task comes to; see Handle.wait()."""
         if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
             raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
@@ -281,7 +282,7 @@ class Engine:
         self,
         label: str,
         members: tuple[int, ...],
-        talk: Callable[[Task, int], Strand],
+        talk: Callable[[Task, int], TaskCoroutine],
         *,
         ticket: Ticket | None = None,
         is_awaited: bool = True,
@@ -391,7 +392,9 @@ class Engine:
         last: int = self.complete(self._joining.begin)
         return last
 
-    def stand_in(self, call: Call, plan: Callable[[Group], Plan[Any]], group: Group) -> Task | Over:
+    def stand_in(
+        self, call: Call, plan: Callable[[Group], Plan[Any]], group: Group
+    ) -> Task | CompletedTask:
         """Begin this rank's part of an operation in which it has nothing to contribute."""
         return self._enqueue(
             call.kind, call.name, plan, group, is_awaited=False, is_once=call.is_once
@@ -584,7 +587,7 @@ class Engine:
         """Return the label of the oldest operation that is pending, "" if there is none."""
         return self._pending.oldest()
 
-    def complete(self, begin: Callable[[], Task | Over]) -> Any:
+    def complete(self, begin: Callable[[], Task | CompletedTask]) -> Any:
         """Begin a task of which nobody has a handle, and return what it comes to; blocks."""
         task = None
         try:
@@ -594,7 +597,7 @@ class Engine:
             self.lose_unless_over(task, error)
             raise
 
-    def lose_unless_over(self, task: Task | Over | None, error: BaseException) -> None:
+    def lose_unless_over(self, task: Task | CompletedTask | None, error: BaseException) -> None:
         """Take note of what ended the wait for a task; None: it did not begin."""
         if task is not None and not task.is_over:  # interrupted
             self._on_lost(error)
@@ -609,7 +612,7 @@ class Engine:
         is_awaited: bool,
         timeout_s: float | None = None,
         is_once: bool = False,
-    ) -> Task | Over:
+    ) -> Task | CompletedTask:
         self._require_own_process()
         self.require_usable()
         group = group_of(group, self)
@@ -651,7 +654,7 @@ class Engine:
             return team.is_turn_of(ticket.number)
         return entry.ledger.is_cached(ticket)
 
-    def _take_step(self, plan: Plan[R], entry: _Entry) -> Task | Over:
+    def _take_step(self, plan: Plan[R], entry: _Entry) -> Task | CompletedTask:
         """Carry out the one step of an operation; only what is not over at once becomes a task."""
         ledger, ticket, team = entry.ledger, entry.ticket, entry.group.team
         assert team is not None
@@ -667,7 +670,7 @@ class Engine:
                 ledger.finish(ticket)
                 end_turn(team, ticket)
             label = partial(_label, plan.call, ticket, entry.group, self.world)
-            return Over(result, ticket.number, label)
+            return CompletedTask(result, ticket.number, label)
         return self._follow(step, plan, entry)
 
     def _follow(self, step: NodeStep, plan: Plan[Any], entry: _Entry) -> Task:
@@ -689,7 +692,9 @@ class Engine:
         group, ledger, ticket, is_awaited, timeout_s = entry
         task = Task(_label(plan.call, ticket, group, self.world), ticket, group.ranks)
         task.timeout_s = timeout_s
-        task.is_in_line = ticket.name is None and timeout_s is None  # else it has its own deadline
+        task.needs_admission = (
+            ticket.name is None and timeout_s is None
+        )  # else it has its own deadline
         work = Work(task, ledger, ticket, plan.nbytes, plan.call, problem, group, is_awaited)
         self._launch(work, plan)
         return task
@@ -698,7 +703,7 @@ class Engine:
         """Give a task what it is to do; the lock is held."""
         try:
             self._pending.add(work, self.timeline)
-            work.task.start(*self._execution.strands(work, plan))
+            work.task.start(*self._execution.coroutines(work, plan))
             self._joining.invite(work)
         except BaseException as error:  # its place is taken, and others will wait for it
             self._pending.remove(work.ticket.key, has_failed=True)

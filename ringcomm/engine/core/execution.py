@@ -12,7 +12,7 @@ from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending import Work
 from ringcomm.engine.core.selection import Selection
-from ringcomm.engine.progress.loop import Strand
+from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.transport.base import CALLS, DATA
 from ringcomm.transport.channel import Channel, Disagreement, Wait
@@ -85,7 +85,7 @@ class Execution:
         self._watch = watch
         self._selection = selection
 
-    def strands(self, work: Work, plan: Plan[Any]) -> tuple[Strand, ...]:
+    def coroutines(self, work: Work, plan: Plan[Any]) -> tuple[TaskCoroutine, ...]:
         """Return how to carry out a plan: agree first, or beside it if all did so before."""
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending import Pending, Work
-from ringcomm.engine.progress.loop import Progress, Service, Strand, Task
+from ringcomm.engine.progress.loop import Progress, Service
+from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Attached:
         self,
         label: str,
         members: tuple[int, ...],
-        strand: Strand,
+        coroutine: TaskCoroutine,
         ticket: Ticket,
         *,
         late: Callable[[], tuple[int, ...]],
@@ -79,7 +80,7 @@ class Attached:
         Args:
             label: "allreduce #3 on the GPU".
             members: ranks of the job whose death ends it.
-            strand: returns once it is over.
+            coroutine: returns once it is over.
             ticket: which it is; see enter_beside().
             late: returns the ranks of the job that hold it up.
         """
@@ -88,7 +89,7 @@ class Attached:
         task = Task(label, ticket, members)
         task.late_elsewhere = late
         task.is_asked = True
-        task.start(strand)
+        task.start(coroutine)
         with self._lock:
             self._pending.add(Work(task, None, ticket, 0), engine.timeline)
         self._progress.work_in_background()

@@ -20,7 +20,7 @@ from ringcomm.collectives.schedule import dissemination_steps
 from ringcomm.engine.core.agreement import agree, mismatch
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.ledger import NO_GROUP, Ledger, Tally, Ticket, base_of
-from ringcomm.engine.progress.loop import Strand, Task
+from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
 from ringcomm.transport.base import GROUPS, contexts_within
 from ringcomm.transport.channel import Channel, Wait
@@ -28,8 +28,8 @@ from ringcomm.transport.header import Header, Kind
 from ringcomm.transport.watch import Watch
 
 if TYPE_CHECKING:
-    from ringcomm.engine.api.group import Group
     from ringcomm.engine.core.engine import Engine
+    from ringcomm.engine.core.group import Group
 
 _ATTEMPTS = 12  # to find a free context, while news of groups that are over comes in
 _PAUSE_S = 0.1  # between two of them
@@ -124,7 +124,7 @@ class Founding:
         number = self._n_made.get(members, 0) + 1
         ticket = Ticket(None, base_of(NO_GROUP, str(members)), number)
 
-        def talk(task: Task, _: int) -> Strand:
+        def talk(task: Task, _: int) -> TaskCoroutine:
             self._n_made[members] = number  # not before it is under way, and others count it
             return self._agree(task, group, number, pause_s)
 

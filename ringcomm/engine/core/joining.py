@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
-from ringcomm.engine.progress.loop import Over, Strand, Task
+from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.transport.channel import Wait
 from ringcomm.transport.header import Header, Kind
 
@@ -32,15 +32,7 @@ _PART = 3500  # bytes of a call per message: control messages are cut at 4096
 
 @dataclass(frozen=True)
 class _Invitation:
-    """An operation that another rank has begun.
-
-    Attributes:
-        key: of the operation.
-        group_id: of its group.
-        base: see ringcomm.engine.core.ledger.
-        number: see ringcomm.engine.core.ledger.
-        call: what the other rank calls.
-    """
+    """An operation that another rank has begun; its base and number as in a Ticket."""
 
     key: int
     group_id: int
@@ -52,13 +44,8 @@ class _Invitation:
 class Joining:
     """Which ranks have joined, and what this one does for the others once it has.
 
-    Args:
-        engine: of this rank.
-        pending: its operations.
-        lock: of both.
-
     Attributes:
-        has_guests: another rank has joined: what begins must be told to it.
+        has_guests: another rank has joined, so it is invited to each operation that begins here.
     """
 
     def __init__(self, engine: Engine, pending: Pending, lock: threading.Lock) -> None:
@@ -70,7 +57,7 @@ class Joining:
         self._sealed: dict[int, set[int]] = {}  # by round: ranks that know that all have joined
         self._invitations: deque[_Invitation] = deque()
         self._parts: dict[tuple[int, int], list[str]] = {}
-        self._tasks: list[Task | Over] = []
+        self._tasks: list[Task | CompletedTask] = []
         self.has_guests = False
 
     @property
@@ -84,7 +71,7 @@ class Joining:
         members = tuple(range(self._engine.job_size))
         ticket = Ticket(None, base_of(NO_GROUP, "join"), self._round)
 
-        def talk(task: Task, _: int) -> Strand:
+        def talk(task: Task, _: int) -> TaskCoroutine:
             gathering = _Gathering(lambda: self._missing(task))
             task.channels.append(gathering)  # type: ignore[arg-type]  # as far as a task needs one
             return self._stay()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from ringcomm._core import StatusPage
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.ledger import Ledger, Ticket
-from ringcomm.engine.progress.loop import Task
+from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.timeline import Lane, Timeline
 from ringcomm.status.page import OpState
 from ringcomm.transport.node.shm import NodeTeam
 
 if TYPE_CHECKING:
-    from ringcomm.engine.api.group import Group
+    from ringcomm.engine.core.group import Group
 
 
 @dataclass

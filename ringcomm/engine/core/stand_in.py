@@ -13,9 +13,9 @@ from ringcomm.arrays import DTYPES, adapter_of_kind
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.scaling import Scaling
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import adasum, plans
 from ringcomm.gpu.executor.staged import copied
 

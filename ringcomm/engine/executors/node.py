@@ -20,7 +20,7 @@ from ringcomm.transport.node import N_UNNAMED
 from ringcomm.transport.node.shm import NodeTeam
 
 if TYPE_CHECKING:
-    from ringcomm.engine.api.group import Group
+    from ringcomm.engine.core.group import Group
     from ringcomm.engine.core.ledger import Ledger
 
 _MAX_KNOWN = 4096

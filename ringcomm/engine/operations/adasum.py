@@ -18,9 +18,9 @@ from ringcomm.arrays import DTYPES, adapter_for, any_adapter_for, arrived, devic
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.scaling import Scaling, from_bfloat16, to_bfloat16
 from ringcomm.collectives.schedule import consecutive
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.transport.channel import Channel
 
 A = TypeVar("A", bound=Any)

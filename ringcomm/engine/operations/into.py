@@ -19,10 +19,10 @@ from ringcomm.collectives.algorithms import circulant, linear
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import consecutive
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.agreement import module
 from ringcomm.engine.core.call import Call, call_of_reduction
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel

@@ -37,10 +37,10 @@ from ringcomm.collectives.op import Op
 from ringcomm.collectives.recording import perform
 from ringcomm.collectives.scaling import Scaling, scale
 from ringcomm.collectives.schedule import chunks, consecutive
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_bytes, gather_counts, module
 from ringcomm.engine.core.call import Call, call_of_reduction
 from ringcomm.engine.core.execution import AllDeferred, Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.gpu.executor import staged
 from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.transport.channel import Channel

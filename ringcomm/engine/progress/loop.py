@@ -14,18 +14,17 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 from ringcomm.config import Settings
-from ringcomm.engine.core.ledger import Ticket
+from ringcomm.engine.progress.admission import Admission
 from ringcomm.engine.progress.deadlines import Patience, Warnings, refuse_hopeless
-from ringcomm.engine.progress.line import Lines
+from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.turn import Mark, is_own_turn, refuse_own_turn
 from ringcomm.errors import RingcommError
-from ringcomm.transport.base import Request, WireFault
-from ringcomm.transport.channel import Channel
+from ringcomm.transport.base import WireFault
 from ringcomm.transport.watch import Watch
 
 _SPINS = 64  # polls before the first nap of a thread that waits
@@ -42,8 +41,6 @@ _LONGEST_CPP_NAP_S, _CPP_NAP_SHARE = 20e-3, 1 / 20
 _PASS_SHARE = 20  # a look at hundreds of operations takes long: naps are 20 times longer
 _IDLE_LOOK_S = 0.2  # an idle rank answers who asks where it is, and hears of deaths
 _CONFIRM_S = 2.0  # time for a refused message to turn out as a death
-
-Strand = Coroutine[tuple[Request, ...], None, Any]
 
 
 class Service(Protocol):
@@ -66,154 +63,6 @@ class Service(Protocol):
     def is_busy(self) -> bool:
         """True while something is awaited, so that polls must not cease."""
         ...
-
-
-class Task:
-    """An operation in flight: coroutines that advance as what they wait for arrives.
-
-    Args:
-        label: "allreduce[layer3.weight]".
-        ticket: which operation it is.
-        members: the ranks of the job that take part.
-
-    Attributes:
-        channels: its messages; other ranks may be sending on them until the task is over.
-        result: of its first strand.
-        error: why it failed, or None.
-        is_over: result and error are final.
-        is_asked: somebody has waited for it to its end, so that its error has been raised.
-        is_dropped: nobody can wait for it any more.
-        fault: the wire refused a message of it: a death that is not known yet, or a defect.
-        fault_until: when a fault is taken for a defect, in seconds of the monotonic clock.
-        patience: of the wait at hand, once it has lasted a moment.
-        timeout_s: its own deadline in seconds, None for RINGCOMM_TIMEOUT_S.
-        late_elsewhere: returns ranks of the job that hold it up where no channel sees it.
-        is_in_line: it need not begin before those of its base with smaller numbers.
-    """
-
-    def __init__(self, label: str, ticket: Ticket, members: tuple[int, ...]) -> None:
-        self.label = label
-        self.key, self.base, self.number = ticket.key, ticket.base, ticket.number
-        self.members = members
-        self.channels: list[Channel] = []
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.is_over = False
-        self.is_asked = False
-        self.is_dropped = False
-        self.fault: WireFault | None = None
-        self.fault_until = math.inf
-        self.patience: Patience | None = None
-        self.timeout_s: float | None = None
-        self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
-        self.is_in_line = False
-        self._callbacks: deque[Callable[[], None]] = deque()
-        self._strands: list[tuple[Strand, list[Request]]] = []
-        self._first: Strand | None = None
-
-    def start(self, *strands: Strand) -> None:
-        """Give it what it is to do; the first one's result is the task's."""
-        self._strands = [(strand, []) for strand in strands]
-        self._first = strands[0]
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, at the end: at once if it is over; see Handle.when_done()."""
-        self._callbacks.append(callback)
-        if self.is_over:
-            self.call_back()
-
-    def call_back(self) -> None:
-        """Tell those who want to know that it is over; whoever takes a callback calls it."""
-        while self._callbacks:
-            try:
-                callback = self._callbacks.popleft()
-            except IndexError:  # another thread was faster
-                return
-            callback()
-
-    @property
-    def awaited(self) -> tuple[int, ...]:
-        """Ranks of the job; if all of them leave, it cannot complete."""
-        return tuple(rank for channel in self.channels for rank in channel.awaited)
-
-    @property
-    def late(self) -> tuple[int, ...]:
-        """Ranks of the job that have not come to where it waits for them, where that is known."""
-        in_memory = tuple(rank for channel in self.channels for rank in channel.late)
-        return in_memory + self.late_elsewhere()
-
-    @property
-    def waits_in_cpp(self) -> bool:
-        """True if it has begun, and can go on only when C++ is done with something."""
-        pending = [request for _, requests in self._strands for request in requests]
-        return bool(pending) and all(hasattr(request, "is_in_cpp") for request in pending)
-
-    def advance(self) -> bool:
-        """Go on as far as possible without waiting; return True if anything moved."""
-        has_moved = False
-        for entry in tuple(self._strands):
-            pending = entry[1]
-            n_before = len(pending)
-            pending[:] = [request for request in pending if not request.test()]
-            has_moved |= len(pending) < n_before
-            if not pending:
-                has_moved = True
-                self._resume(entry)
-        if has_moved:
-            self.patience = None
-        return has_moved
-
-    def stop(self) -> None:
-        """Do nothing more; buffers that peers may still touch are kept alive."""
-        for strand, _ in self._strands:
-            strand.close()
-        self._strands.clear()
-        for channel in self.channels:
-            channel.abandon()
-
-    @property
-    def has_work(self) -> bool:
-        """False once all of its coroutines have returned."""
-        return bool(self._strands)
-
-    def _resume(self, entry: tuple[Strand, list[Request]]) -> None:
-        strand, pending = entry
-        try:
-            while not pending:
-                pending[:] = [request for request in strand.send(None) if not request.test()]
-        except StopIteration as stop:
-            self._strands.remove(entry)
-            if strand is self._first:
-                self.result = stop.value
-
-
-class Over:
-    """Stands for the task of an operation that was over before one was made.
-
-    Args:
-        result: of the operation.
-        number: of its ticket.
-        label: returns "allreduce[layer3.weight]".
-    """
-
-    __slots__ = ("_label", "is_asked", "is_dropped", "number", "result")
-    is_over: Final = True
-    error: Final = None
-
-    def __init__(self, result: Any, number: int, label: Callable[[], str]) -> None:
-        self.result = result
-        self.number = number
-        self.is_asked = self.is_dropped = False
-        self._label = label
-
-    @property
-    def label(self) -> str:
-        """See Task."""
-        return self._label()
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        """Call it: this is over."""
-        callback()
 
 
 class Progress:
@@ -243,7 +92,7 @@ class Progress:
         self._warnings = Warnings(settings)
         self._inbox: deque[Task] = deque()
         self._tasks: dict[Task, None] = {}  # in the order in which they began
-        self._lines = Lines()
+        self._admission = Admission[Task]()
         self._services: tuple[Service, ...] = ()
         self._turn = threading.Condition()
         self._driver: Mark | None = None  # of the thread whose turn it is
@@ -255,12 +104,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task, *, is_awaited: bool) -> None:
-        """Let a task begin; any thread.
-
-        Args:
-            task: what is to be done.
-            is_awaited: this thread is going to wait for it, so no other need be woken.
-        """
+        """Begin a task; any thread. If this thread is going to wait for it, no other is woken."""
         self._inbox.append(task)
         if task.waits_in_cpp:
             return  # it advances there, which wakes who is to take note of its end
@@ -271,13 +115,13 @@ class Progress:
                 self._loop.wake()
 
     def begin(self, task: Task, *, is_awaited: bool, at_once: bool) -> None:
-        """Let a task begin; any thread.
+        """Begin a task; see submit().
 
         Args:
-            task: what is to be done.
+            task: the task.
             is_awaited: see submit().
-            at_once: first advance it in this thread as far as that goes: it begins in shared
-                memory, and may be over in microseconds.
+            at_once: advance it first in this thread: it begins in shared memory, and may be over
+                in microseconds.
         """
         if at_once and not self._watch.peers.has_lost:
             try:
@@ -387,7 +231,7 @@ class Progress:
         """End every task, those that come too, each with an error of its own; for the driver."""
         self._failure = make
         self._admit()
-        self._tasks.update(dict.fromkeys(self._lines.give_up()))
+        self._tasks.update(dict.fromkeys(self._admission.give_up()))
         for task in tuple(self._tasks):
             self._finish(task, make())
 
@@ -619,7 +463,7 @@ class Progress:
     def _admit(self) -> None:
         while self._inbox:
             task = self._inbox.popleft()
-            if task.is_over or (task.is_in_line and not self._lines.may_begin(task)):
+            if task.is_over or (task.needs_admission and not self._admission.may_begin(task)):
                 continue
             self._tasks[task] = None
             if self._watch.peers.has_lost:
@@ -637,7 +481,7 @@ class Progress:
             return
         task.stop()
         del self._tasks[task]
-        after = self._lines.leave(task) if task.is_in_line else None
+        after = self._admission.leave(task) if task.needs_admission else None
         if after is not None:
             self._tasks[after] = None
         self._on_over(task, error)

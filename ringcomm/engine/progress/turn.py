@@ -8,11 +8,7 @@ from ringcomm.errors import RingcommError
 
 
 class Mark:
-    """One wait of one thread, for an operation or for the turn.
-
-    Attributes:
-        thread: which one, as threading.get_ident() tells it.
-    """
+    """One wait of one thread, for an operation or for the turn."""
 
     __slots__ = ("thread",)
 
@@ -21,11 +17,7 @@ class Mark:
 
 
 def is_own_turn(driver: Mark | None) -> bool:
-    """Return True if this thread carries out the operations.
-
-    Args:
-        driver: see refuse_own_turn().
-    """
+    """Return True if this thread carries out the operations; `driver`: see refuse_own_turn()."""
     return driver is not None and driver.thread == threading.get_ident()
 
 

@@ -20,8 +20,8 @@ from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.host_pool import HostPool
 
 if TYPE_CHECKING:
-    from ringcomm.engine.api.group import Group
     from ringcomm.engine.core.engine import Engine
+    from ringcomm.engine.core.group import Group
     from ringcomm.gpu.executor.team import GpuTeam
     from ringcomm.gpu.transports.nccl import Provider
 

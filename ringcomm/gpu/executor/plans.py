@@ -21,10 +21,10 @@ from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import Op
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.collectives.schedule import consecutive
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.agreement import gather_alike, gather_counts
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import adasum as host_adasum
 from ringcomm.engine.operations import into, plans
 from ringcomm.errors import RingcommError

@@ -22,7 +22,7 @@ from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, 
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
-    from ringcomm.engine.api.group import Group
+    from ringcomm.engine.core.group import Group
     from ringcomm.gpu.executor.team import GpuTeam
 
 PIECE_NBYTES = 4 << 20

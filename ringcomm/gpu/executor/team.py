@@ -32,7 +32,7 @@ from ringcomm.gpu.transports.choice import GpuChoice
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
-    from ringcomm.engine.api.group import Group
+    from ringcomm.engine.core.group import Group
 
 _log = logging.getLogger("ringcomm")
 _RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2

@@ -10,7 +10,7 @@ import numpy as np
 
 from ringcomm.collectives.op import BOR
 from ringcomm.engine.api import async_ops, collectives
-from ringcomm.engine.api.group import Group
+from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
 from ringcomm.torch.backward.complement import is_alike, with_complement
 

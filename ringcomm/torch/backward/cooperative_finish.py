@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import RingcommError
 from ringcomm.torch.backward import autograd
 

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group
 
 
 class Numbered(Protocol):

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import init, rank, size
+from ringcomm.engine.core.group import Group
 from ringcomm.errors import ConfigError
 from ringcomm.torch.distributed import compat, rendezvous
 from ringcomm.torch.distributed.compat import c10d

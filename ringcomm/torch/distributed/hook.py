@@ -7,8 +7,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringcomm.collectives.op import AVERAGE
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.registered import empty
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.torch.distributed.compat import c10d, untraced
 from ringcomm.torch.distributed.group.base import BaseGroup

@@ -13,9 +13,9 @@ import torch
 
 from ringcomm.collectives.op import AVERAGE
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.torch.horovod import autograd_functions
 from ringcomm.torch.horovod.dispatch import begin

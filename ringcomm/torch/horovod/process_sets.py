@@ -7,9 +7,9 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
 
 # Operations without a name are matched by their order among those of their kind, as in Horovod: a

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.torch.compression import Compression, compressed
 from ringcomm.torch.horovod import autograd_functions

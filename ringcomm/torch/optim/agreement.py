@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringcomm.engine.api.group import Group
-from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.first_weights import FirstWeights, Named

@@ -12,10 +12,10 @@ from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.schedule import chunks, consecutive, within
 from ringcomm.engine.api import async_ops
-from ringcomm.engine.api.group import Group
-from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.registered import on_gpu, zeros
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.streams import Streams
 from ringcomm.torch.optim.options import ReductionOptions
 

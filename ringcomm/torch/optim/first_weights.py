@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from ringcomm.collectives.op import BOR
 from ringcomm.engine.api import async_ops, collectives
-from ringcomm.engine.api.group import Group
-from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.complement import is_alike, with_complement
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask, finish_together
 

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 

@@ -11,9 +11,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine, rank
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.errors import MismatchError
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set

@@ -12,8 +12,8 @@ from torch import optim
 from torch.optim import Optimizer
 
 from ringcomm.arrays import DeviceAdapter, device_adapter_for
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.group import Group
 from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.gpu.kernels.kernel import Argument
 from ringcomm.gpu.kernels.update import Rule, adam_numbers, sgd_numbers

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.engine.api.group import Group
-from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import RingcommError
 from ringcomm.torch.optim.buckets import Bucket
 from ringcomm.torch.optim.reducer import GradientReducer

@@ -9,9 +9,9 @@ import torch
 
 from ringcomm.arrays.torch import TORCH
 from ringcomm.collectives.schedule import chunks
-from ringcomm.engine.api.group import Group
-from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.operations import into
 from ringcomm.gpu.executor import plans as gpu_plans
 from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like

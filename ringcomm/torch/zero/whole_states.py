@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import into
 from ringcomm.errors import RingcommError
 from ringcomm.torch.zero.parameter_state import ParameterState

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.errors import NotInitializedError
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.torch.distributed.group.callbacks import Path, is_in_callback, path_here

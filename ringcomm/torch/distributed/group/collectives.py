@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ringcomm.collectives.op import Op
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import into, plans
 from ringcomm.torch.distributed.group.flatten import (
     alike,

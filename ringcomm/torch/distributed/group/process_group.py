@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ringcomm.engine.api.group import Group
-from ringcomm.engine.api.handle import Handle
 from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
 from ringcomm.torch.distributed.group.base import BaseGroup

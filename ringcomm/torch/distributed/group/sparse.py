@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM
-from ringcomm.engine.api.group import Group
 from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.torch.distributed.group.collectives import grouped, then
 from ringcomm.torch.distributed.group.options import CallOptions

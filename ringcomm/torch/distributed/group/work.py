@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.engine.api.handle import Handle
+from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.distributed.compat import LOSES_WORKS, c10d, untraced
 from ringcomm.torch.distributed.group.callbacks import Path, follow
 from ringcomm.torch.distributed.group.pool import pool

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
-    from ringcomm.engine.progress.loop import Over, Task
+    from ringcomm.engine.progress.task import CompletedTask, Task
 
 _log = logging.getLogger("ringcomm")
 R = TypeVar("R")
@@ -23,7 +23,7 @@ class Handle(Generic[R]):
     was passed in must not be changed, and in-place arguments not be read.
     """
 
-    def __init__(self, engine: Engine, task: Task | Over) -> None:
+    def __init__(self, engine: Engine, task: Task | CompletedTask) -> None:
         self._engine = engine
         self._task = task
 
@@ -71,7 +71,7 @@ class Handle(Generic[R]):
         return self._task.number
 
     def __del__(self) -> None:
-        task: Task | Over | None = self.__dict__.get("_task")
+        task: Task | CompletedTask | None = self.__dict__.get("_task")
         if task is None or task.is_asked:
             return
         task.is_dropped = True

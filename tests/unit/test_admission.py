@@ -9,8 +9,8 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.operations import plans
-from ringcomm.engine.progress.line import UNDER_WAY_MAX, Lines
-from ringcomm.engine.progress.loop import Task
+from ringcomm.engine.progress.admission import UNDER_WAY_MAX, Admission
+from ringcomm.engine.progress.task import Task
 from ringcomm.errors import PeerFailedError
 
 N_RANKS = 3
@@ -95,7 +95,7 @@ def test_an_operation_with_a_deadline_of_its_own_is_not_kept_behind_others(wire)
 def test_an_earlier_one_of_another_thread_is_under_way_at_once():
     """Other ranks may wait for it, and all that are under way here for what comes after it."""
     tasks = {n: Task(f"{n}", Ticket(None, 7, n), (0, 1)) for n in range(1, 2 * UNDER_WAY_MAX)}
-    lines = Lines()
+    lines = Admission()
     later = [n for n in tasks if n > 2]
     begun = [n for n in later if lines.may_begin(tasks[n])]
     assert begun == later[:UNDER_WAY_MAX]
