@@ -129,7 +129,7 @@ def few_of(cases):
 
 def listen(is_enough):
     """Let this rank take note of what the others tell it until is_enough()."""
-    engine()._progress.run_until(is_enough)
+    engine().progress.run_until(is_enough)
 
 
 @dataclass

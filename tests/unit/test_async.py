@@ -565,7 +565,7 @@ def test_an_interrupt_while_the_background_drives_breaks_the_engine_all_the_same
             waiting.set()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(engine()._progress, "_take_turn", interrupt)  # of rank 0 alone
+        monkeypatch.setattr(engine().progress._turn, "take", interrupt)  # of rank 0 alone
         with pytest.raises(KeyboardInterrupt):
             handle.wait()
         monkeypatch.undo()

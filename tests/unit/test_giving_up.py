@@ -42,7 +42,7 @@ def interrupt_rank_0(monkeypatch):
 
     def nap(self, nap_s, *, is_background):
         park(self, nap_s, is_background=is_background)
-        if self._watch.transport.rank == 0 and not is_background and is_due.is_set():
+        if self._transport.rank == 0 and not is_background and is_due.is_set():
             is_due.clear()
             raise KeyboardInterrupt
 

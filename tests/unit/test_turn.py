@@ -151,7 +151,7 @@ def test_a_service_that_waits_for_its_own_turn_is_refused():
     def body(rank):
         nonlocal engine_of_rank
         engine_of_rank = engine()
-        engine()._progress.attach(Impatient())
+        engine().progress.attach(Impatient())
         with pytest.raises(rc.RingcommError, match="waited for by thread"):
             engine().run_until(lambda: False, timeout_s=SOON_S)
         return "told"
@@ -179,7 +179,7 @@ def test_naps_are_as_long_as_looks_are_costly_whatever_work_and_others_take(monk
 
     def body(rank):
         service = Sluggish()
-        engine()._progress.attach(service)
+        engine().progress.attach(service)
         engine().run_until(lambda: service.n_polls == 4)
         return naps
 

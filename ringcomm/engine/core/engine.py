@@ -119,7 +119,7 @@ class Engine:
         self.timeline = Timeline(settings.timeline, self.job_rank) if settings.timeline else None
         self._transport = transport
         self.world = Group._of_all(self)
-        self._progress = Progress(self.watch, settings, self._on_over, self._on_lost)
+        self.progress = Progress(self.watch, settings, self._on_over, self._on_lost)
         self._page = page
         self._pid, self._n_forks = os.getpid(), n_forks()
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class Engine:
         self.dropped = DroppedErrors()
         self._is_closed = False
         self.broke_while_leaving: RingcommError | None = None
-        self.attached = Attached(self, self._pending, self._lock, self._progress)
+        self.attached = Attached(self, self._pending, self._lock, self.progress)
         self._has_warned_of_names = False
 
     @property
@@ -218,7 +218,7 @@ class Engine:
 
     def _lose(self, label: str, error: BaseException) -> None:
         if self._break(label, error):
-            self._progress.lose(self._copy_of_broken)
+            self.progress.lose(self._copy_of_broken)
 
     def adopt(
         self,
@@ -252,7 +252,7 @@ class Engine:
             ValueError: an operation of that name is pending, or this rank is not in the group.
             NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
         """
-        self._progress.work_in_background()
+        self.progress.work_in_background()
         task = None
         try:
             task = self._enqueue(
@@ -299,7 +299,7 @@ class Engine:
             timeout_s: its deadline; None: RINGCOMM_TIMEOUT_S.
         """
         if not is_awaited:
-            self._progress.work_in_background()
+            self.progress.work_in_background()
         self._require_own_process()
         is_begun = False
         try:
@@ -315,7 +315,7 @@ class Engine:
                 is_begun = True
                 task.start(talk(task, self._n_serial))
                 self._pending.add(Work(task, None, ticket, 0), self.timeline)
-                self._progress.submit(task, is_awaited=is_awaited)
+                self.progress.submit(task, is_awaited=is_awaited)
         except BaseException as error:
             if is_begun:
                 self._lose(label, error)
@@ -457,7 +457,7 @@ class Engine:
     def nudge(self) -> None:
         """Let services be polled, at once if nobody drives; any thread."""
         self.require_usable()
-        self._progress.nudge()
+        self.progress.nudge()
 
     def run_until(
         self,
@@ -474,18 +474,18 @@ class Engine:
             RingcommError: the engine cannot be used any more.
         """
         self.require_usable()
-        self._progress.run_until(is_enough, is_done=is_done, timeout_s=timeout_s)
+        self.progress.run_until(is_enough, is_done=is_done, timeout_s=timeout_s)
         if self._broken is not None:
             raise self._copy_of_broken()
 
     @property
     def is_own_turn(self) -> bool:
         """See Progress.is_own_turn."""
-        return self._progress.is_own_turn
+        return self.progress.is_own_turn
 
     def work_in_background(self) -> None:
         """Let this rank answer others, and operations advance, while it computes."""
-        self._progress.work_in_background()
+        self.progress.work_in_background()
 
     def leave(self, how: str, *, keeps_wire: bool = False) -> bool:
         """Complete what was started and say that this rank takes part in nothing more.
@@ -511,14 +511,14 @@ class Engine:
         was_broken = self._broken is not None
         while tasks := self._pending.tasks():  # some leave others behind; see Attached.follow_up()
             for task in tasks:
-                self._progress.wait(task)
+                self.progress.wait(task)
         self.broke_while_leaving = unsaid if was_broken else self._broken or unsaid
-        self._progress.stop(self._copy_of_broken)
+        self.progress.stop(self._copy_of_broken)
         self._set_state(State.LEAVING)
         self.record(None)
         self.watch.announce_left(how)
         if self._broken is None:
-            self._progress.run_until(Farewell(self.watch, self.settings).is_over)
+            self.progress.run_until(Farewell(self.watch, self.settings).is_over)
         is_clean = self._broken is None and not self.watch.peers.dead
         if not (keeps_wire and self.has_waited_in_vain):
             self.close(is_clean=is_clean)
@@ -539,7 +539,7 @@ class Engine:
             PeerFailedError: one died or failed meanwhile.
         """
         limit_s, peers = self.settings.timeout_or_inf, self.watch.peers
-        self._progress.run_until(Farewell(self.watch, self.settings, limit_s).is_over)
+        self.progress.run_until(Farewell(self.watch, self.settings, limit_s).is_over)
         for rank, reason in peers.dead.items():
             raise PeerFailedError(
                 f"init: {self.watch.transport.label(rank)} {reason}, so the ranks cannot begin "
@@ -567,13 +567,13 @@ class Engine:
         self.watch.whereabouts = self.watch.host = self.watch.groups = (
             None  # no cycle may keep the page's descriptor
         )
-        self._progress.close()
+        self.progress.close()
 
     def stop(self) -> None:
         """End the thread in the background and what is under way: this rank has failed."""
         if self._broken is None:
             self._broken = RingcommError("this rank has failed, so its operations were broken off")
-        self._progress.stop(self._copy_of_broken)
+        self.progress.stop(self._copy_of_broken)
 
     def has_entered(self, key: int, base: int, number: int) -> bool:
         """Return True if this rank is, or was, in that operation; see Whereabouts."""
@@ -636,7 +636,7 @@ class Engine:
             if is_one_step:
                 return self._take_step(ready, entry)
             begins_here = group.team is not None or group.size == 1
-            self._progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
+            self.progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
         except BaseException as error:
             if has_place:  # an interrupt, or no memory: others wait for what was begun here
                 self._lose(ready.call.label(ledger.next_place - 1), error)
@@ -684,7 +684,7 @@ class Engine:
 
         with self._lock:
             task = self._make_task(Plan(plan.call, plan.nbytes, run), entry)
-        self._progress.begin(task, is_awaited=entry.is_awaited, at_once=True)
+        self.progress.begin(task, is_awaited=entry.is_awaited, at_once=True)
         return task
 
     def _make_task(self, plan: Plan[Any], entry: _Entry, problem: Exception | None = None) -> Task:
@@ -710,19 +710,19 @@ class Engine:
             work.task.stop()
             work.task.error, work.task.is_over = error, True
             if self._break(work.task.label, error):
-                self._progress.lose(self._copy_of_broken)
+                self.progress.lose(self._copy_of_broken)
             raise
 
     def _wait(self, task: Task, limit_s: float) -> None:
         """Return once the task is over; ask who is missing before giving up on it for now."""
         try:
-            if self._progress.wait(task, limit_s):
+            if self.progress.wait(task, limit_s):
                 return
             missing: list[int] = []
             text = f"{task.label}: is not over"
             if limit_s > 0:
                 ask_around(task, self.watch)
-                if self._progress.wait(task, min(ANSWER_S, limit_s)):
+                if self.progress.wait(task, min(ANSWER_S, limit_s)):
                     return
                 text = describe_wait(task, self.watch, limit_s)
                 missing = self.watch.peers.missing(task.key, task.members)
@@ -786,7 +786,7 @@ class Engine:
             task.is_over = True
             task.call_back()
         if error is not None and is_fatal and self._break(task.label, error):
-            self._progress.fail_all(self._copy_of_broken)
+            self.progress.fail_all(self._copy_of_broken)
         elif task.is_dropped and error is not None:
             self.dropped.warn(error)
 
@@ -797,7 +797,7 @@ class Engine:
     def _on_lost(self, error: BaseException) -> None:
         """An interrupt, or the wire broke while no task is to blame: end them all."""
         if self._break(self.is_in() or "ringcomm", error):
-            self._progress.lose(self._copy_of_broken)
+            self.progress.lose(self._copy_of_broken)
 
     def _break(self, label: str, error: BaseException) -> bool:
         """Let the engine be unusable and tell the others; False if it was so before."""

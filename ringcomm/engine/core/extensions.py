@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending import Pending, Work
-from ringcomm.engine.progress.loop import Progress, Service
+from ringcomm.engine.progress.loop import Progress
 from ringcomm.engine.progress.task import Task, TaskCoroutine
+from ringcomm.engine.progress.under_way import Service
 from ringcomm.errors import RingcommError
 
 if TYPE_CHECKING:
