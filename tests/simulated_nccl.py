@@ -76,15 +76,6 @@ class FakeCommunicator:
         whole = count * self._size
         self._call("reduce_scatter", (count, dtype, op), source, whole, dtype, work, stream)
 
-    def all_gather(self, source, target, count, dtype, stream):
-        nbytes = count * _TYPES[dtype].itemsize
-
-        def work(calls):
-            pieces = [self._read(call["source"][0], 0, nbytes) for call in calls]
-            return [(target, np.concatenate(pieces))]
-
-        self._call("all_gather", (count, dtype), source, count, dtype, work, stream)
-
     def broadcast(self, source, target, count, dtype, root, stream):
         nbytes = count * _TYPES[dtype].itemsize
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SET_UP = "set-up"
 TAIL = 25  # lines of the log of a stage that failed
 PROBE = """
-from ringcomm.gpu.stack.presence import require
-from ringcomm.gpu.stack.probing import probe
+from ringcomm.nvidia.presence import require
+from ringcomm.nvidia.probing import probe
 require(probe())
 """
 

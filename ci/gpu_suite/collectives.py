@@ -22,7 +22,7 @@ from programs import make_program, run_program
 import ringcomm as rc
 from ringcomm import _core
 from ringcomm.arrays import DTYPES
-from ringcomm.gpu.stack.presence import version_text
+from ringcomm.nvidia.presence import version_text
 
 TYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.int64)
 FLOAT_OPS = (rc.SUM, rc.AVERAGE, rc.MIN, rc.MAX, rc.PRODUCT)

@@ -13,8 +13,8 @@ import cupy
 import torch
 from gpu_suite.gpu import GIB, copy_ceiling, detail, figure
 
-from ringcomm.gpu.stack.presence import Stack, cuda_text, version_text
-from ringcomm.gpu.stack.probing import probe
+from ringcomm.nvidia.presence import Stack, cuda_text, version_text
+from ringcomm.nvidia.probing import probe
 
 QUERY = "name,driver_version,memory.total,compute_mode,mig.mode.current,clocks.sm,clocks.mem"
 

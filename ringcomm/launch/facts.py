@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ringcomm.gpu.stack.presence import Stack
 from ringcomm.launch.kind import Kind
+from ringcomm.nvidia.presence import Stack
 
 # With both set to 1, Open MPI's mpirun runs as root.
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")

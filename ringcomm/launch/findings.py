@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from ringcomm.gpu.stack.presence import Driver, Stack, cuda_text, problems, version_text
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts
 from ringcomm.launch.kind import FAMILIES, Family, Kind, fit
+from ringcomm.nvidia.presence import Driver, Stack, cuda_text, problems, version_text
 
 Status = Literal["ok", "note", "problem"]
 

@@ -22,11 +22,11 @@ from urllib.parse import unquote, urlsplit
 
 from ringcomm import config
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.stack.presence import Stack
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
 from ringcomm.launch.cores import cgroup_limit, own_cpus
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library
 from ringcomm.launch.kind import FAMILIES, kind_of_launcher, kind_of_library
+from ringcomm.nvidia.presence import Stack
 
 _PACKAGES: Final = ("numpy", "mpi4py", "torch", *FAMILIES)
 _ANSWER_S = 30.0
@@ -103,7 +103,7 @@ def _library(environ: Mapping[str, str]) -> Library:
 
 
 _ASK_GPU = f"""
-from ringcomm.gpu.stack.probing import probe
+from ringcomm.nvidia.probing import probe
 print({_MARK!r} + probe().pack(), flush=True)
 """
 

@@ -8,9 +8,9 @@ from harness import run_script
 
 import ringcomm
 
-LEFT_OUT = ("ps", "torch/distributed", "torch/ps", "torch/zero")
+LEFT_OUT = ("gpu", "ps", "torch/distributed", "torch/ps", "torch/zero")
 SCRIPT = """
-import sys, torch, ringcomm.torch as hvd
+import sys, ringcomm, torch, ringcomm.torch as hvd
 hvd.init()
 model = torch.nn.Linear(5, 3)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -21,7 +21,14 @@ model(torch.ones(2, 5) * (hvd.rank() + 1)).sum().backward()
 assert model.weight.grad[0, 0] == 3.0, model.weight.grad
 optimizer.step()
 hvd.Checkpoint("saved").save(1, model=model, optimizer=optimizer)
-assert not [name for name in sys.modules if name.startswith(("ringcomm.ps", "ringcomm.torch.zero"))]
+left_out = ("ringcomm.gpu", "ringcomm.ps", "ringcomm.torch.zero")
+assert not [name for name in sys.modules if name.startswith(left_out)]
+assert not hvd.cuda_built() and not hvd.nccl_built()
+try:
+    ringcomm.zeros(3, "float32", device="cuda")
+except ringcomm.ConfigError as error:
+    refused = str(error)
+assert "need ringcomm.gpu" in refused
 print("trained", sys.modules["ringcomm"].__file__)
 """
 

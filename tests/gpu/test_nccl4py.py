@@ -21,9 +21,9 @@ import ringcomm as rc
 from ringcomm.config import settings
 from ringcomm.engine.api.world import engine
 from ringcomm.gpu.executor.gpus import Drivers, Gpus, cuda_drivers
-from ringcomm.gpu.stack import presence
 from ringcomm.gpu.transports import nccl_nccl4py
 from ringcomm.gpu.transports.nccl_nccl4py import Nccl4pyProvider
+from ringcomm.nvidia import presence
 
 
 class NCCLError(Exception):
@@ -65,7 +65,6 @@ class Bindings:
     all_reduce = functools.partialmethod(_call, "all_reduce", 5)
     reduce = functools.partialmethod(_call, "reduce", 6)
     reduce_scatter = functools.partialmethod(_call, "reduce_scatter", 5)
-    all_gather = functools.partialmethod(_call, "all_gather", 4)
     broadcast = functools.partialmethod(_call, "broadcast", 5)
     send = functools.partialmethod(_call, "send", 4)
     recv = functools.partialmethod(_call, "receive", 4)

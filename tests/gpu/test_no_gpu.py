@@ -15,8 +15,8 @@ from ringcomm import arrays
 from ringcomm.engine.api.world import engine
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.executor.gpus import Gpus
-from ringcomm.gpu.stack import probing
-from ringcomm.gpu.stack.presence import Cupy, Driver, Nccl, Stack
+from ringcomm.nvidia import probing
+from ringcomm.nvidia.presence import Cupy, Driver, Nccl, Stack
 
 NO_CUPY = Stack()
 CUPY_ALONE = Stack(cupy=Cupy(version="14.2.0", cuda=13020, nvrtc="13.0", has_headers=True))

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ringcomm._core import open_pidfd
-from ringcomm.gpu.stack.presence import Cupy, Driver, Gpu, Nccl, Stack
 from ringcomm.launch import check, child, cli, gather
 from ringcomm.launch.child import Outcome, outside_of_a_job, run_child
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts, Launcher, Library
@@ -21,6 +20,7 @@ from ringcomm.launch.findings import SUBJECTS, has_problem, judge
 from ringcomm.launch.gather import floors
 from ringcomm.launch.kind import Kind, fit, kind_of_launcher, kind_of_library
 from ringcomm.launch.trial import judge_trial, plan_trial, run_trial
+from ringcomm.nvidia.presence import Cupy, Driver, Gpu, Nccl, Stack
 
 OPENMPI = Kind("Open MPI", "5.0.11", "openmpi")
 OPENMPI_4 = Kind("Open MPI", "4.1.4", "openmpi")

@@ -30,6 +30,7 @@ from ringcomm.collectives.op import SUM, Op
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import note_current_gpu
 from ringcomm.engine.operations import plans
 
 A = TypeVar("A", bound=Any)
@@ -300,7 +301,9 @@ def join() -> int:
 
     A broadcast or scatter from a rank that has joined is a MismatchError on the others.
     """
-    return engine().join()
+    current = engine()
+    note_current_gpu(current)  # what it stands in for may be on a GPU
+    return current.join()
 
 
 def grouped_allreduce(

@@ -16,9 +16,8 @@ from ringcomm.config import COLLECTIVES
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group, group_of
+from ringcomm.engine.executors.device import TransportChoice, device_executor, is_on_gpu
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.executor.gpus import Gpus, is_on_gpu
-from ringcomm.gpu.transports.choice import GpuChoice
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,7 +30,7 @@ class GpuExplanation:
         problem: why this rank can use no GPU, and what to do; empty if it can.
     """
 
-    choice: GpuChoice | None
+    choice: TransportChoice | None
     wanted: str
     problem: str = ""
 
@@ -125,21 +124,21 @@ def explain(
     if collective != "allgather":
         op.require(kind)
     if for_gpu:
-        team = None if group.rank is None else Gpus.of(current).team_or_none(group)
-        choice = None if team is None else team.choice
-        problem = "" if choice else _gpu_problem(current)
-        return GpuExplanation(choice, current.settings.gpu_transport, problem)
+        return _explain_gpu(current, group)
     shares_memory = current.shares_memory(group)
     case = Case(collective, nbytes, kind, current.nodes_of(group), deterministic, shares_memory)
     return Explanation(case, op, current.selection.choice(case))
 
 
-def _gpu_problem(current: Engine) -> str:
+def _explain_gpu(current: Engine, group: Group) -> GpuExplanation:
+    choice, problem = None, ""
     try:
-        Gpus.of(current).require()
+        choice = device_executor().choice(current, group)
+        if choice is None:
+            device_executor().require(current)
     except ConfigError as error:
-        return str(error)
-    return ""
+        problem = str(error)
+    return GpuExplanation(choice, current.settings.gpu_transport, problem)
 
 
 def bytes_text(nbytes: int) -> str:

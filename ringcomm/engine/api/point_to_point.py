@@ -24,13 +24,13 @@ from ringcomm.arrays import (
 from ringcomm.arrays.base import overlap
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.call import shape_text
+from ringcomm.engine.core.execution import Deferred
 from ringcomm.engine.core.group import Group, group_of
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import base_of
+from ringcomm.engine.executors.device import Staging, device_executor
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import MismatchError
-from ringcomm.gpu.executor import staged
-from ringcomm.gpu.executor.gpus import Issue, Launched
 from ringcomm.transport.base import ANY_SOURCE, N_STREAMS, P2P
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.header import Kind
@@ -184,7 +184,7 @@ class _Side:
         context: of the group's messages.
         mailbox: 64 bits for the group and the tag.
         adapter: of the array that is sent or received.
-        issue: its moment, if it is on a GPU: then it goes through host memory.
+        staging: what moves it through host memory, if it is on a GPU.
         by_count: arrays fit if they have as many elements.
     """
 
@@ -193,7 +193,7 @@ class _Side:
     context: int
     mailbox: int
     adapter: AnyAdapter
-    issue: Issue | None
+    staging: Staging | None
     by_count: bool
 
     @classmethod
@@ -204,9 +204,9 @@ class _Side:
         ledger = group.ledger_for(current)
         mailbox = base_of(_MAILBOXES, f"{ledger.group_id}:{_int_of('tag', tag)}")
         on_gpu = device_adapter_for(x)
-        issue = None if on_gpu is None else Issue.of(group, on_gpu, x)
+        staging = None if on_gpu is None else device_executor().stage(group, on_gpu, x)
         adapter = on_gpu or adapter_for(x)
-        return cls(current.watch, group, ledger.context, mailbox, adapter, issue, by_count)
+        return cls(current.watch, group, ledger.context, mailbox, adapter, staging, by_count)
 
     def outline(self, x: Array) -> str:
         """Return "float32 (2, 3)"."""
@@ -217,7 +217,7 @@ class _Side:
 
     def empty(self, like: Array) -> Array:
         """Return a contiguous array of this shape."""
-        of = self.adapter if self.issue is None else self.issue
+        of = self.staging or self.adapter
         return of.empty(like, self.adapter.shape(like))
 
     @property
@@ -305,10 +305,10 @@ async def _send(side: _Side, t: Channel, x: Array, outline: str, *, dest: int, s
     assert answer.header is not None
     if not answer.header.flag:
         raise MismatchError(answer.text)
-    if side.issue is None:
+    if side.staging is None:
         await t.wait(t.isend(adapter_for(x).flat(x).bytes, dest))
         return
-    mirror, lease = await staged.fetch(side.issue, x)
+    mirror, lease = await side.staging.fetch(x)
     await t.wait(t.isend(mirror.flat.bytes, dest))
     del lease
 
@@ -324,7 +324,7 @@ def _require_room(side: _Side, out: Array) -> None:
         ) from error
 
 
-async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Launched[int]:
+async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Deferred:
     t = side.channel(task, 0)
     senders = t.members if source == ANY_SOURCE else (t.members[source],)
     t.awaited = tuple(rank for rank in senders if rank != t.members[t.rank])
@@ -355,13 +355,12 @@ async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Launc
     async def fill(flat: Flat) -> None:
         await data.wait(data.irecv(flat.bytes, sender))
 
-    if side.issue is None:
+    if side.staging is None:
         await fill(adapter_for(work).flat(work))
         return finish()
-    launched: Launched[int] = await staged.bring(
-        side.group, t, side.issue, out=work, fill=lambda mirror: fill(mirror.flat), finish=finish
+    return await side.staging.bring(
+        t, out=work, fill=lambda mirror: fill(mirror.flat), finish=finish
     )
-    return launched
 
 
 def _pair(group: Group, peer: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from ringcomm.arrays.numpy import NUMPY
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group, group_of
-from ringcomm.gpu.executor.gpus import Gpus, is_on_gpu
+from ringcomm.engine.executors.device import device_executor, is_on_gpu
 
 
 class NodeMemory(NamedTuple):
@@ -78,7 +78,7 @@ def empty(
     lengths = lengths_of("empty", shape)
     nbytes = math.prod(lengths) * kind.itemsize
     if for_gpu:
-        Gpus.of(current).require()
+        device_executor().require(current)
         on_device = device_adapter_of_kind(first_device_kind())
         index = on_device.current_device()
         return on_gpu(current, DTYPES[kind.name], lengths, on_device, index)
@@ -102,16 +102,8 @@ def zeros(
 def on_gpu(
     current: Engine, dtype: DType, shape: tuple[int, ...], adapter: DeviceAdapter, index: int
 ) -> Array:
-    """Return a registered array on a GPU; see empty().
-
-    Args:
-        current: the engine.
-        dtype: of the elements.
-        shape: of the array.
-        adapter: of the library that makes the array.
-        index: of the GPU.
-    """
-    memory = Gpus.of(current).memory(index).regions.take(math.prod(shape) * dtype.itemsize)
+    """Return a registered array on GPU `index`, of the adapter's library; see empty()."""
+    memory = device_executor().allocate(current, index, math.prod(shape) * dtype.itemsize)
     span = Span(memory.address, math.prod(shape), dtype, memory.owner)
     return adapter.wrap(span, shape, index)
 

@@ -40,7 +40,6 @@ from ringcomm.errors import (
     PeerFailedError,
     RingcommError,
 )
-from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.status.page import State
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
@@ -387,7 +386,6 @@ class Engine:
         Returns:
             The last rank that joined, the same on all.
         """
-        Gpus.note_current(self)  # what it stands in for may be on a GPU
         self.work_in_background()
         last: int = self.complete(self._joining.begin)
         return last

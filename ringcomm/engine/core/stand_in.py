@@ -16,8 +16,8 @@ from ringcomm.collectives.scaling import Scaling
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import device_executor
 from ringcomm.engine.operations import adasum, plans
-from ringcomm.gpu.executor.staged import copied
 
 _Shape = tuple[int | None, ...]
 
@@ -190,7 +190,7 @@ def _highest(dtype: DType) -> int:
 
 def _placed(group: Group, call: Call, x: Any) -> Any:
     """Return x where the others have theirs."""
-    return x if call.place is None else copied(group, x)
+    return x if call.place is None else device_executor().copied(group, x)
 
 
 def _no_rows(dtype: str | None, shape: _Shape | None) -> Any:

@@ -21,6 +21,7 @@ from ringcomm.collectives.schedule import consecutive
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import device_executor
 from ringcomm.transport.channel import Channel
 
 A = TypeVar("A", bound=Any)
@@ -52,9 +53,7 @@ def plan(
     scaling = scaling or Scaling()
     xs = arrived(xs)
     if xs and device_adapter_for(xs[0]) is not None:
-        from ringcomm.gpu.executor import plans as gpu_plans  # which stands on this module
-
-        return gpu_plans.adasum(group, name, xs, in_place=in_place, scaling=scaling)
+        return device_executor().plan("adasum", group, name, xs, in_place=in_place, scaling=scaling)
     call = call_of(name, xs, in_place=in_place, scaling=scaling)
     adapters = [adapter_for(x) for x in xs]
     if in_place:

@@ -41,8 +41,7 @@ from ringcomm.engine.core.agreement import broadcast_bytes, gather_bytes, gather
 from ringcomm.engine.core.call import Call, call_of_reduction
 from ringcomm.engine.core.execution import AllDeferred, Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.gpu.executor import staged
-from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.engine.executors.device import device_executor, note_current_gpu
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import MEET, NodeCopy, NodeReduction, To
 
@@ -54,7 +53,7 @@ _AS_IT_IS = Scaling()
 
 
 def wherever(plan: P) -> P:
-    """Let a function plan for arrays in host memory, and its namesake in gpu_plans for others.
+    """Let a function plan for arrays in host memory, and the GPU's executor for others.
 
     Either gets arrays that can be read: what is still under way is waited for here.
     """
@@ -67,10 +66,7 @@ def wherever(plan: P) -> P:
         first = (x[0] if x else None) if isinstance(x, list | tuple) else x
         if device_adapter_for(first) is None:
             return plan(group, name, x, *args, **options)
-        from ringcomm.gpu.executor import plans as gpu_plans  # which stands on this module
-
-        made: Plan[Any] = getattr(gpu_plans, plan.__name__)(group, name, x, *args, **options)
-        return made
+        return device_executor().plan(plan.__name__, group, name, x, *args, **options)
 
     return cast(P, choose)
 
@@ -271,7 +267,7 @@ def scatter(
 ) -> Plan[A]:
     """Plan the distribution of root's rows.
 
-    kind: on root: what all get, if that is another kind of array than x; see staged.py.
+    kind: on root: what all get, if that is another kind of array than x; see Staging.
     """
     root = root_of(root, group)
     is_root = group.rank == root
@@ -285,7 +281,7 @@ def scatter(
         whole = adapter.flat(_contiguous(x, adapter))
         outline = json.dumps([kind or adapter.kind, dtype.name, shape]).encode()
     else:
-        Gpus.note_current(group.engine)  # what comes may be for a GPU
+        note_current_gpu(group.engine)  # what comes may be for a GPU
 
     async def run(t: Channel) -> Any:
         what, dtype_name, shape = json.loads(await broadcast_bytes(outline, root, t))
@@ -300,8 +296,8 @@ def scatter(
             await perform(module(t, linear).scatter_, t, whole, flat, parts, root)
 
         if is_device_kind(what):
-            out, issue = staged.make(group, what, *due)
-            return await staged.bring(group, t, issue, out=out, fill=fill, finish=lambda: out)
+            out, staging = device_executor().make(group, what, *due)
+            return await staging.bring(t, out=out, fill=fill, finish=lambda: out)
         out = adapter_of_kind(what).make(*due)
         await fill(out)
         return out

@@ -16,23 +16,12 @@ if TYPE_CHECKING:
     from ringcomm.gpu.device.regions import Regions
 
 
-class Memory(Protocol):
-    """Memory of a GPU that is its own allocation, so that it can be exported to other processes.
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a GPU that is its own allocation, so that it can be exported to other processes."""
 
-    Attributes:
-        address: of its first byte.
-        nbytes: its size.
-    """
-
-    @property
-    def address(self) -> int:
-        """See Attributes."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """See Attributes."""
-        ...
+    address: int
+    nbytes: int
 
 
 class Device(Protocol):
@@ -57,91 +46,67 @@ class Device(Protocol):
     reaches: tuple[str, ...]
     can_export: bool
     has_stream_values: bool
-
-    @property
-    def regions(self) -> Regions:
-        """See Attributes."""
-        ...
+    regions: Regions
 
     def active(self) -> AbstractContextManager[object]:
         """Return a context in which this is the calling thread's GPU."""
-        ...
 
     def new_stream(self) -> int:
         """Return a stream of high priority that waits for no other."""
-        ...
 
     def new_event(self) -> int:
         """Return an event, which counts as reached until it is recorded."""
-        ...
 
     def free_event(self, event: int) -> None:
         """Let the event be used no more; what was put on streams is carried out all the same."""
-        ...
 
     def record(self, event: int, stream: int) -> None:
         """Let `event` be reached once all is done that the stream has been given so far."""
-        ...
 
     def await_event(self, stream: int, event: int) -> None:
         """Let what follows on the stream wait until the event, as last recorded, is reached."""
-        ...
 
     def is_reached(self, event: int) -> bool:
         """Return True once the event is reached. Raises RingcommError: the GPU has failed."""
-        ...
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Copy between two addresses, of a GPU or of registered host memory."""
-        ...
 
     def reduce(self, stream: int, what: KernelReduction) -> None:
         """Combine values of several ranks; see KernelReduction."""
-        ...
 
     def update(self, stream: int, what: KernelUpdate) -> None:
         """Take a step of an optimizer; see KernelUpdate."""
-        ...
 
     def pack(self, stream: int, what: KernelPack) -> bool:
         """Copy many arrays into a buffer, or out of it; False: nothing was done, copy each."""
-        ...
 
     def allocate(self, nbytes: int) -> Memory:
         """Return memory. Raises MemoryError."""
-        ...
 
     def export(self, memory: Memory) -> bytes:
         """Return what other processes of this host need to map `memory`."""
-        ...
 
     def map(self, exported: bytes) -> int:
         """Return where memory of another process stands in this one."""
-        ...
 
     def unmap(self, address: int) -> None:
         """Give it back."""
-        ...
 
     def register(self, memory: Bytes) -> int:
         """Let the GPU reach host memory; return its address there. A second time is the same."""
-        ...
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         """Write 32 bits to registered host memory, after all that the stream did before."""
-        ...
 
     def await_value(self, stream: int, address: int, value: int) -> None:
         """Let the stream wait until int32(*address - value) >= 0, in registered host memory."""
-        ...
 
     def synchronize(self) -> None:
         """Return once everything is done that any stream has been given."""
-        ...
 
     def unregister(self, memory: Bytes) -> None:
         """Let the GPU reach it no more; no stream uses it."""
-        ...
 
 
 @dataclass(frozen=True)

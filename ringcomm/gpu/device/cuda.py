@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -20,8 +19,8 @@ from ringcomm.gpu.device.regions import Regions
 from ringcomm.gpu.kernels.compiling import Kernels
 from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.kernels.update import UpdateKernel
-from ringcomm.gpu.stack.presence import require
-from ringcomm.gpu.stack.probing import probe
+from ringcomm.nvidia.presence import require
+from ringcomm.nvidia.probing import probe
 
 # As the headers of CUDA number them.
 _NON_BLOCKING, _HIGHEST_PRIORITY = 1, -100  # the latter is clamped to what there is
@@ -31,14 +30,6 @@ _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
 _ROOM_FOR_TABLES = 1 << 20  # bytes: of layouts of 350 million elements
-
-
-@dataclass(frozen=True)
-class CudaMemory:
-    """An allocation of its own."""
-
-    address: int
-    nbytes: int
 
 
 class CudaDevice:
@@ -162,7 +153,7 @@ class CudaDevice:
                 f"({error}). Pools of torch and cupy may hold more than they use: "
                 "torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks()"
             ) from error
-        return CudaMemory(address, nbytes)
+        return Memory(address, nbytes)
 
     def export(self, memory: Memory) -> bytes:
         """See Device."""

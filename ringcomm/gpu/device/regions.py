@@ -130,11 +130,7 @@ class _Held:
 
 
 class Neighbour:
-    """Memory of another rank, mapped on first use.
-
-    Args:
-        device: this process's.
-    """
+    """Memory of another rank, mapped by this process's device on first use."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

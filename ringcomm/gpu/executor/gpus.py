@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ringcomm.arrays import current_gpu
 from ringcomm.arrays.base import Array, DeviceAdapter, Flat, Span
 from ringcomm.engine.core.execution import Deferred
 from ringcomm.engine.core.forks import n_forks
-from ringcomm.errors import ConfigError, RingcommError
+from ringcomm.errors import ConfigError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.host_pool import HostPool
 
@@ -45,24 +44,6 @@ class Drivers:
     require: Callable[[], None] = lambda: None
 
 
-def is_on_gpu(device: str) -> bool:
-    """Return True for "cuda", False for "cpu".
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if device in ("cpu", "cuda"):
-        return device == "cuda"
-    hint = ""
-    if str(device).startswith("cuda:"):
-        index = str(device).removeprefix("cuda:")
-        hint = (
-            f", the current GPU. Call torch.cuda.set_device({index}) or cupy.cuda.Device({index})"
-            ".use() before"
-        )
-    raise ValueError(f'device is {device!r}; it must be "cpu" or "cuda"{hint}')
-
-
 def cuda_drivers(nccl: str = "cupy") -> Drivers:
     """Return those of CUDA; imports nothing yet.
 
@@ -83,8 +64,8 @@ def cuda_drivers(nccl: str = "cupy") -> Drivers:
 
 
 def _require_cuda() -> None:
-    from ringcomm.gpu.stack.presence import require
-    from ringcomm.gpu.stack.probing import probe
+    from ringcomm.nvidia.presence import require
+    from ringcomm.nvidia.probing import probe
 
     require(probe())
 
@@ -194,6 +175,9 @@ class Gpus:
     Args:
         engine: whose they are.
         drivers: how to come to them.
+
+    Attributes:
+        current: the GPU of the thread that last called join(), or the like; see any_memory.
     """
 
     def __init__(self, engine: Engine, drivers: Drivers) -> None:
@@ -202,7 +186,7 @@ class Gpus:
         self._lock = threading.Lock()
         self._memories: dict[int, GpuMemory] = {}
         self._teams: dict[int, GpuTeam] = {}
-        self._current = 0
+        self.current = 0
         self._provider: Provider | None = None
         self._no_provider: ConfigError | None = None
 
@@ -274,14 +258,7 @@ class Gpus:
         """A GPU for what comes without one: the first that was used, else the caller's, else 0."""
         if self._memories:
             return next(iter(self._memories.values()))
-        return self.memory(self._current)
-
-    @classmethod
-    def note_current(cls, engine: Engine) -> None:
-        """Take note of the GPU of the calling thread, which is a user's; see any_memory."""
-        index = current_gpu()
-        if index is not None:
-            cls.of(engine)._current = index
+        return self.memory(self.current)
 
     def close(self, *, is_clean: bool) -> None:
         """Give everything back; the engine does nothing more.
@@ -377,17 +354,3 @@ class Launched(Deferred, Generic[R]):
         with device.active():
             device.await_event(self._issue.adapter.stream(device.index), self._done.handle)
         return self._result
-
-
-def same_gpu(team: int, issue: Issue, label: str) -> None:
-    """Raise if the arrays are not on the GPU that the group has used so far.
-
-    Raises:
-        RingcommError: that is so.
-    """
-    if issue.memory.device.index != team:
-        raise RingcommError(
-            f"{label}: this rank's arrays are on GPU {issue.memory.device.index}, those before "
-            f"were on GPU {team}. A rank uses one GPU per group: call torch.cuda.set_device() or "
-            "cupy.cuda.Device().use() once, before the first array"
-        )

@@ -29,7 +29,7 @@ from ringcomm.engine.operations import adasum as host_adasum
 from ringcomm.engine.operations import into, plans
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.gpus import Gpus, Issue, Launched
-from ringcomm.gpu.executor.staged import fetch, through_host
+from ringcomm.gpu.executor.staged import Staging, through_host
 from ringcomm.gpu.executor.team import GpuTeam
 from ringcomm.gpu.transports.base import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
@@ -389,7 +389,7 @@ def scatter(group: Group, name: str | None, x: A, root: int) -> Plan[A]:
     issue = Issue.of(group, adapter, x)
 
     async def run(t: Channel) -> Any:
-        mirror, lease = await fetch(issue, source)
+        mirror, lease = await Staging(group, issue).fetch(source)
         result = await plans.scatter(group, None, mirror, root, kind=adapter.kind).run(t)
         del lease
         return result

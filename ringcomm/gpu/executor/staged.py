@@ -67,18 +67,10 @@ async def through_host(
     finish: Callable[[], Any],
     is_elementwise: bool = False,
 ) -> Launched[Any]:
-    """Carry out a collective of the CPU on what is on the GPU.
+    """Carry out a collective of the CPU on contiguous arrays of the GPU.
 
-    Args:
-        team: of the group.
-        t: of the operation.
-        issue: of the operation.
-        sources: contiguous arrays.
-        results: where its results go; None: that one is not wanted here.
-        host: plans it for mirrors of the sources.
-        finish: called with the stream current, behind all that; returns what the caller gets.
-        is_elementwise: what becomes of the one source is the concatenation of what becomes of its
-            parts.
+    `host` plans it for mirrors of the sources. Where there is a result for each source and it
+    `is_elementwise`, it goes in pieces. `finish` is called with the stream current, behind it all.
     """
     lease = _Lease(issue.memory)
     stream = issue.memory.copy_stream
@@ -105,21 +97,62 @@ async def through_host(
     return team.follow(t, issue, stream, result, keeps=keeps, waits_for_others=False)
 
 
-async def fetch(issue: Issue, x: Array) -> tuple[Mirror, object]:
-    """Return a mirror of a contiguous array with its contents, and what keeps its memory."""
-    lease = _Lease(issue.memory)
-    span = issue.adapter.span(x)
-    mirror = Mirror.make(span.dtype, issue.adapter.shape(x), lease.take)
-    device, stream = issue.memory.device, issue.memory.copy_stream
-    issue.let_wait(stream)
-    with device.active():
-        here = _Piece([mirror], [span], []).fetch(device, stream, lease)
-    await Wait((Reached(here),))
-    return mirror, lease
+@dataclass(frozen=True)
+class Staging:
+    """Moves arrays of one operation through host memory, where that is all there is to do.
+
+    Attributes:
+        group: whose operation it is.
+        issue: of the operation.
+    """
+
+    group: Group
+    issue: Issue
+
+    def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
+        """Return an array that belongs to the caller's stream."""
+        return self.issue.empty(like, shape)
+
+    async def fetch(self, x: Array) -> tuple[Mirror, object]:
+        """Return a mirror of a contiguous array with its contents, and what keeps its memory."""
+        issue = self.issue
+        lease = _Lease(issue.memory)
+        span = issue.adapter.span(x)
+        mirror = Mirror.make(span.dtype, issue.adapter.shape(x), lease.take)
+        device, stream = issue.memory.device, issue.memory.copy_stream
+        issue.let_wait(stream)
+        with device.active():
+            here = _Piece([mirror], [span], []).fetch(device, stream, lease)
+        await Wait((Reached(here),))
+        return mirror, lease
+
+    async def bring(
+        self,
+        t: Channel,
+        *,
+        out: Array,
+        fill: Callable[[Mirror], Awaitable[object]],
+        finish: Callable[[], Any],
+    ) -> Launched[Any]:
+        """Copy to a contiguous array what `fill` writes to a mirror of it; see through_host()."""
+        issue = self.issue
+        lease = _Lease(issue.memory)
+        span = issue.adapter.span(out)
+        mirror = Mirror.make(span.dtype, issue.adapter.shape(out), lease.take)
+        await fill(mirror)
+        device, stream = issue.memory.device, issue.memory.copy_stream
+        issue.let_wait(stream)
+        with device.active():
+            _Piece([], [], [span]).bring(mirror, device, stream, lease)
+        with issue.on(stream):
+            result = finish()
+        team = Gpus.of(self.group.engine).team(self.group)
+        keeps = (out, lease)
+        return team.follow(t, issue, stream, result, keeps=keeps, waits_for_others=False)
 
 
-def make(group: Group, kind: str, dtype: DType, shape: tuple[int, ...]) -> tuple[Array, Issue]:
-    """Return an uninitialised array of a library on this rank's GPU, and this moment.
+def make(group: Group, kind: str, dtype: DType, shape: tuple[int, ...]) -> tuple[Array, Staging]:
+    """Return an uninitialised array of a library on this rank's GPU.
 
     For a rank that has passed none; see Gpus.any_memory.
     """
@@ -127,49 +160,16 @@ def make(group: Group, kind: str, dtype: DType, shape: tuple[int, ...]) -> tuple
     memory = Gpus.of(group.engine).any_memory
     with adapter.on_stream(memory.device.index, 0):
         out = adapter.make(dtype, shape)
-        return out, Issue.of(group, adapter, out)
+        return out, Staging(group, Issue.of(group, adapter, out))
 
 
 def copied(group: Group, x: Array) -> Array:
     """Return a copy, on this rank's GPU, of an array in host memory; see make()."""
     host = adapter_for(x)
-    out, issue = make(group, first_device_kind(), host.dtype(x), host.shape(x))
+    out, staging = make(group, first_device_kind(), host.dtype(x), host.shape(x))
+    issue = staging.issue
     issue.memory.upload(host.flat(x), issue.adapter.span(out), issue.ready[0])
     return out
-
-
-async def bring(
-    group: Group,
-    t: Channel,
-    issue: Issue,
-    *,
-    out: Array,
-    fill: Callable[[Mirror], Awaitable[object]],
-    finish: Callable[[], Any],
-) -> Launched[Any]:
-    """Let a contiguous array have what a mirror of it is filled with.
-
-    Args:
-        group: whose operation it is.
-        t: of the operation.
-        issue: of the operation.
-        out: the array.
-        fill: fills the mirror.
-        finish: see through_host().
-    """
-    lease = _Lease(issue.memory)
-    span = issue.adapter.span(out)
-    mirror = Mirror.make(span.dtype, issue.adapter.shape(out), lease.take)
-    await fill(mirror)
-    device, stream = issue.memory.device, issue.memory.copy_stream
-    issue.let_wait(stream)
-    with device.active():
-        _Piece([], [], [span]).bring(mirror, device, stream, lease)
-    with issue.on(stream):
-        result = finish()
-    team = Gpus.of(group.engine).team(group)
-    keeps = (out, lease)
-    return team.follow(t, issue, stream, result, keeps=keeps, waits_for_others=False)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ringcomm.engine.core.agreement import gather_alike, module
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.packing import pack, unpack
-from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached, same_gpu
+from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached
 from ringcomm.gpu.executor.transport_setup import found
 from ringcomm.gpu.transports.base import Job, Mover
 from ringcomm.gpu.transports.choice import GpuChoice
@@ -97,10 +97,19 @@ class GpuTeam:
                 founded = await found(self._gpus, self._engine, issue.memory, t)
                 (self.choice, self.mover), self._memory = founded, issue.memory
             else:
-                same_gpu(self._memory.device.index, issue, self._engine.label_of(t.key))
+                self._require_same_gpu(t, issue)
             yield
         finally:
             self._turn += 1
+
+    def _require_same_gpu(self, t: Channel, issue: Issue) -> None:
+        now, before = issue.memory.device.index, self._gpu.device.index
+        if now != before:
+            raise RingcommError(
+                f"{self._engine.label_of(t.key)}: this rank's arrays are on GPU {now}, those "
+                f"before were on GPU {before}. A rank uses one GPU per group: call "
+                "torch.cuda.set_device() or cupy.cuda.Device().use() once, before the first array"
+            )
 
     def is_turn_of(self, place: int) -> bool:
         """Return True if the operation of this place is next."""
@@ -158,15 +167,9 @@ class GpuTeam:
         keeps: Sequence[object],
         waits_for_others: bool = True,
     ) -> Launched[R]:
-        """Watch over what the stream has been given until now; return what the caller gets.
+        """Return `result` for who waits, and watch the stream until it has done what it has now.
 
-        Args:
-            t: of the operation.
-            issue: of the operation.
-            stream: where it is.
-            result: what the caller gets.
-            keeps: what must live until the GPU is through.
-            waits_for_others: the stream does; else no other rank need live for it to end.
+        `keeps` lives until then. Other ranks need live only if the stream `waits_for_others`.
         """
         done = Event(issue.memory.device, stream)
         reached = Reached(done, behind=self._newest.get(stream))

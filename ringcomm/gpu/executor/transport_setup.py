@@ -58,13 +58,7 @@ def _try(call: Callable[[], R]) -> _Tried[R]:
 
 
 async def found(gpus: Gpus, engine: Engine, memory: GpuMemory, t: Channel) -> Founded:
-    """Choose how the ranks exchange, and set it up.
-
-    Args:
-        gpus: of the engine.
-        engine: this rank's.
-        memory: of the GPU that this rank uses in the group.
-        t: of the operation in whose turn it is.
+    """Choose how the ranks exchange what is on their GPUs, and set it up.
 
     Raises:
         ConfigError: what RINGCOMM_GPU_TRANSPORT wants cannot be; on all ranks.
@@ -184,7 +178,7 @@ class _Founding:
         with self._device.active():
             memory.host.page(flags)
             address = memory.regions.find(memory.regions.take(1))
-            mover = IpcMover(self._device, t.rank, t.size, flags=flags, regions=memory.regions)
+            mover = IpcMover(self._device, t.rank, t.size, flags=flags)
         return mover, address
 
 

@@ -145,7 +145,6 @@ class Mover(Protocol):
 
     def outline(self, work: Work) -> bytes:
         """Return what the others need to know of this rank's part: as many bytes on each rank."""
-        ...
 
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         """Put this rank's part on the stream; all ranks do so in the same order of works.
@@ -156,24 +155,19 @@ class Mover(Protocol):
             work: what is to be done.
             outlines: of all ranks; empty if outline() returns nothing.
         """
-        ...
 
     def meet(self) -> None:
         """Let the stream wait until those of all ranks are here; see meets_on_stream."""
-        ...
 
     def release(self) -> None:
         """Let nothing on the stream wait for another rank any more; any thread, again and again."""
-        ...
 
     @property
     def late(self) -> tuple[int, ...]:
         """Ranks of the team that this one's stream waits for, as far as it is known."""
-        ...
 
     def scratch(self, nbytes: int) -> Span:
         """Return memory in which arrays can be fused; the stream may use it until the next call."""
-        ...
 
     def close(self, *, is_clean: bool) -> None:
         """Give everything back.
@@ -181,4 +175,3 @@ class Mover(Protocol):
         Args:
             is_clean: nothing is under way on any rank.
         """
-        ...

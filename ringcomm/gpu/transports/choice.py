@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.stack.presence import version_text
+from ringcomm.nvidia.presence import version_text
 
 TRANSPORTS: Final = ("nccl", "ipc", "staged")  # config.GPU_TRANSPORTS, which this may not import
 
@@ -97,10 +97,7 @@ def choose_transport(facts: Sequence[Facts], forced: str = "auto") -> GpuChoice:
     }
     if forced != "auto":
         return GpuChoice(forced, unfit, is_forced=True)
-    for name in TRANSPORTS:
-        if name not in unfit:
-            return GpuChoice(name, unfit)
-    raise AssertionError("staged can always be")
+    return GpuChoice(next(name for name in TRANSPORTS if name not in unfit), unfit)
 
 
 def _no_nccl(facts: Sequence[Facts], forced: str) -> str:

@@ -23,7 +23,7 @@ from ringcomm.collectives.op import AVERAGE, SUM
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.base import Device, KernelReduction, KernelUpdate
 from ringcomm.gpu.device.host_pool import PAGE_NBYTES
-from ringcomm.gpu.device.regions import NOWHERE, Address, Neighbour, Regions
+from ringcomm.gpu.device.regions import NOWHERE, Address, Neighbour
 from ringcomm.gpu.transports.base import Move, Pull, Reduce, Update, Work
 from ringcomm.gpu.transports.slices import Slice, even_parts, passes
 from ringcomm.transport.node.steps import To
@@ -68,31 +68,22 @@ class _Outline:
 
 
 class IpcMover:
-    """Mover of ranks that map each other's GPU memory.
+    """GpuTransport of ranks that map each other's GPU memory.
 
     Args:
         device: this rank's.
-        rank: index of this rank in the team.
+        rank: of this rank in the team.
         size: number of ranks.
         flags: host memory that all of them map, zeroed; see flags_nbytes().
-        regions: of this process.
     """
 
     name = "ipc"
 
-    def __init__(
-        self,
-        device: Device,
-        rank: int,
-        size: int,
-        *,
-        flags: Bytes,
-        regions: Regions,
-    ) -> None:
+    def __init__(self, device: Device, rank: int, size: int, *, flags: Bytes) -> None:
         self._device = device
         self._rank = rank
         self._size = size
-        self._regions = regions
+        self._regions = device.regions
         self._numbers = flags.view(np.uint32)[:: LINE // 4][:size]
         start = device.register(flags)
         self._flags = [start + LINE * r for r in range(size)]

@@ -8,6 +8,7 @@ NCCL moves the parts to and from them: as many bytes as its own ring.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -38,60 +39,60 @@ SHARES_FROM = 23000  # an experiment of NCCL's, which wants NCCL_NVLS_ENABLE=0 b
 OPERATORS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MAX: 2, MIN: 3}
 
 
-class Communicator(Protocol):
+class Communicator(ABC):
     """One rank's end of a communicator. All but abort() put something on a stream and return."""
+
+    @abstractmethod
+    def call(self, function: str, *arguments: int) -> None:
+        """Call a function of NCCL, without the communicator. Raises RingcommError: it refuses."""
 
     def all_reduce(
         self, source: int, target: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        """See ncclAllReduce."""
-        ...
+        """Reduce for all ranks."""
+        self.call("ncclAllReduce", source, target, count, dtype, op, stream)
 
     def reduce(
         self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
     ) -> None:
-        """See ncclReduce; target is looked at on root alone."""
-        ...
+        """Reduce for root, on which alone target is looked at."""
+        self.call("ncclReduce", source, target, count, dtype, op, root, stream)
 
     def reduce_scatter(
         self, source: int, target: int, count: int, dtype: int, op: int, stream: int
     ) -> None:
-        """See ncclReduceScatter; count is that of the target."""
-        ...
-
-    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """See ncclAllGather; count is that of the source."""
-        ...
+        """Reduce, a part for each rank; count is that of the target."""
+        self.call("ncclReduceScatter", source, target, count, dtype, op, stream)
 
     def broadcast(
         self, source: int, target: int, count: int, dtype: int, root: int, stream: int
     ) -> None:
-        """See ncclBroadcast."""
-        ...
+        """Copy root's source to all targets."""
+        self.call("ncclBroadcast", source, target, count, dtype, root, stream)
 
     def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """See ncclSend."""
-        ...
+        """Send to one rank, which receives."""
+        self.call("ncclSend", source, count, dtype, peer, stream)
 
     def receive(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """See ncclRecv."""
-        ...
+        """Receive what one rank sends."""
+        self.call("ncclRecv", target, count, dtype, peer, stream)
 
     def begin_group(self) -> None:
-        """See ncclGroupStart."""
-        ...
+        """Begin calls that are one."""
+        self.call("ncclGroupStart")
 
     def end_group(self) -> None:
-        """See ncclGroupEnd."""
-        ...
+        """Carry out the calls since begin_group()."""
+        self.call("ncclGroupEnd")
 
     def abort(self) -> None:
-        """End what is under way, stuck kernels too; from any thread, once. See ncclCommAbort."""
-        ...
+        """End what is under way, stuck kernels too; from any thread, once."""
+        self.call("ncclCommAbort")
 
     def destroy(self) -> None:
-        """Free it; nothing is under way. See ncclCommDestroy."""
-        ...
+        """Free it; nothing is under way."""
+        self.call("ncclCommDestroy")
 
 
 class Provider(Protocol):
@@ -109,7 +110,6 @@ class Provider(Protocol):
 
     def unique_id(self) -> bytes:
         """Return what all ranks of a new communicator must know. See ncclGetUniqueId."""
-        ...
 
     def connect(self, unique_id: bytes, rank: int, size: int) -> Communicator:
         """Return a communicator; blocks until all ranks call it. See ncclCommInitRank.
@@ -117,7 +117,6 @@ class Provider(Protocol):
         Raises:
             RingcommError: NCCL refuses.
         """
-        ...
 
 
 class NcclMover:

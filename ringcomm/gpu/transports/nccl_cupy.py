@@ -9,9 +9,9 @@ from cupy.cuda import nccl
 
 from ringcomm.config import environment
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.stack.presence import nccl_problem
-from ringcomm.gpu.stack.probing import probe
 from ringcomm.gpu.transports.nccl import SHARES_FROM, Communicator
+from ringcomm.nvidia.presence import nccl_problem
+from ringcomm.nvidia.probing import probe
 
 
 class CupyProvider:
@@ -42,66 +42,17 @@ class CupyProvider:
         )
 
 
-class CupyCommunicator:
+class CupyCommunicator(Communicator):
     """Communicator over a cupy.cuda.nccl.NcclCommunicator."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
 
-    def all_reduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        _checked("ncclAllReduce", self._comm.allReduce, source, target, count, dtype, op, stream)
-
-    def reduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, op, root, stream)
-        _checked("ncclReduce", self._comm.reduce, *arguments)
-
-    def reduce_scatter(
-        self, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, op, stream)
-        _checked("ncclReduceScatter", self._comm.reduceScatter, *arguments)
-
-    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """See Communicator."""
-        _checked("ncclAllGather", self._comm.allGather, source, target, count, dtype, stream)
-
-    def broadcast(
-        self, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, root, stream)
-        _checked("ncclBroadcast", self._comm.broadcast, *arguments)
-
-    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """See Communicator."""
-        _checked("ncclSend", self._comm.send, source, count, dtype, peer, stream)
-
-    def receive(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """See Communicator."""
-        _checked("ncclRecv", self._comm.recv, target, count, dtype, peer, stream)
-
-    def begin_group(self) -> None:
-        """See Communicator."""
-        _checked("ncclGroupStart", nccl.groupStart)
-
-    def end_group(self) -> None:
-        """See Communicator."""
-        _checked("ncclGroupEnd", nccl.groupEnd)
-
-    def abort(self) -> None:
-        """See Communicator."""
-        _checked("ncclCommAbort", self._comm.abort)
-
-    def destroy(self) -> None:
-        """See Communicator."""
-        _checked("ncclCommDestroy", self._comm.destroy)
+    def call(self, function: str, *arguments: int) -> None:
+        """See Communicator. ncclAllReduce is comm.allReduce, ncclCommAbort is comm.abort."""
+        of = nccl if "Group" in function else self._comm
+        name = function.removeprefix("nccl").removeprefix("Comm")
+        _checked(function, getattr(of, name[0].lower() + name[1:]), *arguments)
 
 
 def _checked(what: str, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 from ringcomm.config import environment
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.stack.presence import Nccl, nccl_paths, nccl_problem
-from ringcomm.gpu.stack.probing import loaded, probe
 from ringcomm.gpu.transports.nccl import SHARES_FROM, Communicator
+from ringcomm.nvidia.presence import Nccl, nccl_paths, nccl_problem
+from ringcomm.nvidia.probing import loaded, probe
 
 _ID_NBYTES: Final = 128  # NCCL_UNIQUE_ID_BYTES
 
@@ -65,7 +66,7 @@ class Nccl4pyProvider:
             ) from error
 
 
-class Nccl4pyCommunicator:
+class Nccl4pyCommunicator(Communicator):
     """Communicator over one of nccl.bindings.
 
     Args:
@@ -77,59 +78,9 @@ class Nccl4pyCommunicator:
     def __init__(self, nccl: Any, checked: Callable[..., Any], comm: Any) -> None:
         self._nccl, self._checked, self._comm = nccl, checked, comm
 
-    def all_reduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, op, self._comm, stream)
-        self._checked("ncclAllReduce", self._nccl.all_reduce, *arguments)
-
-    def reduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, op, root, self._comm, stream)
-        self._checked("ncclReduce", self._nccl.reduce, *arguments)
-
-    def reduce_scatter(
-        self, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, op, self._comm, stream)
-        self._checked("ncclReduceScatter", self._nccl.reduce_scatter, *arguments)
-
-    def all_gather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, self._comm, stream)
-        self._checked("ncclAllGather", self._nccl.all_gather, *arguments)
-
-    def broadcast(
-        self, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        """See Communicator."""
-        arguments = (source, target, count, dtype, root, self._comm, stream)
-        self._checked("ncclBroadcast", self._nccl.broadcast, *arguments)
-
-    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """See Communicator."""
-        self._checked("ncclSend", self._nccl.send, source, count, dtype, peer, self._comm, stream)
-
-    def receive(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """See Communicator."""
-        self._checked("ncclRecv", self._nccl.recv, target, count, dtype, peer, self._comm, stream)
-
-    def begin_group(self) -> None:
-        """See Communicator."""
-        self._checked("ncclGroupStart", self._nccl.group_start)
-
-    def end_group(self) -> None:
-        """See Communicator."""
-        self._checked("ncclGroupEnd", self._nccl.group_end)
-
-    def abort(self) -> None:
-        """See Communicator."""
-        self._checked("ncclCommAbort", self._nccl.comm_abort, self._comm)
-
-    def destroy(self) -> None:
-        """See Communicator."""
-        self._checked("ncclCommDestroy", self._nccl.comm_destroy, self._comm)
+    def call(self, function: str, *arguments: int) -> None:
+        """See Communicator. ncclAllReduce is all_reduce, ncclCommAbort is comm_abort."""
+        name = re.sub(r"\B(?=[A-Z])", "_", function.removeprefix("nccl")).lower()
+        has_comm = () if "Group" in function else (self._comm,)
+        passed = (*arguments[:-1], *has_comm, *arguments[-1:])  # the stream is the last
+        self._checked(function, getattr(self._nccl, name), *passed)

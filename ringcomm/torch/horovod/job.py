@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringcomm import config
 from ringcomm.engine.api import world
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.executors.device import device_executor
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.executor.gpus import cuda_drivers
 from ringcomm.torch.horovod import process_sets as sets
+
+if TYPE_CHECKING:
+    from ringcomm.gpu.executor.gpus import Drivers
 
 _log = logging.getLogger("ringcomm")
 
@@ -96,8 +99,8 @@ def nccl_built() -> int:
 
     Nothing is compiled for NCCL: it is looked for, and used where it is found. See cuda_built().
     """
-    drivers = cuda_drivers(config.settings().nccl)
     try:
+        drivers = _drivers(config.settings().nccl)
         drivers.require()
         return drivers.provider().version
     except ConfigError:
@@ -110,10 +113,17 @@ def cuda_built() -> bool:
     Cost: imports cupy, and starts NVIDIA's driver, which children forked later cannot use.
     """
     try:
-        cuda_drivers().require()
+        _drivers().require()
     except ConfigError:
         return False
     return True
+
+
+def _drivers(nccl: str = "cupy") -> Drivers:
+    device_executor()  # raises ConfigError in an installation without ringcomm.gpu
+    from ringcomm.gpu.executor.gpus import cuda_drivers
+
+    return cuda_drivers(nccl)
 
 
 def rocm_built() -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.gpu.transports.base import UpdatePiece
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings, settings_of
 from ringcomm.torch.zero.parameter_state import ParameterState
+
+if TYPE_CHECKING:
+    from ringcomm.gpu.transports.base import UpdatePiece
 
 MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in float32
 

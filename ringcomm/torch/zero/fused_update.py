@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import optim
@@ -14,14 +14,16 @@ from torch.optim import Optimizer
 from ringcomm.arrays import DeviceAdapter, device_adapter_for
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.gpu.executor.gpus import Gpus
-from ringcomm.gpu.kernels.kernel import Argument
-from ringcomm.gpu.kernels.update import Rule, adam_numbers, sgd_numbers
-from ringcomm.gpu.transports.base import UpdatePiece
+from ringcomm.engine.executors.device import device_executor
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import Settings
 from ringcomm.torch.zero.chunk_update import MASTER, Chunk
 from ringcomm.torch.zero.parameter_state import COUNT, ParameterState
+
+if TYPE_CHECKING:
+    from ringcomm.gpu.kernels.kernel import Argument
+    from ringcomm.gpu.kernels.update import Rule
+    from ringcomm.gpu.transports.base import UpdatePiece
 
 _STATES: Final = {
     optim.SGD: ("momentum_buffer",),
@@ -54,8 +56,8 @@ def can_push(group: Group, weights: torch.Tensor) -> bool:
     """
     if weights.dtype not in _DTYPES or device_adapter_for(weights) is None:
         return False
-    team = Gpus.of(engine()).team_or_none(group)
-    return team is not None and team.choice is not None and team.choice.transport == "ipc"
+    choice = device_executor().choice(engine(), group)
+    return choice is not None and choice.transport == "ipc"
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,8 @@ class FusedUpdate:
                 yield step, slice(parts[0].start, parts[-1].stop)
 
     def _piece(self, place: slice, settings: Settings, count: int) -> UpdatePiece:
+        from ringcomm.gpu.transports.base import UpdatePiece
+
         start = self._chunk.own.start
         part = slice(place.start - start, place.stop - start)
         rule, numbers = _rule(self._kind, settings, count)
@@ -230,6 +234,8 @@ class FusedUpdate:
 
 def _rule(kind: type[Optimizer], settings: Settings, count: int) -> tuple[Rule, Argument]:
     """Return the kernel's rule for a step, and its numbers."""
+    from ringcomm.gpu.kernels.update import adam_numbers, sgd_numbers
+
     known = {name: settings[name] for name in ("lr", "weight_decay", "maximize")}
     if kind is not optim.SGD:
         adam: dict[str, Any] = {name: settings[name] for name in ("betas", "eps")}

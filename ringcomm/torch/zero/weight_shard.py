@@ -13,7 +13,6 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.operations import into
-from ringcomm.gpu.executor import plans as gpu_plans
 from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like
 from ringcomm.torch.optim.gradient import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings
@@ -93,6 +92,8 @@ class WeightShard:
         """
         pieces = self._update.pieces
         if pieces is not None:
+            from ringcomm.gpu.executor import plans as gpu_plans
+
             return engine().start(
                 "update",
                 self._name,

@@ -164,54 +164,15 @@ def require(stack: Stack) -> None:
             raise ConfigError(str(problem))
 
 
-def device_problem(stack: Stack) -> str | None:
-    """Return why the driver gives cupy no GPU, and what to do; None if it gives one."""
-    return _text(_driver_problem(stack))
-
-
 def nccl_problem(stack: Stack) -> str | None:
     """Return why NCCL cannot be used, and what to do; None if it can."""
-    return _text(_nccl_problem(stack))
+    problem = _nccl_problem(stack)
+    return None if problem is None else str(problem)
 
 
 def problems(stack: Stack) -> list[Problem]:
     """Return everything that is wrong, what matters most first."""
     return [problem for look in _LOOKS if (problem := look(stack)) is not None]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What one rank tells the others of its stack.
-
-    Attributes:
-        problem: why arrays on a GPU cannot be used there, and what to do; empty if they can.
-        nccl: version as a number, 0 if there is none.
-        no_nccl: why it cannot be used, and what to do; empty if it can.
-        cuda: the CUDA that its cupy was built with, 13020.
-    """
-
-    problem: str
-    nccl: int
-    no_nccl: str
-    cuda: int
-
-
-def summarize(stack: Stack) -> Summary:
-    """Return the summary of this rank's stack."""
-    found = next((problem for look in _NEEDED if (problem := look(stack)) is not None), None)
-    return Summary(
-        _text(found) or "", stack.nccl.version, nccl_problem(stack) or "", stack.cupy.cuda
-    )
-
-
-def difference(summaries: Sequence[Summary]) -> str | None:
-    """Return how the stacks of these ranks do not go together, and what to do; None if they do.
-
-    Args:
-        summaries: of all ranks of a group, by rank.
-    """
-    looks = (_gpu_here_not_there, _nccl_here_not_there, _other_nccl)
-    return next((found for look in looks if (found := look(summaries)) is not None), None)
 
 
 def nccl_paths(maps: str) -> tuple[str, ...]:
@@ -237,10 +198,6 @@ def cuda_text(version: int) -> str:
 def version_text(version: int) -> str:
     """Return "2.27.3" for 22703."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def _text(problem: Problem | None) -> str | None:
-    return None if problem is None else str(problem)
 
 
 def _cupy_problem(stack: Stack) -> Problem | None:
@@ -409,35 +366,3 @@ def _wheels(stack: Stack, names: Iterable[str]) -> list[str]:
 
 def _numbers(version: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", version)[:2]]
-
-
-def _gpu_here_not_there(summaries: Sequence[Summary]) -> str | None:
-    return _here_not_there([each.problem for each in summaries], "use its GPU")
-
-
-def _nccl_here_not_there(summaries: Sequence[Summary]) -> str | None:
-    return _here_not_there([each.no_nccl for each in summaries], "use NCCL")
-
-
-def _here_not_there(reasons: Sequence[str], what: str) -> str | None:
-    able = [rank for rank, why in enumerate(reasons) if not why]
-    unable = [rank for rank, why in enumerate(reasons) if why]
-    if not able or not unable:
-        return None
-    who = f"rank{'s' * (len(unable) > 1)} {','.join(map(str, unable))}"
-    of_whom = f"rank {unable[0]}: " if len(unable) > 1 else ""
-    return f"rank {able[0]} can {what}, {who} cannot; {of_whom}{reasons[unable[0]]}"
-
-
-def _other_nccl(summaries: Sequence[Summary]) -> str | None:
-    first = summaries[0]
-    other = next((rank for rank, each in enumerate(summaries) if each.nccl != first.nccl), None)
-    if other is None or first.no_nccl:
-        return None
-    newest = max(summaries, key=lambda each: each.nccl)
-    wheel = f"nvidia-nccl-cu{newest.cuda // 1000}=={version_text(newest.nccl)}"
-    return (
-        f"rank 0 has NCCL {version_text(first.nccl)}, rank {other} has "
-        f"{version_text(summaries[other].nccl)}: install the same on every host, as by "
-        f"pip install {wheel}"
-    )

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Final
 
 from ringcomm import config
-from ringcomm.gpu.stack.presence import (
+from ringcomm.nvidia.presence import (
     CUPY_WHEELS,
     NCCL_WHEELS,
     OLDEST_CUDA,

@@ -1,1 +1,0 @@
-"""Driver, cupy and NCCL of this machine, and what is missing of them."""
