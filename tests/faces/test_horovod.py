@@ -1,5 +1,6 @@
 """The collectives under Horovod's names: signatures, defaults, semantics."""
 
+import inspect
 import itertools
 import math
 import threading
@@ -757,3 +758,19 @@ def test_parameters_are_not_broadcast_while_a_rank_is_in_join():
         return hvd.join()
 
     run_ranks(2, body)
+
+
+def test_help_of_each_operation_names_all_its_arguments():
+    kinds = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+    others = {"broadcast_parameters", "broadcast_optimizer_state"}
+    names = [name for name in hvd.__all__ if any(kind in name for kind in kinds)]
+    assert len(names) == 27
+    for name in {*names} - others:
+        function = getattr(hvd, name)
+        arguments = inspect.getdoc(function).partition("\nArgs:")[2]
+        assert function.__name__ == name
+        assert "above" not in function.__doc__
+        is_started = "async" in name and "sparse" not in name
+        assert ("at once a handle" in function.__doc__) == is_started
+        for parameter in inspect.signature(function).parameters:
+            assert f"\n    {parameter}: " in arguments, (name, parameter)

@@ -14,7 +14,8 @@ import ringcomm.torch as face
 from ringcomm import errors
 from ringcomm.launch.run import run as run_ranks
 from ringcomm.torch import compression, elastic, optimizer
-from ringcomm.torch.horovod import compat, process_sets, reduce_op
+from ringcomm.torch.horovod import compat, process_sets
+from ringcomm.torch.horovod.reduce_op import op_of
 
 T = TypeVar("T")
 VERSION: Final = "0.28.1"  # whose names and defaults these are; scripts look at it
@@ -54,7 +55,9 @@ def _modules() -> Mapping[str, dict[str, Any]]:
     """Return what each module of Horovod's is to hold."""
     everything = _taken(face, face.__all__)
     everything["check_extension"] = compat.check_extension
-    mpi_ops = {"handle_average_backwards_compatibility": reduce_op.op_of}
+    mpi_ops = {
+        "handle_average_backwards_compatibility": lambda op, average: op_of(op, average),  # noqa: PLW0108 - it has these two arguments
+    }
     exceptions = {
         "HorovodInternalError": errors.RingcommError,
         "HorovodVersionMismatchError": compat.HorovodVersionMismatchError,

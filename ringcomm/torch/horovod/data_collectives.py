@@ -1,7 +1,7 @@
 """Collectives that move torch tensors, with the names, arguments and defaults of Horovod.
 
-The contracts are those of ringcomm.engine.api.collectives; this face translates. What is common to
-all stands in reductions.py; gradients flow through the forms that do not end in `_` or `_async`.
+The contracts are those of ringcomm.engine.api.collectives; this face translates. Forms that end in
+`_` overwrite their argument, `grouped_` ones gather several tensors as one operation.
 """
 
 from __future__ import annotations
@@ -18,223 +18,180 @@ from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.torch.horovod import autograd_functions
-from ringcomm.torch.horovod.dispatch import begin
+from ringcomm.torch.horovod.forms import AWAITED, Form, begin, blocking, described, started
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set, prepare
 
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+
 
 # --- allgather ----------------------------------------------------------------------------------
+@described
 def allgather(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """Return the tensors of all ranks, one after another along the first dimension, a new tensor.
+
+    Gradients flow through it: each rank gets its rows of the mean of the ranks' gradients.
 
     Args:
         tensor: at least one dimension; the same dtype on every rank, and the same shape but for the
             first dimension.
-        name: see above.
-        process_set: see above.
     """
     (result,) = autograd_functions.apply(
-        lambda xs: [_allgather(xs[0], name, process_set, is_awaited=True).wait()],
+        lambda xs: [_allgather(AWAITED, xs[0], name, process_set).wait()],
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
         [tensor],
     )
     return result
 
 
-def allgather_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle[torch.Tensor]:
-    """Start allgather()."""
-    return _allgather(tensor, name, process_set)
-
-
+@described
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Return allgather() of each tensor."""
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """Return of each tensor those of all ranks, one after another along the first dimension.
+
+    Gradients flow through it: each rank gets its rows of the mean of the ranks' gradients.
+
+    Args:
+        tensors: a list, as long on every rank, of tensors as allgather() takes them; they travel as
+            one operation.
+    """
     return autograd_functions.apply(
-        lambda xs: _grouped_allgather(xs, name, process_set, is_awaited=True).wait(),
+        lambda xs: _grouped_allgather(AWAITED, xs, name, process_set).wait(),
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
         autograd_functions.listed(tensors),
     )
 
 
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor],
+def _allgather(
+    form: Form,
+    tensor: Tensor,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[list[torch.Tensor]]:
-    """Start grouped_allgather()."""
-    return _grouped_allgather(tensors, name, process_set)
-
-
-def _allgather(
-    x: torch.Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
-) -> Handle[torch.Tensor]:
-    plan = plans.allgather
-    return begin("allgather", name, process_set, "allgather", plan, x, is_awaited=is_awaited)
+) -> Handle[Tensor]:
+    return begin(form, "allgather", name, process_set, plans.allgather, tensor)
 
 
 def _grouped_allgather(
-    xs: Sequence[torch.Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    *,
-    is_awaited: bool = False,
-) -> Handle[list[torch.Tensor]]:
-    kind, plan = "grouped_allgather", plans.grouped_allgather
-    return begin(
-        kind,
-        name,
-        process_set,
-        "grouped",
-        plan,
-        autograd_functions.listed(xs),
-        is_awaited=is_awaited,
+    form: Form,
+    tensors: Tensors,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[Tensor]]:
+    kind, plan, xs = (
+        "grouped_allgather",
+        plans.grouped_allgather,
+        autograd_functions.listed(tensors),
     )
+    return begin(form, kind, name, process_set, plan, xs, lane="grouped")
+
+
+allgather_async = started(_allgather, allgather)
+grouped_allgather_async = started(_grouped_allgather, grouped_allgather)
 
 
 # --- broadcast ----------------------------------------------------------------------------------
+@described
 def broadcast(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+) -> Tensor:
     """Return root's tensor, a new one.
+
+    Gradients flow through it: root gets the mean of the ranks' gradients, the others zeros.
 
     Args:
         tensor: the same shape and dtype on every rank.
-        root_rank: the rank of the job whose values all get.
-        name: see above.
-        process_set: see above.
     """
     (result,) = autograd_functions.apply(
-        lambda xs: [_broadcast(xs[0], root_rank, name, process_set, is_awaited=True).wait()],
+        lambda xs: [_broadcast(AWAITED, xs[0], root_rank, name, process_set).wait()],
         lambda grads, _: _mean_at_root(grads, root_rank, process_set),
         [tensor],
     )
     return result
 
 
-def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle[torch.Tensor]:
-    """Start broadcast()."""
-    return _broadcast(tensor, root_rank, name, process_set)
-
-
-def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Overwrite `tensor` with root's, and return it."""
-    handle = _broadcast(tensor, root_rank, name, process_set, in_place=True, is_awaited=True)
-    return handle.wait()
-
-
-def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle[torch.Tensor]:
-    """Start broadcast_()."""
-    return _broadcast(tensor, root_rank, name, process_set, in_place=True)
-
-
 def _broadcast(
-    x: torch.Tensor,
+    form: Form,
+    tensor: Tensor,
     root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-    *,
-    in_place: bool = False,
-    is_awaited: bool = False,
-) -> Handle[torch.Tensor]:
-    def plan(group: Group, name: str | None) -> Plan[torch.Tensor]:
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Tensor]:
+    def plan(group: Group, name: str | None) -> Plan[Tensor]:
         root = process_set.root(root_rank)  # within the plan, so that all ranks hear of a mistake
-        return plans.broadcast(group, name, x, root, in_place=in_place)
+        return plans.broadcast(group, name, tensor, root, in_place=form.in_place)
 
-    kind = "broadcast_" if in_place else "broadcast"
-    return begin(kind, name, process_set, "broadcast", plan, is_awaited=is_awaited)
+    kind = "broadcast_" if form.in_place else "broadcast"
+    return begin(form, kind, name, process_set, plan, lane="broadcast")
+
+
+broadcast_async = started(_broadcast, broadcast)
+broadcast_ = blocking(_broadcast, broadcast, "Overwrite `tensor` with root's, and return it.")
+broadcast_async_ = started(_broadcast, broadcast, in_place=True)
 
 
 # --- alltoall -----------------------------------------------------------------------------------
+@described
 def alltoall(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return the rows that each rank has for this one, one after another in rank order.
 
+    Gradients flow through it, back to where each row came from.
+
     Args:
         tensor: at least one dimension; the same dtype on every rank, and the same shape but for the
             first dimension.
         splits: how many rows go to each rank, integers; None: as many to each.
-        name: see above.
-        process_set: see above.
 
     Returns:
-        The rows; with splits a pair: the rows, and an int32 tensor of how many came from each rank.
+        The rows; with splits, and from alltoall_async() in any case, a pair: the rows, and an int32
+        tensor of how many came from each rank.
     """
-    counts: list[torch.Tensor] = []
+    counts: list[Tensor] = []
 
-    def forward(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        rows, received = _alltoall(xs[0], splits, name, process_set, is_awaited=True).wait()
+    def forward(xs: Tensors) -> list[Tensor]:
+        rows, received = _alltoall(AWAITED, xs[0], splits, name, process_set).wait()
         counts.append(received)
         return [rows]
 
-    def backward(grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
+    def backward(grads: Tensors, _: Any) -> list[Tensor]:
         return [alltoall(grads[0], counts[0], process_set=process_set)[0]]
 
     (rows,) = autograd_functions.apply(forward, backward, [tensor])
     return rows if splits is None else (rows, counts[0])
 
 
-def alltoall_async(
-    tensor: torch.Tensor,
+def _alltoall(
+    form: Form,
+    tensor: Tensor,
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
-    """Start alltoall(); its result is the pair in any case, as in Horovod."""
-    return _alltoall(tensor, splits, name, process_set)
-
-
-def _alltoall(
-    x: torch.Tensor,
-    splits: Any,
-    name: str | None,
-    process_set: ProcessSet,
-    *,
-    is_awaited: bool = False,
-) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
+) -> Handle[tuple[Tensor, Tensor]]:
     def plan(group: Group, name: str | None) -> Plan[Any]:
-        if isinstance(splits, torch.Tensor) and splits.is_floating_point():
+        if isinstance(splits, Tensor) and splits.is_floating_point():
             raise ValueError(
                 f"alltoall: splits={splits.tolist()} must be {group.size} integers, one per rank, "
                 f"not {splits.dtype}"
             )
         rows = splits.tolist() if hasattr(splits, "tolist") else splits
-        return plans.alltoall(group, name, x, rows, return_splits=True)
+        return plans.alltoall(group, name, tensor, rows, return_splits=True)
 
-    handle = begin("alltoall", name, process_set, "alltoall", plan, is_awaited=is_awaited)
+    handle = begin(form, "alltoall", name, process_set, plan)
     return Handle([handle], lambda pair: (pair[0], torch.tensor(pair[1], dtype=torch.int32)))
+
+
+alltoall_async = started(_alltoall, alltoall)
 
 
 # --- the others ---------------------------------------------------------------------------------
@@ -246,7 +203,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Take part in what the others do until all ranks have called this; see ringcomm.join().
+    """Take part in what the others do until all ranks have called this; blocks.
+
+    For ranks that have fewer batches than others: this one contributes what changes no result, to
+    operations of any process set; an Average is still divided by the number of all ranks.
 
     A rank that joined makes no step() meanwhile, so its weights and optimizer stay as they were.
     Before all go on, bring them up to date from the last rank, which has made every step:
@@ -266,9 +226,7 @@ def join(device: int = -1) -> int:
     return collectives.join()
 
 
-def _rows_of_mean(
-    grads: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], process_set: ProcessSet
-) -> list[torch.Tensor]:
+def _rows_of_mean(grads: Tensors, xs: Tensors, process_set: ProcessSet) -> list[Tensor]:
     """Return of each gathered gradient's mean the rows that this rank had contributed."""
     found = []
     for grad, x in zip(grads, xs, strict=True):
@@ -279,39 +237,50 @@ def _rows_of_mean(
     return found
 
 
-def _mean_at_root(
-    grads: Sequence[torch.Tensor], root_rank: int, process_set: ProcessSet
-) -> list[torch.Tensor]:
+def _mean_at_root(grads: Tensors, root_rank: int, process_set: ProcessSet) -> list[Tensor]:
     means = [_mean(grad, process_set) for grad in grads]
     is_root = engine().rank == root_rank
     return means if is_root else [torch.zeros_like(mean) for mean in means]
 
 
-def _mean(grad: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    plan = plans.allreduce
-    lane = "allreduce"
-    handle = begin(lane, None, process_set, lane, plan, grad, AVERAGE, is_awaited=True)
-    mean: torch.Tensor = handle.wait()
+def _mean(grad: Tensor, process_set: ProcessSet) -> Tensor:
+    mean: Tensor = begin(
+        AWAITED, "allreduce", None, process_set, plans.allreduce, grad, AVERAGE
+    ).wait()
     return mean
 
 
 # --- objects -------------------------------------------------------------------------------------
+@described
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return root's object; see ringcomm.broadcast_object()."""
+    """Return root's object on every rank, pickled on the way; on root it is `obj` itself.
+
+    Unpickling runs code that root chose: the ranks of a job must trust each other.
+
+    Args:
+        obj: anything that can be pickled; looked at on root only.
+    """
     ProcessSet.require(process_set)
     group = process_set.lane("object") if name is None else process_set.group
     return collectives.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
 
 
+@described
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return every rank's object, in rank order; see ringcomm.allgather_object()."""
+    """Return every rank's object, in rank order, pickled on the way; this rank's is `obj` itself.
+
+    Unpickling runs code that the others chose: the ranks of a job must trust each other.
+
+    Args:
+        obj: anything that can be pickled.
+    """
     ProcessSet.require(process_set)
     group = process_set.lane("object") if name is None else process_set.group
     return collectives.allgather_object(obj, name=name, group=group)

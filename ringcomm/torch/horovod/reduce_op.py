@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ import torch
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.scaling import Scaling
 from ringcomm.engine.api import collectives
+from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.operations import adasum, plans
 from ringcomm.errors import RingcommError
 from ringcomm.torch.horovod.autograd_functions import listed
 from ringcomm.torch.horovod.data_collectives import allgather
-from ringcomm.torch.horovod.dispatch import begin
+from ringcomm.torch.horovod.forms import AWAITED, Form, begin
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet
 
@@ -31,7 +32,7 @@ Adasum = _Adasum()
 AnyOp = Op | _Adasum
 
 
-def op_of(op: AnyOp | None, average: bool | None) -> AnyOp:
+def op_of(op: AnyOp | None, average: bool | None, *, stacklevel: int = 3) -> AnyOp:
     """Return the operator that is meant.
 
     Raises:
@@ -44,7 +45,7 @@ def op_of(op: AnyOp | None, average: bool | None) -> AnyOp:
         warnings.warn(
             "average is Horovod's older way: pass op=hvd.Average or op=hvd.Sum",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
         return AVERAGE if average else SUM
     if op is None:
@@ -57,87 +58,60 @@ def op_of(op: AnyOp | None, average: bool | None) -> AnyOp:
 
 
 class Reduction:
-    """A reduction, but for the tensors: one body for all of its forms."""
+    """A reduction, but for the tensors."""
 
     def __init__(
         self,
+        form: Form,
         op: AnyOp,
         before: float,
         after: float,
         process_set: ProcessSet,
         name: str | None,
-        is_awaited: bool = False,
     ) -> None:
         ProcessSet.require(process_set)
+        self._form = form
         self._op = op
         self._scaling = Scaling.of(before, after)
         self._set = process_set
         self._name = name
-        self._is_awaited = is_awaited
 
-    def start(self, x: torch.Tensor, *, in_place: bool = False) -> Handle[torch.Tensor]:
+    def start(self, x: torch.Tensor) -> Handle[torch.Tensor]:
         """Start an allreduce."""
-        is_plain = in_place and self._name is None and not self._scaling
-        if self._is_awaited and is_plain and isinstance(self._op, Op):
+        is_quick = self._form == (True, True) and self._name is None and not self._scaling
+        if is_quick and isinstance(self._op, Op):
             result = collectives.allreduce_(x, self._op, group=self._set.group)
             return Handle((), lambda: result)
-        options: dict[str, Any] = {
-            "in_place": in_place,
-            "scaling": self._scaling,
-            "is_awaited": self._is_awaited,
-        }
-        kind = "allreduce_" if in_place else "allreduce"
+        in_place = self._form.in_place
         if isinstance(self._op, _Adasum):
-            kind, plan = kind.replace("allreduce", "adasum"), adasum.plan
-            several = begin(kind, self._name, self._set, "allreduce", plan, [x], **options)
+            several = self._begin("adasum", "allreduce", adasum.plan, [x], in_place=in_place)
             return Handle([several], lambda results: results[0])
-        return begin(
-            kind, self._name, self._set, "allreduce", plans.allreduce, x, self._op, **options
+        return self._begin(
+            "allreduce", "allreduce", plans.allreduce, x, self._op, in_place=in_place
         )
 
-    def start_group(
-        self, xs: Sequence[torch.Tensor], *, in_place: bool = False
-    ) -> Handle[list[torch.Tensor]]:
+    def start_group(self, xs: Sequence[torch.Tensor]) -> Handle[list[torch.Tensor]]:
         """Start an allreduce of several."""
-        options: dict[str, Any] = {
-            "in_place": in_place,
-            "scaling": self._scaling,
-            "is_awaited": self._is_awaited,
-        }
+        in_place = self._form.in_place
         if isinstance(self._op, _Adasum):
-            kind = "adasum_" if in_place else "adasum"
-            return begin(kind, self._name, self._set, "grouped", adasum.plan, listed(xs), **options)
-        kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
-        plan = plans.grouped_allreduce
-        return begin(kind, self._name, self._set, "grouped", plan, listed(xs), self._op, **options)
+            return self._begin("adasum", "grouped", adasum.plan, listed(xs), in_place=in_place)
+        kind, plan = "grouped_allreduce", plans.grouped_allreduce
+        return self._begin(kind, "grouped", plan, listed(xs), self._op, in_place=in_place)
 
     def start_scatter(self, x: torch.Tensor) -> Handle[torch.Tensor]:
         """Start a reduce_scatter."""
-        op, plan = self._plain_op(), plans.reduce_scatter
-        options: dict[str, Any] = {"scaling": self._scaling, "is_awaited": self._is_awaited}
-        return begin(
-            "reduce_scatter", self._name, self._set, "reducescatter", plan, x, op, **options
-        )
+        op = self._plain_op()
+        return self._begin("reduce_scatter", "reducescatter", plans.reduce_scatter, x, op)
 
     def start_group_scatter(self, xs: Sequence[torch.Tensor]) -> Handle[list[torch.Tensor]]:
         """Start a reduce_scatter of several."""
-        op, plan = self._plain_op(), plans.grouped_reduce_scatter
-        options: dict[str, Any] = {"scaling": self._scaling, "is_awaited": self._is_awaited}
-        return begin(
-            "grouped_reduce_scatter",
-            self._name,
-            self._set,
-            "grouped",
-            plan,
-            listed(xs),
-            op,
-            **options,
-        )
+        op, kind, plan = self._plain_op(), "grouped_reduce_scatter", plans.grouped_reduce_scatter
+        return self._begin(kind, "grouped", plan, listed(xs), op)
 
     def backward(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
         """Return the gradients of an allreduce: they are reduced in the same way."""
         factors = self._scaling.before, self._scaling.after
-        how = Reduction(self._op, *factors, self._set, None, True)
+        how = Reduction(AWAITED, self._op, *factors, self._set, None)
         return [how.start(grad).wait() for grad in grads]
 
     def backward_of_scatter(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
@@ -147,6 +121,13 @@ class Reduction:
             factor *= self._set.size()
         gathered = [allgather(grad.contiguous(), process_set=self._set) for grad in grads]
         return [grad if factor == 1 else grad * factor for grad in gathered]
+
+    def _begin(
+        self, kind: str, lane: str, plan: Callable[..., Plan[Any]], *args: Any, **options: Any
+    ) -> Handle[Any]:
+        kind += "_" if self._form.in_place else ""
+        options |= {"lane": lane, "scaling": self._scaling}
+        return begin(self._form, kind, self._name, self._set, plan, *args, **options)
 
     def _plain_op(self) -> Op:
         if isinstance(self._op, _Adasum):
