@@ -40,11 +40,10 @@ _LOST: Final = (
 
 
 class Hooks:
-    """Tells a listener of gradients, for as long as the listener lives; never in a forked child.
+    """Tell a listener of gradients for as long as it lives; never in a forked child.
 
-    Args:
-        listener: held weakly, so that an optimizer that was dropped reduces nothing.
-        parameters: leaves that require gradients, by index.
+    The listener is held weakly: an optimizer that was dropped reduces nothing. The parameters, by
+    index, are leaves that require gradients.
     """
 
     def __init__(self, listener: Listener, parameters: dict[int, torch.nn.Parameter]) -> None:
@@ -106,19 +105,12 @@ def current_run() -> int:
 
 
 def at_end_of_run(callback: Callable[[], None]) -> None:
-    """Call back when the run in which this hook is called has ended well.
-
-    If it fails instead, the callback is dropped: whatever only it refers to is gone.
-    """
+    """Call back when the run of this hook has ended well; forget it if the run fails."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def within_outer_run(callback: Callable[[], None]) -> bool:
-    """Call back from the run that encloses the one that has just ended; to be asked at its end.
-
-    Returns:
-        False if there is none, so that nobody will be called.
-    """
+    """Call back from the run that encloses the one that ends now; return False if there is none."""
     node = torch._C._current_autograd_node()  # what the outer run is executing
     after = [successor for successor, _ in node.next_functions if successor] if node else []
     handles: list[RemovableHandle] = []

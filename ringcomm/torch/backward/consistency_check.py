@@ -17,33 +17,18 @@ from ringcomm.torch.backward.complement import is_alike, with_complement
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """An optimizer, as far as ranks must agree on it.
-
-    Attributes:
-        parameters: (name, dtype and shape and whether it is frozen) of each, in order.
-        settings: (what, value) of each argument and setting.
-    """
+    """An optimizer, as far as ranks must agree on it: names and texts of parameters, settings."""
 
     parameters: tuple[tuple[str, str], ...]
     settings: tuple[tuple[str, str], ...]
 
     def digest(self) -> bytes:
-        """Return bytes that differ where outlines differ."""
+        """Return bytes that differ where summaries differ."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
 
 
 class ConsistencyCheck:
-    """The comparison of all ranks' outlines and weights, under way. Collective.
-
-    Args:
-        mine: this rank's.
-        name: by which the ranks know it.
-        group: those ranks.
-        weights: digest of this rank's weights, of the same length on every rank.
-
-    Attributes:
-        handle: what to wait for.
-    """
+    """The comparison of all ranks' summaries and digests of weights, under way. Collective."""
 
     def __init__(
         self, mine: OptimizerSummary, name: str, group: Group, weights: bytes = b""
@@ -71,7 +56,7 @@ class ConsistencyCheck:
 
 
 def explain(outlines: Sequence[OptimizerSummary | None]) -> str:
-    """Return in what the outlines of ranks differ; None: of one in join(). Pure."""
+    """Return in what the summaries of ranks differ; None: of one in join(). Pure."""
     known = {rank: each for rank, each in enumerate(outlines) if each is not None}
     counts = [f"{len(each.parameters)} parameters" for each in known.values()]
     if len(set(counts)) > 1:

@@ -50,10 +50,7 @@ def finish_together(works: Sequence[CollectiveTask[None]]) -> None:
 
 
 def at_end_of_this_run(work: CollectiveTask[None]) -> None:
-    """Carry out `work`, together with whatever else ends with this run; at the end of a run.
-
-    If that end is not reached, the work is dropped without having begun.
-    """
+    """Carry out `work` with all else that ends with this run; it is dropped if the run fails."""
     run = autograd.current_run()
     ending = _endings.get(run)
     if ending is None:

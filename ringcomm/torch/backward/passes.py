@@ -23,22 +23,14 @@ class Owner(Protocol):
 
 
 class _Pass:
-    """One backward(). Only what autograd is still to call refers to it, so it dies if that fails.
-
-    Attributes:
-        runs: numbers of the runs whose ends are awaited or past.
-    """
+    """One backward(). Only what autograd is still to call refers to it: it dies if that fails."""
 
     def __init__(self) -> None:
         self.runs: set[int] = set()
 
 
 class Passes:
-    """The backward() calls that an optimizer hears of, one at a time.
-
-    Attributes:
-        has_failed: the last one raised before its end.
-    """
+    """The backward() calls of an optimizer, one at a time."""
 
     def __init__(self) -> None:
         self._current: weakref.ref[_Pass] | None = None
@@ -61,7 +53,7 @@ class Passes:
             autograd.at_end_of_run(functools.partial(self._end_run, owner, current))
 
     def forget(self) -> None:
-        """Whatever was under way is over."""
+        """Forget what was under way."""
         self._current = None
 
     def _end_run(self, owner: Owner, which: _Pass) -> None:

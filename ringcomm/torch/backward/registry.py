@@ -15,25 +15,17 @@ from ringcomm.engine.core.group import Group
 
 
 class Numbered(Protocol):
-    """One that reduces.
-
-    Attributes:
-        number: tells its messages from those of others with parameters of the same names.
-    """
+    """A reducer; its number tells its messages from those of others with the same names."""
 
     number: int
 
 
 class Weighed(Protocol):
-    """One whose gradients may be weighed.
-
-    Attributes:
-        samples: how many this rank's gradient of this step is the mean of; None: not weighed.
-    """
+    """A reducer whose gradient of this step is the mean of so many samples; None: not weighed."""
 
     @property
     def samples(self) -> float | None:
-        """See above."""
+        """Number of samples."""
         ...
 
 
@@ -49,11 +41,7 @@ def enrol(newcomer: Numbered, group: Group) -> None:
 
 
 def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:
-    """Make `owner` the one that reduces these parameters.
-
-    Raises:
-        ValueError: another one reduces one of them; none is claimed.
-    """
+    """Make `owner` the reducer of these parameters. Raises ValueError if one has another."""
     if any(_other_owner(parameter, owner) for _, parameter in named):
         gc.collect()  # it may have been dropped, and wait in a cycle
     for name, parameter in named:

@@ -6,11 +6,7 @@ import torch
 
 
 class Streams:
-    """Those on which something was written to one tensor since the last join().
-
-    Args:
-        tensor: on a GPU, or not, where there is nothing to do.
-    """
+    """Streams that have written to one tensor since the last join(); none if it is not on a GPU."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device = tensor.device if tensor.is_cuda else None

@@ -24,11 +24,7 @@ _OLDEST: Final = (2, 6)
 
 
 def checked_version(version: str, *, has_distributed: bool) -> tuple[int, ...]:
-    """Return (2, 13) for "2.13.0+cpu".
-
-    Raises:
-        ConfigError: a torch of this version, or without torch.distributed, cannot be served.
-    """
+    """Return (2, 13) for "2.13.0+cpu"; ConfigError: one that cannot be served."""
     parts = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
     if parts < _OLDEST:
         raise ConfigError(

@@ -31,11 +31,7 @@ def begin() -> None:
 
 
 def require_launcher(size: int) -> None:
-    """Raise if several ranks were started by something that is no MPI launcher; before MPI starts.
-
-    Raises:
-        ConfigError: every process would be an MPI job of its own, rank 0 of 1.
-    """
+    """Raise ConfigError if several ranks were started by no MPI launcher; before MPI starts."""
     instead = '; or use init_process_group("gloo") with this launcher'
     launched.require_mpi_launcher(size, "torch.distributed", or_else=instead)
 

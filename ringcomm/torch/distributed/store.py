@@ -23,11 +23,7 @@ _LEAST_S = 10.0  # for rank 0 to answer, however short the timeout of keys is
 
 
 class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
-    """A store that all ranks of the job share. Collective to make, after init().
-
-    Args:
-        timeout: how long get() and wait() wait for a key.
-    """
+    """A store that all ranks of the job share. Collective to make, after init()."""
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__()

@@ -15,14 +15,7 @@ def apply(
     backward: Callable[[_Tensors, _Tensors], list[torch.Tensor]],
     tensors: _Tensors,
 ) -> list[torch.Tensor]:
-    """Return forward(tensors); if gradients are wanted, they come from backward().
-
-    Args:
-        forward: the collective.
-        backward: returns the gradient of each tensor, given those of the results, and the tensors.
-            Collective, too.
-        tensors: what it is applied to.
-    """
+    """Return forward(tensors), a collective; gradients come from backward(result's, tensors)."""
     for x in tensors:
         _require_tensor(x)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):

@@ -92,11 +92,7 @@ class ProcessSet:
         return _registry()[self].lanes[kind]
 
     def root(self, root_rank: int) -> int:
-        """Return the index of a rank of the job among these ranks.
-
-        Raises:
-            ValueError: it is none of them.
-        """
+        """Return the index of a rank of the job among these; ValueError if it is no member."""
         ranks = self._known_ranks()
         if root_rank not in ranks:
             raise ValueError(f"root_rank is {root_rank}; the ranks of {self} are {ranks}")
@@ -195,11 +191,7 @@ class _InUseError(ValueError):
 
 
 def _agreed(verb: str, ranks: tuple[int, ...], *, is_comm: bool = False) -> list[tuple[int, ...]]:
-    """Return the ranks of each set that all ranks add or remove: of a split communicator, several.
-
-    Raises:
-        MismatchError: on every rank that is not in join(), one does not do the same.
-    """
+    """Return the ranks of each set that all ranks add or remove: several of a split one."""
     calls = collectives.allgather_object((verb, ranks, is_comm))
     joined = [rank for rank, each in enumerate(calls) if each is None]  # what a stand-in gathers
     if joined:
@@ -276,11 +268,7 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def prepare(process_sets: Iterable[ProcessSet] = ()) -> None:
-    """Put the global process set into use, and these. Every rank calls it.
-
-    Raises:
-        ValueError: another one has the ranks of one of them; as in Horovod all others are in use.
-    """
+    """Put the global process set into use, and these. Collective. ValueError: a duplicate."""
     registry, duplicates = _registry(), []
     for number, each in enumerate(process_sets):
         try:

@@ -28,16 +28,7 @@ def with_adasum(
     sync_weights: bool = True,
     known: Sequence[tuple[str, torch.nn.Parameter]] = (),
 ) -> T:
-    """Return `optimizer` with the change that each step() makes combined over all ranks.
-
-    Args:
-        optimizer: any torch.optim.Optimizer.
-        named_parameters: its parameters, in the same order on every rank.
-        compression: what is sent: Compression.none, fp16 or bf16.
-        process_set: the ranks that take part.
-        sync_weights: see DistributedOptimizer.
-        known: parameters that have names, among them others; see FirstWeights.
-    """
+    """Return `optimizer` with the change that each step() makes combined over all ranks."""
     base = type(optimizer)
     kind: type[_Adaptive] = type(base.__name__, (_Adaptive, base), {"__doc__": base.__doc__})
     wrapped = object.__new__(kind)

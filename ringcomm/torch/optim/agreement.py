@@ -12,12 +12,7 @@ from ringcomm.torch.optim.first_weights import FirstWeights, Named
 
 
 class Agreement:
-    """Compared once, while the first backward() runs; anew after forget().
-
-    Args:
-        is_wanted: also compare weights; see FirstWeights.
-        known: parameters that have names, among them others; see FirstWeights.
-    """
+    """The comparison of parameters and weights in the first backward(); anew after forget()."""
 
     def __init__(self, *, is_wanted: bool, known: Named) -> None:
         self._weights = FirstWeights(is_wanted=is_wanted, known=known)
@@ -25,7 +20,7 @@ class Agreement:
         self._is_reached = False
 
     def expect_more(self) -> None:
-        """Compare weights again: there are parameters that have not been compared."""
+        """Compare weights again: there are new parameters."""
         self._weights.expect_more()
 
     def forget(self) -> None:
@@ -48,11 +43,7 @@ class Agreement:
         return self._check.handle
 
     def is_reached(self) -> bool:
-        """Return True if all ranks are known to have wrapped the same parameters.
-
-        Raises:
-            MismatchError: they have not; nothing was sent.
-        """
+        """Return True if all ranks are known to have wrapped the same; MismatchError if not."""
         if not self._is_reached:
             check = self._check
             assert check is not None

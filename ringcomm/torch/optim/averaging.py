@@ -41,11 +41,7 @@ class StateSharding(Protocol):
         ...
 
     def unscale(self, divide: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Divide the gradients by a scale. Collective.
-
-        Args:
-            divide: does so on this rank, and returns a number above 0 per device for infinities.
-        """
+        """Divide by divide(), which returns numbers above 0 for infinities. Collective."""
         ...
 
     def state_dict(self, *, root_rank: int | None = None) -> Any:

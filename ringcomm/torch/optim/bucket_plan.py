@@ -19,10 +19,7 @@ from ringcomm.torch.optim.presence import SPARSE, Presence, ready_order
 
 
 class BucketPlan:
-    """The buckets of one optimizer, alike on all ranks between two steps.
-
-    Args:
-        slots: the optimizer's parameters; the list may grow, before forget_order().
+    """The buckets of one optimizer's slots, alike on all ranks between two steps.
 
     Attributes:
         buckets: in the order in which they are expected to leave; None until the first gradient

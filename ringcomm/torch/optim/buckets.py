@@ -26,16 +26,12 @@ _16_BIT = (torch.float16, torch.bfloat16)
 def plan_buckets(
     sizes: Sequence[tuple[int, object]], order: Sequence[int], max_nbytes: float
 ) -> list[list[int]]:
-    """Return which tensors share a bucket; pure, so that every rank comes to the same plan.
+    """Return which tensors share a bucket: their indices, in `order`. Pure, so alike on every rank.
 
     Args:
         sizes: (bytes, what must be alike) of each tensor.
         order: indices of tensors, in the order in which they are expected to be ready.
-        max_nbytes: a bucket is closed when the next tensor would take it beyond; a tensor that is
-            larger has a bucket of its own.
-
-    Returns:
-        The indices of each bucket.
+        max_nbytes: of a bucket; a tensor that is larger has one of its own.
     """
     items = [Item(*sizes[index]) for index in order]
     return [[order[place] for place in batch] for batch in plan_fusion(items, max_nbytes)]
@@ -43,12 +39,7 @@ def plan_buckets(
 
 @dataclass(frozen=True)
 class Scaling:
-    """Options of the reduction of one step's gradients.
-
-    Attributes:
-        options: of the optimizer.
-        samples: how many this rank's gradient is the mean of; None: all count alike.
-    """
+    """Options of one step's reduction; samples: how many this rank's gradient is the mean of."""
 
     options: ReductionOptions
     samples: float | None = None
@@ -69,12 +60,10 @@ class Member:
     """A parameter's place in its bucket.
 
     Attributes:
-        index: of the parameter.
-        view: of the bucket's buffer, in the parameter's shape and, if it is dense, strides. Its
-            version counter is its own.
+        view: of the buffer, in the parameter's shape and, if it is dense, strides; it has a version
+            counter of its own.
         place: which elements of the buffer these are.
-        own: which of the parameter's elements, in the order in which they lie in memory, this rank
-            gets the result of.
+        own: which elements, in the order in which they lie in memory, this rank gets the result of.
     """
 
     index: int
@@ -101,21 +90,12 @@ class BucketDescription:
 
 
 class Bucket:
-    """A flat buffer with a view for the gradient of each of its parameters.
-
-    Args:
-        kind: "gradients", for the name.
-        parameters: (index, name, parameter) of each, of one dtype.
-        group: whose gradients they are.
-        suffix: of the name.
-        is_scattered: each rank gets its chunk of the result alone; the rest becomes zeros.
+    """A flat buffer with a view for the gradient of each (index, name, parameter), of one dtype.
 
     Attributes:
         whose: names its parameters.
-        name: says whose gradients it holds; by it the ranks know the bucket.
-        buffer: shape (elements of all members,).
-        own: which elements of it this rank gets the result of.
-        members: who is in it, in order.
+        name: by which the ranks know the bucket.
+        own: which elements this rank gets the result of: all; if is_scattered, its chunk.
         waiting: indices of members that are not ready.
         handles: of the reduction under way, if any: until land() returns the engine owns the
             buffer, views included.
@@ -188,10 +168,9 @@ class Bucket:
         self._factor = options.predivide
 
     def land(self, total: float | None) -> None:
-        """Wait for the result; the buffer is this rank's again, also after a MismatchError.
+        """Wait for the result, divided by `total` samples of all ranks unless that is None.
 
-        Args:
-            total: samples of all ranks, by which a weighted sum is divided; None: not weighted.
+        The buffer is this rank's again, also after a MismatchError.
         """
         (handle,), self.handles = self.handles, ()
         handle.wait()
@@ -270,12 +249,7 @@ def line_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def line_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Return the elements of x, flat, in the order in which those of `view` lie; a view if it can.
-
-    Args:
-        x: dense, of view's shape.
-        view: without gaps.
-    """
+    """Return a dense x flat, with its elements in the order in which those of `view` lie."""
     x = x.detach()
     if x.stride() != view.stride():
         x = torch.empty_strided(view.shape, view.stride(), dtype=x.dtype, device=x.device).copy_(x)
@@ -283,13 +257,7 @@ def line_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def registered(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return zeros that the ranks of this node reduce, and read, where they stand.
-
-    Args:
-        count: elements.
-        like: has their dtype, and is where they are to be.
-        group: of the ranks.
-    """
+    """Return zeros, of like's dtype and device, that ranks of a node reduce where they stand."""
     nbytes = count * like.dtype.itemsize
     adapter = device_adapter_for(like)
     if adapter is None:

@@ -30,16 +30,7 @@ from ringcomm.torch.optim.sparse import SparseSum
 
 @dataclass(frozen=True)
 class Exchange:
-    """One such end.
-
-    Attributes:
-        slots: the optimizer's parameters.
-        buckets: of their dense gradients; some may be under way.
-        scaling: how the ranks' gradients become one.
-        step: how many steps this rank has completed.
-        max_nbytes: size limit of further buckets.
-        suffix: of the names by which ranks know this optimizer's messages.
-    """
+    """The end of one backward(), with the optimizer's slots, buckets and completed steps."""
 
     slots: Sequence[GradientSlot]
     buckets: Sequence[Bucket]
@@ -51,8 +42,7 @@ class Exchange:
     def run(self, *, has_failed: bool = False) -> CollectiveTask[Presence]:
         """Make .grad of all slots final, and return what was present anywhere. Collective.
 
-        Args:
-            has_failed: this rank's backward() raised; only what is under way is completed.
+        If this rank's backward() has failed, what is under way is completed, no more.
 
         Raises:
             MismatchError: on every rank: a backward() failed somewhere, ranks are in different
@@ -112,11 +102,7 @@ class Exchange:
         return None
 
     def _end_in_different_steps(self) -> CollectiveTask[None]:
-        """Ranks are in different steps, so their buckets may differ: complete what has left.
-
-        Raises:
-            MismatchError: always, on every rank.
-        """
+        """Complete what has left, in steps that differ; then raise MismatchError, on every rank."""
         mine = [bucket.description for bucket in self.buckets if bucket.is_under_way]
         group = self.scaling.group
         steps = collectives.allgather_object(

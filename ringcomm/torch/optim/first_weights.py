@@ -34,14 +34,10 @@ _log = logging.getLogger("ringcomm")
 
 
 class FirstWeights:
-    """The weights with which one optimizer begins, as far as ranks have compared them.
+    """The weights with which one optimizer begins. Every rank goes through the same calls.
 
-    Every rank goes through the same calls, with the same verdicts.
-
-    Args:
-        is_wanted: compare them; False: ranks mean to differ.
-        known: parameters that have names. Those that are frozen are compared too where the
-            optimizer does not hold them, and left as they are: they may be another's.
+    Of `known` parameters, frozen ones that the optimizer does not hold are compared too, and left
+    as they are: they may be another's.
     """
 
     def __init__(self, *, is_wanted: bool = True, known: Named = ()) -> None:
@@ -58,9 +54,9 @@ class FirstWeights:
         self._is_compared = not self._is_wanted
 
     def digest(self, named: Named) -> bytes:
-        """Return 32 bytes that differ where weights differ; zeros once they have been compared.
+        """Return 16 bytes that differ where weights do, then 16 of frozen ones it does not hold.
 
-        The first half is of the optimizer's, the second of frozen ones that it does not hold.
+        Zeros once they have been compared.
         """
         if self._is_compared:
             return _NOTHING
@@ -75,11 +71,7 @@ class FirstWeights:
         return _hash(self._sums) + _hash([(name, fingerprint(each)) for name, each in others])
 
     def note(self, combined: bytes) -> None:
-        """Take down the verdict.
-
-        Args:
-            combined: what digest() has returned on all ranks, each with its complement, by BOR.
-        """
+        """Note the verdict: digest() of all ranks, each with its complement, combined by BOR."""
         n = len(combined) // 4
         mine, others, not_mine, not_others = (combined[i * n : (i + 1) * n] for i in range(4))
         self._do_differ |= not is_alike(mine + not_mine)
@@ -96,16 +88,11 @@ class FirstWeights:
         finish_together([self.make_alike(named, group, suffix)])
 
     def make_alike(self, named: Named, group: Group, suffix: str) -> CollectiveTask[None]:
-        """Give all ranks the first one's weights if theirs differ, with a warning. Collective then.
+        """Give all ranks the weights of the first that is not in join(), with a warning.
 
-        The first of those that have not called join(), which alone give something. Of frozen ones
-        that differ beside the optimizer's there is a warning alone. Autograd does not know of it: a
-        graph that is kept for another backward() stays usable.
-
-        Args:
-            named: the parameters.
-            group: whose ranks they are.
-            suffix: of the names of messages.
+        Collective if they differ. Of frozen ones that differ beside the optimizer's there is a
+        warning alone. Autograd does not know of it: a graph that is kept for another backward()
+        stays usable.
         """
         if not (self._do_differ or self._do_others_differ):
             return
@@ -176,13 +163,7 @@ def _is_comparable(x: torch.Tensor) -> bool:
 
 
 def _warn(names: Sequence[str], sums: NDArray[np.int64], rank: int) -> None:
-    """Say which weights differed.
-
-    Args:
-        names: of the parameters.
-        sums: of each rank that has not called join(), shape (ranks, len(names), 2).
-        rank: whose weights all have.
-    """
+    """Say which weights differed; sums: of each rank's parameters, shape (ranks, len(names), 2)."""
     has_differed = (sums != sums[0]).any(axis=(0, 2))
     differ = [name for name, has in zip(names, has_differed, strict=True) if has]
     _log.warning(

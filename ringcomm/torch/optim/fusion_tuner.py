@@ -11,12 +11,7 @@ _WORTH_A_CHANGE = 0.97  # of the first candidate's time: less is noise
 
 
 class FusionTuner:
-    """Goes through bucket sizes, one after the other, alike on all ranks, and remembers the times.
-
-    Attributes:
-        mib: the size to use now.
-        is_over: all have been tried; choose() tells the best, which rank 0's clock decides.
-    """
+    """Goes through bucket sizes (`mib`), alike on all ranks, and remembers the times."""
 
     def __init__(self) -> None:
         self.mib = CANDIDATES_MIB[0]

@@ -29,13 +29,7 @@ class GradientState(Enum):
 class GradientSlot:
     """A parameter, and where its gradient of this step is.
 
-    Args:
-        index: place among the optimizer's parameters.
-        name: for error messages.
-        parameter: the parameter.
-
     Attributes:
-        state: what .grad is.
         bucket: where its dense gradients travel, or None.
         is_heard: hooks tell of its gradients. Those of a parameter that was always frozen are not.
         was_sparse: what this rank has computed was sparse, and is made dense for the reduction.
@@ -96,11 +90,7 @@ class GradientSlot:
         self._zeroed_version = -1  # what a reduction writes to the view does not count as a change
 
     def require_placed(self) -> None:
-        """Refuse a gradient of which each rank has the share that it had before buckets changed.
-
-        Raises:
-            RingcommError: .grad is what the last step() has used, and shares have changed since.
-        """
+        """Raise RingcommError if .grad is of the last step(), and shares have changed since."""
         if self._displaced is not None and self._displaced.fits(self.parameter.grad):
             raise RingcommError(
                 f"DistributedOptimizer: {self.name}.grad is of an earlier step, and with "
@@ -109,11 +99,7 @@ class GradientSlot:
             )
 
     def own_gradient(self) -> torch.Tensor | None:
-        """Return the part of .grad that this rank updates: a flat view, after it was laid out so.
-
-        Raises:
-            RingcommError: see require_placed().
-        """
+        """Return the part of .grad that this rank updates: flat, after it was laid out so."""
         gradient, view = self.parameter.grad, self._view
         if gradient is None or view is None:
             return None
@@ -182,13 +168,10 @@ class GradientSlot:
             self.parameter.grad = gradient.to_sparse(1)
 
     def pack(self, code: int = DENSE) -> None:
-        """Write this rank's gradient, or zeros, to the bucket.
+        """Write this rank's gradient to the bucket; zeros if `code` says that none is dense.
 
         What was a large gradient is kept until the next one: freed at once, its pages would go back
         to the system, and the next backward() would fault them in again (4 to 8 ms for 80 MB).
-
-        Args:
-            code: what any rank has; if nothing is dense, this rank's sparse part stays where it is.
         """
         assert self._view is not None
         gradient = self.parameter.grad
@@ -214,12 +197,7 @@ class GradientSlot:
             target.zero_()
 
     def settle(self, code: int, extra: Sequence[torch.Tensor]) -> None:
-        """Make .grad final.
-
-        Args:
-            code: what any rank had.
-            extra: reduced parts that did not travel in the bucket.
-        """
+        """Make .grad final, of what any rank had (code) and parts beside the bucket (extra)."""
         parts = list(extra)
         if code & DENSE and self._view is not None:
             parts.insert(0, self._view)

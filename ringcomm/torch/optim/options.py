@@ -24,21 +24,7 @@ _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """See DistributedOptimizer, which takes these.
-
-    Attributes:
-        op: rc.AVERAGE or rc.SUM.
-        compression: turns a bucket into what is sent, and back.
-        predivide: gradients are divided by it before they are sent, and multiplied after.
-        groups: parameters that travel together: how many groups, or the groups.
-        sparse_as_dense: sparse gradients are reduced as dense ones.
-        process_set: the ranks that take part.
-        shard_state: 1: each rank gets, and updates, its share alone.
-        sync_weights: all ranks are to begin with the same weights.
-
-    Raises:
-        ValueError: one of them is out of range, or they do not fit together.
-    """
+    """Arguments of DistributedOptimizer; ValueError: out of range, or they do not fit together."""
 
     op: Op = AVERAGE
     compression: Any = Compression.none
@@ -79,12 +65,7 @@ class ReductionOptions:
         return _alone[current]
 
     def batches(self, order: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> Batches:
-        """Return which parameters travel together.
-
-        Args:
-            order: indices of those that travel, in the order in which they are ready.
-            parameters: all of the optimizer's.
-        """
+        """Return which parameters travel together, of those in `order` (of readiness)."""
         if isinstance(self.groups, int):
             assigned = _even(len(parameters), self.groups)
         else:
@@ -113,12 +94,7 @@ class ReductionOptions:
 
 @dataclass(frozen=True)
 class Batches:
-    """Indices of parameters.
-
-    Attributes:
-        together: those that the user wants to travel together.
-        others: the rest.
-    """
+    """Indices of parameters: those that the user wants to travel together, and the rest."""
 
     together: list[list[int]]
     others: list[int]
@@ -177,16 +153,7 @@ def require_passes(n: object) -> None:
 
 
 def require_own(options: ReductionOptions, own: Named, known: Named) -> None:
-    """Refuse groups with a parameter that is not the optimizer's.
-
-    Args:
-        options: whose groups they are.
-        own: the optimizer's parameters.
-        known: parameters that have names, among them others.
-
-    Raises:
-        ValueError: it names the first.
-    """
+    """Raise ValueError if groups have a parameter that is not its own; names are in `known`."""
     if isinstance(options.groups, int):
         return
     ids = {id(p) for _, p in own}

@@ -24,10 +24,8 @@ _STEP = 8  # bytes
 class Presence:
     """Gradients and flags of one rank; or, as read from a combined message, of any rank.
 
-    Attributes:
-        codes: of each parameter: 0, or DENSE, SPARSE, LATE and WAS_SPARSE, or-ed.
-        flags: FAILED, WEIGHTED, UNWEIGHTED and HAS_SAMPLES, or-ed.
-        is_one_step: all ranks have completed as many steps.
+    codes: of each parameter: 0, or DENSE, SPARSE, LATE and WAS_SPARSE, or-ed. flags: FAILED, ...
+    is_one_step: all ranks have completed as many steps.
     """
 
     codes: bytes

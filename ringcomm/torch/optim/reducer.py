@@ -45,12 +45,6 @@ class GradientReducer:
         options: how they are reduced.
         passes_per_step: backward() calls whose gradients are added up before anything is sent.
         known: parameters that have names, among them others; see FirstWeights.
-
-    Attributes:
-        step: how many steps have been completed.
-        slots: the parameters, in order of registration.
-        plan: the buckets of their dense gradients.
-        number: see registry.Numbered.
     """
 
     def __init__(
@@ -80,22 +74,13 @@ class GradientReducer:
         self._enrol()
 
     def set_passes_per_step(self, n: int) -> None:
-        """Add up the gradients of n backward() calls before anything is sent; between two steps.
-
-        Raises:
-            ValueError: n is no whole number from 1 on.
-        """
+        """Add up the gradients of n backward() calls before anything is sent; between two steps."""
         require_passes(n)
         self.passes_per_step = n
         self._agreement.forget()
 
     def extend(self, named_parameters: Named) -> None:
-        """Reduce the gradients of these, too; the same on every rank, between two steps.
-
-        Raises:
-            TypeError: a parameter is not in host memory, or of a dtype that cannot be reduced.
-            ValueError: another optimizer reduces one already.
-        """
+        """Reduce the gradients of these, too; the same on every rank, between two steps."""
         self._usability.require(self._passes)
         self._agreement.expect_more()
         n = len(self.slots)
@@ -137,10 +122,7 @@ class GradientReducer:
         self._begin_step()
 
     def go_on_from(self, step: int) -> None:
-        """Count steps from this one on, and agree on all else anew; on every rank, between steps.
-
-        For ranks of which some have made fewer steps, in join().
-        """
+        """Count steps from this one on, after join(), and agree on all else anew; on every rank."""
         self.step = step
         self._agreement.expect_more()
         self.plan.forget_sparse()
@@ -289,15 +271,7 @@ class _ParameterHooks:
         self._hooks: list[Hooks] = []
 
     def attach_new(self, reducer: GradientReducer, state: GradientState) -> bool:
-        """Attach hooks to parameters that require gradients and have none: added, or unfrozen.
-
-        Args:
-            reducer: is called before and after each of their gradients, and is their one owner.
-            state: of their gradients.
-
-        Returns:
-            True if there are any.
-        """
+        """Attach hooks to parameters, added or unfrozen, that require gradients and have none."""
         new = [s for s in reducer.slots if not s.is_heard and s.parameter.requires_grad]
         if not new:
             return False
@@ -326,11 +300,7 @@ class _ParameterHooks:
 
 
 class _Usability:
-    """Refuses gradients after a failure, until they start anew.
-
-    Attributes:
-        is_spoiled: a backward() or a reduction has failed in this step.
-    """
+    """Refuses gradients after a failure (is_spoiled), until they start anew."""
 
     def __init__(self) -> None:
         self.is_spoiled = False

@@ -13,14 +13,7 @@ from ringcomm.torch.optim.gradient import GradientSlot
 class SparseSum:
     """The sum over all ranks of one parameter's sparse gradients, under way.
 
-    Args:
-        slot: of the parameter. Its .grad is this rank's part if it is torch.sparse_coo.
-        scaling: how the ranks' parts become one.
-        suffix: of the names by which the ranks know the messages.
-
     Attributes:
-        index: of the parameter.
-        handles: of what is under way.
         result: coalesced, the same bits on every rank, once land() has returned.
     """
 
@@ -41,11 +34,7 @@ class SparseSum:
         )
 
     def land(self, total: float | None) -> None:
-        """Wait for the result.
-
-        Args:
-            total: samples of all ranks, by which a weighted sum is divided; None: not weighted.
-        """
+        """Wait for the result, divided by `total` samples of all ranks unless that is None."""
         rows, values = (handle.wait() for handle in self.handles)
         gathered = torch.sparse_coo_tensor(
             rows.unsqueeze(0), wide(values), self._shape, check_invariants=True

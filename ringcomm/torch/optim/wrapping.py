@@ -15,15 +15,10 @@ Settings = dict[str, Any]  # of a param_group, but for its parameters
 
 
 def dressed(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
-    """Return `optimizer` as an instance of a class that derives from `part` and its own class.
+    """Return `optimizer`, with attributes, as an instance of a class of `part` and its own class.
 
     It shares the optimizer's state, param_groups and hooks; schedulers that were made earlier see
     its steps.
-
-    Args:
-        optimizer: what is wrapped; not to be used by itself any more.
-        part: the first base of the new class.
-        attributes: that the result has besides.
     """
     base = type(optimizer)
     kind: type[P] = type(base.__name__, (part, base), {"__doc__": base.__doc__})
@@ -37,10 +32,7 @@ def dressed(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
 
 
 def undressed(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:
-    """Return an optimizer of the class that `wrapped` had, with all it has but these attributes.
-
-    What is changed in it (state, param_groups) changes in `wrapped`; what is replaced does not.
-    """
+    """Return an optimizer of the plain class that shares all with `wrapped` but attributes."""
     plain: Optimizer = object.__new__(type(wrapped).__bases__[1])
     plain.__dict__ = {k: v for k, v in wrapped.__dict__.items() if k not in attributes}
     return plain

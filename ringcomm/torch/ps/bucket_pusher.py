@@ -27,14 +27,8 @@ Groups = Sequence[Mapping[str, Any]]
 class BucketPusher:
     """The buckets of one optimizer, and which of them have been pushed in this step.
 
-    Args:
-        options: of the optimizer.
-        groups: the optimizer's param_groups.
-        session: of this worker.
-
     Attributes:
-        options: see above.
-        groups: as they are now; the owner replaces them.
+        groups: the optimizer's param_groups as they are now; the owner replaces them.
         buckets: in the order in which they are pushed.
         n_pushed: how many have been, in this step.
         samples: of this worker's gradient of this step; None: not weighed.
@@ -87,10 +81,7 @@ class BucketPusher:
             self._push(self.buckets[self.n_pushed], factor, scale)
 
     def _push(self, bucket: Bucket, factor: float = 1.0, scale: float = 1.0) -> None:
-        """Push the next bucket; `scale` is in its gradients, and is not undone before.
-
-        What raises has pushed nothing of it, and may be called again.
-        """
+        """Push the next bucket; `scale` stays in its gradients. What raises may be called again."""
         bucket.note_pushed(self._pushed(bucket, factor, scale))
         self.n_pushed += 1
 

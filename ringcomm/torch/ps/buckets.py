@@ -32,11 +32,7 @@ class Slot:
     """A parameter, and what became of its gradient in this step.
 
     Attributes:
-        index: place among the optimizer's parameters.
-        name: for error messages.
-        parameter: the parameter.
         group: its parameter group.
-        is_heard: hooks tell of its gradients.
         pushed: the gradient that was sent in this step, and its version; None: none was.
         known: version and address of the values that the servers have, too.
         kept: what was the gradient; see Bucket.note_pushed().
@@ -66,8 +62,7 @@ class Slot:
 def plan(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Return which parameters share a table, in the order in which gradients are complete.
 
-    Those that share are small, of one parameter group and dtype. A frozen one is alone, so that it
-    can be trained later.
+    Those are small, of one parameter group and dtype. A frozen one is alone: it may be unfrozen.
     """
     backward = list(reversed(slots))
     sizes: list[tuple[int, object]] = []
@@ -86,16 +81,7 @@ def plan(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 class Bucket:
-    """Parameters that share a table.
-
-    Opening it is for every worker; the chief's values are what the table begins with.
-
-    Args:
-        slots: the parameters.
-        suffix: of the table's name.
-        updater: what the servers do with gradients.
-        mode: of the table.
-        compression: of what is pushed, or None.
+    """Parameters that share a table. Collective to make; it begins with the chief's values.
 
     Attributes:
         group: parameter group of all of them.
@@ -177,7 +163,7 @@ class Bucket:
         return _numpy(self._values)
 
     def land(self) -> None:
-        """The values are there: let the parameters have them."""
+        """Give the parameters the values, which are there."""
         if self._alone() is not None:
             TORCH.written(self.slots[0].parameter)
         else:
@@ -204,7 +190,7 @@ class Bucket:
 
     # --- gradients ------------------------------------------------------------------------------
     def gradients(self) -> torch.Tensor | None:
-        """Return the gradients, flat; zeros for who has none. None if nobody has one.
+        """Return the gradients, flat, zeros for who has none; None if nobody has one.
 
         It is .grad itself where that fits, else memory that the next call overwrites.
         """
@@ -228,10 +214,10 @@ class Bucket:
         return self._gradients
 
     def note_pushed(self, push: Future[Pushed] | None) -> None:
-        """The gradients are on their way, as they are now.
+        """Note that the gradients, as they are now, are on their way.
 
         Large ones are kept until the next, also if zero_grad() lets go of them: see
-        ringcomm.torch.optim.gradient.Slot.pack.
+        GradientSlot.pack() of the ring's optimizer.
         """
         self.push, self.is_pushed = push, True
         for slot in self.slots:

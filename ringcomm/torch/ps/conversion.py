@@ -94,11 +94,7 @@ def convert(
 def _plan(
     model: nn.Module, min_rows: int, skip: Collection[str]
 ) -> Iterator[tuple[list[str], Any]]:
-    """Yield (paths, module) of what is to be replaced; several paths lead to what is shared.
-
-    Raises:
-        ValueError, TypeError: it cannot be.
-    """
+    """Yield (paths, module) of what is to be replaced; several paths lead to what is shared."""
     paths_of: dict[torch.Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

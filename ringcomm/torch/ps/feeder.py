@@ -35,19 +35,10 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 class Feeder:
     """Owns the hooks, and the tables, of one optimizer's parameters. Collective to make.
 
-    Args:
-        named_parameters: (name, parameter), alike on every worker and in one order.
-        groups: the optimizer's param_groups.
-        options: the optimizer's.
-        passes_per_step: backward() calls whose gradients are added up before anything is pushed.
-
     Attributes:
         pusher: of the parameters' gradients.
-        session: of this worker.
-        step: how many steps have been completed.
         was_applied: this worker's last gradients are part of the parameters.
         rows: of embeddings, whose gradients go with this step; once it has begun to end.
-        number: see registry.Numbered.
     """
 
     def __init__(
@@ -74,13 +65,7 @@ class Feeder:
         let_rows_wait(self, self.session)
 
     def extend(self, named_parameters: Named) -> None:
-        """Move more parameters to the servers. Collective, between two steps.
-
-        Raises:
-            TypeError: a parameter is not in host memory, or neither float32 nor float64.
-            ValueError: another optimizer has one already.
-            MismatchError: workers have different parameters.
-        """
+        """Move more parameters to the servers. Collective, between two steps."""
         group_of = {p: g for g, group in enumerate(self.pusher.groups) for p in group["params"]}
         n = len(self._slots)
         new = [Slot(n + i, name, p, group_of[p]) for i, (name, p) in enumerate(named_parameters)]
@@ -165,11 +150,8 @@ class Feeder:
     def apply_on_servers(self, grad_scale: float) -> bool:
         """Make this step's update on the servers, and fetch the new values.
 
-        Args:
-            grad_scale: by which the loss was multiplied.
-
-        Returns:
-            False if the step was skipped, for a gradient that is not finite.
+        Returns False if it was skipped, for a gradient that is not finite. The loss was multiplied
+        by grad_scale.
         """
         self._begin_end()
         end = ServerStep(self.pusher, self.rows, grad_scale)
@@ -192,11 +174,7 @@ class Feeder:
         return is_finite
 
     def fetch_mean(self, grad_scale: float) -> None:
-        """Set .grad to the mean over the workers, which the servers only take.
-
-        Args:
-            grad_scale: see apply_on_servers(); it is left in .grad.
-        """
+        """Set .grad to the mean over the workers, still multiplied by grad_scale."""
         self._begin_end()
         self.pusher.flush(ServerStep(self.pusher, self.rows, grad_scale).poison(), grad_scale)
         self.pusher.enter()

@@ -39,14 +39,10 @@ class Deferring(Protocol):
 
 @dataclass(eq=False)
 class TableGradient:
-    """The gradient of one table's rows in a step.
+    """The gradient of one table's rows in a step: keys and rows of each backward pass, keys once.
 
-    Attributes:
-        table: of the rows.
-        samples: weight in the mean of a round; None: that of the step.
-        pieces: keys and rows of each backward pass; a key stands once in each.
-        notes: called with the future of the push.
-        push: under way.
+    samples is its weight in the mean of a round, None: that of the step. `notes` are called with
+    the future of the push.
     """
 
     table: HashTable
@@ -87,9 +83,6 @@ class RowGradients:
     """The gradients of all rows that go with one step of an optimizer.
 
     Each call may be repeated after it raised: what has been sent is not sent again.
-
-    Args:
-        found: by table.
     """
 
     def __init__(self, found: Iterable[TableGradient] = ()) -> None:
@@ -178,14 +171,14 @@ def let_rows_wait(optimizer: Deferring, current: Session) -> None:
 
 
 def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, note: Note) -> None:
-    """Push a gradient of rows, or let it wait for step().
+    """Push a gradient of rows, or keep it for step(); note() is called with the future of the push.
 
     Args:
         table: of the rows.
         keys: each stands in it once.
         rows: their gradients.
         samples: weight in the mean of a round; None: as set_samples() of the optimizer says.
-        note: called with the future of the push, now or by step().
+        note: called now or by step().
     """
     current = session()
     waiting = _waiting.get(current)
@@ -202,7 +195,7 @@ def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, no
 
 
 def take(current: Session) -> RowGradients:
-    """Return what waits for a step, which waits no more."""
+    """Return what waits for a step; it waits no more."""
     waiting = _waiting.get(current)
     if waiting is None or not waiting.found:
         return NO_ROWS

@@ -18,13 +18,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def factor_of(squares: float, grad_scale: float, max_norm: float | None) -> float:
-    """Return what gradients are multiplied by: unscaled, then clipped; pure.
-
-    Args:
-        squares: the sum of their squares, while they are scaled.
-        grad_scale: by which the loss was multiplied.
-        max_norm: of what they are clipped to; None: not clipped.
-    """
+    """Return the factor that unscales and clips gradients of this sum of squares, while scaled."""
     factor = 1 / grad_scale
     if max_norm is None:
         return factor
@@ -42,13 +36,7 @@ def squares_of(gradients: Iterable[torch.Tensor]) -> tuple[float, bool]:
 
 
 def clip_gradients(gradients: Sequence[torch.Tensor], of_rows: float, max_norm: float) -> float:
-    """Clip gradients in place; return what rows are to be multiplied by, too.
-
-    Args:
-        gradients: of all parameters, each any shape.
-        of_rows: the sum of squares of the gradients of rows.
-        max_norm: of all together.
-    """
+    """Clip gradients in place; return what rows, of this sum of squares, are multiplied by, too."""
     squares, _ = squares_of(gradients)
     factor = clip_factor(math.sqrt(squares + of_rows), max_norm)
     for x in gradients:

@@ -19,12 +19,7 @@ WHO: Final = "ps.DistributedOptimizer"  # begins the texts of errors
 class ServerOptions:
     """Options that the servers, or all workers, go by.
 
-    Attributes:
-        mode: when pushes become updates.
-        class_name: of the optimizer that servers are to be; None: they only take means.
-        compression: of what is pushed, or None.
-        max_norm: of the gradient of all parameters, or None.
-        scaler: a torch.amp.GradScaler, or None.
+    class_name is that of the optimizer that servers are to be; None: they only take means.
     """
 
     mode: Mode

@@ -12,20 +12,14 @@ from ringcomm.torch.ps.scaling import factor_of, is_on
 
 @dataclass(frozen=True)
 class ServerStep:
-    """The end of a step.
-
-    Attributes:
-        pusher: of the parameters' gradients.
-        rows: gradients of embeddings that go with this step.
-        grad_scale: by which the loss was multiplied.
-    """
+    """The end of a step, whose loss was multiplied by grad_scale."""
 
     pusher: BucketPusher
     rows: RowGradients
     grad_scale: float
 
     def own_factor(self) -> float | None:
-        """Return what is to be done to gradients before they are pushed; None: not to push them.
+        """Return the factor of gradients before they are pushed; None: not to push them.
 
         Without rounds each push is an update: it is clipped, and skipped, by itself.
         """
@@ -45,10 +39,9 @@ class ServerStep:
         return 1.0 if is_finite else math.nan
 
     def release(self) -> bool:
-        """Make updates of the means that the servers hold.
+        """Make updates of the means that the servers hold; return False if one is not finite.
 
-        Returns:
-            False if a mean is not finite; of a worker that was late, if its own gradient is not.
+        A worker that was late looks at its own gradient.
         """
         scale = self.grad_scale if self.pusher.options.pushes_scaled else 1.0
         held = [bucket for bucket in self.pusher.buckets if bucket.push is not None]

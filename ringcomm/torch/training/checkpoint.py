@@ -246,11 +246,7 @@ class Checkpoint:
 
 
 class _Attempts:
-    """Collects errors of one rank, to raise them on all ranks.
-
-    Args:
-        what: begins the text.
-    """
+    """Collects errors of one rank, to raise them on all ranks."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -265,12 +261,7 @@ class _Attempts:
             return None
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what all ranks have. Collective.
-
-        Raises:
-            TypeError: an attempt failed with that, on whatever rank.
-            RingcommError: one failed otherwise.
-        """
+        """Return what all ranks have. Collective; raises the first rank's error on all."""
         error = self._error
         failure = None if error is None else (isinstance(error, TypeError), _words(error))
         reports = collectives.allgather_object((failure, mine))
@@ -305,11 +296,7 @@ def _collected(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place_in(sampler: Any, consumed: int | None) -> Any:
-    """Return where this rank is in its samples.
-
-    Raises:
-        ValueError: that cannot be known, or `consumed` does not fit.
-    """
+    """Return where this rank is in its samples; ValueError if that cannot be known."""
     if not isinstance(sampler, ShardedSampler):
         if consumed is not None:
             raise ValueError(

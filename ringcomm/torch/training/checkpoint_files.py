@@ -41,20 +41,14 @@ def steps_in(folder: Path) -> list[int]:
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file that torch.load(weights_only=True) reads; it replaces an older one at once.
 
-    Raises:
-        TypeError: a part of the content is of a class that could not be loaded again.
-        OSError, RuntimeError: there is no room, or no permission; an older file stays.
+    Raises TypeError for a part of a class that could not be loaded again.
     """
     with replacing(path, lambda written: _require_loadable(written, content)) as file:
         torch.save(dict(content), file)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a file, once its checksums are seen to be right.
-
-    Raises:
-        BrokenFileError: it is not there, is cut short or changed, or is no such file.
-    """
+    """Return the content of a file whose checksums are right; else raise BrokenFileError."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -73,10 +67,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def tidy(folder: Path, keep: int | None) -> None:
-    """Remove all but the last `keep` checkpoints, and what saves that were killed have left.
-
-    To be called while no rank writes.
-    """
+    """Remove all but the last `keep` checkpoints, and what killed saves have left."""
     steps = steps_in(folder)
     for step in steps[:-keep] if keep is not None else []:
         main_path(folder, step).unlink(missing_ok=True)  # first, for it vouches for its shards

@@ -162,11 +162,7 @@ def _bring_in_step(optimizer: AveragingOptimizer, root_rank: int, process_set: P
 
 
 def _is_spread(optimizer: StateSharding, root_rank: int, process_set: ProcessSet) -> bool:
-    """Return True if each rank has its share of root's state, so that the settings are all to send.
-
-    Raises:
-        MismatchError: on every rank: root has a share, and another rank has loaded a whole state.
-    """
+    """Return True if each rank has its share of root's state: the settings are all to send."""
     root, group = process_set.root(root_rank), process_set.group
     are_spread = collectives.allgather_object(optimizer.is_spread, name="whose state", group=group)
     if are_spread[root] and not all(are_spread):
@@ -188,12 +184,8 @@ def broadcast_tree(
 ) -> Any:
     """Return root's tree on every rank; on root it is `tree` itself. Collective.
 
-    Args:
-        tree: dicts, lists and tuples of tensors, which travel as they are, and of what can be
-            pickled; looked at on root only.
-        root_rank: the rank whose tree all get.
-        name: begins the names of the messages.
-        process_set: the ranks that take part.
+    It is of dicts, lists and tuples of tensors, which travel as they are, and of what can be
+    pickled; looked at on root only. `name` begins the names of the messages.
     """
     root, group = process_set.root(root_rank), process_set.group
     is_root = rank() == root_rank

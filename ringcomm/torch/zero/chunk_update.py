@@ -22,14 +22,7 @@ MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in 
 
 @dataclass(frozen=True)
 class Chunk:
-    """This rank's part of a bucket's weights.
-
-    Attributes:
-        weights: of the whole bucket, flat.
-        own: which elements are this rank's.
-        places: of the pieces, one behind the other, which fill it: each belongs to one parameter.
-        pieces: the weights there.
-    """
+    """This rank's part (own) of a bucket's weights, flat, cut into pieces of one parameter each."""
 
     weights: torch.Tensor
     own: slice
@@ -38,16 +31,11 @@ class Chunk:
 
 
 class ChunkUpdate(Protocol):
-    """Updates the pieces of one bucket that are this rank's; local.
-
-    Attributes:
-        pieces: what update() leaves to a kernel, which gives the others the new weights, too; None:
-            nothing.
-    """
+    """Updates the pieces of one bucket that are this rank's; local."""
 
     @property
     def pieces(self) -> Sequence[UpdatePiece] | None:
-        """See above."""
+        """Updates left to a kernel, which gives others the new weights, too; None: nothing is."""
         ...
 
     def update(
@@ -56,16 +44,13 @@ class ChunkUpdate(Protocol):
         groups: Sequence[tuple[Settings, list[int]]],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Write new weights over the old ones, or say in `pieces` how.
+        """Write new weights over the old ones, or say in `pieces` how; return the settings as left.
 
         Args:
             gradients: of each piece, of its shape and dtype, read only; None: it stays as it is.
             groups: the settings of each param_group, and which pieces are in it.
             buffer: of the bucket, flat; where gradients are that nobody has replaced. What a kernel
                 is to read must be there.
-
-        Returns:
-            The settings as the step has left them.
         """
         ...
 
@@ -83,14 +68,10 @@ class ChunkUpdate(Protocol):
 
 
 class OwnClassUpdate:
-    """ChunkUpdate by an optimizer of the user's class over the pieces alone.
+    """ChunkUpdate by an optimizer of the user's class over the pieces alone; local.
 
     Pieces of 16 bits have float32 masters: those are updated, by gradients made float32, and the
     weights are the masters rounded. A weight that somebody has changed since is a new master.
-
-    Args:
-        optimizer: of that class, without parameters and state.
-        weights: the pieces, written to by update().
     """
 
     pieces = None

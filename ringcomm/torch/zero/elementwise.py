@@ -23,12 +23,9 @@ _KNOWN: Final = (
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer for which an element's update may depend on other elements.
+    """Raise TypeError for an optimizer whose update of an element may depend on other elements.
 
     torch's own that do not are known; another class says so of itself by `is_elementwise = True`.
-
-    Raises:
-        TypeError: it names the class.
     """
     kind = type(optimizer)
     if not getattr(kind, "is_elementwise", kind in _KNOWN):

@@ -50,7 +50,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def can_push(group: Group, weights: torch.Tensor) -> bool:
-    """Return True if ranks of this group write to each other's GPU memory, and these are there.
+    """Return True if ranks of this group write to each other's GPU memory, and weights are there.
 
     Alike on all ranks, once an operation of the group on their GPUs is over.
     """
@@ -62,12 +62,7 @@ def can_push(group: Group, weights: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Step:
-    """Key of neighbouring pieces that are updated as one.
-
-    Attributes:
-        group: number of their param_group.
-        count: steps that their state has seen, this one included.
-    """
+    """Neighbouring pieces of one param_group whose state has seen as many steps are one update."""
 
     group: int
     count: int
@@ -95,10 +90,6 @@ class FusedUpdate:
 
     It computes in float32. Weights of 16 bits have float32 masters; one that somebody has changed
     since is a new master. State is what torch's class would have.
-
-    Args:
-        kind: of the optimizer; see can_fuse().
-        chunk: see can_push().
     """
 
     def __init__(self, kind: type[Optimizer], chunk: Chunk) -> None:

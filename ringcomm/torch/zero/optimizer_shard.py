@@ -21,11 +21,7 @@ from ringcomm.torch.zero.whole_states import gathered
 
 
 class OptimizerShard:
-    """The shards of an optimizer: as many as it has buckets, which may change between steps.
-
-    Args:
-        reducer: has the buckets.
-    """
+    """The shards of an optimizer: as many as it has buckets, which may change between steps."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -43,15 +39,9 @@ class OptimizerShard:
         self._shards, self._group = [], None
 
     def step(self, optimizer: Optimizer, make_update: MakeUpdate, *, is_fused: bool) -> None:
-        """Update all weights. Collective.
+        """Update all weights, by the optimizer's settings; take over its states. Collective.
 
         Each bucket's weights leave as soon as this rank's chunk of them is updated.
-
-        Args:
-            optimizer: whose settings count, also where the step changes them. States of whole
-                parameters that it has are taken over.
-            make_update: makes what updates this rank's pieces of a bucket.
-            is_fused: it may make other things than in a step where this is not so.
         """
         buckets = self._arrange(make_update, is_fused=is_fused)
         self._take_over(optimizer)
@@ -71,11 +61,7 @@ class OptimizerShard:
             group.update(settings)
 
     def states(self, *, is_wanted: bool) -> dict[torch.Tensor, TorchState]:
-        """Return the states of whole parameters. Collective.
-
-        Args:
-            is_wanted: this rank wants them; else it gets none, and takes part.
-        """
+        """Return the states of whole parameters, {} if they are not wanted here. Collective."""
         assert self._group is not None
         views = {index: shard.view(index) for index, shard in _by_index(self._shards).items()}
         shares = shares_of((shard.plan for shard in self._shards), self._group.size)
@@ -86,10 +72,7 @@ class OptimizerShard:
         }
 
     def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> Sequence[Bucket]:
-        """Return the buckets, after shards were made for them where they have changed.
-
-        Collective where parameters change hands.
-        """
+        """Return the buckets, with shards where they have changed; collective then."""
         options = self._reducer.options
         group, buckets = options.group, self._reducer.plan.laid_out(options)
         plans = [shard.plan for shard in self._shards]

@@ -18,13 +18,7 @@ COUNT: Final = (
 
 @dataclass(frozen=True)
 class ParameterState:
-    """State in two parts: what goes by element, and what does not.
-
-    Attributes:
-        by_element: tensors with as many elements as the parameter, or its part, in the order in
-            which those lie in memory; shape (n,).
-        common: the rest, as Adam's number of steps; the same for all parts.
-    """
+    """State in two parts: tensors by element, flat as they lie in memory; the rest, alike."""
 
     by_element: dict[str, torch.Tensor] = field(default_factory=dict)
     common: TorchState = field(default_factory=dict)

@@ -140,11 +140,9 @@ class ShardedOptimizer(AveragingOptimizer):
         return self._is_unscaled
 
     def unscale(self, divide: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Divide the gradients by a scale; for hvd.GradScaler. Collective.
+        """Divide the gradients by divide(); for hvd.GradScaler. Collective.
 
-        Args:
-            divide: does so, and returns numbers above 0 if this rank has met infinities: they
-                become the highest of all ranks.
+        It returns numbers above 0 for infinities, which become the highest of all ranks.
         """
         self._flush()
         name, group = f"found infinities{self._reducer.suffix}", self._reducer.options.group

@@ -14,12 +14,7 @@ Plan = Sequence[tuple[int, int]]  # (index of the parameter, its elements) of a 
 
 
 def shares_of(plans: Iterable[Plan], size: int) -> dict[int, list[int]]:
-    """Return for each parameter how many of its elements are each rank's, in rank order.
-
-    Args:
-        plans: of all buckets.
-        size: number of ranks.
-    """
+    """Return how many elements of each parameter are each of `size` ranks', in rank order."""
     shares = {}
     for plan in plans:
         places = consecutive([count for _, count in plan])

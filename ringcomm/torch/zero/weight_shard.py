@@ -28,12 +28,6 @@ class WeightShard:
 
     Parameters are moved there: what else used their old memory no longer sees their updates.
 
-    Args:
-        bucket: of the gradients.
-        slots: all of the optimizer's.
-        group: whose ranks share the work.
-        make_update: makes what updates this rank's pieces of weights.
-
     Attributes:
         plan: (index, elements) of its parameters, in order.
         updated: by the index of the parameter, which of its elements this rank updates.
@@ -66,13 +60,7 @@ class WeightShard:
         group_of: Mapping[torch.Tensor, int],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Write new weights to this rank's chunk; return the settings as that leaves them.
-
-        Args:
-            settings: of each param_group.
-            group_of: the number of each parameter's param_group.
-            buffer: of the bucket, as it is in this step.
-        """
+        """Write new weights to this rank's chunk; return the settings as that leaves them."""
         self._move_in()
         groups: list[tuple[Settings, list[int]]] = [(each, []) for each in settings]
         gradients: list[torch.Tensor | None] = []
@@ -85,11 +73,7 @@ class WeightShard:
         return self._update.update(gradients, groups, buffer)
 
     def send(self, buffer: torch.Tensor) -> Handle[Any]:
-        """Start to give this rank's chunk to the others, and to get theirs. Collective.
-
-        Args:
-            buffer: see update().
-        """
+        """Start to give this rank's chunk to the others, and to get theirs. Collective."""
         pieces = self._update.pieces
         if pieces is not None:
             from ringcomm.gpu.executor import plans as gpu_plans

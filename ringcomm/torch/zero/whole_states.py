@@ -28,7 +28,7 @@ def gathered(
 ) -> Iterator[tuple[int, ParameterState]]:
     """Yield parameters, and what all ranks together hold of each; nothing of those without a state.
 
-    Collective: every rank goes through all of them.
+    Collective: every rank goes through all of them, one parameter's lines at a time.
 
     Args:
         mine: by the index of the parameter, what this rank holds of its part.
@@ -36,11 +36,6 @@ def gathered(
         names: of all parameters, for messages.
         group: whose ranks they are.
         suffix: of the names of messages.
-
-    Memory: the lines of one parameter beside what the caller keeps.
-
-    Raises:
-        RingcommError: on every rank: ranks hold different things of a parameter.
     """
     mine = {index: mine[index] for index in shares if mine.get(index)}
     layouts: list[dict[int, _Layout]] = collectives.allgather_object(

@@ -31,13 +31,7 @@ _n_made: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
 
 
 class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are not those of its callers
-    """A process group without operations.
-
-    Args:
-        store: of torch.distributed, for other backends.
-        group: the ranks.
-        timeout_s: deadline of each operation, in seconds; None: RINGCOMM_TIMEOUT_S.
-    """
+    """A process group without operations; see ProcessGroup."""
 
     def __init__(self, store: Any, group: Group, timeout_s: float | None) -> None:
         super().__init__(group.index, group.size)  # a store is not taken from subclasses
@@ -83,11 +77,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         return Work(None, results, path)
 
     def compare_members(self, ranks: Sequence[int]) -> None:
-        """See that the ranks of a group that is about to be made all make it. Collective.
-
-        Raises:
-            MismatchError: they do not, or one does something else; on every rank of this group.
-        """
+        """Compare what ranks pass to new_group(). Collective; MismatchError if members differ."""
         callers = c10d.get_process_group_ranks(self)
         number = self.group.ledger_for(self.group.engine).next_place
         self.start(

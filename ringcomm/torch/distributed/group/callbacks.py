@@ -28,12 +28,7 @@ _LONGEST = 200  # characters of a path: a callback may start what runs a callbac
 
 
 class Path(NamedTuple):
-    """The way to an operation or a callback; alike on all ranks.
-
-    Attributes:
-        group: of the operation at its root: which of this rank's process groups.
-        steps: from there on.
-    """
+    """The way to an operation or a callback from an operation of this group; alike on all ranks."""
 
     group: int
     steps: str
@@ -91,12 +86,7 @@ def is_in_callback() -> bool:
 
 @compat.untraced
 def follow(future: Any, path: Path | None) -> None:
-    """Name the operations that callbacks of a Future start.
-
-    Args:
-        future: no callback has been given to it.
-        path: to it; None: such operations match by their order, whoever starts them.
-    """
+    """Name the operations that callbacks of a new Future start; without a path, order matches."""
     compat.wrap_callbacks(_wrapped)
     _futures[future] = _Followed(path)
 

@@ -11,16 +11,10 @@ from ringcomm.torch.distributed.compat import make_device_backend
 
 
 class Devices:
-    """The backends of one process group by type of device.
+    """The backends of one process group by type of device, with its store, ranks and timeout.
 
     torch up to 2.13 hands all tensors of a group to its Python process group, also those that
     another backend is meant for ("cpu:ringcomm,cuda:nccl").
-
-    Args:
-        store: of the group.
-        rank: within the group.
-        size: of the group.
-        timeout_s: of their operations; None: their default.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float | None) -> None:
@@ -34,11 +28,7 @@ class Devices:
         return [torch.device(each) for each in self._made]
 
     def of(self, *tensors: torch.Tensor) -> Any:
-        """Return the backend of the tensors' device.
-
-        Raises:
-            ValueError: they are on several.
-        """
+        """Return the backend of the tensors' device. Raises ValueError if they are on several."""
         types = {x.device.type for x in tensors}
         if len(types) > 1:
             raise ValueError(
@@ -47,11 +37,7 @@ class Devices:
         return self.by_type(tensors[0].device)
 
     def by_type(self, device: Any) -> Any:
-        """Return the backend of a device. Collective, the first time.
-
-        Raises:
-            RuntimeError: torch has none here.
-        """
+        """Return a device's backend. Collective, the first time. RuntimeError: torch has none."""
         kind = torch.device(device).type
         if kind not in self._made:
             try:

@@ -16,15 +16,10 @@ _SHOWN = 16  # ranks that a message names
 
 
 def compare(mine: Sequence[int], callers: Sequence[int], number: int) -> Plan[None]:
-    """Plan to see that the members of each group that a rank is about to make are making it, too.
+    """Compare the groups that `callers` are about to make: all members of one must make it.
 
     Ranks may be about to make different groups: new_subgroups(group=...) has each rank make the
-    parts of its own group.
-
-    Args:
-        mine: ranks of the group that this rank is about to make.
-        callers: the ranks that take part.
-        number: of the operation, for the message.
+    parts of its own group. `number` is that of the operation, for the message.
     """
 
     async def run(t: Channel) -> None:

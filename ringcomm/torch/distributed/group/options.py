@@ -27,26 +27,14 @@ _ZERO = timedelta(0)
 
 
 class Reduction(NamedTuple):
-    """Operator and factor of a reduction.
-
-    Attributes:
-        op: as the engine calls it.
-        factor: of PREMUL_SUM, each rank's own; None for the others.
-    """
+    """Operator of a reduction, and the factor of a PREMUL_SUM, each rank's own."""
 
     op: Op
     factor: float | torch.Tensor | None = None
 
 
 class CallOptions(NamedTuple):
-    """One call.
-
-    Attributes:
-        reduction: of those that reduce.
-        root: rank within the group, of those that have one.
-        timeout_s: deadline, in seconds; None: the group's.
-        is_async: the caller may wait later.
-    """
+    """Options of one call; root is a rank within the group, no timeout means the group's."""
 
     reduction: Reduction
     root: int
@@ -55,13 +43,7 @@ class CallOptions(NamedTuple):
 
 
 def call_options(opts: Any, *more: Any, **named: Any) -> CallOptions:
-    """Read an options object, or the short form's arguments in whatever order they have.
-
-    Args:
-        opts: AllreduceOptions, ..., a ReduceOp, a root, a timeout, or None.
-        more: further arguments of the short form.
-        named: the same by keyword.
-    """
+    """Read an options object, or the short form's arguments (op, root, timeout) in any order."""
     if hasattr(opts, "timeout"):
         return _of_options(opts)
     values = [opts, *more, *named.values()]

@@ -23,10 +23,7 @@ class ElasticPool:
         self._idle: list[queue.SimpleQueue[Job]] = []
 
     def submit(self, job: Job) -> None:
-        """Run `job` in a thread that is free, or a new one; never blocks.
-
-        What it raises goes to threading.excepthook.
-        """
+        """Run `job` in a thread that is free, or a new one; never blocks."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is not None:

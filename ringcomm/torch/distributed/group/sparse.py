@@ -15,12 +15,7 @@ from ringcomm.torch.distributed.group.options import CallOptions
 
 
 def allreduce_sparse(g: Group, x: torch.Tensor, call: CallOptions) -> Plan[Any]:
-    """Plan to replace a sparse x by the sum, or mean, over all ranks; its result is coalesced.
-
-    Raises:
-        TypeError: another layout than sparse_coo.
-        ValueError: another operator than SUM and AVG.
-    """
+    """Plan to replace a sparse x by the sum, or mean, over all ranks; its result is coalesced."""
     if x.layout is not torch.sparse_coo:
         raise TypeError(f"cannot reduce a {x.layout} tensor: use .to_sparse_coo() or .to_dense()")
     if call.reduction.op not in (SUM, AVERAGE) or call.reduction.factor is not None:

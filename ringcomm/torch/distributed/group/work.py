@@ -19,16 +19,12 @@ _kept: set[Work] = set()  # what only C++ knows of, until it has asked
 
 
 class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
-    """An operation under way, or over.
+    """An operation under way, or over (no handle).
 
     Holds no group: torch.compile traces whatever it reaches from here.
 
-    Args:
-        handle: of the operation; None: it is over.
-        results: what it fills.
-        path: to it, for what callbacks of its Future start; None: no other rank would find it.
-
     Attributes:
+        path: to it, for what callbacks of its Future start; None: no other rank would find it.
         value: of its Future: the results; of an all_gather, as NCCL has it and the hooks of DDP
             expect it, one tensor whose r-th part is rank r's.
     """
