@@ -10,6 +10,7 @@ WHAT = {
     "compare": "files of --json side by side, against the goals; without mpirun",
     "call": "what a call of torch.distributed costs in Python",
     "step": "a step of training, beside DDP over gloo",
+    "scale": "one rank of a job of thousands, simulated; without mpirun",
     "ps": "pushes and pulls of the parameter server, beside torch.distributed.rpc",
 }
 

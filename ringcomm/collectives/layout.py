@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+
+from ringcomm.transport.members import Hashed
 
 
-def hosts(nodes: Sequence[int]) -> list[list[int]]:
+@functools.lru_cache(maxsize=256)
+def hosts(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host, ascending; hosts in the order of their first ranks."""
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
-    return list(ranks.values())
+    return tuple(map(Hashed, ranks.values()))
 
 
-def host_order(nodes: Sequence[int]) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def host_of(rank: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks of this rank's host."""
+    return next(host for host in hosts(nodes) if rank in host)
+
+
+@functools.lru_cache(maxsize=256)
+def columns(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the first ranks of all hosts, the second ones, ...: as many as every host has."""
+    return tuple(map(Hashed, zip(*hosts(nodes), strict=False)))
+
+
+def host_order(nodes: tuple[int, ...]) -> list[int]:
     """Return all ranks, host by host: a ring in this order crosses each wire once.
 
     Rank-interleaved placement (0 1 2 0 1 2) halves the speed of a ring in rank order (measured).
@@ -21,7 +36,7 @@ def host_order(nodes: Sequence[int]) -> list[int]:
     return [rank for host in hosts(nodes) for rank in host]
 
 
-def describe(nodes: Sequence[int]) -> str:
+def describe(nodes: tuple[int, ...]) -> str:
     """Return "3 hosts x 2 ranks" or the like; two layouts have one text only if they are alike."""
     by_host = hosts(nodes)
     n_ranks = [len(host) for host in by_host]

@@ -50,7 +50,7 @@ async def perform(
     spec = tuple(_outline(value) for value in values)
     recording = _record(algorithm, t.rank, t.nodes, tuple(kwargs), spec)
     buffers = [value.bytes for value in values if isinstance(value, Flat)]
-    await t.run(recording.schedule, buffers)
+    await t.run(recording.schedule, buffers, recording.peers)
     return cast(R, recording.result_within(buffers))
 
 
@@ -59,11 +59,13 @@ class Recording:
     """The actions of one rank in an algorithm, for arguments of certain sizes.
 
     Attributes:
-        schedule: its steps.
+        schedule: its steps; they number the ranks that it speaks with.
+        peers: those ranks.
         result: what it returned, on paper.
     """
 
     schedule: Schedule
+    peers: tuple[int, ...]
     result: Flat | None
 
     def result_within(self, buffers: list[Bytes]) -> Flat | None:
@@ -131,7 +133,7 @@ def _record(
     recorder = _Recorder(schedule, rank, nodes)
     result = _run_through(algorithm(*values[:n_positional], t=recorder, **named))
     schedule.finish()
-    return Recording(schedule, result)
+    return Recording(schedule, tuple(recorder.peers), result)
 
 
 def _on_paper(spec: tuple[Any, ...]) -> list[Any]:
@@ -188,6 +190,7 @@ class _Recorder(Performer):
         self._members: tuple[int, ...] = tuple(range(len(nodes)))
         self._nodes = nodes
         self._schedule = schedule
+        self.peers: dict[int, int] = {}  # rank -> its number
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -201,10 +204,13 @@ class _Recorder(Performer):
         return part
 
     def isend(self, data: Bytes, dest: int) -> Request:
-        return _Noted(self._schedule.send(_span(data), self._members[dest]))
+        return _Noted(self._schedule.send(_span(data), self._number_of(dest)))
 
     def irecv(self, out: Bytes, source: int) -> Request:
-        return _Noted(self._schedule.receive(_span(out), self._members[source]))
+        return _Noted(self._schedule.receive(_span(out), self._number_of(source)))
+
+    def _number_of(self, rank: int) -> int:
+        return self.peers.setdefault(self._members[rank], len(self.peers))
 
     async def wait(self, *requests: Request) -> None:
         self._schedule.wait([cast(_Noted, request).number for request in requests])

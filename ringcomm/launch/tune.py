@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         for collective in COLLECTIVES
     }
     current = engine()
-    layout, implementation = describe(current.nodes_of(current.world)), current.implementation
+    layout, implementation = describe(current.world.ranks.nodes), current.implementation
     if rc.rank() == 0:
         table = Table(layout, implementation, __version__, seconds)
         print(_printed(table))
@@ -95,7 +95,7 @@ def _measured(
         if rc.rank() == 0:
             print(f"measuring {collective}, {bytes_text(nbytes)}", file=sys.stderr, flush=True)
         current = engine()
-        nodes, shares_memory = current.nodes_of(current.world), current.shares_memory(current.world)
+        nodes, shares_memory = current.world.ranks.nodes, current.shares_memory(current.world)
         case = Case(collective, nbytes, _FLOAT32, nodes, shares_memory=shares_memory)
         names = list(choose(case).seconds)
         x = Flat(np.zeros(nbytes // 4 * 4, np.uint8), _FLOAT32)

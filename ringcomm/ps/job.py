@@ -162,7 +162,7 @@ def init(
         role, servers, evaluators, colocated, replication, placement, marked is not None,
         tuple(sorted(functions)), rebalance_every_s,
     )  # fmt: skip
-    nodes = engine.nodes_of(engine.world)
+    nodes = engine.world.ranks.nodes
     wishes = allgather_object(wish)
     layout = assign(wishes, nodes)
     if replication > 1:

@@ -18,6 +18,7 @@ from ringcomm._core import NodeStep
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, WireFault, tag_of
 from ringcomm.transport.header import Kind
+from ringcomm.transport.members import Members
 from ringcomm.transport.node.shm import StepRequest
 from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.performer import Performer, Reduction
@@ -93,9 +94,9 @@ class Channel(Performer):
         fingerprint: int = 0,
     ) -> None:
         self.transport: Transport = watch.transport
-        self.rank = members.index(self.transport.rank)
-        self.size = len(members)
-        self.members = members
+        self.members = Members.of(members, self.transport.rank, self.transport.nodes)
+        assert self.members.place is not None
+        self.rank, self.size = self.members.place, len(members)
         self.key = key
         self.tag = tag_of(context, stream, channel)
         self.awaited: tuple[int, ...] = ()
@@ -110,14 +111,14 @@ class Channel(Performer):
     @property
     def nodes(self) -> tuple[int, ...]:
         """Of each rank of the group: a number that tells its node from others."""
-        return tuple(self.transport.nodes[member] for member in self.members)
+        return self.members.nodes
 
     def among(self, ranks: Sequence[int]) -> Self:
         """Return this channel as some of its ranks see it."""
         part = copy.copy(self)  # `_posted` stays one set: abandon() of either gives up on both
-        part.rank = ranks.index(self.rank)
-        part.size = len(ranks)
-        part.members = tuple(self.members[rank] for rank in ranks)
+        part.members = self.members.part(ranks)
+        assert part.members.place is not None
+        part.rank, part.size = part.members.place, len(ranks)
         part.meeting = part._place_of_meeting()
         return part
 
@@ -201,17 +202,21 @@ class Channel(Performer):
             return step.fault
         return f"rank {self.members[step.quitter]} has given this operation up"
 
-    async def run(self, schedule: _core.Schedule, arguments: list[Bytes]) -> None:
+    async def run(
+        self, schedule: _core.Schedule, arguments: list[Bytes], peers: Sequence[int]
+    ) -> None:
         """Carry out a recorded algorithm without Python; the transport must have a runner.
 
         Args:
             schedule: see ringcomm.collectives.recording.
             arguments: the buffers that it was recorded for, or others of the same sizes.
+            peers: those that it speaks with, by its numbers for them.
         """
         runner = self.transport.runner
         assert runner is not None
         keeps_time = self._phases is not None
-        run = runner.run(schedule, arguments, self.members, self.tag, keeps_time)
+        ranks = [self.members[peer] for peer in peers]
+        run = runner.run(schedule, arguments, ranks, self.tag, keeps_time)
         running = Running(run, self.transport.loop, arguments)
         self._posted.add(running)
         self.transport.loop.add(run)

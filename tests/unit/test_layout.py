@@ -6,7 +6,7 @@ from ringcomm.collectives import layout
 
 
 def test_hosts_come_in_the_order_of_their_first_ranks():
-    assert layout.hosts((5, 2, 5, 9)) == [[0, 2], [1], [3]]
+    assert layout.hosts((5, 2, 5, 9)) == ((0, 2), (1,), (3,))
 
 
 def test_host_order_visits_a_host_once():

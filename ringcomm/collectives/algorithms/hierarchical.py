@@ -16,7 +16,7 @@ from ringcomm.arrays.base import Flat
 from ringcomm.collectives import select
 from ringcomm.collectives.algorithms import direct, node, segmented
 from ringcomm.collectives.algorithms.two_phases import TwoPhases
-from ringcomm.collectives.layout import hosts
+from ringcomm.collectives.layout import columns, host_of
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.recording import live, perform
 from ringcomm.collectives.schedule import chunks
@@ -49,20 +49,20 @@ async def allreduce_(
 
     Cost: 2 (hosts - 1) / hosts * nbytes over the wire of each host and way.
     """
-    by_host = hosts(t.nodes)
-    k = min(map(len, by_host))
-    here = next(host for host in by_host if t.rank in host)
+    of_place = columns(t.nodes)
+    k, n_hosts = len(of_place), len(of_place[0])
+    here = host_of(t.rank, t.nodes)
     place = here.index(t.rank)
     parts = chunks(x.count, k) + [slice(x.count, x.count)] * (len(here) - k)
     if across is None:
-        across = _ACROSS[select.across(x.bytes.nbytes, len(by_host))]
+        across = _ACROSS[select.across(x.bytes.nbytes, n_hosts)]
     partial = SUM if op is AVERAGE else op
     local = t.among(here)  # its pairs and those of `column` are others: no message is mistaken
     if within is None:
         within = direct if local.meeting is None else node
     share = await perform(within.reduce_scatter_, local, x, parts, op=partial)
     if place < k:
-        column = t.among([host[place] for host in by_host])
+        column = t.among(of_place[place])
         pieces = chunks(share.count, column.size)
         own = await perform(across.reduce_scatter_, column, share, pieces, op=partial)
         t.finish(own, op, t.size)

@@ -126,7 +126,7 @@ def explain(
     if for_gpu:
         return _explain_gpu(current, group)
     shares_memory = current.shares_memory(group)
-    case = Case(collective, nbytes, kind, current.nodes_of(group), deterministic, shares_memory)
+    case = Case(collective, nbytes, kind, group.ranks.nodes, deterministic, shares_memory)
     return Explanation(case, op, current.selection.choice(case))
 
 

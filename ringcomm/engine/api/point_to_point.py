@@ -326,13 +326,15 @@ def _require_room(side: _Side, out: Array) -> None:
 
 async def _recv(side: _Side, task: Task, out: Array, source: int) -> int | Deferred:
     t = side.channel(task, 0)
-    senders = t.members if source == ANY_SOURCE else (t.members[source],)
-    t.awaited = tuple(rank for rank in senders if rank != t.members[t.rank])
+    if source == ANY_SOURCE:
+        t.awaited = t.members.others
+    elif source != t.rank:
+        t.awaited = (t.members[source],)
     offer = await t.hear(Kind.OFFER, side.mailbox, source)
     t.awaited = ()
     assert offer.header is not None
     serial = offer.header.value
-    sender = t.members.index(offer.source)
+    sender = t.members.places[offer.source]
     wanted = side.outline(out)
     if offer.text != wanted:
         text = (

@@ -419,12 +419,8 @@ class Engine:
     def shares_memory(self, group: Group) -> bool:
         """Return True if the ranks of `group` map each other's memory, as far as is known here."""
         node = self._transport.node
-        is_one = len(set(self.nodes_of(group))) == 1 and group.size > 1
+        is_one = len(set(group.ranks.nodes)) == 1 and group.size > 1
         return node is not None and is_one and (group.team is not None or group.rank is None)
-
-    def nodes_of(self, group: Group) -> tuple[int, ...]:
-        """Return of each rank of `group` a number that tells its node from others."""
-        return tuple(self._transport.nodes[rank] for rank in group.ranks)
 
     @property
     def implementation(self) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ringcomm.engine.core.ledger import Ledger
 from ringcomm.engine.executors.node import Quick
+from ringcomm.transport.members import Members
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
@@ -52,13 +53,13 @@ class Group:
 
         current = engine()
         members = current.world.ranks
-        self._found(current, tuple(members[rank] for rank in _checked(ranks, len(members))))
+        self._found(current, [members[rank] for rank in _checked(ranks, len(members))])
 
     @classmethod
     def _of_all(cls, engine: Engine) -> Group:
         """Return the group of all ranks of the job, which needs no agreement."""
         group = cls.__new__(cls)
-        group._join(engine, tuple(range(engine.job_size)))
+        group._join(engine, range(engine.job_size))
         group._ledger = Ledger(0, is_first=engine.job_rank == 0)
         group._meet(engine, 0)
         return group
@@ -73,16 +74,16 @@ class Group:
         group._found(current, _checked(ranks, current.job_size))
         return group
 
-    def _found(self, engine: Engine, ranks: tuple[int, ...]) -> None:
+    def _found(self, engine: Engine, ranks: Iterable[int]) -> None:
         self._join(engine, ranks)
         if self.rank is not None:
             self._ledger = engine.found(self)
             self._meet(engine, self._ledger.context)
 
-    def _join(self, engine: Engine, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.rank = ranks.index(engine.job_rank) if engine.job_rank in ranks else None
+    def _join(self, engine: Engine, ranks: Iterable[int]) -> None:
+        self.ranks = Members.of(ranks, engine.job_rank, engine.transport.nodes)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.place
         self._engine = weakref.ref(engine)
 
     def _meet(self, engine: Engine, context: int) -> None:

@@ -177,10 +177,12 @@ class GpuTeam:
         launched = Launched(result, issue, done, self._engine.require_unbroken)
         if waits_for_others:
             self.n_launched += 1
-            members, ticket = self._members, Ticket(None, self._base, self.n_launched)
+            members: tuple[int, ...] = self._members
+            ticket = Ticket(None, self._base, self.n_launched)
         else:
             self._n_alone += 1
-            members, ticket = (self._engine.job_rank,), Ticket(None, self._own, self._n_alone)
+            members = (self._engine.job_rank,)
+            ticket = Ticket(None, self._own, self._n_alone)
 
         async def watch() -> None:
             kept = [keeps, result]

@@ -65,7 +65,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def is_homogeneous() -> bool:
     """Return True if every host has as many ranks."""
     current = engine()
-    nodes = current.nodes_of(current.world)
+    nodes = current.world.ranks.nodes
     return len({nodes.count(node) for node in nodes}) == 1
 
 
