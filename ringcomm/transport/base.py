@@ -1,4 +1,4 @@
-"""The two seams of the wire: Transport (messages) and NodeRegion (shared memory)."""
+"""The seam of the wire: Transport. What it shares within a node is transport.node.SharedNode."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ringcomm import _core
 from ringcomm.arrays.base import Bytes
 
 if TYPE_CHECKING:
-    from ringcomm._core import Loop, NodeMemory
+    from ringcomm._core import Loop
     from ringcomm.transport.mail import Mail
-    from ringcomm.transport.node.shm import NodeTeam
+    from ringcomm.transport.node.shm import SharedNode
 
 ANY_SOURCE = -1
 WireFault = _core.WireFault  # the wire refused an operation: a hint that a peer died
@@ -51,14 +51,6 @@ class Request(Protocol):
     @property
     def source(self) -> int:
         """The rank a completed receive came from."""
-        ...
-
-
-class PersistentRequest(Request, Protocol):
-    """A message of fixed buffer, peer and tag that is sent or received again and again."""
-
-    def start(self) -> None:
-        """Begin the next round; the round before must be complete."""
         ...
 
 
@@ -116,7 +108,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def node(self) -> NodeRegion | None:
+    def node(self) -> SharedNode | None:
         """The memory that the ranks of this node share; None: there is none."""
         ...
 
@@ -126,14 +118,6 @@ class Transport(Protocol):
 
     def irecv(self, out: Bytes, source: int, tag: int) -> Request:
         """Start to receive exactly out.nbytes bytes from source, or from ANY_SOURCE."""
-        ...
-
-    def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
-        """Return a send that can be started many times."""
-        ...
-
-    def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
-        """Return a receive that can be started many times."""
         ...
 
     def control(self, dest: int, message: bytes) -> None:
@@ -166,49 +150,4 @@ class Transport(Protocol):
 
     def close(self, *, is_clean: bool) -> None:
         """Close the wire; collective if is_clean, local after a failure."""
-        ...
-
-
-class NodeRegion(Protocol):
-    """Memory that the ranks of one node share. Shared memory is not send and receive.
-
-    What happens in it is carried out by C++ (csrc/shm); every wait for it is a Request.
-    """
-
-    @property
-    def is_crowded(self) -> bool:
-        """True if the node has more ranks than this process may use cores."""
-        ...
-
-    def team_or_none(self, context: int, members: tuple[int, ...]) -> NodeTeam | None:
-        """Return where these ranks of the group `context` meet; None if not all can."""
-        ...
-
-    def clear(self, context: int) -> None:
-        """Forget the teams of a group that all of its members have dropped; see SharedNode."""
-        ...
-
-    def abandon(self) -> None:
-        """Give up what this rank has begun in it; see SharedNode."""
-        ...
-
-    @property
-    def memory(self) -> NodeMemory:
-        """The memory of this rank that the others map."""
-        ...
-
-    def memory_of(self, rank: int) -> NodeMemory:
-        """Return what a rank of this node shares. Raises KeyError."""
-        ...
-
-    def empty(self, nbytes: int) -> Bytes:
-        """Return memory of this rank that all of them map. Raises MemoryError."""
-        ...
-
-    def offset_of(self, x: Bytes) -> int:
-        """Return where memory of this rank is, as view() wants it. Raises ValueError."""
-        ...
-
-    def view(self, rank: int, offset: int, nbytes: int) -> Bytes:
-        """Return memory of a rank of this node where it stands. Raises ValueError."""
         ...

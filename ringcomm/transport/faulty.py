@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import Event, PersistentRequest, Request, Transport
+from ringcomm.transport.base import Event, Request, Transport
 from ringcomm.transport.header import OF_OPERATIONS, Header
 
 _CONTROL = -1  # stands for a tag: control messages of one peer do not overtake each other
@@ -117,14 +117,6 @@ class FaultyTransport:
         """Start to receive."""
         self._count()
         return self._inner.irecv(out, source, tag)
-
-    def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
-        """Return a send that can be started many times; it is never faulty."""
-        return self._inner.send_init(data, dest, tag)
-
-    def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
-        """Return a receive that can be started many times."""
-        return self._inner.recv_init(out, source, tag)
 
     def control(self, dest: int, message: bytes) -> None:
         """Send a control message, or not."""

@@ -21,7 +21,6 @@ from ringcomm.transport.base import (
     Arrived,
     Died,
     Event,
-    PersistentRequest,
     Request,
 )
 from ringcomm.transport.mail import Letter, Mail, MailBox
@@ -117,19 +116,15 @@ class LoopbackTransport:
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send; complete when matched."""
-        return _started(self.send_init(data, dest, tag))
+        message = self._hub.messages.send(self.rank, data, dest, self._checked(tag))
+        message.start()
+        return message
 
     def irecv(self, out: Bytes, source: int, tag: int) -> Request:
         """Start to receive."""
-        return _started(self.recv_init(out, source, tag))
-
-    def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
-        """Return a send that can be started many times."""
-        return self._hub.messages.send(self.rank, data, dest, self._checked(tag))
-
-    def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
-        """Return a receive that can be started many times."""
-        return self._hub.messages.receive(self.rank, out, source, self._checked(tag))
+        message = self._hub.messages.receive(self.rank, out, source, self._checked(tag))
+        message.start()
+        return message
 
     def _checked(self, tag: int) -> int:
         if not 0 <= tag <= self.largest_tag:  # as MPI does
@@ -177,8 +172,3 @@ class LoopbackTransport:
             self.runner.close()
         if not is_clean:
             self._hub.kill(self.rank, "closed its transport")
-
-
-def _started(message: PersistentRequest) -> Request:
-    message.start()
-    return message

@@ -27,7 +27,6 @@ from ringcomm.transport.base import (
     Arrived,
     Died,
     Event,
-    PersistentRequest,
     Request,
     WireFault,
 )
@@ -103,36 +102,6 @@ class _MpiRequest:
     @property
     def source(self) -> int:
         return int(self._status.source)
-
-
-class _MpiPersistent:
-    def __init__(
-        self, mpi: Any, requests: list[MPI.Prequest], buffer: Bytes, *, is_receive: bool
-    ) -> None:
-        self._mpi = mpi
-        self._requests = requests
-        self._buffer = buffer
-        self._is_receive = is_receive
-        self._current = _MpiRequest(mpi, [], buffer, is_receive=False)
-
-    def start(self) -> None:
-        try:
-            self._mpi.Prequest.Startall(self._requests)
-        except self._mpi.Exception as error:
-            raise WireFault(str(error)) from error
-        self._current = _MpiRequest(
-            self._mpi, list(self._requests), self._buffer, is_receive=self._is_receive
-        )
-
-    def test(self) -> bool:
-        return self._current.test()
-
-    def cancel(self) -> None:
-        self._current.cancel()
-
-    @property
-    def source(self) -> int:
-        return self._current.source
 
 
 class MpiTransport:
@@ -275,17 +244,6 @@ class MpiTransport:
             )
         except self._mpi.Exception as error:
             raise WireFault(str(error)) from error
-
-    def send_init(self, data: Bytes, dest: int, tag: int) -> PersistentRequest:
-        """Return a send that can be started many times."""
-        requests = [self._data.Send_init(part, dest, tag) for part in _segments(data)]
-        return _MpiPersistent(self._mpi, requests, data, is_receive=False)
-
-    def recv_init(self, out: Bytes, source: int, tag: int) -> PersistentRequest:
-        """Return a receive that can be started many times."""
-        source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
-        requests = [self._data.Recv_init(part, source, tag) for part in _segments(out)]
-        return _MpiPersistent(self._mpi, requests, out, is_receive=True)
 
     def control(self, dest: int, message: bytes) -> None:
         """Send a control message; best effort."""

@@ -14,7 +14,9 @@ _APART = 0x9E40000  # about 2**28 times the golden ratio, in whole pages of up t
 
 
 class SharedNode:
-    """NodeRegion over memfds.
+    """Memory that the ranks of one node share, in memfds.
+
+    What happens in it is carried out by C++ (csrc/shm); every wait for it is a Request.
 
     Args:
         memory: this rank's.
