@@ -49,7 +49,7 @@ def test_after_a_timeout_ranks_that_live_begin_anew(algorithm, count, tmp_path):
         reborn()
     rc.shutdown()
     """
-    environment = {"RINGCOMM_TIMEOUT_S": "1", "RINGCOMM_ALGORITHM": algorithm, "COUNT": str(count)}
+    environment = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_ALGORITHM": algorithm, "COUNT": str(count)}
     job = run_script(3, script(body), cwd=tmp_path, env=environment)
     assert job.code == 0, job.output
     assert job.output.count("reborn") == 6
@@ -65,7 +65,7 @@ def test_a_rank_that_no_error_reached_begins_anew_with_the_others(tmp_path):
         time.sleep(0.01)
     reborn()
     """
-    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
     assert job.code == 0, job.output
     assert job.output.count("reborn") == 2
     assert "x rank" not in job.output
@@ -141,8 +141,8 @@ def test_a_job_that_ends_after_a_timeout_and_shutdown_has_failed(tmp_path):
             pass
         rc.shutdown()
     else:
-        time.sleep(3)
+        time.sleep(6)
     """
-    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
     assert job.code != 0
     assert job.seconds < PROMPTLY_S

@@ -154,7 +154,7 @@ def test_a_stopped_rank_does_not_outlive_a_fault_tolerant_job(tmp_path):
         os.kill(os.getpid(), signal.SIGSTOP)
     rc.allreduce(X, name="w")
     """
-    environment = {"RINGCOMM_TIMEOUT_S": "1", "RINGCOMM_GRACE_S": "1"}
+    environment = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_GRACE_S": "1"}
     job = run_script(3, script(body), cwd=tmp_path, env=environment, options=ULFM, timeout_s=HANG_S)
     assert "for rank 1, which did not answer" in job.output
 
