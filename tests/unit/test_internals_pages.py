@@ -1,0 +1,55 @@
+"""Files and functions that CONTRIBUTING.md and docs/internals name exist; so do linked pages."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/internals").glob("*.md"))]
+FILE = re.compile(r"`(\w+/[\w/]+\.\w+)(?:::([\w.]+))?`")  # from the root, or from ringcomm/
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_what_a_page_names_is_there(page):
+    for path, name in FILE.findall(page.read_text()):
+        places = (ROOT / path, ROOT / "ringcomm" / path)
+        assert any(is_there(place, name) for place in places), f"{path}::{name}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+)
+def test_what_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    assert [
+        link
+        for link in links
+        if not has_heading((page.parent / link[0]) if link[0] else page, link[1])
+    ] == []
+
+
+def is_there(path, name):
+    """Return True if the file is there and defines the name, which may be Class.method."""
+    if not path.is_file() or not name:
+        return path.is_file()
+    text = path.read_text()
+    if path.suffix != ".py":
+        return (
+            re.search(rf"\b(class|struct)( alignas\(\d+\))? {name}\b|\b{name}\(", text) is not None
+        )
+    nodes = ast.parse(text).body
+    for part in name.split("."):
+        found = [node for node in nodes if getattr(node, "name", None) == part]
+        nodes = getattr(found[0], "body", []) if found else None
+        if nodes is None:
+            return False
+    return True
+
+
+def has_heading(path, anchor):
+    if not path.exists() or not anchor:
+        return path.exists()
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return anchor in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
