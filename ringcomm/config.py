@@ -25,7 +25,7 @@ COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")  # those that have se
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user can set by RINGCOMM_<NAME>; the field name in capitals.
+    """Settings that a user makes by RINGCOMM_<NAME>, the field name in capitals.
 
     Attributes:
         timeout_s: deadline of every wait, in seconds; 0 = never.
@@ -39,7 +39,7 @@ class Settings:
         gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
             that can.
         nccl: what binds NCCL: "cupy" or "nccl4py".
-        ps_servers: how many parameter servers ps.init() makes where it is not told; 0 = 1.
+        ps_servers: how many parameter servers ps.init() makes without an argument; 0 = 1.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
 
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What all ranks must have alike, for they derive from it who sends what, as NAME=VALUE."""
+        """NAME=VALUE of settings that must be alike on all ranks: messages depend on them."""
         return (
             f"{_PREFIX}ALGORITHM={self.algorithm}",
             f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
@@ -105,9 +105,8 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def tuning_folder(settings: Settings, environ: Mapping[str, str] | None = None) -> Path:
+def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where `ringcomm tune` keeps its tables."""
-    environ = os.environ if environ is None else environ
     from pathlib import Path  # 8 ms: not a cost of `import ringcomm`
 
     if settings.tuning:
@@ -119,13 +118,12 @@ def tuning_folder(settings: Settings, environ: Mapping[str, str] | None = None) 
     )
 
 
-def settings(environ: Mapping[str, str] | None = None) -> Settings:
+def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings of `environ` (this process's by default).
 
     Raises:
         ConfigError: a RINGCOMM_ variable that is not known, or is no number >= 0, or no algorithm.
     """
-    environ = os.environ if environ is None else environ
     known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
     values: dict[str, Any] = {}
     for variable in environ:
@@ -142,7 +140,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         field, text = known[variable], environ[variable]
         values[field.name] = _value(variable, text, str(field.type))
     found = Settings(**values)
-    _ = found.forced  # a mistake in it is told here
+    _ = found.forced  # raises if it is wrong
     if found.gpu_transport not in ("auto", *GPU_TRANSPORTS):
         raise ConfigError(
             f"{_PREFIX}GPU_TRANSPORT is {found.gpu_transport!r}; it must be auto or one of "
@@ -164,13 +162,12 @@ _HOROVOD = {
 _LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 
-def horovod_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return settings() with what Horovod's variables say where no RINGCOMM_ variable does.
+def horovod_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return settings(), with Horovod's variables where there is no RINGCOMM_ variable.
 
     Raises:
         ConfigError: one of them is no number >= 0.
     """
-    environ = os.environ if environ is None else environ
     found = settings(environ)
     changes: dict[str, Any] = {}
     for variable, (field, factor) in _HOROVOD.items():
@@ -187,9 +184,8 @@ def horovod_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return replace(found, **{field: v for field, v in changes.items() if field not in ours})
 
 
-def horovod_log_level(environ: Mapping[str, str] | None = None) -> str | None:
+def horovod_log_level(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the level of logging that HOROVOD_LOG_LEVEL names, None if it does not."""
-    environ = os.environ if environ is None else environ
     text = environ.get("HOROVOD_LOG_LEVEL", "").upper()
     level = _LEVELS.get(text, text)
     known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

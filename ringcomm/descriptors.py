@@ -1,4 +1,4 @@
-"""Errors that say what a file was needed for, and that a process may open no more of them."""
+"""Errors of open files that say what the file was for, and which limit was met."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """Add to an OSError of the block what the descriptor was for, and which limit was met."""
+    """Add the purpose, and a limit that was met, to an OSError of the block."""
     try:
         yield
     except OSError as error:

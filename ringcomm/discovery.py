@@ -1,8 +1,8 @@
-"""How torch finds the backend "ringcomm" where nobody imports ringcomm: what its entry points name.
+"""Entry points by which torch finds the backend "ringcomm" without an import of ringcomm.
 
-torch up to 2.13 calls register_quietly() in every process that imports torch. So this knows of
-nothing but torch's public names: no engine, no MPI, no numpy, no reading of the environment. The
-rest is imported when a process group of ours, or an init_method, is asked for.
+torch up to 2.13 calls register_quietly() in every process that imports torch. So it uses
+torch's public names alone: no engine, no MPI, no numpy, no environment. The rest is imported when
+a process group or an init_method of ringcomm is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Writes files that exist whole or not at all; checksums."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterat
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in a folder reach the disk."""
+    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,6 @@
-"""How this process was launched, by its environment; and what MPI is told there before it starts.
+"""The launcher of this process, as its environment shows it; and MPI's settings, set there.
 
-Beside config.py the one place that reads the environment, and the only one that writes to it for
-good.
+Besides config.py, only this module reads the environment, and only this one writes to it for good.
 """
 
 from __future__ import annotations
@@ -12,26 +11,25 @@ from typing import Final
 
 from ringcomm.errors import ConfigError
 
-# Set by init() for the processes that this rank starts, so that they know they are no ranks.
+# Set by init(), so that processes started by this rank know that they are not ranks.
 RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
 
 
 def is_on(text: str) -> bool:
-    """Return True for what stands for "yes" in a variable."""
+    """Return True if the text of a variable means yes."""
     return text.lower() in ("1", "true", "yes", "on")
 
 
-# --- what the launcher said -----------------------------------------------------------------------
+# --- the launcher ---------------------------------------------------------------------------------
 _WORLD_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def launched_size(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+def launched_size(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
     """Return the variable by which a launcher promised more than one rank, and their number.
 
     SLURM_NTASKS is no sign: it is set for a plain python inside sbatch, too.
     """
-    environ = os.environ if environ is None else environ
     for variable in _WORLD_SIZES:
         text = environ.get(variable, "")
         if text.isdigit() and int(text) > 1:
@@ -42,9 +40,8 @@ def launched_size(environ: Mapping[str, str] | None = None) -> tuple[str, int] |
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID")
 
 
-def is_launched_by_mpi(environ: Mapping[str, str] | None = None) -> bool:
+def is_launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if an MPI launcher started this process, of any number of ranks."""
-    environ = os.environ if environ is None else environ
     return any(name in environ for name in _RANK_VARIABLES) or launched_size(environ) is not None
 
 
@@ -56,19 +53,17 @@ _FOREIGN = {
 }
 
 
-def foreign_launcher(environ: Mapping[str, str] | None = None) -> str:
+def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of a launcher that is not MPI's, "" if there is no sign of one."""
-    environ = os.environ if environ is None else environ
     return next((name for variable, name in _FOREIGN.items() if variable in environ), "")
 
 
-def torch_ranks(environ: Mapping[str, str] | None = None) -> dict[str, int]:
-    """Return what torch.distributed's variables say, by "rank" and "world_size".
+def torch_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """Return "rank" and "world_size" as torch.distributed's variables have them.
 
     Raises:
         ConfigError: one is no number.
     """
-    environ = os.environ if environ is None else environ
     found = {}
     for variable in ("RANK", "WORLD_SIZE"):
         text = environ.get(variable, "")
@@ -80,7 +75,7 @@ def torch_ranks(environ: Mapping[str, str] | None = None) -> dict[str, int]:
 
 
 def require_mpi_launcher(
-    size: int, who: str, *, or_else: str = "", environ: Mapping[str, str] | None = None
+    size: int, who: str, *, or_else: str = "", environ: Mapping[str, str] = os.environ
 ) -> None:
     """Refuse several ranks that were started by something that is no MPI launcher.
 
@@ -88,9 +83,9 @@ def require_mpi_launcher(
     called before MPI starts.
 
     Args:
-        size: how many ranks there are to be.
-        who: says so: "WORLD_SIZE".
-        or_else: what else can be done.
+        size: number of ranks that are wanted.
+        who: the variable or argument that wants them, such as "WORLD_SIZE".
+        or_else: another way out, for the text.
         environ: of this process, by default.
 
     Raises:
@@ -106,13 +101,12 @@ def require_mpi_launcher(
     )
 
 
-def refuse_foreign_ranks(environ: Mapping[str, str] | None = None) -> None:
+def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse a process that torchrun, or the like, has made one of several ranks.
 
     Raises:
         ConfigError: WORLD_SIZE says so, and no MPI launcher started this process.
     """
-    environ = os.environ if environ is None else environ
     text = environ.get("WORLD_SIZE", "")
     if text.isdigit():  # anything else is not torch's
         alone = "; or unset WORLD_SIZE, if this process is to be alone"
@@ -120,55 +114,48 @@ def refuse_foreign_ranks(environ: Mapping[str, str] | None = None) -> None:
 
 
 def missing_of_torch(
-    given: Container[str] = (), environ: Mapping[str, str] | None = None
+    given: Container[str] = (), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Return which of the variables that torch's env:// needs are not set, and not in `given`."""
-    environ = os.environ if environ is None else environ
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return [name for name in needed if not environ.get(name) and name.lower() not in given]
 
 
-def launched_rank(environ: Mapping[str, str] | None = None) -> int:
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return the rank that a launcher gave this process, 0 if none did; before init()."""
-    environ = os.environ if environ is None else environ
     found = (environ.get(variable, "") for variable in _WORLD_RANKS)
     return next((int(text) for text in found if text.isdigit()), 0)
 
 
-def is_fault_tolerant(environ: Mapping[str, str] | None = None) -> bool:
+def is_fault_tolerant(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True under `mpirun --with-ft ulfm`."""
-    environ = os.environ if environ is None else environ
     return is_on(environ.get("OMPI_MCA_mpi_ft_enable", ""))
 
 
-def is_hydra(environ: Mapping[str, str] | None = None) -> bool:
+def is_hydra(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if MPICH's launcher, or another that speaks its PMI, started this rank."""
-    environ = os.environ if environ is None else environ
     is_pmi = any(name in environ for name in ("PMI_FD", "PMI_PORT"))
     return is_pmi and "PMIX_NAMESPACE" not in environ
 
 
 def _launch(environ: Mapping[str, str]) -> str:
-    """Tell one launch of a rank from another: a job that a rank starts is not its child."""
+    """Return what tells two launches apart: a job that a rank starts is not its child."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
     return "/".join(environ.get(name, "-") for name in names)
 
 
-def job_on_this_host(environ: Mapping[str, str] | None = None) -> str:
+def job_on_this_host(environ: Mapping[str, str] = os.environ) -> str:
     """Return a name that the ranks of one job on one host have alike, and other jobs' have not."""
-    environ = os.environ if environ is None else environ
     return environ.get("PMIX_NAMESPACE", "") or f"child of {os.getppid()}"
 
 
-def mark_children_of_this_rank(environ: MutableMapping[str, str] | None = None) -> None:
-    """Let processes started from now on know that they are children of a rank."""
-    environ = os.environ if environ is None else environ
+def mark_children_of_this_rank(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Mark processes started from now on as children of a rank, not ranks."""
     environ[RANK_PROCESS] = f"{os.getpid()} {_launch(environ)}"
 
 
-def parent_rank_pid(environ: Mapping[str, str] | None = None) -> int | None:
+def parent_rank_pid(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the pid of the rank whose child (fork or exec) this process is, else None."""
-    environ = os.environ if environ is None else environ
     pid, _, launch = environ.get(RANK_PROCESS, "").partition(" ")
     if not pid.isdigit() or int(pid) == os.getpid() or launch != _launch(environ):
         return None
@@ -194,7 +181,7 @@ def _launcher_since(ancestor: int) -> bool:
     return False
 
 
-# --- what MPI must be told before it starts ------------------------------------------------------
+# --- settings of MPI -----------------------------------------------------------------------------
 # Measured on Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed
 # (open-mpi/ompi#11794); one TCP connection per pair is half duplex (11 against 22 MB/s on a
 # 24 MB/s link); spinning ranks starve each other when they outnumber the cores.
@@ -213,9 +200,8 @@ _ON_ONE_HOST = {
 _ALONE = _ON_ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
 
 
-def set_mpi_defaults(environ: MutableMapping[str, str] | None = None) -> list[str]:
+def set_mpi_defaults(environ: MutableMapping[str, str] = os.environ) -> list[str]:
     """Set MPI's start-up settings where the user has not; return those set, as NAME=VALUE."""
-    environ = os.environ if environ is None else environ
     wanted = dict(_ALWAYS)
     n_local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if n_local is not None and n_local == environ.get("OMPI_COMM_WORLD_SIZE"):

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from ringcomm.launch.facts import ROOT_VARIABLES, Facts
@@ -54,15 +55,7 @@ def _python(facts: Facts) -> _Verdict:
     return _Verdict("ok", f"{version} ({path})")
 
 
-def _numpy(facts: Facts) -> _Verdict:
-    return _needed(facts, "numpy")
-
-
-def _mpi4py(facts: Facts) -> _Verdict:
-    return _needed(facts, "mpi4py")
-
-
-def _needed(facts: Facts, name: str) -> _Verdict:
+def _needed(name: str, facts: Facts) -> _Verdict:
     version = facts.versions.get(name)
     floor = facts.floors.get(name)
     fix = f"pip install {_requirement(name, floor)}"
@@ -224,8 +217,8 @@ def _root(facts: Facts) -> _Verdict:
 
 _LOOKS: Final[dict[str, Callable[[Facts], _Verdict]]] = {
     "Python": _python,
-    "numpy": _numpy,
-    "mpi4py": _mpi4py,
+    "numpy": partial(_needed, "numpy"),
+    "mpi4py": partial(_needed, "mpi4py"),
     "MPI library": _library,
     "mpirun": _mpirun,
     "compiled part": _core,

@@ -1,4 +1,4 @@
-"""Sees to it that a rank that ends says how: hooks on every way out of Python.
+"""Records how a rank ends: hooks on every way out of Python.
 
 They are bound to the rank's own pid. A forked child (a DataLoader worker) inherits them and must
 not speak for the rank, nor be stopped by it.
@@ -86,7 +86,7 @@ class LastWords:
         self.wait_for_report()
 
     def wait_for_report(self) -> None:
-        """Return when the guardian has said who failed, after a second at the latest.
+        """Return when the guardian has printed its report, after a second at the latest.
 
         As soon as a rank ends, mpirun ends the others and closes the guardian's output.
         """
@@ -207,7 +207,7 @@ def _say_nothing(_: Failure) -> None:
 
 
 def _headline(error: BaseException) -> str:
-    """Return "ValueError: boom", one line, whatever the error's own __str__ does."""
+    """Return "ValueError: boom", one line, even if the error's own __str__ fails."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - it is being reported for another reason already
@@ -226,7 +226,7 @@ def _whole(error: BaseException) -> str:
 
 
 def _was_raised_by_code(error: BaseException) -> bool:
-    """Return True if a `raise` of the program brought it about, and no signal."""
+    """Return True if a `raise` of the program caused it, not a signal."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
