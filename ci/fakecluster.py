@@ -49,7 +49,7 @@ mount -t tmpfs tmpfs /dev/shm
 
 
 class ClusterError(Exception):
-    """What cannot be done, and why."""
+    """Raised with what cannot be done, and why."""
 
 
 def obstacle():
@@ -249,7 +249,7 @@ class Cluster:
             time.sleep(0.001)  # a stop takes effect when the process is next scheduled
 
     def thaw(self, host):
-        """Let them run on."""
+        """Resume them."""
         self._signal(host, self.pids(host), signal.SIGCONT)
 
     def cut(self, one, other):

@@ -1,4 +1,4 @@
-"""What one TCP connection carries between two hosts of the fake cluster: the measured link.
+"""Measures what one TCP connection carries between two hosts of the fake cluster.
 
 python linkrate.py sink                  print the port, then the bytes per second received
 python linkrate.py source ADDRESS PORT   send until the sink has enough

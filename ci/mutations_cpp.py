@@ -34,8 +34,8 @@ class CppMutation(Mutation):
         files = sorted((root / "csrc" / self.file).glob("*.[ch]pp"))
         found = {path: n for path in files if (n := path.read_text().count(self.old))}
         if list(found.values()) != [1]:
-            told = {path.name: n for path, n in found.items()} or "nowhere"
-            raise ValueError(f"{self.name}: its text occurs in csrc/{self.file}: {told}")
+            places = {path.name: n for path, n in found.items()} or "nowhere"
+            raise ValueError(f"{self.name}: its text occurs in csrc/{self.file}: {places}")
         (path,) = found
         return path, path.read_text().replace(self.old, self.new)
 

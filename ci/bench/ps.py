@@ -108,7 +108,7 @@ class Lane:
 
 @contextlib.contextmanager
 def awake(who):
-    """Let a client and its server run until all workers are done with them."""
+    """Wake a client and its server until all workers are done with them."""
     with who.awake():
         rc.barrier()  # the server is the chief's
         yield

@@ -42,7 +42,7 @@ class Peer:
 
     @contextlib.contextmanager
     def awake(self):
-        """Let the processes run in this block."""
+        """Wake the processes for this block."""
         self.signal(signal.SIGCONT)
         try:
             yield

@@ -56,7 +56,7 @@ def key_sets(case):
 
 
 class Work:
-    """What one client does of a case.
+    """The part of a case that one client does.
 
     store.bind(case, gradient, key sets) returns push and pull of a new table of zeros: each does
     one operation with a set of keys, by number, and a pull returns the values.

@@ -141,8 +141,8 @@ def main(argv):
     if rc.rank() == 0:
         print(*lines(found), sep="\n", flush=True)
         if args.json is not None:
-            told = found | {"figures": [asdict(each) for each in found["figures"]]}
-            args.json.write_text(json.dumps(told, indent=1) + "\n")
+            report = found | {"figures": [asdict(each) for each in found["figures"]]}
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if "ps" not in args.ways:  # servers leave when programs end

@@ -50,7 +50,7 @@ def speed(size: int, limit_s: float) -> Stage:
     return Stage(f"speed N={size}", command, limit_s, environment)
 
 
-# NCCL lets several ranks share a GPU from 2.30 on, if it is told so.
+# NCCL lets several ranks share a GPU from 2.30 on, if it is asked to.
 SHARED_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 KERNELS = (
     *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--noconftest"),

@@ -49,7 +49,7 @@ def main() -> None:
     start()
     n_cases = 0
     for case in cases(rc.size()):
-        # NCCL adds in an order of its own, unless it is told otherwise.
+        # NCCL adds in an order of its own, unless it is set otherwise.
         check(case, deterministic=transport == "nccl")
         n_cases += 1
     n_programs = run_programs(time.monotonic() + PROGRAMS_S)

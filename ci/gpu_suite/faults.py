@@ -31,7 +31,7 @@ BUSY_S = 30  # longer than anything here is allowed to take
 
 @dataclass(frozen=True)
 class Deed:
-    """What rank 1 does, and what must come of it.
+    """A fault of rank 1, and its expected outcome.
 
     Attributes:
         signal: that it sends itself.
@@ -67,8 +67,8 @@ def main() -> int:
     with ThreadPoolExecutor(len(DEEDS)) as pool:
         verdicts = list(pool.map(run, DEEDS))
     problems = []
-    for name, (told, wrong) in zip(DEEDS, verdicts, strict=True):
-        detail(f"{name:<24} {told}{'; '.join(['', *wrong])}")
+    for name, (text, wrong) in zip(DEEDS, verdicts, strict=True):
+        detail(f"{name:<24} {text}{'; '.join(['', *wrong])}")
         problems += [f"{name}: {what}" for what in wrong]
     figure(f"{sum(not wrong for _, wrong in verdicts)} of {len(DEEDS)} end as promised")
     for problem in problems:
@@ -118,8 +118,8 @@ def judge(deed: Deed, job: Job, ended_at: float, reports: dict[int, dict]) -> tu
         if deed.is_late and not report["from"] < fault:
             wrong.append(f"rank {rank} was not in torch.cuda.synchronize() when it happened")
     heard = [report["at"] - fault for report in reports.values()]
-    told = f"{deed.error} after {max(heard):.1f} s, " if deed.error and heard else ""
-    return f"{told}end after {ended_at - fault:.1f} s", wrong
+    text = f"{deed.error} after {max(heard):.1f} s, " if deed.error and heard else ""
+    return f"{text}end after {ended_at - fault:.1f} s", wrong
 
 
 # --- a rank -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the jobs of the suite share: arrays of both libraries, a slow kernel, and clocks."""
+"""Shared by the jobs of the suite: arrays of both libraries, a slow kernel, and clocks."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ LIBRARIES = (CupyArrays(), TorchTensors(), RegisteredArrays())
 
 
 def sleep(seconds: float) -> None:
-    """Let torch's current stream do nothing for at least that long."""
+    """Keep torch's current stream busy for at least that long."""
     torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
 
 @contextlib.contextmanager
 def current(stream: cupy.cuda.Stream) -> Iterator[None]:
-    """Let a stream of cupy be the current one of both libraries."""
+    """Make a stream of cupy the current one of both libraries."""
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         yield
 

@@ -1,4 +1,4 @@
-"""What this machine is and has, and how fast its GPU copies its own memory."""
+"""The hardware of this machine, and the speed at which its GPU copies its own memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast many gradients are packed into one buffer, scaled and cast, beside torch's own."""
+"""The speed of packing many gradients into one buffer, scaled and cast, beside torch's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> None:
     torch.manual_seed(0)
     ceiling = copy_ceiling()
     tensors = [torch.randn(count, device="cuda") for count in COUNTS]
-    told = []
+    cells = []
     for target in (torch.bfloat16, torch.float32):
         buffer = torch.empty(PLACES[-1], device="cuda", dtype=target)
         views = [buffer[at : at + n] for at, n in zip(PLACES, COUNTS, strict=False)]
@@ -42,8 +42,8 @@ def main() -> None:
                 f"float32 to {str(target)[6:]:<9} {name:<11} {seconds * 1e6:8.1f} us "
                 f"{rate / 1e12:5.2f} TB/s {rate / ceiling:5.0%} of a copy"
             )
-            told.append(f"{seconds * 1e6:.0f}")
-    figure(f"to bfloat16 {told[0]} us, foreach {told[1]}; to float32 {told[2]} us, {told[3]}")
+            cells.append(f"{seconds * 1e6:.0f}")
+    figure(f"to bfloat16 {cells[0]} us, foreach {cells[1]}; to float32 {cells[2]} us, {cells[3]}")
 
 
 def packing(tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> Callable[[], object]:

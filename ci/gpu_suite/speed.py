@@ -1,4 +1,4 @@
-"""How long an allreduce of ranks that share one GPU takes, beside others, and how fast that is.
+"""Time and bandwidth of an allreduce of ranks that share one GPU, beside others.
 
 usage: mpirun -np N python -m gpu_suite.speed SECONDS
 

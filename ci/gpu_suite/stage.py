@@ -22,7 +22,7 @@ Verdict = Literal["ok", "FAIL", "cut", "skip"]
 
 @dataclass(frozen=True)
 class Stage:
-    """What is run.
+    """A command of the suite, and its limit.
 
     Attributes:
         name: "ipc, 4 ranks".
@@ -41,7 +41,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a stage.
+    """The outcome of a stage.
 
     Attributes:
         name: of the stage.

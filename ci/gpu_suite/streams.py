@@ -1,4 +1,4 @@
-"""What surrounds a collective on the caller's stream: nobody waits, and nothing is too early.
+"""A collective between other work on the caller's stream: no host waits, nothing is too early.
 
 usage: mpirun -np N python -m gpu_suite.streams
 Before each call the stream is busy for a while, and only then writes the array; right behind it

@@ -91,7 +91,7 @@ def compare(make: Optimizer, dtype: torch.dtype, device: str, shard_state: int) 
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:
-    """Return the largest difference between two weights; NaN is told of as infinity."""
+    """Return the largest difference between two weights; NaN counts as infinity."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max().nan_to_num(math.inf)) for a, b in pairs)
 

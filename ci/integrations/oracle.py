@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: digits, a small network, and training without a framework.
+"""Shared by the scripts of this folder: digits, a small network, and training without a framework.
 
 The network trains in float64: N ranks with batches of b must end with the weights of one process
 with batches of N * b, to 1e-12 of the largest weight of each tensor.

@@ -97,9 +97,9 @@ def main():
 
 
 def require_same_on_all(model):
-    told = ringcomm.allgather_object([p.detach() for p in model.parameters()])
-    for theirs in told:
-        assert all(torch.equal(a, b) for a, b in zip(theirs, told[0], strict=True))
+    weights = ringcomm.allgather_object([p.detach() for p in model.parameters()])
+    for theirs in weights:
+        assert all(torch.equal(a, b) for a, b in zip(theirs, weights[0], strict=True))
 
 
 if __name__ == "__main__":
