@@ -16,7 +16,8 @@ from ringcomm.torch.horovod.reduce_op import AnyOp, op_of
 from ringcomm.torch.optim.adasum import with_adasum
 from ringcomm.torch.optim.averaging import AveragingOptimizer, with_averaging
 from ringcomm.torch.optim.options import (
-    reduction_options,
+    ReductionOptions,
+    groups_of,
     require_mean,
     require_own,
     require_passes,
@@ -117,16 +118,15 @@ def DistributedOptimizer(
     named = named_in_order(optimizer, given)
     op = op_of(op, None)
     if isinstance(op, Op):
-        options = reduction_options(
+        options = ReductionOptions(
             op,
             compression,
-            gradient_predivide_factor,
-            num_groups,
-            groups,
+            float(gradient_predivide_factor),
+            groups_of(groups, num_groups),
             sparse_as_dense,
             process_set,
             shard_state,
-            sync_weights=sync_weights,
+            sync_weights,
         )
         require_own(options, named, given or ())
         wrap = with_averaging

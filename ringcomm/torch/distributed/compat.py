@@ -119,62 +119,64 @@ def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> No
 
 
 # --- groups ---------------------------------------------------------------------------------------
+def _wrap(name: str, wrapper: Callable[..., Any]) -> None:
+    """Let torch.distributed call wrapper(function, *its arguments) for one of its functions; once.
+
+    Nothing is done where this version of torch has none of that name.
+    """
+    module = c10d.distributed_c10d
+    plain = getattr(module, name, None)
+    if plain is None or hasattr(plain, "is_wrapped_by_ringcomm"):
+        return
+
+    @functools.wraps(plain)
+    def wrapped(*args: Any, **named: Any) -> Any:
+        return wrapper(plain, *args, **named)
+
+    wrapped.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
+    for home in (module, c10d):
+        if getattr(home, name, None) is plain:
+            setattr(home, name, wrapped)
+
+
 def before_new_group(look: Callable[[list[int]], None]) -> None:
     """Call look(ranks) on all ranks that call new_group(), members or not, before it does a thing.
 
     torch asks none but those who are members for a group, by what they have passed. But it gives
     the group a name on all ranks, unless members alone make it. Once.
     """
-    module = c10d.distributed_c10d
-    plain = getattr(module, "_process_group_name", None)
-    if plain is None or hasattr(plain, "is_wrapped_by_ringcomm"):
-        return
 
-    @functools.wraps(plain)
-    def name(ranks: Any, use_hashed_name: bool, *more: Any, **named: Any) -> Any:
+    def named(plain: Any, ranks: Any, use_hashed_name: bool, *more: Any, **others: Any) -> Any:
         if not use_hashed_name and c10d.is_initialized():
             look(list(ranks))
-        return plain(ranks, use_hashed_name, *more, **named)
+        return plain(ranks, use_hashed_name, *more, **others)
 
-    name.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
-    module._process_group_name = name
+    _wrap("_process_group_name", named)
 
 
 def within_new_subgroups(within: Callable[[Any], AbstractContextManager[object]]) -> None:
-    """Run new_subgroups(group=group), which only its ranks call, within the context within(group).
+    """Run new_subgroups(group=group), which only its ranks call, in the context within(group)."""
 
-    Once.
-    """
-    plain = c10d.new_subgroups
-    if hasattr(plain, "is_wrapped_by_ringcomm"):
-        return
-
-    @functools.wraps(plain)
-    def new_subgroups(group_size: Any = None, group: Any = None, *more: Any, **named: Any) -> Any:
+    def made(
+        plain: Any, group_size: Any = None, group: Any = None, *more: Any, **named: Any
+    ) -> Any:
         with within(group):
             return plain(group_size, group, *more, **named)
 
-    new_subgroups.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
-    c10d.new_subgroups = c10d.distributed_c10d.new_subgroups = new_subgroups
+    _wrap("new_subgroups", made)
 
 
 def on_destroy(close: Callable[[Any], None]) -> None:
-    """Call close(group) for each group that is destroyed, where torch tells NCCL's alone; once.
+    """Call close(group) for each group that is destroyed, where torch tells NCCL's alone.
 
     Torch 2.6 does so; later ones call the group's own shutdown().
     """
-    module = c10d.distributed_c10d
-    plain = getattr(module, "_shutdown_backend", None)
-    if plain is None or hasattr(plain, "is_wrapped_by_ringcomm"):
-        return
 
-    @functools.wraps(plain)
-    def shutdown(group: Any) -> None:
+    def shut(plain: Any, group: Any) -> None:
         plain(group)
         close(group)
 
-    shutdown.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
-    module._shutdown_backend = shutdown
+    _wrap("_shutdown_backend", shut)
 
 
 # --- callbacks of Futures -------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A hook for DistributedDataParallel that takes its buckets through the node's shared memory."""
 
+import functools
 from typing import Any
 
 import torch
@@ -46,12 +47,9 @@ def node_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     gradients = bucket.buffer()
     shared = _memory_for(bucket.parameters()[0], gradients, pg.group)
     shared.copy_(gradients)
-    work = pg.start(
-        call_options(None),
-        "allreduce_",
-        lambda g: plans.allreduce(g, None, shared, AVERAGE, in_place=True),
-        [shared],
-    )
+    call = call_options(None)
+    plan = functools.partial(plans.allreduce, in_place=True)
+    work = pg.start(call, "allreduce_", [shared], plan, None, shared, AVERAGE)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
     return future
 

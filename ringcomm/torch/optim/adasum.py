@@ -14,9 +14,10 @@ from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
 from ringcomm.torch.optim.first_weights import FirstWeights
 from ringcomm.torch.optim.options import require_passes
+from ringcomm.torch.optim.wrapping import dressed, undressed
 
 T = TypeVar("T", bound=Optimizer)
-_OURS = ("_named", "_compression", "_process_set", "_weights", "_sync_weights")
+_OURS = ("_named", "_compression", "_process_set", "_weights", "_sync_weights", "step")
 
 
 def with_adasum(
@@ -29,16 +30,14 @@ def with_adasum(
     known: Sequence[tuple[str, torch.nn.Parameter]] = (),
 ) -> T:
     """Return `optimizer` with the change that each step() makes combined over all ranks."""
-    base = type(optimizer)
-    kind: type[_Adaptive] = type(base.__name__, (_Adaptive, base), {"__doc__": base.__doc__})
-    wrapped = object.__new__(kind)
-    wrapped.__dict__ = optimizer.__dict__
-    wrapped._named = list(named_parameters)
-    wrapped._compression = compression
-    wrapped._process_set = process_set
-    wrapped._sync_weights = sync_weights
-    wrapped._weights = FirstWeights(is_wanted=sync_weights, known=known)
-    return cast(T, wrapped)
+    attributes = {
+        "_named": list(named_parameters),
+        "_compression": compression,
+        "_process_set": process_set,
+        "_sync_weights": sync_weights,
+        "_weights": FirstWeights(is_wanted=sync_weights, known=known),
+    }
+    return cast(T, dressed(optimizer, _Adaptive, **attributes))
 
 
 class _Adaptive(Optimizer):
@@ -84,8 +83,7 @@ class _Adaptive(Optimizer):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Optimizer = object.__new__(type(self).__bases__[1])
-        plain.__dict__ = {k: v for k, v in self.__dict__.items() if k not in _OURS}
+        plain = undressed(self, _OURS)
         rewrap = functools.partial(with_adasum, sync_weights=self._sync_weights)
         return rewrap, (plain, self._named, self._compression, self._process_set)
 

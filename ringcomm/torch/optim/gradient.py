@@ -11,6 +11,7 @@ import torch
 from ringcomm._core import copy_memory
 from ringcomm.arrays.torch import TORCH
 from ringcomm.errors import RingcommError
+from ringcomm.torch.backward.parameters import Slot
 from ringcomm.torch.optim.buckets import Bucket, Member, line_of
 from ringcomm.torch.optim.presence import DENSE, LATE, SPARSE, WAS_SPARSE
 
@@ -26,23 +27,19 @@ class GradientState(Enum):
     LATE = auto()  # OPEN once more: what was computed after its bucket had left
 
 
-class GradientSlot:
+class GradientSlot(Slot):
     """A parameter, and where its gradient of this step is.
 
     Attributes:
         bucket: where its dense gradients travel, or None.
-        is_heard: hooks tell of its gradients. Those of a parameter that was always frozen are not.
         was_sparse: what this rank has computed was sparse, and is made dense for the reduction.
         is_sparse_in_step: .grad, dense now, was so on some rank: the optimizer is to see it sparse.
     """
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
-        self.index = index
-        self.name = name
-        self.parameter = parameter
+        super().__init__(index, name, parameter)
         self.state = GradientState.SETTLED
         self.bucket: Bucket | None = None
-        self.is_heard = False
         self.was_sparse = self.is_sparse_in_step = False
         self._view: torch.Tensor | None = None
         self._base: torch.Tensor | None = None

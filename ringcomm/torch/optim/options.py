@@ -100,41 +100,28 @@ class Batches:
     others: list[int]
 
 
-def reduction_options(
-    op: Op,
-    compression: Any,
-    predivide: float,
-    num_groups: int,
-    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
-    sparse_as_dense: bool,
-    process_set: ProcessSet,
-    shard_state: int = 0,
-    *,
-    sync_weights: bool = True,
-) -> ReductionOptions:
-    """Return arguments of DistributedOptimizer as ReductionOptions, and raise as those do."""
+def groups_of(
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, num_groups: int
+) -> int | Sequence[Sequence[torch.nn.Parameter]]:
+    """Return the number of groups, or the groups, that two arguments of DistributedOptimizer name.
+
+    Raises:
+        ValueError: both do, or they are nothing of the kind.
+    """
     if groups is not None and num_groups:
         raise ValueError("pass groups, or num_groups, which it replaces; not both")
     which = num_groups if groups is None else groups
     if isinstance(which, bool) or (isinstance(which, int) and which < 0):
         raise ValueError(f"groups is {which!r}; it is a number >= 0, or lists of parameters")
-    if not isinstance(which, int):
-        which = [list(each) for each in which]
-        listed = [p for each in which for p in each]
-        if any(not isinstance(p, torch.Tensor) for p in listed):
-            raise ValueError("groups must be lists of parameters")
-        if len({id(p) for p in listed}) < len(listed):
-            raise ValueError("groups: a parameter is in two groups, or twice in one")
-    return ReductionOptions(
-        op,
-        compression,
-        float(predivide),
-        which,
-        sparse_as_dense,
-        process_set,
-        shard_state,
-        sync_weights,
-    )
+    if isinstance(which, int):
+        return which
+    which = [list(each) for each in which]
+    listed = [p for each in which for p in each]
+    if any(not isinstance(p, torch.Tensor) for p in listed):
+        raise ValueError("groups must be lists of parameters")
+    if len({id(p) for p in listed}) < len(listed):
+        raise ValueError("groups: a parameter is in two groups, or twice in one")
+    return which
 
 
 def require_mean(predivide: float, op: object) -> None:

@@ -21,11 +21,11 @@ from ringcomm.arrays import any_adapter_for
 from ringcomm.collectives.op import AVERAGE, Op
 from ringcomm.engine.api.world import engine
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.torch.backward.autograd import Hooks
 from ringcomm.torch.backward.consistency_check import OptimizerSummary
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask, finish_together
+from ringcomm.torch.backward.parameters import ParameterHooks, without_hooks
 from ringcomm.torch.backward.passes import Passes
-from ringcomm.torch.backward.registry import claim, enrol, note_samples, release
+from ringcomm.torch.backward.registry import enrol, note_samples
 from ringcomm.torch.optim.agreement import Agreement
 from ringcomm.torch.optim.bucket_plan import BucketPlan
 from ringcomm.torch.optim.buckets import Scaling
@@ -62,7 +62,7 @@ class GradientReducer:
         self.plan = BucketPlan(self.slots)
         self.number = 0
         self._engine = weakref.ref(engine())
-        self._hooks = _ParameterHooks()
+        self._hooks = ParameterHooks()
         self._passes = Passes()
         self._n_passes = 0  # of this step
         self._is_communicating = False
@@ -86,13 +86,11 @@ class GradientReducer:
         n = len(self.slots)
         self.slots += [GradientSlot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
         self._replan()
-        self._hooks.attach_new(self, GradientState.SETTLED)
+        self._attach_hooks(GradientState.SETTLED)
 
     def close(self) -> None:
         """Remove the hooks, and release the parameters for another optimizer."""
-        self._hooks.remove()
-        for slot in self.slots:
-            release(slot.parameter, self)
+        self._hooks.close(self, self.slots)
 
     def flush(self) -> None:
         """Take part in the reduction if no backward() has done so since the step began."""
@@ -197,7 +195,7 @@ class GradientReducer:
 
         Nothing here waits: several optimizers may come here in another order on another rank.
         """
-        if self._hooks.attach_new(self, GradientState.OPEN):
+        if self._attach_hooks(GradientState.OPEN):
             self._replan()
         if self._engine() is not engine():  # shutdown() and init() lie between
             self._engine = weakref.ref(engine())
@@ -207,6 +205,17 @@ class GradientReducer:
             name = f"parameters{self.suffix}"
             self._agreement.begin(_outline(self), _named(self), name, self.options.group)
         self.plan.expect_all(self.options)
+
+    def _attach_hooks(self, state: GradientState) -> bool:
+        """Attach hooks to parameters that were added or unfrozen; return True if there are any."""
+        new = without_hooks(self.slots)
+        for slot in new:
+            _require_reducible(slot, self.options.op)
+        if new:
+            self._hooks.attach(self, new)
+        for slot in new:
+            slot.state = state
+        return bool(new)
 
     def _enrol(self) -> None:
         enrol(self, self.options.group)
@@ -262,41 +271,6 @@ class GradientReducer:
         self._is_communicating = self._is_synchronized = False
         for slot in self.slots:
             slot.restart()
-
-
-class _ParameterHooks:
-    """Hooks of those of an optimizer's parameters that have ever required gradients."""
-
-    def __init__(self) -> None:
-        self._hooks: list[Hooks] = []
-
-    def attach_new(self, reducer: GradientReducer, state: GradientState) -> bool:
-        """Attach hooks to parameters, added or unfrozen, that require gradients and have none."""
-        new = [s for s in reducer.slots if not s.is_heard and s.parameter.requires_grad]
-        if not new:
-            return False
-        for slot in new:
-            _require_reducible(slot, reducer.options.op)
-        claim([(slot.name, slot.parameter) for slot in new], reducer)
-        self._hooks.append(Hooks(reducer, {slot.index: slot.parameter for slot in new}))
-        for slot in new:
-            slot.is_heard = True
-            slot.state = state
-        return True
-
-    def remove(self) -> None:
-        """Call the reducer no more."""
-        for hooks in self._hooks:
-            hooks.remove()
-
-    def require_current(self, slot: GradientSlot) -> None:
-        """Refuse a gradient of which before_gradient() was not called."""
-        parameter = slot.parameter
-        if parameter.requires_grad and any(h.has_lost(slot.index, parameter) for h in self._hooks):
-            raise RingcommError(
-                f"DistributedOptimizer: the dtype or device of {slot.name} has changed since the "
-                "optimizer was wrapped: call model.to() before"
-            )
 
 
 class _Usability:

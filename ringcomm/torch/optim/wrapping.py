@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,12 @@ def undressed(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:
     plain: Optimizer = object.__new__(type(wrapped).__bases__[1])
     plain.__dict__ = {k: v for k, v in wrapped.__dict__.items() if k not in attributes}
     return plain
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return the step() of a class without what torch wraps around it, as its hooks for steps."""
+    step = kind.step
+    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.rounds import Mode
 from ringcomm.ps.segments import MOST
 from ringcomm.ps.table import table
+from ringcomm.torch.backward.parameters import Slot
 from ringcomm.torch.optim.buckets import is_dense, plan_buckets, view_like
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
@@ -27,8 +27,7 @@ ALONE_NBYTES: Final = 256 << 10  # from here on a parameter has a table of its o
 Array = NDArray[Any]
 
 
-@dataclass(eq=False)
-class Slot:
+class ServedSlot(Slot):
     """A parameter, and what became of its gradient in this step.
 
     Attributes:
@@ -38,14 +37,12 @@ class Slot:
         kept: what was the gradient; see Bucket.note_pushed().
     """
 
-    index: int
-    name: str
-    parameter: torch.nn.Parameter
-    group: int
-    is_heard: bool = False
-    pushed: tuple[torch.Tensor | None, int] | None = None
-    known: tuple[int, int] = (0, 0)
-    kept: torch.Tensor | None = None
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, group: int) -> None:
+        super().__init__(index, name, parameter)
+        self.group = group
+        self.pushed: tuple[torch.Tensor | None, int] | None = None
+        self.known = (0, 0)
+        self.kept: torch.Tensor | None = None
 
     @property
     def now(self) -> tuple[int, int]:
@@ -59,7 +56,7 @@ class Slot:
         return f"{p.dtype} {tuple(p.shape)}, {'trainable' if p.requires_grad else 'frozen'}"
 
 
-def plan(slots: Sequence[Slot]) -> list[list[Slot]]:
+def plan(slots: Sequence[ServedSlot]) -> list[list[ServedSlot]]:
     """Return which parameters share a table, in the order in which gradients are complete.
 
     Those are small, of one parameter group and dtype. A frozen one is alone: it may be unfrozen.
@@ -92,7 +89,7 @@ class Bucket:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], suffix: str, updater: Updater, mode: Mode,
+        self, slots: Sequence[ServedSlot], suffix: str, updater: Updater, mode: Mode,
         compression: Codec | None = None,
     ) -> None:  # fmt: skip
         self.slots = slots

@@ -15,14 +15,15 @@ import torch
 
 from ringcomm.errors import RingcommError
 from ringcomm.ps.job import session
-from ringcomm.torch.backward.autograd import Hooks
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask
+from ringcomm.torch.backward.parameters import ParameterHooks, without_hooks
 from ringcomm.torch.backward.passes import Passes
-from ringcomm.torch.backward.registry import claim, enrol, note_samples, release
+from ringcomm.torch.backward.registry import enrol, note_samples
+from ringcomm.torch.optim.options import require_passes
 from ringcomm.torch.ps import clock
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
-from ringcomm.torch.ps.buckets import Bucket, Slot, plan
+from ringcomm.torch.ps.buckets import Bucket, ServedSlot, plan
 from ringcomm.torch.ps.row_gradients import NO_ROWS, RowGradients, let_rows_wait, take
 from ringcomm.torch.ps.scaling import is_on
 from ringcomm.torch.ps.server_options import WHO, ServerOptions
@@ -44,17 +45,14 @@ class Feeder:
     def __init__(
         self, named_parameters: Named, groups: Groups, options: ServerOptions, passes_per_step: int
     ) -> None:
-        if not isinstance(passes_per_step, int) or passes_per_step < 1:
-            raise ValueError(
-                f"backward_passes_per_step is a whole number from 1 on, not {passes_per_step!r}"
-            )
+        require_passes(passes_per_step)
         self.options, self._passes_per_step = options, passes_per_step
         self.step = self.number = 0
         self.was_applied = True
         self.session = session()
         self.pusher = BucketPusher(options, groups, self.session)
-        self._slots: list[Slot] = []
-        self._hooks: list[Hooks] = []
+        self._slots: list[ServedSlot] = []
+        self._hooks = ParameterHooks()
         self._passes = Passes()
         self._n_passes = 0
         self._is_spoiled = self._has_ticked = False
@@ -68,7 +66,9 @@ class Feeder:
         """Move more parameters to the servers. Collective, between two steps."""
         group_of = {p: g for g, group in enumerate(self.pusher.groups) for p in group["params"]}
         n = len(self._slots)
-        new = [Slot(n + i, name, p, group_of[p]) for i, (name, p) in enumerate(named_parameters)]
+        new = [
+            ServedSlot(n + i, name, p, group_of[p]) for i, (name, p) in enumerate(named_parameters)
+        ]
         for slot in new:
             _require_servable(slot)
         self._require_alike(
@@ -82,7 +82,7 @@ class Feeder:
             Bucket(slots, suffix, self.options.updater(groups[slots[0].group]), mode, codec)
             for slots in plan(new)
         ]
-        self._hear(new)
+        self._attach_hooks(new)
         self._slots += new
         self.pusher.add(buckets)
         self.pusher.fetch_values(buckets)
@@ -98,21 +98,14 @@ class Feeder:
             OptimizerSummary(parameters, settings), name, self.session.group
         ).require_alike()
 
-    def _hear(self, slots: Sequence[Slot]) -> None:
-        new = [slot for slot in slots if not slot.is_heard and slot.parameter.requires_grad]
-        if not new:
-            return
-        claim([(slot.name, slot.parameter) for slot in new], self)
-        self._hooks.append(Hooks(self, {slot.index: slot.parameter for slot in new}))
-        for slot in new:
-            slot.is_heard = True
+    def _attach_hooks(self, slots: Sequence[ServedSlot]) -> None:
+        new = without_hooks(slots)
+        if new:
+            self._hooks.attach(self, new)
 
     def close(self) -> None:
         """Remove the hooks, and release the parameters for another optimizer."""
-        for hooks in self._hooks:
-            hooks.remove()
-        for slot in self._slots:
-            release(slot.parameter, self)
+        self._hooks.close(self, self._slots)
 
     # --- what autograd calls --------------------------------------------------------------------
     def before_gradient(self, index: int) -> None:
@@ -139,7 +132,7 @@ class Feeder:
         """See passes.Owner."""
         self._refuse_spoiled()
         self._refuse_changed_values()
-        self._hear(self._slots)
+        self._attach_hooks(self._slots)
         self._n_passes += 1
 
     def end_pass(self) -> CollectiveTask[None]:
@@ -312,7 +305,7 @@ class Feeder:
             )
 
 
-def _require_servable(slot: Slot) -> None:
+def _require_servable(slot: ServedSlot) -> None:
     p = slot.parameter
     if p.device.type != "cpu":
         raise TypeError(

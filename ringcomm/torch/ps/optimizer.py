@@ -19,7 +19,7 @@ from ringcomm.ps.compression import codec_of
 from ringcomm.ps.job import is_chief, session, size
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
-from ringcomm.torch.optim.wrapping import dressed, named_in_order
+from ringcomm.torch.optim.wrapping import dressed, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.feeder import Feeder
 from ringcomm.torch.ps.hybrid import count_steps, require_something_served
@@ -112,11 +112,9 @@ def DistributedOptimizer(
         return _by_the_ring(optimizer, named, hybrid, compression, backward_passes_per_step)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}; it must be more than 0")
-    options = ServerOptions(mode_of(mode), None, compression, max_grad_norm, scaler)
-    options = ServerOptions(
-        options.mode, _class_on_servers(optimizer, apply, options.mode), compression, max_grad_norm,
-        scaler,
-    )  # fmt: skip
+    when = mode_of(mode)
+    class_name = _class_on_servers(optimizer, apply, when)
+    options = ServerOptions(when, class_name, compression, max_grad_norm, scaler)
     feeder = Feeder(named, optimizer.param_groups, options, backward_passes_per_step)
     if options.class_name is not None:
         push_state(feeder, optimizer.state)
@@ -216,12 +214,13 @@ class _Served(Optimizer):
         return result
 
     def _step_here(self, closure: Callable[[], Any] | None) -> Any:
+        step = plain_step(type(self).__bases__[1])
         if closure is not None:
-            return _plain_step(self)(functools.partial(self._evaluate, closure))
+            return step(self, functools.partial(self._evaluate, closure))
         if not self._take_mean():
             return None
         with self._unscaled():
-            return _plain_step(self)()
+            return step(self)
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
@@ -359,15 +358,6 @@ class _Served(Optimizer):
             "a ps.DistributedOptimizer cannot be copied or pickled, for its state is on the "
             "servers. Save optimizer.state_dict(), which is plain torch"
         )
-
-
-def _plain_step(optimizer: _Served) -> Callable[..., Any]:
-    """Return the step() of the optimizer's own class, without torch's hooks for steps."""
-    base: Any = type(optimizer).__bases__[1]
-    step = (
-        getattr(base.step, "__wrapped__", base.step) if hasattr(base.step, "hooked") else base.step
-    )
-    return functools.partial(step, optimizer)
 
 
 # As torch does to the step() of each class: run its step hooks, and let its profiler see it.

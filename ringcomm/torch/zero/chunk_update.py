@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.torch.optim.buckets import is_16_bit, wide
-from ringcomm.torch.optim.wrapping import Settings, settings_of
+from ringcomm.torch.optim.wrapping import Settings, plain_step, settings_of
 from ringcomm.torch.zero.parameter_state import ParameterState
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class OwnClassUpdate:
         optimizer.state = defaultdict(dict)
         optimizer._optimizer_step_pre_hooks = OrderedDict()  # run by the one that the user has
         optimizer._optimizer_step_post_hooks = OrderedDict()
-        step = type(optimizer).step
-        self._step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        self._step = plain_step(type(optimizer))
         self._weights = weights
         self._masters = [wide(each) for each in weights]
         self._has_master = [False for _ in weights]  # one that differs from the weights

@@ -50,10 +50,11 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         self,
         call: CallOptions,
         kind: str,
-        plan: Callable[[Group], Plan[Any]],
         results: Tensors,
+        plan: Callable[..., Plan[Any]],
+        *args: Any,
     ) -> Work:
-        """Carry out one operation, or begin it if the caller may wait later."""
+        """Carry out what plan(group, *args) plans, or begin it if the caller may wait later."""
         self._require_open()
 
         def checked(g: Group) -> Plan[Any]:
@@ -61,7 +62,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
             for each in results:
                 if each.layout is torch.strided and not each.is_contiguous():
                     TORCH.require_writable(each)
-            return plan(g)
+            return plan(g, *args)
 
         timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
         current = self.group.engine_or_none or engine()
@@ -80,9 +81,8 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         """Compare what ranks pass to new_group(). Collective; MismatchError if members differ."""
         callers = c10d.get_process_group_ranks(self)
         number = self.group.ledger_for(self.group.engine).next_place
-        self.start(
-            call_options(None), "new_group", lambda _: compare(ranks, callers, number), []
-        ).wait()
+        options = call_options(None)
+        self.start(options, "new_group", [], lambda _: compare(ranks, callers, number)).wait()
 
     @property
     def _is_special(self) -> bool:

@@ -51,9 +51,7 @@ class ProcessGroup(ReducingGroup):
         if not x.is_cpu:
             return self._devices.of(x).broadcast(tensors, opts)
         call = call_options(opts, *more, **named)
-        return self.start(
-            call, "broadcast", lambda g: collectives.broadcast(g, x, call.root), tensors
-        )
+        return self.start(call, "broadcast", tensors, collectives.broadcast, x, call.root)
 
     @traced
     def allgather(
@@ -65,9 +63,7 @@ class ProcessGroup(ReducingGroup):
             return self._devices.of(x).allgather([outs], [x], opts)
         call = call_options(opts, *more, **named)
         whole = collectives.room_for(outs)
-        work = self.start(
-            call, "allgather", lambda g: collectives.allgather(g, outs, x, whole), outs
-        )
+        work = self.start(call, "allgather", outs, collectives.allgather, outs, x, whole)
         if whole.numel() == x.numel() * len(outs):
             work.value = [whole.view(len(outs), *x.shape)]
         return work
@@ -88,19 +84,15 @@ class ProcessGroup(ReducingGroup):
             return collectives.grouped("grouped_allgather", each)
 
         flat = [out for outs in outputs for out in outs]
-        return self.start(call_options(opts), "allgather", plan, flat)
+        return self.start(call_options(opts), "allgather", flat, plan)
 
     @traced
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Fill `output` with the inputs of all ranks; `input` may be its own part of it."""
         if not output.is_cpu:
             return self._devices.of(output)._allgather_base(output, input, opts)
-        return self.start(
-            call_options(opts),
-            "allgather",
-            lambda g: collectives.allgather_single(g, output, input),
-            [output],
-        )
+        call, plan = call_options(opts), collectives.allgather_single
+        return self.start(call, "allgather", [output], plan, output, input)
 
     @traced
     def all_gather_single_coalesced(
@@ -116,7 +108,7 @@ class ProcessGroup(ReducingGroup):
             each = [collectives.allgather_single(g, out, x) for out, x in pairs]
             return collectives.grouped("grouped_allgather", each)
 
-        return self.start(call_options(opts), "allgather", plan, outputs)
+        return self.start(call_options(opts), "allgather", outputs, plan)
 
     @traced
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
@@ -126,7 +118,7 @@ class ProcessGroup(ReducingGroup):
             return self._devices.of(x).gather(outputs, inputs, opts)
         call = call_options(opts, *more, **named)
         outs = one_list(outputs) if self.rank() == call.root else []
-        return self.start(call, "gather", lambda g: collectives.gather(g, outs, x, call.root), outs)
+        return self.start(call, "gather", outs, collectives.gather, outs, x, call.root)
 
     @traced
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
@@ -136,9 +128,7 @@ class ProcessGroup(ReducingGroup):
             return self._devices.of(out).scatter(outputs, inputs, opts)
         call = call_options(opts, *more, **named)
         parts = one_list(inputs) if self.rank() == call.root else []
-        return self.start(
-            call, "scatter", lambda g: collectives.scatter(g, out, parts, call.root), [out]
-        )
+        return self.start(call, "scatter", [out], collectives.scatter, out, parts, call.root)
 
     @traced
     def all_to_all_single(
@@ -154,31 +144,24 @@ class ProcessGroup(ReducingGroup):
         if not output.is_cpu:
             other = self._devices.of(output)
             return other.alltoall_base(output, input, output_splits, input_splits, opts)
-        return self.start(
-            call_options(opts, **named),
-            "alltoall",
-            lambda g: collectives.alltoall_single(g, output, input, output_splits, input_splits),
-            [output],
-        )
+        call, plan = call_options(opts, **named), collectives.alltoall_single
+        splits = output_splits, input_splits
+        return self.start(call, "alltoall", [output], plan, output, input, *splits)
 
     @traced
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Any:
         """Send the r-th input to rank r, and fill the r-th output with what it sent."""
         if not are_local(outputs):
             return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
-        return self.start(
-            call_options(opts, **named),
-            "alltoall",
-            lambda g: collectives.alltoall(g, outputs, inputs),
-            outputs,
-        )
+        call, plan = call_options(opts, **named), collectives.alltoall
+        return self.start(call, "alltoall", outputs, plan, outputs, inputs)
 
     @traced
     def barrier(self, opts: Any = None, **named: Any) -> Any:
         """Return when every rank has called it."""
         if getattr(opts, "device_ids", None):
             return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
-        return self.start(call_options(opts, **named), "barrier", collectives.barrier, [])
+        return self.start(call_options(opts, **named), "barrier", [], collectives.barrier)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -192,7 +175,7 @@ class ProcessGroup(ReducingGroup):
             CommTimeoutError: some have not within `timeout`; its `missing` are their ranks.
         """
         del wait_all_ranks
-        work = self.start(call_options(None), "barrier", collectives.barrier, [])
+        work = self.start(call_options(None), "barrier", [], collectives.barrier)
         try:
             work.wait(timedelta(seconds=self._timeout_s or 0) if timeout is None else timeout)
         except CommTimeoutError as error:

@@ -38,16 +38,14 @@ class ReducingGroup(BaseGroup):
             return self._devices.of(x).allreduce(tensors, or_default(opts, c10d.AllreduceOptions))
         call = call_options(opts, *more, **named)
         if x.layout is not torch.strided:
-            return self.start(call, "allreduce", lambda g: allreduce_sparse(g, x, call), tensors)
+            return self.start(call, "allreduce", tensors, allreduce_sparse, x, call)
         op = collectives.scaled_(x, call.reduction)
         line = line_of(x)
         is_own = line is x or line.data_ptr() == x.data_ptr()
         quick = self.group.quick if is_own and not (call.is_async or self._is_special) else None
         if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
             return Work(None, tensors)
-        return self.start(
-            call, "allreduce", lambda g: collectives.allreduce(g, x, line, op), tensors
-        )
+        return self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
 
     @traced
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -55,12 +53,8 @@ class ReducingGroup(BaseGroup):
         if not are_local(tensors):
             return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
         call = call_options(opts)
-        return self.start(
-            call,
-            "allreduce",
-            lambda g: collectives.allreduce_all(g, tensors, call.reduction),
-            tensors,
-        )
+        plan = collectives.allreduce_all
+        return self.start(call, "allreduce", tensors, plan, tensors, call.reduction)
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
         """See allreduce()."""
@@ -73,9 +67,8 @@ class ReducingGroup(BaseGroup):
         if not x.is_cpu:
             return self._devices.of(x).reduce(tensors, opts)
         call = call_options(opts, *more, **named)
-        return self.start(
-            call, "reduce", lambda g: collectives.reduce(g, x, call.reduction, call.root), tensors
-        )
+        how = call.reduction, call.root
+        return self.start(call, "reduce", tensors, collectives.reduce, x, *how)
 
     @traced
     def reduce_scatter(
@@ -86,12 +79,8 @@ class ReducingGroup(BaseGroup):
         if not out.is_cpu:
             return self._devices.of(out).reduce_scatter([out], [parts], opts)
         call = call_options(opts, *more, **named)
-        return self.start(
-            call,
-            "reduce_scatter",
-            lambda g: collectives.reduce_scatter(g, out, parts, call.reduction),
-            [out],
-        )
+        plan = collectives.reduce_scatter
+        return self.start(call, "reduce_scatter", [out], plan, out, parts, call.reduction)
 
     @traced
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -100,12 +89,8 @@ class ReducingGroup(BaseGroup):
             other = self._devices.of(output)
             return other._reduce_scatter_base(output, input, opts)
         call = call_options(opts)
-        return self.start(
-            call,
-            "reduce_scatter",
-            lambda g: collectives.reduce_scatter_single(g, output, input, call.reduction),
-            [output],
-        )
+        plan = collectives.reduce_scatter_single
+        return self.start(call, "reduce_scatter", [output], plan, output, input, call.reduction)
 
     @traced
     def reduce_scatter_single_coalesced(
@@ -118,13 +103,11 @@ class ReducingGroup(BaseGroup):
         call = call_options(opts)
 
         def plan(g: Group) -> Plan[Any]:
-            pairs = zip(outputs, inputs, strict=True)
-            return collectives.grouped(
-                "grouped_reduce_scatter",
-                [collectives.reduce_scatter_single(g, out, x, call.reduction) for out, x in pairs],
-            )
+            pairs, plan = zip(outputs, inputs, strict=True), collectives.reduce_scatter_single
+            each = [plan(g, out, x, call.reduction) for out, x in pairs]
+            return collectives.grouped("grouped_reduce_scatter", each)
 
-        return self.start(call, "reduce_scatter", plan, outputs)
+        return self.start(call, "reduce_scatter", outputs, plan)
 
     # torch calls them so up to 2.12, and warns of these names from 2.13 on.
     _reduce_scatter_base = reduce_scatter_single
