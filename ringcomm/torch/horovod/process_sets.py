@@ -79,7 +79,7 @@ class ProcessSet:
     @property
     def group(self) -> Group:
         """The engine's group of these ranks."""
-        return _registry()[self].group
+        return self.lane("allreduce")
 
     @classmethod
     def require(cls, given: object) -> None:
@@ -89,24 +89,24 @@ class ProcessSet:
 
     def lane(self, kind: str) -> Group:
         """Return the group in which operations of this kind that have no name are matched."""
-        return _registry()[self].lanes[kind]
+        return _registry().lanes(self)[kind]
 
     def root(self, root_rank: int) -> int:
         """Return the index of a rank of the job among these; ValueError if it is no member."""
         ranks = self._known_ranks()
         if root_rank not in ranks:
-            raise ValueError(f"root_rank is {root_rank}; the ranks of {self} are {ranks}")
+            raise ValueError(f"root_rank is {root_rank}; the ranks of {self} are {list(ranks)}")
         return ranks.index(root_rank)
 
     def resolve(self) -> list[int]:
         """Return its ranks; those of a communicator are looked up."""
         if self.ranks is None and self.mpi_comm is not None:
             self.ranks = sorted(engine().ranks_of(self.mpi_comm))
-        return self._known_ranks()
+        return list(self._known_ranks())
 
-    def _known_ranks(self) -> list[int]:
+    def _known_ranks(self) -> Sequence[int]:
         if self is global_process_set:
-            return list(range(engine().size))
+            return range(engine().size)
         if self.ranks is None:
             raise ValueError(
                 "this ProcessSet is not in use: it was removed, or made of a communicator and not "
@@ -115,29 +115,23 @@ class ProcessSet:
         return self.ranks
 
 
-class _Lanes:
-    """The groups of one process set in one engine."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        is_member = group.rank is not None
-        self.lanes = {kind: Group(group.ranks) if is_member else group for kind in KINDS}
-        self.lanes["allreduce"] = group
-
-
 class _Registry:
     """The process sets of one engine, by id."""
 
     def __init__(self) -> None:
         self._sets: dict[int, ProcessSet] = {}
-        self._lanes: dict[tuple[int, ...], _Lanes] = {}
+        self._lanes: dict[int, dict[str, Group]] = {}
         self._next_id = 0
 
-    def __getitem__(self, which: ProcessSet) -> _Lanes:
-        lanes = self._lanes.get(tuple(which._known_ranks()))
-        if lanes is None or (which is not global_process_set and which.process_set_id is None):
+    def lanes(self, which: ProcessSet) -> dict[str, Group]:
+        """Return the groups in which operations on a process set are matched, by their kind."""
+        number = which.process_set_id
+        if number is not None and self._sets.get(number) is not which:  # of an earlier init()
+            known = self.of_ranks(which._known_ranks())
+            number = None if known is None else known.process_set_id
+        if number is None:
             raise ValueError(f"{which} is not in use: pass it to add_process_set() first")
-        return lanes
+        return self._lanes[number]
 
     def add(self, which: ProcessSet) -> ProcessSet:
         """Number a process set, whose ranks no other one in use has, and all parts of a split."""
@@ -152,7 +146,10 @@ class _Registry:
 
     def _number(self, which: ProcessSet, ranks: tuple[int, ...]) -> None:
         is_all = ranks == tuple(range(engine().size))
-        self._lanes[ranks] = _Lanes(engine().world if is_all else Group(ranks))
+        group = engine().world if is_all else Group(ranks)
+        is_member = group.rank is not None
+        lanes = {kind: Group(ranks) if is_member else group for kind in KINDS}
+        self._lanes[self._next_id] = lanes | {"allreduce": group}
         self._sets[self._next_id] = which
         which.process_set_id, self._next_id = self._next_id, self._next_id + 1
 
@@ -172,7 +169,7 @@ class _Registry:
             return False
         _agreed("remove", tuple(which.resolve()))  # and no rank may still need it
         known = self._sets.pop(number)
-        del self._lanes[tuple(known.resolve())]
+        del self._lanes[number]
         known.process_set_id = known.ranks = None
         return True
 
