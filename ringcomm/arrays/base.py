@@ -56,14 +56,7 @@ def is_same(x: Flat, y: Flat) -> bool:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive elements of one dtype in a GPU's memory: where they are; a slice shares them.
-
-    Attributes:
-        address: of the first element.
-        count: number of elements.
-        dtype: of each.
-        owner: keeps the memory alive.
-    """
+    """Consecutive elements in a GPU's memory, which `owner` keeps alive; a slice shares them."""
 
     address: int
     count: int

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DType:
-    """An element type.
-
-    Attributes:
-        name: as numpy and torch call it.
-        itemsize: bytes per element.
-        kernel: code of the reduction kernels (csrc/kernels/dtype.hpp).
-    """
+    """An element type, as numpy and torch name it; kernel: its code in csrc/kernels/dtype.hpp."""
 
     name: str
     itemsize: int

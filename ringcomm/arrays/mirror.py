@@ -12,13 +12,7 @@ from ringcomm.arrays.dtypes import DType
 
 @dataclass(frozen=True)
 class Mirror:
-    """An array in host memory that the GPU can reach.
-
-    Attributes:
-        flat: its memory.
-        shape: of the array.
-        take: returns more such memory.
-    """
+    """An array in host memory that the GPU can reach; take() returns more such memory."""
 
     flat: Flat
     shape: tuple[int, ...]

@@ -8,11 +8,7 @@ import numpy as np
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return True if two elements begin at one place.
-
-    Args:
-        shape: of the array.
-        strides: of each dimension, in elements or in bytes; may be negative.
+    """Return True if two elements begin at one place; strides, of whatever unit, may be negative.
 
     Cost: nothing where each dimension steps over all that is inside it, as in every slice and
     transpose of an array; else 8 bytes per element, and one per place between first and last.

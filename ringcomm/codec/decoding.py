@@ -18,11 +18,7 @@ _NBYTES = {codec.kind: codec.payload_nbytes for codec in _CODECS}
 
 
 def check(buffer: Buffer, count: int, dtype: DTypeLike) -> None:
-    """Return if decode() would fill an array of `count` elements of this dtype; nothing is decoded.
-
-    Raises:
-        CodecError: it would not.
-    """
+    """Raise CodecError unless decode() would fill an array of `count` elements of this dtype."""
     header, payload = split_buffer(buffer, _NBYTES)
     wanted = np.dtype(dtype).name
     if header.count != count or header.dtype.name != wanted:

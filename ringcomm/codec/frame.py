@@ -81,11 +81,7 @@ class Header:
 
 
 def read_header(buffer: Buffer) -> Header:
-    """Return what a buffer says of itself; only the header is checked.
-
-    Raises:
-        CodecError: no codec wrote it.
-    """
+    """Return the header of a buffer; nothing else is checked. CodecError: no codec wrote it."""
     return _header_of(_as_bytes(buffer))
 
 
@@ -107,13 +103,7 @@ def _header_of(buffer: Bytes) -> Header:
 def open_buffer(
     buffer: Buffer, out: Floats, known: Mapping[Kind, Callable[[Header], int]]
 ) -> tuple[Header, Bytes]:
-    """Return the header and the payload of a buffer that fits out; the payload is not checked.
-
-    Args:
-        buffer: what encode() returned.
-        out: what is to be overwritten.
-        known: for each kind that is welcome, the length of the payload of such a header.
-    """
+    """Return the header and the payload of a buffer that fits out; see split_buffer()."""
     header, payload = split_buffer(buffer, known)
     _require_room(header, out)
     return header, payload
@@ -122,7 +112,10 @@ def open_buffer(
 def split_buffer(
     buffer: Buffer, known: Mapping[Kind, Callable[[Header], int]]
 ) -> tuple[Header, Bytes]:
-    """Return the header and the payload of a buffer; see open_buffer()."""
+    """Return the header and the payload of a buffer; the payload is not checked.
+
+    known: for each kind that is welcome, the length of the payload of such a header.
+    """
     data = _as_bytes(buffer)
     header = _header_of(data)
     if header.kind not in known:

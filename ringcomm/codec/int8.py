@@ -78,12 +78,7 @@ class Int8(FramedCodec):
 
 
 def take_blocks(buffer: Bytes, blocks: NDArray[np.int64] | slice) -> Bytes:
-    """Return a buffer of some blocks of another, as they are in it.
-
-    Args:
-        buffer: what Int8.encode() returned, all of whose blocks are whole.
-        blocks: which of them, in the order in which they are wanted.
-    """
+    """Return a buffer of some blocks, as they are, of one whose blocks are all whole."""
     header = read_header(buffer)
     n_blocks = header.count // header.parameter
     scale_nbytes = max(4, header.dtype.itemsize)

@@ -14,17 +14,10 @@ _SHOWN = 60  # characters of a value
 
 
 def require_alike(mine: Mapping[str, Any], rank: int, size: int) -> None:
-    """Compare this rank's arguments with the others'. Collective if these ranks are all of the job.
+    """Compare this rank's arguments with the others'. Collective if these are all ranks of the job.
 
-    Others, which a sampler may be given, are not known to the engine as a group.
-
-    Args:
-        mine: argument -> value.
-        rank: of this process among those that share the data.
-        size: how many do.
-
-    Raises:
-        MismatchError: they differ; on every rank.
+    Others, which a sampler may be given, are not known to the engine as a group. Raises
+    MismatchError, on every rank, if they differ.
     """
     if not is_initialized():
         return
@@ -37,11 +30,7 @@ def require_alike(mine: Mapping[str, Any], rank: int, size: int) -> None:
 
 
 def difference(given: Sequence[Mapping[str, Any] | None]) -> str:
-    """Return in what the ranks' arguments differ, "" if they do not; pure.
-
-    Args:
-        given: of each rank; None of one that is in join().
-    """
+    """Return in what the ranks' arguments differ, or ""; None: of one in join(). Pure."""
     known = [(rank, each) for rank, each in enumerate(given) if each is not None]
     first, theirs = known[0]
     for what, value in theirs.items():

@@ -29,10 +29,8 @@ def epoch_order(n: int, *, seed: int, epoch: int, is_shuffled: bool) -> Indices:
 def remaining(order: Indices, phases: Phases) -> Indices:
     """Return what is left of an epoch.
 
-    Args:
-        order: of the whole epoch.
-        phases: for each run that has had a part of it, one after another, how many samples each of
-            its ranks took. What is left by one run was dealt out to the ranks of the next.
+    Each phase is a run that has had a part of it: how many samples each of its ranks took. What is
+    left by one run was dealt out to the ranks of the next.
     """
     for counts in phases:
         place = np.arange(len(order))
@@ -54,14 +52,9 @@ def dealt(n: int, rank: int, size: int) -> int:
 
 
 def share_of(left: Indices, order: Indices, rank: int, size: int, remainder: Remainder) -> Indices:
-    """Return the samples of a rank, in its order.
+    """Return the samples of a rank, in its order, of those that are left.
 
-    Args:
-        left: what is left of the epoch.
-        order: of the whole epoch; what repeats under "pad" is from its beginning.
-        rank: whose share.
-        size: number of ranks.
-        remainder: what becomes of the len(left) % size samples that do not go round.
+    What repeats under "pad" is from the beginning of the order of the whole epoch.
     """
     missing = -len(left) % size
     if remainder == "drop":
@@ -79,16 +72,10 @@ def share_length(n_left: int, rank: int, size: int, remainder: Remainder) -> int
 
 
 def batch_lengths(mine: int, longest: int, batch_size: int) -> list[int]:
-    """Return the lengths of a rank's batches: as many as any other rank has.
+    """Return the lengths of a rank's batches, as many as any other has; `longest`: most samples.
 
-    Args:
-        mine: samples of this rank, `longest` or one less.
-        longest: samples of the rank that has most.
-        batch_size: of every batch, but for the last.
-
-    Returns:
-        None is 0 as long as there are enough samples: if another rank has a batch of 1 more, the
-        last batch of this one is a sample of the one before.
+    None is 0 as long as there are enough samples: if another rank has a batch of 1 more, the last
+    batch of this one is a sample of the one before.
     """
     n_batches = -(-longest // batch_size)
     lengths = [min(batch_size, max(mine - b * batch_size, 0)) for b in range(n_batches)]

@@ -23,11 +23,8 @@ def prefetched(
 ) -> Generator[R, None, None]:
     """Yield load(item) for each item, of which a thread keeps up to `ahead` ready.
 
-    What `items` or load() raises is raised where its result would have been. Closing the generator
-    ends the thread.
-
-    Raises:
-        LateError: a result took longer than timeout_s; None: never.
+    Errors of `items` or load() are raised where the result would have been; LateError if one takes
+    longer than timeout_s. Closing the generator ends the thread.
     """
     room = threading.Semaphore(ahead)
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()

@@ -189,12 +189,7 @@ class ShardedSampler:
         return self._run is not None and self._run.taken > 0 and not self._run.is_over
 
     def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> Run:
-        """Begin the next epoch, and return this rank's part of it. Collective the first time.
-
-        Args:
-            batch_size: of the batches in which it will be handed out; 0: none.
-            drop_last: of these batches.
-        """
+        """Begin the next epoch, and return this rank's part of it. Collective the first time."""
         if not self._is_compared:
             self._compare({"batch_size": batch_size, "drop_last": drop_last})
         if self._run is not None:
@@ -242,14 +237,7 @@ class ShardedSampler:
 
 
 class Run:
-    """One iteration over a rank's share of an epoch.
-
-    Attributes:
-        epoch: its number.
-        share: indices of this rank's samples.
-        taken: how many have been handed out.
-        is_over: all have been, and the end was seen.
-    """
+    """One iteration over a rank's share of an epoch; `taken` samples have been handed out."""
 
     def __init__(self, epoch: int, share: Indices) -> None:
         self.epoch = epoch

@@ -23,10 +23,9 @@ _claimed: list[socket.socket] = []
 
 
 def print_alike_errors_once(is_watched: Callable[[], bool]) -> None:
-    """From now on leave an error that ends this rank to the rank of this host that prints it.
+    """Leave an error that ends this rank to the rank of this host that prints it, from now on.
 
-    Args:
-        is_watched: false before a guardian gives the ranks time to fail alike.
+    is_watched() is false before a guardian gives the ranks time to fail alike.
     """
     if launched.launched_size() is None or _claimed:
         return

@@ -27,7 +27,6 @@ class Ward:
     """A rank to watch.
 
     Attributes:
-        pid: of its process.
         page_fd: its status page, by a descriptor of that process.
         nonce: of the page.
         handed: descriptors of this process for its page and for its lifeline, which hangs up when
@@ -54,9 +53,6 @@ class Guardian:
         is_fault_tolerant: the others go on when one has failed.
         is_hydra: MPICH's launcher, to which a job looks good if a rank has left by C's _exit(0), is
             kept from ending before it has seen another code.
-
-    Raises:
-        OSError: it cannot be started, or cannot see the pages; the text says why.
     """
 
     def __init__(

@@ -26,13 +26,7 @@ _REPORT_S = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's own account of its end.
-
-    Attributes:
-        reason: in words, for the others ("raised ValueError: boom").
-        blames: the rank whose failure this one followed; None if it failed by itself.
-        exit_code: of this process.
-    """
+    """A rank's own account of its end; it blames the rank whose failure it followed, if any."""
 
     reason: str
     blames: int | None = None
@@ -40,11 +34,7 @@ class Failure:
 
 
 class LastWords:
-    """Records this rank's failure on its page and tells `on_failure`, once.
-
-    Attributes:
-        failure: what was recorded; None while all is well.
-    """
+    """Records this rank's failure, if any, on its page and tells `on_failure`, once."""
 
     def __init__(self, page: StatusPage, on_failure: Callable[[Failure], None]) -> None:
         self.failure: Failure | None = None

@@ -120,9 +120,9 @@ def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> No
 
 # --- groups ---------------------------------------------------------------------------------------
 def _wrap(name: str, wrapper: Callable[..., Any]) -> None:
-    """Let torch.distributed call wrapper(function, *its arguments) for one of its functions; once.
+    """Make torch.distributed call wrapper(function, *its arguments) in place of a function.
 
-    Nothing is done where this version of torch has none of that name.
+    Once; nothing is done where this version of torch has none of that name.
     """
     module = c10d.distributed_c10d
     plain = getattr(module, name, None)

@@ -62,7 +62,7 @@ class GradientReducer:
         self.plan = BucketPlan(self.slots)
         self.number = 0
         self._engine = weakref.ref(engine())
-        self._hooks = ParameterHooks()
+        self.hooks = ParameterHooks()
         self._passes = Passes()
         self._n_passes = 0  # of this step
         self._is_communicating = False
@@ -86,11 +86,11 @@ class GradientReducer:
         n = len(self.slots)
         self.slots += [GradientSlot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
         self._replan()
-        self._attach_hooks(GradientState.SETTLED)
+        _attach_hooks(self, GradientState.SETTLED)
 
     def close(self) -> None:
         """Remove the hooks, and release the parameters for another optimizer."""
-        self._hooks.close(self, self.slots)
+        self.hooks.close(self, self.slots)
 
     def flush(self) -> None:
         """Take part in the reduction if no backward() has done so since the step began."""
@@ -154,7 +154,7 @@ class GradientReducer:
             slot.densify()
             slot.was_sparse = not self.options.is_sharded
         if slot.state is GradientState.SETTLED:
-            self._spoiling(self._hooks.require_current, slot)
+            self._spoiling(self.hooks.require_current, slot)
         elif self._is_communicating and slot.state is GradientState.OPEN and slot.is_ready:
             self._spoiling(self._load, slot)
 
@@ -195,7 +195,7 @@ class GradientReducer:
 
         Nothing here waits: several optimizers may come here in another order on another rank.
         """
-        if self._attach_hooks(GradientState.OPEN):
+        if _attach_hooks(self, GradientState.OPEN):
             self._replan()
         if self._engine() is not engine():  # shutdown() and init() lie between
             self._engine = weakref.ref(engine())
@@ -205,17 +205,6 @@ class GradientReducer:
             name = f"parameters{self.suffix}"
             self._agreement.begin(_outline(self), _named(self), name, self.options.group)
         self.plan.expect_all(self.options)
-
-    def _attach_hooks(self, state: GradientState) -> bool:
-        """Attach hooks to parameters that were added or unfrozen; return True if there are any."""
-        new = without_hooks(self.slots)
-        for slot in new:
-            _require_reducible(slot, self.options.op)
-        if new:
-            self._hooks.attach(self, new)
-        for slot in new:
-            slot.state = state
-        return bool(new)
 
     def _enrol(self) -> None:
         enrol(self, self.options.group)
@@ -299,6 +288,18 @@ class _Usability:
                 "DistributedOptimizer: the last backward() failed, or its gradients could not be "
                 "reduced: call optimizer.zero_grad() and repeat the backward()"
             )
+
+
+def _attach_hooks(reducer: GradientReducer, state: GradientState) -> bool:
+    """Attach hooks to parameters that were added or unfrozen; return True if there are any."""
+    new = without_hooks(reducer.slots)
+    for slot in new:
+        _require_reducible(slot, reducer.options.op)
+    if new:
+        reducer.hooks.attach(reducer, new)
+    for slot in new:
+        slot.state = state
+    return bool(new)
 
 
 def _named(reducer: GradientReducer) -> Named:
