@@ -2,10 +2,10 @@
 
     mpirun -np 4 python examples/fsdp_transformer.py
 
-Each rank holds its share of every parameter, gradient and optimizer state. Halfway a checkpoint is
-written, every rank its own part; a new model, sharded in another way (replicas of sharded groups,
-where the number of ranks allows it), reads it and goes on. The end is compared with one process
-that never stopped.
+Each rank holds its share of every parameter, gradient and optimizer state. Halfway, every rank
+writes its part of a checkpoint. A new model with other shards (replicas of sharded groups, if the
+number of ranks allows it) reads it and goes on. The final weights are compared with those of one
+process that never stopped.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 
     mpirun -np 4 python examples/gpu_train.py       # --oversubscribe on fewer cores
 
-What differs from a script for CPUs is the line that takes a GPU, and .to("cuda"). Gradients are
-averaged on the GPU; nothing here waits for it but .item(). The data are made up: pictures of 16 x
-16 pixels of noise, with a bright cross somewhere, or a bright ring.
+Compared with a script for CPUs, one line chooses a GPU, and there is .to("cuda"). Gradients are
+averaged on the GPU; only .item() waits for it. The data are made up: pictures of 16 x 16 pixels of
+noise, with a bright cross or a bright ring somewhere.
 """
 
 import sys

@@ -5,11 +5,11 @@
     mpirun -np 4 python examples/ps_roles.py --restore run       goes on at step 100
     mpirun -np 4 python examples/ps_roles.py --pretrained run    begins with those values, at step 0
 
-Any number of ranks from 2 on is divided likewise. The parameters are tables of the servers, which
-make Adam's updates; ranks differ in three places: where ps.init() returns on workers alone, where
-the chief saves and prints, and in evaluate(), which sees all tables between the same two rounds
-while the workers go on. Rounds ("sync") make a run that was restored end with the bits of one that
-was not interrupted. The data are scikit-learn's digits: 1,797 real scans of 8 x 8 pixels.
+Any number of ranks from 2 on is divided in this way. The parameters are tables of the servers,
+which make Adam's updates. Ranks differ in three places: ps.init() returns on workers alone; the
+chief saves and prints; and evaluate() sees all tables between the same two rounds while the workers
+go on. With rounds ("sync"), a restored run ends with the same bits as one that was not
+interrupted. The data are scikit-learn's digits: 1,797 real scans of 8 x 8 pixels.
 """
 
 import argparse

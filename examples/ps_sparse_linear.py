@@ -3,10 +3,10 @@
     mpirun -np 3 python examples/ps_sparse_linear.py                            needs no torch
     RINGCOMM_PS_SERVERS=2 mpirun -np 4 python examples/ps_sparse_linear.py
 
-Logistic regression with 2^20 weights in a hash table of the servers: a word, or two in a row, and a
-package are hashed to the key of a weight, and a batch pulls and pushes the few keys that are in it.
-Each push is an update ("async") by FTRL, whose l1 keeps most weights at exactly 0. The files that
-are tested with are others than those that are learnt from.
+Logistic regression with 2^20 weights in a hash table of the servers. The key of a weight is the
+hash of a word, or of two in a row, and a package. A batch pulls and pushes only the keys in it.
+Each push is an update ("async") by FTRL, whose l1 keeps most weights at exactly 0. Training and
+test use different files.
 """
 
 import argparse

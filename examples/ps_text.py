@@ -3,10 +3,10 @@
     mpirun -np 3 python examples/ps_text.py                              two workers and one server
     RINGCOMM_PS_SERVERS=2 mpirun -np 4 python examples/ps_text.py --steps 300
 
-A character is told from the 1, 2, ... 6 before it: each such context is the id of a row. There is
-no vocabulary: any 63-bit number is an id, a row is made when a context has come up often enough,
-and workers pull and push the rows of their batch alone. The layers behind are reduced by the ring,
-which is what hybrid="ring" says. The text is Python's documentation, as the interpreter brings it.
+The model predicts a character from the 1, 2, ... 6 before it; each such context is the id of a row.
+There is no vocabulary. Any 63-bit number is an id, and a row is made when its context has come up
+often enough. Workers pull and push only the rows of their batch. With hybrid="ring", the gradients
+of the other layers are reduced by the ring. The text is Python's own documentation.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
 
     ps.init()
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # the ring's optimizer sees to it that all begin alike
+    torch.manual_seed(0)  # the ring's optimizer gives all workers the same first weights
     train, test = texts()
     model = LanguageModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -120,7 +120,7 @@ def baselines(train: np.ndarray, test: np.ndarray) -> tuple[float, float]:
     """Return nats per character of frequencies, and of those after each character."""
     ones = np.bincount(train, minlength=256) + 1
     alone = ones / ones.sum()
-    pairs = np.tile(alone, (256, 1))  # what is told of a pair that never came: its second alone
+    pairs = np.tile(alone, (256, 1))  # a pair that never came is predicted by its second alone
     np.add.at(pairs, (train[:-1], train[1:]), 1)
     after = pairs / pairs.sum(1, keepdims=True)
     nats = -np.log(alone[test[1:]]), -np.log(after[test[:-1], test[1:]])

@@ -2,8 +2,8 @@
 
     mpirun -np 4 python examples/zero1.py
 
-Every rank has all weights and gradients, and Adam's two moments of its share of the parameters. The
-end is compared with one process and a plain AdamW.
+Every rank has all weights and gradients, and Adam's two moments for its share of the parameters.
+The final weights are compared with those of one process and a plain AdamW.
 """
 
 import torch
