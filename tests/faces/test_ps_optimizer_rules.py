@@ -17,7 +17,7 @@ import ringcomm as rc
 from ringcomm.ps import job
 from ringcomm.ps.job import session
 from ringcomm.torch import ps
-from ringcomm.torch.ps import hybrid
+from ringcomm.torch.ps import steps
 
 pytestmark = pytest.mark.usefixtures("odd_cuts")
 
@@ -452,7 +452,7 @@ def test_hybrid_leaves_dense_parameters_to_the_ring():
 
     def body(rank):
         session()
-        hybrid.enrol_embedding()
+        steps.enrol_embedding()
         fit(replicas[rank], wrap(replicas[rank], hybrid="ring"), share(batches, rank, 2))
         assert session().clock == len(batches)
         return weights(replicas[rank])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -35,9 +35,10 @@ class ParameterHooks:
     def __init__(self) -> None:
         self._hooks: list[Hooks] = []
 
-    def attach(self, owner: Owner, new: Iterable[Slot]) -> None:
+    def attach(self, owner: Owner, new: Sequence[Slot]) -> None:
         """Attach hooks to these, which have none. Raises ValueError if one has another owner."""
-        new = list(new)
+        if not new:
+            return
         claim([(slot.name, slot.parameter) for slot in new], owner)
         self._hooks.append(Hooks(owner, {slot.index: slot.parameter for slot in new}))
         for slot in new:

@@ -295,8 +295,7 @@ def _attach_hooks(reducer: GradientReducer, state: GradientState) -> bool:
     new = without_hooks(reducer.slots)
     for slot in new:
         _require_reducible(slot, reducer.options.op)
-    if new:
-        reducer.hooks.attach(reducer, new)
+    reducer.hooks.attach(reducer, new)
     for slot in new:
         slot.state = state
     return bool(new)

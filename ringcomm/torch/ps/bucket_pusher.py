@@ -17,7 +17,7 @@ from ringcomm.ps.entering import Entering
 from ringcomm.ps.future import Future, Pushed
 from ringcomm.ps.job import Session
 from ringcomm.ps.optim import Updater
-from ringcomm.torch.ps.buckets import Bucket
+from ringcomm.torch.ps.buckets import ServedBucket
 from ringcomm.torch.ps.scaling import squares_of
 from ringcomm.torch.ps.server_options import WHO, ServerOptions
 
@@ -36,7 +36,7 @@ class BucketPusher:
 
     def __init__(self, options: ServerOptions, groups: Groups, session: Session) -> None:
         self.options, self.groups = options, groups
-        self.buckets: list[Bucket] = []
+        self.buckets: list[ServedBucket] = []
         self.n_pushed = 0
         self.samples: float | None = None
         self._updaters: dict[int, Updater] = {}
@@ -49,7 +49,7 @@ class BucketPusher:
         """Weight of this worker's gradient in the mean of a round."""
         return 1.0 if self.samples is None else self.samples
 
-    def add(self, buckets: Sequence[Bucket]) -> None:
+    def add(self, buckets: Sequence[ServedBucket]) -> None:
         """Push these, too, from the next step on."""
         if self._entering is not None:
             for bucket in buckets:
@@ -80,12 +80,12 @@ class BucketPusher:
         while self.n_pushed < len(self.buckets):
             self._push(self.buckets[self.n_pushed], factor, scale)
 
-    def _push(self, bucket: Bucket, factor: float = 1.0, scale: float = 1.0) -> None:
+    def _push(self, bucket: ServedBucket, factor: float = 1.0, scale: float = 1.0) -> None:
         """Push the next bucket; `scale` stays in its gradients. What raises may be called again."""
         bucket.note_pushed(self._pushed(bucket, factor, scale))
         self.n_pushed += 1
 
-    def _pushed(self, bucket: Bucket, factor: float, scale: float) -> Future[Pushed] | None:
+    def _pushed(self, bucket: ServedBucket, factor: float, scale: float) -> Future[Pushed] | None:
         """Push a bucket; return None where there is nothing to push."""
         if bucket.is_frozen:
             # With FirstOf(k) workers may freeze it before different rounds.
@@ -109,7 +109,7 @@ class BucketPusher:
             gradients.numpy(), weight=weight, hold=is_held, scale=scale, absent=absent
         )
 
-    def updater_for(self, bucket: Bucket) -> Updater:
+    def updater_for(self, bucket: ServedBucket) -> Updater:
         """Return the updater with the hyper-parameters of now."""
         known = self._updaters.get(bucket.group)
         if known is None:
@@ -138,7 +138,7 @@ class BucketPusher:
         found = [bucket.gradients() for bucket in self.buckets]
         return squares_of(x for x in found if x is not None)
 
-    def fetch_values(self, buckets: Sequence[Bucket]) -> list[str]:
+    def fetch_values(self, buckets: Sequence[ServedBucket]) -> list[str]:
         """Fetch the values, front layers first; return what became of the pushes."""
         pulls = [(bucket, bucket.table.pull(out=bucket.room())) for bucket in reversed(buckets)]
         outcomes = []
@@ -173,7 +173,7 @@ class BucketPusher:
                 )
 
 
-def _refuse_half_frozen(bucket: Bucket) -> None:
+def _refuse_half_frozen(bucket: ServedBucket) -> None:
     """A gradient of zeros would move a parameter that torch leaves alone."""
     frozen = [s.name for s in bucket.slots if s.is_heard and not s.parameter.requires_grad]
     if frozen:

@@ -17,7 +17,7 @@ from ringcomm.ps.rounds import Mode
 from ringcomm.ps.segments import MOST
 from ringcomm.ps.table import table
 from ringcomm.torch.backward.parameters import Slot
-from ringcomm.torch.optim.buckets import is_dense, plan_buckets, view_like
+from ringcomm.torch.optim.buckets import is_dense, line_of, plan_buckets, view_like
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
 BLOCK_NBYTES: Final = 4 << 20  # what servers cut tables into
@@ -34,7 +34,7 @@ class ServedSlot(Slot):
         group: its parameter group.
         pushed: the gradient that was sent in this step, and its version; None: none was.
         known: version and address of the values that the servers have, too.
-        kept: what was the gradient; see Bucket.note_pushed().
+        kept: what was the gradient; see ServedBucket.note_pushed().
     """
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, group: int) -> None:
@@ -77,7 +77,7 @@ def plan(slots: Sequence[ServedSlot]) -> list[list[ServedSlot]]:
     ]
 
 
-class Bucket:
+class ServedBucket:
     """Parameters that share a table. Collective to make; it begins with the chief's values.
 
     Attributes:
@@ -173,7 +173,7 @@ class Bucket:
         p = self.slots[0].parameter
         if len(self.slots) > 1 or not is_dense(p.shape, p.stride()):
             return None
-        return _numpy(_line(p.detach()))
+        return _numpy(line_of(p.detach()))
 
     def _views_of_values(self) -> list[torch.Tensor]:
         if self._values is None:
@@ -230,11 +230,7 @@ def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
     is_alike = grad.dtype == parameter.dtype and grad.stride() == parameter.stride()
     if not is_alike or not is_dense(grad.shape, grad.stride()) or grad.is_conj() or grad.is_neg():
         return None
-    return _line(grad.detach())
-
-
-def _line(x: torch.Tensor) -> torch.Tensor:
-    return x.as_strided((x.numel(),), (1,))
+    return line_of(grad.detach())
 
 
 def _numpy(x: torch.Tensor) -> Array:

@@ -24,8 +24,8 @@ from ringcomm.ps.job import is_chief
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.policies import Admit, Evict
 from ringcomm.ps.rounds import Mode
-from ringcomm.torch.ps.hybrid import enrol_embedding
 from ringcomm.torch.ps.row_gradients import submit
+from ringcomm.torch.ps.steps import enrol_embedding
 
 
 class _Rows(nn.Module):

@@ -21,13 +21,13 @@ from ringcomm.torch.backward.parameters import ParameterHooks, without_hooks
 from ringcomm.torch.backward.passes import Passes
 from ringcomm.torch.backward.registry import enrol, note_samples
 from ringcomm.torch.optim.options import require_passes
-from ringcomm.torch.ps import clock
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
-from ringcomm.torch.ps.buckets import Bucket, ServedSlot, plan
+from ringcomm.torch.ps.buckets import ServedBucket, ServedSlot, plan
 from ringcomm.torch.ps.row_gradients import NO_ROWS, RowGradients, let_rows_wait, take
 from ringcomm.torch.ps.scaling import is_on
 from ringcomm.torch.ps.server_options import WHO, ServerOptions
 from ringcomm.torch.ps.server_step import ServerStep
+from ringcomm.torch.ps.steps import count_step
 
 P = ParamSpec("P")
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -65,43 +65,27 @@ class Feeder:
     def extend(self, named_parameters: Named) -> None:
         """Move more parameters to the servers. Collective, between two steps."""
         group_of = {p: g for g, group in enumerate(self.pusher.groups) for p in group["params"]}
-        n = len(self._slots)
-        new = [
-            ServedSlot(n + i, name, p, group_of[p]) for i, (name, p) in enumerate(named_parameters)
-        ]
+        numbered = enumerate(named_parameters, len(self._slots))
+        new = [ServedSlot(i, name, p, group_of[p]) for i, (name, p) in numbered]
         for slot in new:
             _require_servable(slot)
-        self._require_alike(
-            "parameters",
-            tuple((s.name, s.summary) for s in new),
-            _settings(self.options, self._passes_per_step),
-        )
+        parameters = tuple((slot.name, slot.summary) for slot in new)
+        settings = _settings(self.options, self._passes_per_step)
+        self._require_alike("parameters", OptimizerSummary(parameters, settings))
         suffix = f" (optimizer {self.number})"
         mode, groups, codec = self.options.mode, self.pusher.groups, self.options.compression
         buckets = [
-            Bucket(slots, suffix, self.options.updater(groups[slots[0].group]), mode, codec)
+            ServedBucket(slots, suffix, self.options.updater(groups[slots[0].group]), mode, codec)
             for slots in plan(new)
         ]
-        self._attach_hooks(new)
+        self._hooks.attach(self, without_hooks(new))
         self._slots += new
         self.pusher.add(buckets)
         self.pusher.fetch_values(buckets)
 
-    def _require_alike(
-        self,
-        what: str,
-        parameters: tuple[tuple[str, str], ...],
-        settings: tuple[tuple[str, str], ...],
-    ) -> None:
+    def _require_alike(self, what: str, mine: OptimizerSummary) -> None:
         name = f"{what} (ps optimizer {self.number})"
-        ConsistencyCheck(
-            OptimizerSummary(parameters, settings), name, self.session.group
-        ).require_alike()
-
-    def _attach_hooks(self, slots: Sequence[ServedSlot]) -> None:
-        new = without_hooks(slots)
-        if new:
-            self._hooks.attach(self, new)
+        ConsistencyCheck(mine, name, self.session.group).require_alike()
 
     def close(self) -> None:
         """Remove the hooks, and release the parameters for another optimizer."""
@@ -132,7 +116,7 @@ class Feeder:
         """See passes.Owner."""
         self._refuse_spoiled()
         self._refuse_changed_values()
-        self._attach_hooks(self._slots)
+        self._hooks.attach(self, without_hooks(self._slots))
         self._n_passes += 1
 
     def end_pass(self) -> CollectiveTask[None]:
@@ -204,7 +188,7 @@ class Feeder:
     def _tick(self) -> None:
         """Count the step, once, also if step() is called again for what it raised."""
         if not self._has_ticked:
-            clock.tick(self.session, self)
+            count_step(self.session, self)
         self._has_ticked = True
 
     def _begin_end(self) -> None:
@@ -297,7 +281,8 @@ class Feeder:
         if self._is_weighed is None:
             self._is_weighed = is_weighed
             if self.options.mode.name == "sync":  # in others no worker waits for all
-                self._require_alike("samples", (), (("set_samples() called", str(is_weighed)),))
+                settings = (("set_samples() called", str(is_weighed)),)
+                self._require_alike("samples", OptimizerSummary((), settings))
         elif self._is_weighed != is_weighed:
             raise RingcommError(
                 f"{WHO}: set_samples() was {'not ' * self._is_weighed}called for this step, and "

@@ -22,11 +22,11 @@ from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import dressed, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.feeder import Feeder
-from ringcomm.torch.ps.hybrid import count_steps, require_something_served
 from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
 from ringcomm.torch.ps.server_options import ServerOptions
+from ringcomm.torch.ps.server_state import gather_state, pull_values, push_state, push_values
 from ringcomm.torch.ps.server_step import ServerStep
-from ringcomm.torch.ps.server_values import gather_state, pull_values, push_state, push_values
+from ringcomm.torch.ps.steps import count_steps, require_something_served
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")

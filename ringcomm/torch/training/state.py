@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -184,73 +184,49 @@ def broadcast_tree(
 ) -> Any:
     """Return root's tree on every rank; on root it is `tree` itself. Collective.
 
-    It is of dicts, lists and tuples of tensors, which travel as they are, and of what can be
-    pickled; looked at on root only. `name` begins the names of the messages.
+    Args:
+        tree: of what can be pickled, and tensors, which travel as they are; looked at on root only.
+        root_rank: the rank whose tree all get.
+        name: begins the names of the messages.
+        process_set: the ranks that take part.
     """
     root, group = process_set.root(root_rank), process_set.group
-    is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
-    skeleton = _without_tensors(tree, tensors) if is_root else None
-    skeleton = collectives.broadcast_object(skeleton, root, name=f"{name}, outline", group=group)
-    if not is_root:
-        tensors = [
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _placeholders(skeleton)
-        ]
+    packed = io.BytesIO()
+    if rank() == root_rank:
+        _Packer(packed, tensors).dump(tree)
+    data = collectives.broadcast_object(
+        packed.getvalue(), root, name=f"{name}, outline", group=group
+    )
+    if rank() != root_rank:
+        tree = _Unpacker(io.BytesIO(data), tensors).load()
     for index, tensor in enumerate(tensors):
         collectives.broadcast_(tensor, root, name=f"{name}, tensor {index}", group=group)
-    return tree if is_root else _with_tensors(skeleton, tensors)
+    return tree
 
 
-class _Placeholder:
-    """Stands for a tensor that travels on its own, not in a pickle."""
+class _Packer(pickle.Pickler):
+    """Pickles all but the dense tensors, which it lists."""
 
-    def __init__(self, index: int, tensor: torch.Tensor) -> None:
-        self.index = index
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.device = tensor.device.type  # on this rank the current one of that type
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
 
-
-def _map(tree: Any, leaf: Any) -> Any:
-    if isinstance(tree, dict):
-        mapped = {key: _map(value, leaf) for key, value in tree.items()}
-        return _with_metadata(mapped, tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map(value, leaf) for value in tree)
-    return leaf(tree)
+    def persistent_id(self, obj: Any) -> Any:
+        if not (isinstance(obj, torch.Tensor) and obj.layout is torch.strided):
+            return None
+        self._tensors.append(obj)
+        return tuple(obj.shape), obj.dtype, obj.device.type
 
 
-def _with_metadata(mapped: dict[Any, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Keep the versions of modules, which torch hides in the state_dict() of a model."""
-    metadata = getattr(tree, "_metadata", None)
-    if metadata is None:
-        return mapped
-    ordered = OrderedDict(mapped)
-    ordered._metadata = metadata  # type: ignore[attr-defined]
-    return ordered
+class _Unpacker(pickle.Unpickler):
+    """Puts new tensors, which it lists, where those of the other side were."""
 
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
 
-def _without_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        tensors.append(value)
-        return _Placeholder(len(tensors) - 1, value)
-
-    return _map(tree, leaf)
-
-
-def _placeholders(tree: Any) -> list[_Placeholder]:
-    found: list[_Placeholder] = []
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, _Placeholder):
-            found.append(value)
-        return value
-
-    _map(tree, leaf)
-    return found
-
-
-def _with_tensors(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    return _map(tree, lambda v: tensors[v.index] if isinstance(v, _Placeholder) else v)
+    def persistent_load(self, known: Any) -> torch.Tensor:
+        shape, dtype, device = known  # on this rank the current one of that type
+        self._tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        return self._tensors[-1]

@@ -1,21 +1,63 @@
-"""Between torch's state of an optimizer and what the servers keep beside the values."""
+"""Values and state of an optimizer that the servers keep: set to the chief's, or fetched."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from ringcomm.engine.api import collectives
+from ringcomm.ps.job import is_chief
 from ringcomm.ps.segments import IDS, SCALARS, STEPS
 from ringcomm.ps.states import TableState
-from ringcomm.torch.ps.buckets import Bucket
+from ringcomm.ps.states import pull_state as pull_table_state
+from ringcomm.ps.states import push_state as push_table_state
+from ringcomm.torch.ps.buckets import ServedBucket
+from ringcomm.torch.ps.feeder import Feeder
 
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
 
 
-def to_torch(bucket: Bucket, state: TableState, into: MutableMapping[Any, Any]) -> None:
+def push_values(feeder: Feeder) -> None:
+    """Give all the chief's values. Collective, between two steps."""
+    _from_chief(feeder, lambda bucket: bucket.table.push(bucket.values(), assign=True).wait())
+
+
+def pull_values(feeder: Feeder) -> None:
+    """Fetch the servers' values, between two steps."""
+    feeder.begin_step()
+    feeder.pusher.fetch_values(feeder.pusher.buckets)
+
+
+def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
+    """Give all the chief's values, and the servers the chief's state. Collective."""
+    _from_chief(feeder, lambda each: push_table_state(each.table, from_torch(each, state)))
+
+
+def gather_state(feeder: Feeder) -> dict[Any, Any]:
+    """Return the state that the servers keep, by parameter, as torch would have it."""
+    found: dict[Any, Any] = {}
+    for bucket in feeder.pusher.buckets:
+        if not bucket.is_frozen:
+            to_torch(bucket, pull_table_state(bucket.table), found)
+    return found
+
+
+def _from_chief(feeder: Feeder, push: Callable[[ServedBucket], object]) -> None:
+    pusher = feeder.pusher
+    pusher.forget_updaters()
+    for bucket in pusher.buckets:
+        bucket.table.updater = pusher.updater_for(bucket)
+        bucket.table.forget_residual()
+        if is_chief():
+            push(bucket)
+    collectives.barrier(name=f"values (ps optimizer {feeder.number})", group=feeder.session.group)
+    pull_values(feeder)
+
+
+def to_torch(bucket: ServedBucket, state: TableState, into: MutableMapping[Any, Any]) -> None:
     """Write the state of a table to state[parameter] of its parameters, as torch would have it."""
     name = type(bucket.table.updater).__name__
     if not state.slots or (state.steps == 0 and name != "Adagrad"):
@@ -40,7 +82,7 @@ def to_torch(bucket: Bucket, state: TableState, into: MutableMapping[Any, Any]) 
             into[slot.parameter] = entry
 
 
-def _of_each(bucket: Bucket, state: TableState) -> tuple[list[int], list[list[float]]]:
+def _of_each(bucket: ServedBucket, state: TableState) -> tuple[list[int], list[list[float]]]:
     """Return the steps of each parameter, and what the updater has once of each."""
     n_full = bucket.table.updater.n_full_slots
     alike = [float(values[0]) for values in list(state.slots.values())[n_full:]]
@@ -53,7 +95,7 @@ def _of_each(bucket: Bucket, state: TableState) -> tuple[list[int], list[list[fl
     return steps, scalars
 
 
-def from_torch(bucket: Bucket, state: Mapping[Any, Any]) -> TableState:
+def from_torch(bucket: ServedBucket, state: Mapping[Any, Any]) -> TableState:
     """Return what the servers are to keep for a bucket, by torch's state of its parameters."""
     updater, values = bucket.table.updater, bucket.values()
     entries = [state.get(slot.parameter) or {} for slot in bucket.slots]
@@ -82,7 +124,7 @@ def from_torch(bucket: Bucket, state: Mapping[Any, Any]) -> TableState:
     return TableState(max(steps), values, slots, segments)
 
 
-def _steps(bucket: Bucket, entry: Mapping[str, Any]) -> int:
+def _steps(bucket: ServedBucket, entry: Mapping[str, Any]) -> int:
     if type(bucket.table.updater).__name__ in _WITHOUT_STEP:
         return int(entry.get("momentum_buffer") is not None)
     return int(entry.get("step", 0))
