@@ -73,7 +73,7 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def compressed(
+def compress(
     compression: Compressor, tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.dtype | None]:
     """Return what a compressor makes of a tensor. Raises TypeError for what is none of the two."""

@@ -314,7 +314,7 @@ def test_no_gradients_are_kept_but_those_of_the_buckets():
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 40)).sum().backward()
-            buckets = optimizer._reducer.plan.laid_out(optimizer._reducer.options)
+            buckets = optimizer._reducer.plan.buckets_for(optimizer._reducer.options)
             first = first or [weakref.ref(each.buffer) for each in buckets]
             is_new = all(each.buffer is not ref() for each in buckets for ref in first)
             del buckets

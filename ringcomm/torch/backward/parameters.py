@@ -13,13 +13,13 @@ from ringcomm.torch.backward.registry import Numbered, claim, release
 
 
 class Slot:
-    """A parameter, by its place among the optimizer's; is_heard: hooks tell of its gradients."""
+    """A parameter, by its place among the optimizer's; has_hooks: hooks tell of its gradients."""
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
-        self.is_heard = False
+        self.has_hooks = False
 
 
 S = TypeVar("S", bound=Slot)
@@ -42,7 +42,7 @@ class ParameterHooks:
         claim([(slot.name, slot.parameter) for slot in new], owner)
         self._hooks.append(Hooks(owner, {slot.index: slot.parameter for slot in new}))
         for slot in new:
-            slot.is_heard = True
+            slot.has_hooks = True
 
     def close(self, owner: Owner, slots: Iterable[Slot]) -> None:
         """Call the owner no more, and release its parameters for another."""
@@ -63,4 +63,4 @@ class ParameterHooks:
 
 def without_hooks(slots: Iterable[S]) -> list[S]:
     """Return those that require gradients and have no hooks yet: added, or unfrozen."""
-    return [slot for slot in slots if not slot.is_heard and slot.parameter.requires_grad]
+    return [slot for slot in slots if not slot.has_hooks and slot.parameter.requires_grad]

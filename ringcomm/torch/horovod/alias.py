@@ -53,7 +53,7 @@ def install() -> None:
 
 def _modules() -> Mapping[str, dict[str, Any]]:
     """Return what each module of Horovod's is to hold."""
-    everything = _taken(face, face.__all__)
+    everything = _pick(face, face.__all__)
     everything["check_extension"] = compat.check_extension
     mpi_ops = {
         "handle_average_backwards_compatibility": lambda op, average: op_of(op, average),  # noqa: PLW0108 - it has these two arguments
@@ -63,31 +63,31 @@ def _modules() -> Mapping[str, dict[str, Any]]:
         "HorovodVersionMismatchError": compat.HorovodVersionMismatchError,
         "HostsUpdatedInterrupt": elastic.HostsUpdatedInterrupt,
     }
-    states = _taken(elastic, ("State", "ObjectState"))
+    states = _pick(elastic, ("State", "ObjectState"))
     return {
         "horovod": {"__version__": VERSION, "run": run},
         "horovod.runner": {"run": run},
         "horovod.torch": everything,
         "horovod.torch.mpi_ops": everything | mpi_ops | compat.autograd_functions(),
-        "horovod.torch.functions": _taken(face, (*_STATE, "allgather_object")),
-        "horovod.torch.optimizer": _taken(optimizer, ("DistributedOptimizer",)),
+        "horovod.torch.functions": _pick(face, (*_STATE, "allgather_object")),
+        "horovod.torch.optimizer": _pick(optimizer, ("DistributedOptimizer",)),
         "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},
-        "horovod.torch.compression": _taken(compression, _COMPRESSION),
-        "horovod.torch.elastic": _taken(elastic, ("run", "TorchState", "ElasticSampler")) | states,
+        "horovod.torch.compression": _pick(compression, _COMPRESSION),
+        "horovod.torch.elastic": _pick(elastic, ("run", "TorchState", "ElasticSampler")) | states,
         "horovod.torch.elastic.state": {"TorchState": elastic.TorchState},
         "horovod.torch.elastic.sampler": {"ElasticSampler": elastic.ElasticSampler},
         "horovod.common": {},
         "horovod.common.elastic": {"run_fn": elastic.run} | states,
         "horovod.common.exceptions": exceptions,
         "horovod.common.util": compat.util(),
-        "horovod.common.process_sets": _taken(
+        "horovod.common.process_sets": _pick(
             process_sets, ("ProcessSet", "add_process_set", "remove_process_set")
         )
         | {"global_process_set": face.global_process_set},
     }
 
 
-def _taken(source: object, names: Iterable[str]) -> dict[str, Any]:
+def _pick(source: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 

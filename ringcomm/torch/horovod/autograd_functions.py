@@ -23,7 +23,7 @@ def apply(
     return list(_Collective.apply(forward, backward, *tensors))  # type: ignore[no-untyped-call]
 
 
-def listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def tensor_list(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors as a list. Raises TypeError at the first that is none."""
     return [_require_tensor(x) for x in tensors]
 

@@ -55,7 +55,7 @@ def util() -> dict[str, Any]:
         split_list,
     )
     names = {each.__name__: each for each in functions}
-    return names | {k: _asked(f) for k, f in _BUILT.items()}
+    return names | {k: _with_verbose(f) for k, f in _BUILT.items()}
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
@@ -147,7 +147,7 @@ def autograd_functions() -> dict[str, type]:
     return {name: type(name, (), {"apply": staticmethod(f)}) for name, f in functions.items()}
 
 
-def _asked(is_built: Callable[[], Any]) -> Callable[..., Any]:
+def _with_verbose(is_built: Callable[[], Any]) -> Callable[..., Any]:
     """Return the question in the form that takes `verbose`."""
 
     def ask(verbose: bool = False) -> Any:

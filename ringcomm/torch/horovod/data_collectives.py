@@ -18,7 +18,7 @@ from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.torch.horovod import autograd_functions
-from ringcomm.torch.horovod.forms import AWAITED, Form, begin, blocking, described, started
+from ringcomm.torch.horovod.forms import AWAITED, Form, async_form, begin, document, in_place_form
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set, prepare
 
@@ -27,7 +27,7 @@ Tensors = Sequence[Tensor]
 
 
 # --- allgather ----------------------------------------------------------------------------------
-@described
+@document
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
@@ -47,7 +47,7 @@ def allgather(
     return result
 
 
-@described
+@document
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
@@ -62,7 +62,7 @@ def grouped_allgather(
     return autograd_functions.apply(
         lambda xs: _grouped_allgather(AWAITED, xs, name, process_set).wait(),
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
-        autograd_functions.listed(tensors),
+        autograd_functions.tensor_list(tensors),
     )
 
 
@@ -84,17 +84,17 @@ def _grouped_allgather(
     kind, plan, xs = (
         "grouped_allgather",
         plans.grouped_allgather,
-        autograd_functions.listed(tensors),
+        autograd_functions.tensor_list(tensors),
     )
     return begin(form, kind, name, process_set, plan, xs, lane="grouped")
 
 
-allgather_async = started(_allgather, allgather)
-grouped_allgather_async = started(_grouped_allgather, grouped_allgather)
+allgather_async = async_form(_allgather, allgather)
+grouped_allgather_async = async_form(_grouped_allgather, grouped_allgather)
 
 
 # --- broadcast ----------------------------------------------------------------------------------
-@described
+@document
 def broadcast(
     tensor: Tensor,
     root_rank: int,
@@ -131,13 +131,13 @@ def _broadcast(
     return begin(form, kind, name, process_set, plan, lane="broadcast")
 
 
-broadcast_async = started(_broadcast, broadcast)
-broadcast_ = blocking(_broadcast, broadcast, "Overwrite `tensor` with root's, and return it.")
-broadcast_async_ = started(_broadcast, broadcast, in_place=True)
+broadcast_async = async_form(_broadcast, broadcast)
+broadcast_ = in_place_form(_broadcast, broadcast, "Overwrite `tensor` with root's, and return it.")
+broadcast_async_ = async_form(_broadcast, broadcast, in_place=True)
 
 
 # --- alltoall -----------------------------------------------------------------------------------
-@described
+@document
 def alltoall(
     tensor: Tensor,
     splits: Any = None,
@@ -191,7 +191,7 @@ def _alltoall(
     return Handle([handle], lambda pair: (pair[0], torch.tensor(pair[1], dtype=torch.int32)))
 
 
-alltoall_async = started(_alltoall, alltoall)
+alltoall_async = async_form(_alltoall, alltoall)
 
 
 # --- the others ---------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def _mean(grad: Tensor, process_set: ProcessSet) -> Tensor:
 
 
 # --- objects -------------------------------------------------------------------------------------
-@described
+@document
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -270,7 +270,7 @@ def broadcast_object(
     return collectives.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
 
 
-@described
+@document
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

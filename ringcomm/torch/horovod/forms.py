@@ -80,7 +80,7 @@ def begin(
     return Handle((handle,), lambda result: result)
 
 
-def described(function: F) -> F:
+def document(function: F) -> F:
     """Add to a docstring the arguments that it does not list itself; return the function."""
     head, returns, tail = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:")
     if "\nArgs:" not in head:
@@ -93,7 +93,7 @@ def described(function: F) -> F:
     return function
 
 
-def blocking(
+def in_place_form(
     body: Callable[Concatenate[Form, P], Handle[R]], of: Callable[..., R], first_line: str
 ) -> Callable[P, R]:
     """Return the form of an operation that overwrites its tensors, and waits.
@@ -108,19 +108,19 @@ def blocking(
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return body(form, *args, **kwargs).wait()
 
-    presented = _presented(call, body, of, f"{of.__name__}_", first_line)
+    presented = _present(call, body, of, f"{of.__name__}_", first_line)
     signature, result = inspect.signature(presented), inspect.signature(of).return_annotation
     presented.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
     return presented
 
 
-def started(
+def async_form(
     body: Callable[Concatenate[Form, P], Handle[R]],
     of: Callable[..., Any],
     *,
     in_place: bool = False,
 ) -> Callable[P, Handle[R]]:
-    """Return the form of an operation that returns a handle; see blocking()."""
+    """Return the form of an operation that returns a handle; see in_place_form()."""
     form = Form(in_place=in_place)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
@@ -128,10 +128,10 @@ def started(
 
     end = "_" * in_place
     beginning = f"Start {of.__name__}{end}().\n\n{_NOT_AWAITED}"
-    return _presented(call, body, of, f"{of.__name__}_async{end}", beginning)
+    return _present(call, body, of, f"{of.__name__}_async{end}", beginning)
 
 
-def _presented(
+def _present(
     call: F, body: Callable[..., Any], of: Callable[..., Any], name: str, beginning: str
 ) -> F:
     """Make a form look like a function of the module of its body."""

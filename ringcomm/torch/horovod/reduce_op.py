@@ -14,7 +14,7 @@ from ringcomm.engine.api import collectives
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.operations import adasum, plans
 from ringcomm.errors import RingcommError
-from ringcomm.torch.horovod.autograd_functions import listed
+from ringcomm.torch.horovod.autograd_functions import tensor_list
 from ringcomm.torch.horovod.data_collectives import allgather
 from ringcomm.torch.horovod.forms import AWAITED, Form, begin
 from ringcomm.torch.horovod.handles import Handle
@@ -94,9 +94,9 @@ class Reduction:
         """Start an allreduce of several."""
         in_place = self._form.in_place
         if isinstance(self._op, _Adasum):
-            return self._begin("adasum", "grouped", adasum.plan, listed(xs), in_place=in_place)
+            return self._begin("adasum", "grouped", adasum.plan, tensor_list(xs), in_place=in_place)
         kind, plan = "grouped_allreduce", plans.grouped_allreduce
-        return self._begin(kind, "grouped", plan, listed(xs), self._op, in_place=in_place)
+        return self._begin(kind, "grouped", plan, tensor_list(xs), self._op, in_place=in_place)
 
     def start_scatter(self, x: torch.Tensor) -> Handle[torch.Tensor]:
         """Start a reduce_scatter."""
@@ -106,7 +106,7 @@ class Reduction:
     def start_group_scatter(self, xs: Sequence[torch.Tensor]) -> Handle[list[torch.Tensor]]:
         """Start a reduce_scatter of several."""
         op, kind, plan = self._plain_op(), "grouped_reduce_scatter", plans.grouped_reduce_scatter
-        return self._begin(kind, "grouped", plan, listed(xs), op)
+        return self._begin(kind, "grouped", plan, tensor_list(xs), op)
 
     def backward(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
         """Return the gradients of an allreduce: they are reduced in the same way."""

@@ -15,9 +15,9 @@ from ringcomm.collectives.op import AVERAGE, SUM
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
-from ringcomm.torch.compression import Compression, compressed
+from ringcomm.torch.compression import Compression, compress
 from ringcomm.torch.horovod import autograd_functions
-from ringcomm.torch.horovod.forms import AWAITED, Form, begin, blocking, described, started
+from ringcomm.torch.horovod.forms import AWAITED, Form, async_form, begin, document, in_place_form
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, Reduction, op_of
@@ -27,7 +27,7 @@ Tensors = Sequence[Tensor]
 
 
 # --- allreduce ----------------------------------------------------------------------------------
-@described
+@document
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -48,11 +48,11 @@ def allreduce(
     how = Reduction(
         AWAITED, op_of(op, average), prescale_factor, postscale_factor, process_set, name
     )
-    (result,) = _applied(lambda xs: [how.start(xs[0]).wait()], how.backward, [tensor], compression)
+    (result,) = _apply(lambda xs: [how.start(xs[0]).wait()], how.backward, [tensor], compression)
     return result
 
 
-@described
+@document
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -70,11 +70,11 @@ def grouped_allreduce(
     Args:
         tensors: a list, of the same shapes and dtypes on every rank.
     """
-    xs = autograd_functions.listed(tensors)
+    xs = autograd_functions.tensor_list(tensors)
     how = Reduction(
         AWAITED, op_of(op, average), prescale_factor, postscale_factor, process_set, name
     )
-    return _applied(lambda xs: how.start_group(xs).wait(), how.backward, xs, compression)
+    return _apply(lambda xs: how.start_group(xs).wait(), how.backward, xs, compression)
 
 
 def _allreduce(
@@ -109,21 +109,21 @@ def _grouped_allreduce(
     )
 
 
-allreduce_async = started(_allreduce, allreduce)
-allreduce_ = blocking(
+allreduce_async = async_form(_allreduce, allreduce)
+allreduce_ = in_place_form(
     _allreduce, allreduce, "Overwrite `tensor` with its reduction, and return it."
 )
-allreduce_async_ = started(_allreduce, allreduce, in_place=True)
-grouped_allreduce_async = started(_grouped_allreduce, grouped_allreduce)
-grouped_allreduce_ = blocking(
+allreduce_async_ = async_form(_allreduce, allreduce, in_place=True)
+grouped_allreduce_async = async_form(_grouped_allreduce, grouped_allreduce)
+grouped_allreduce_ = in_place_form(
     _grouped_allreduce,
     grouped_allreduce,
     "Overwrite each tensor with its reduction, and return them.",
 )
-grouped_allreduce_async_ = started(_grouped_allreduce, grouped_allreduce, in_place=True)
+grouped_allreduce_async_ = async_form(_grouped_allreduce, grouped_allreduce, in_place=True)
 
 
-@described
+@document
 def sparse_allreduce_async(
     tensor: Tensor,
     name: str | None = None,
@@ -163,7 +163,7 @@ def sparse_allreduce_async(
 
 
 # --- reducescatter ------------------------------------------------------------------------------
-@described
+@document
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -182,13 +182,13 @@ def reducescatter(
         op: Average, Sum, Min, Max or Product.
     """
     how = Reduction(AWAITED, op_of(op, None), prescale_factor, postscale_factor, process_set, name)
-    (result,) = _applied(
+    (result,) = _apply(
         lambda xs: [how.start_scatter(xs[0]).wait()], how.backward_of_scatter, [tensor], compression
     )
     return result
 
 
-@described
+@document
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
@@ -207,9 +207,9 @@ def grouped_reducescatter(
             every rank. The first n % size ranks get one row more of n.
         op: Average, Sum, Min, Max or Product.
     """
-    xs = autograd_functions.listed(tensors)
+    xs = autograd_functions.tensor_list(tensors)
     how = Reduction(AWAITED, op_of(op, None), prescale_factor, postscale_factor, process_set, name)
-    return _applied(
+    return _apply(
         lambda xs: how.start_group_scatter(xs).wait(), how.backward_of_scatter, xs, compression
     )
 
@@ -240,18 +240,18 @@ def _grouped_reducescatter(
     return how.start_group_scatter(tensors)
 
 
-reducescatter_async = started(_reducescatter, reducescatter)
-grouped_reducescatter_async = started(_grouped_reducescatter, grouped_reducescatter)
+reducescatter_async = async_form(_reducescatter, reducescatter)
+grouped_reducescatter_async = async_form(_grouped_reducescatter, grouped_reducescatter)
 
 
-def _applied(
+def _apply(
     forward: Callable[[Tensors], list[Tensor]],
     backward: Callable[[Tensors, Tensors], list[Tensor]],
     tensors: Tensors,
     compression: Any,
 ) -> list[Tensor]:
     """Return what a reduction makes of tensors that are compressed on their way."""
-    sent = [compressed(compression, tensor) for tensor in tensors]
+    sent = [compress(compression, tensor) for tensor in tensors]
     results = autograd_functions.apply(forward, backward, [x for x, _ in sent])
     return [
         compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent, strict=True)

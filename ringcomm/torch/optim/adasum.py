@@ -14,7 +14,7 @@ from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
 from ringcomm.torch.optim.first_weights import FirstWeights
 from ringcomm.torch.optim.options import require_passes
-from ringcomm.torch.optim.wrapping import dressed, undressed
+from ringcomm.torch.optim.wrapping import derive, underlying
 
 T = TypeVar("T", bound=Optimizer)
 _OURS = ("_named", "_compression", "_process_set", "_weights", "_sync_weights", "step")
@@ -37,7 +37,7 @@ def with_adasum(
         "_sync_weights": sync_weights,
         "_weights": FirstWeights(is_wanted=sync_weights, known=known),
     }
-    return cast(T, dressed(optimizer, _Adaptive, **attributes))
+    return cast(T, derive(optimizer, _Adaptive, **attributes))
 
 
 class _Adaptive(Optimizer):
@@ -83,7 +83,7 @@ class _Adaptive(Optimizer):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = undressed(self, _OURS)
+        plain = underlying(self, _OURS)
         rewrap = functools.partial(with_adasum, sync_weights=self._sync_weights)
         return rewrap, (plain, self._named, self._compression, self._process_set)
 

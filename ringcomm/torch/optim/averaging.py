@@ -15,7 +15,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.errors import NotInitializedError
 from ringcomm.torch.optim.options import ReductionOptions
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.optim.wrapping import dressed, undressed
+from ringcomm.torch.optim.wrapping import derive, underlying
 
 T = TypeVar("T", bound=Optimizer)
 OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
@@ -23,7 +23,7 @@ OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
 
 def with_averaging(optimizer: T, reducer: GradientReducer) -> T:
     """Return `optimizer` with its gradients reduced by `reducer`."""
-    return cast(T, dressed(optimizer, AveragingOptimizer, _reducer=reducer))
+    return cast(T, derive(optimizer, AveragingOptimizer, _reducer=reducer))
 
 
 @runtime_checkable
@@ -157,7 +157,7 @@ class AveragingOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         reducer = self._reducer
         names = [slot.name for slot in reducer.slots]
-        plain = undressed(self, OURS)
+        plain = underlying(self, OURS)
         return _rewrap, (plain, names, reducer.options, reducer.passes_per_step)
 
     def _update(self, *closure: Callable[[], Any]) -> Any:

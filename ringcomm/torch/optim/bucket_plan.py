@@ -44,7 +44,7 @@ class BucketPlan:
         tuner = self._tuner
         return (engine().settings.fusion_mib if tuner is None else tuner.mib) * MIB
 
-    def laid_out(self, options: ReductionOptions) -> list[Bucket]:
+    def buckets_for(self, options: ReductionOptions) -> list[Bucket]:
         """Return the buckets; makes them if there are none."""
         if self.buckets is None:
             self.buckets = self._make_buckets(options)
@@ -53,7 +53,7 @@ class BucketPlan:
     def expect_all(self, options: ReductionOptions) -> None:
         """Expect every gradient anew, at the beginning of a pass."""
         self._full.clear()
-        for bucket in self.laid_out(options):
+        for bucket in self.buckets_for(options):
             bucket.expect_all()
 
     def note_loaded(self, slot: GradientSlot, bucket: Bucket) -> bool:
@@ -128,7 +128,7 @@ class BucketPlan:
         indices = [
             index
             for index in order or reversed(range(len(self._slots)))
-            if self._slots[index].is_heard and index not in self._sparse
+            if self._slots[index].has_hooks and index not in self._sparse
         ]
         batches = options.batches(indices, [slot.parameter for slot in self._slots])
         wanted = [(each, math.inf) for each in batches.together]

@@ -115,7 +115,7 @@ class Bucket:
         self.name = f"{kind} of {self.whose}"
         places = consecutive([p.numel() for _, _, p in parameters])
         count = places[-1].stop
-        self.buffer = registered(count, parameters[0][2], group)
+        self.buffer = node_zeros(count, parameters[0][2], group)
         self._streams = Streams(self.buffer)
         self.own = chunks(count, group.size)[group.index] if is_scattered else slice(0, count)
         self.members = [
@@ -243,20 +243,20 @@ def view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return view.data  # .detach() would share the version counter of the whole buffer
 
 
-def line_of(x: torch.Tensor) -> torch.Tensor:
+def flat_view(x: torch.Tensor) -> torch.Tensor:
     """Return a view of all elements of a tensor without gaps, in the order in which they lie."""
     return x.as_strided((x.numel(),), (1,))
 
 
-def line_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+def flatten_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Return a dense x flat, with its elements in the order in which those of `view` lie."""
     x = x.detach()
     if x.stride() != view.stride():
         x = torch.empty_strided(view.shape, view.stride(), dtype=x.dtype, device=x.device).copy_(x)
-    return line_of(x)
+    return flat_view(x)
 
 
-def registered(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
+def node_zeros(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
     """Return zeros, of like's dtype and device, that ranks of a node reduce where they stand."""
     nbytes = count * like.dtype.itemsize
     adapter = device_adapter_for(like)

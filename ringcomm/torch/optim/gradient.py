@@ -12,7 +12,7 @@ from ringcomm._core import copy_memory
 from ringcomm.arrays.torch import TORCH
 from ringcomm.errors import RingcommError
 from ringcomm.torch.backward.parameters import Slot
-from ringcomm.torch.optim.buckets import Bucket, Member, line_of
+from ringcomm.torch.optim.buckets import Bucket, Member, flat_view
 from ringcomm.torch.optim.presence import DENSE, LATE, SPARSE, WAS_SPARSE
 
 WORTH_KEEPING = 128 << 10  # bytes; what malloc asks the system for by itself
@@ -106,7 +106,7 @@ class GradientSlot(Slot):
                 view.shape, view.stride(), dtype=gradient.dtype, device=gradient.device
             )
             gradient = self.parameter.grad = aligned.copy_(_strided(gradient))
-        return line_of(gradient.detach())[self._own or slice(None)]
+        return flat_view(gradient.detach())[self._own or slice(None)]
 
     def accept(self) -> None:
         """.grad was changed in a way that is right for a part of it."""
@@ -144,7 +144,7 @@ class GradientSlot(Slot):
     def summary(self) -> str:
         """Text that must be the same on all ranks."""
         p = self.parameter
-        return f"{p.dtype} {tuple(p.shape)}, {'trainable' if self.is_heard else 'frozen'}"
+        return f"{p.dtype} {tuple(p.shape)}, {'trainable' if self.has_hooks else 'frozen'}"
 
     @property
     def has_sparse(self) -> bool:
@@ -212,7 +212,7 @@ class GradientSlot(Slot):
         view = self._view
         if n_parts > 1 and self._own is not None and view is not None:
             assert self.parameter.grad is view
-            line = line_of(view)
+            line = flat_view(view)
             line[: self._own.start].zero_()
             line[self._own.stop :].zero_()
         self.accept()

@@ -14,7 +14,7 @@ P = TypeVar("P", bound=Optimizer)
 Settings = dict[str, Any]  # of a param_group, but for its parameters
 
 
-def dressed(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
+def derive(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
     """Return `optimizer`, with attributes, as an instance of a class of `part` and its own class.
 
     It shares the optimizer's state, param_groups and hooks; schedulers that were made earlier see
@@ -31,7 +31,7 @@ def dressed(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
     return wrapped
 
 
-def undressed(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:
+def underlying(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:
     """Return an optimizer of the plain class that shares all with `wrapped` but attributes."""
     plain: Optimizer = object.__new__(type(wrapped).__bases__[1])
     plain.__dict__ = {k: v for k, v in wrapped.__dict__.items() if k not in attributes}

@@ -175,7 +175,7 @@ class BucketPusher:
 
 def _refuse_half_frozen(bucket: ServedBucket) -> None:
     """A gradient of zeros would move a parameter that torch leaves alone."""
-    frozen = [s.name for s in bucket.slots if s.is_heard and not s.parameter.requires_grad]
+    frozen = [s.name for s in bucket.slots if s.has_hooks and not s.parameter.requires_grad]
     if frozen:
         raise RingcommError(
             f"{WHO}: {frozen[0]} was frozen after the optimizer was wrapped, and shares a table "

@@ -17,7 +17,7 @@ from ringcomm.ps.rounds import Mode
 from ringcomm.ps.segments import MOST
 from ringcomm.ps.table import table
 from ringcomm.torch.backward.parameters import Slot
-from ringcomm.torch.optim.buckets import is_dense, line_of, plan_buckets, view_like
+from ringcomm.torch.optim.buckets import flat_view, is_dense, plan_buckets, view_like
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
 BLOCK_NBYTES: Final = 4 << 20  # what servers cut tables into
@@ -173,7 +173,7 @@ class ServedBucket:
         p = self.slots[0].parameter
         if len(self.slots) > 1 or not is_dense(p.shape, p.stride()):
             return None
-        return _numpy(line_of(p.detach()))
+        return _numpy(flat_view(p.detach()))
 
     def _views_of_values(self) -> list[torch.Tensor]:
         if self._values is None:
@@ -230,7 +230,7 @@ def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
     is_alike = grad.dtype == parameter.dtype and grad.stride() == parameter.stride()
     if not is_alike or not is_dense(grad.shape, grad.stride()) or grad.is_conj() or grad.is_neg():
         return None
-    return line_of(grad.detach())
+    return flat_view(grad.detach())
 
 
 def _numpy(x: torch.Tensor) -> Array:

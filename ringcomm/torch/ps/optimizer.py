@@ -19,7 +19,7 @@ from ringcomm.ps.compression import codec_of
 from ringcomm.ps.job import is_chief, session, size
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
-from ringcomm.torch.optim.wrapping import dressed, named_in_order, plain_step
+from ringcomm.torch.optim.wrapping import derive, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.feeder import Feeder
 from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
@@ -119,7 +119,7 @@ def DistributedOptimizer(
     if options.class_name is not None:
         push_state(feeder, optimizer.state)
         optimizer.state.clear()
-    return cast(T, dressed(optimizer, _Served, _feeder=feeder))
+    return cast(T, derive(optimizer, _Served, _feeder=feeder))
 
 
 _OF_RING: Final[dict[Any, Any]] = {

@@ -72,7 +72,7 @@ class TableGradient:
         """Push it, times a factor; nothing if that has been done."""
         if self.push is None:
             weight = weight if self.samples is None else self.samples
-            push = pushed(self.table, *self.whole(), weight, factor=factor, hold=hold)
+            push = push_rows(self.table, *self.whole(), weight, factor=factor, hold=hold)
             if push is not None:
                 self.push = push
                 for note in self.notes:
@@ -189,7 +189,7 @@ def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, no
         return
     if samples is None:
         samples = samples_of_step(current.engine)
-    push = pushed(table, keys, rows, 1.0 if samples is None else samples)
+    push = push_rows(table, keys, rows, 1.0 if samples is None else samples)
     if push is not None:
         note(push)
 
@@ -203,7 +203,7 @@ def take(current: Session) -> RowGradients:
     return RowGradients(found.values())
 
 
-def pushed(
+def push_rows(
     table: HashTable, keys: Array, rows: Array, weight: float, *, factor: float = 1.0,
     hold: bool = False,
 ) -> Future[Pushed] | None:  # fmt: skip

@@ -17,7 +17,7 @@ from ringcomm.torch.optim.wrapping import settings_of
 from ringcomm.torch.zero.parameter_state import ParameterState, TorchState
 from ringcomm.torch.zero.shares import shares_of
 from ringcomm.torch.zero.weight_shard import MakeUpdate, WeightShard, plan_of
-from ringcomm.torch.zero.whole_states import gathered
+from ringcomm.torch.zero.whole_states import gather_states
 
 
 class OptimizerShard:
@@ -67,14 +67,14 @@ class OptimizerShard:
         shares = shares_of((shard.plan for shard in self._shards), self._group.size)
         return {
             self._reducer.slots[index].parameter: whole.to(views[index].device).shaped(views[index])
-            for index, whole in self._gathered(shares)
+            for index, whole in self._gather(shares)
             if is_wanted
         }
 
     def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> Sequence[Bucket]:
         """Return the buckets, with shards where they have changed; collective then."""
         options = self._reducer.options
-        group, buckets = options.group, self._reducer.plan.laid_out(options)
+        group, buckets = options.group, self._reducer.plan.buckets_for(options)
         plans = [shard.plan for shard in self._shards]
         is_same = plans == [plan_of(bucket) for bucket in buckets]
         if group is self._group and is_same and is_fused == self._is_fused:
@@ -96,7 +96,7 @@ class OptimizerShard:
             if index not in moving:
                 shard_of[index].set_state(index, state)
         if moving:
-            for index, whole in self._gathered(moving):
+            for index, whole in self._gather(moving):
                 _set_part(shard_of[index], index, whole)
 
     def _take_over(self, optimizer: Optimizer) -> None:
@@ -111,12 +111,10 @@ class OptimizerShard:
     def _states(self) -> dict[int, ParameterState]:
         return {index: state for shard in self._shards for index, state in shard.states().items()}
 
-    def _gathered(
-        self, shares: Mapping[int, Sequence[int]]
-    ) -> Iterable[tuple[int, ParameterState]]:
+    def _gather(self, shares: Mapping[int, Sequence[int]]) -> Iterable[tuple[int, ParameterState]]:
         assert self._group is not None
         names = [slot.name for slot in self._reducer.slots]
-        return gathered(self._states(), shares, names, self._group, self._reducer.suffix)
+        return gather_states(self._states(), shares, names, self._group, self._reducer.suffix)
 
     def _require_same_ranks(self, group: Group) -> None:
         mine = self._group
@@ -128,7 +126,7 @@ class OptimizerShard:
 
     def _require_reduced(self) -> None:
         for slot in self._reducer.slots:
-            if not slot.is_heard and slot.parameter.grad is not None:
+            if not slot.has_hooks and slot.parameter.grad is not None:
                 raise RingcommError(
                     f"DistributedOptimizer: {slot.name} has a .grad and is frozen, so no rank "
                     "updates it with shard_state=1: set it to None, or requires_grad_(True)"

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from ringcomm.torch.optim.buckets import line_like
+from ringcomm.torch.optim.buckets import flatten_like
 
 TorchState = dict[str, Any]  # as in torch's optimizer.state[parameter]
 COUNT: Final = (
@@ -27,7 +27,7 @@ class ParameterState:
     def of(cls, state: Mapping[str, Any], view: torch.Tensor) -> ParameterState:
         """Take apart the state of a parameter that lies in memory as `view` does."""
         lines = {
-            key: line_like(value, view)
+            key: flatten_like(value, view)
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.shape == view.shape and key != COUNT
         }

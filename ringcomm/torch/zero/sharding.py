@@ -22,7 +22,7 @@ from ringcomm.torch.optim import averaging
 from ringcomm.torch.optim.averaging import AveragingOptimizer
 from ringcomm.torch.optim.buckets import is_16_bit
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.optim.wrapping import dressed, settings_of, undressed
+from ringcomm.torch.optim.wrapping import derive, settings_of, underlying
 from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate
 from ringcomm.torch.zero.fused_update import FusedUpdate, can_fuse, can_push
 from ringcomm.torch.zero.optimizer_shard import OptimizerShard
@@ -34,9 +34,7 @@ _OURS = (*averaging.OURS, "_shards", "_has_told_of_changes", "_is_unscaled", *_S
 
 def with_sharding(optimizer: T, reducer: GradientReducer) -> T:
     """Return `optimizer` with its gradients, its state and its work spread over the ranks."""
-    wrapped = dressed(
-        optimizer, ShardedOptimizer, _reducer=reducer, _shards=OptimizerShard(reducer)
-    )
+    wrapped = derive(optimizer, ShardedOptimizer, _reducer=reducer, _shards=OptimizerShard(reducer))
     return cast(T, wrapped)
 
 
@@ -169,7 +167,7 @@ class ShardedOptimizer(AveragingOptimizer):
         return loss
 
     def _make(self, chunk: Chunk) -> ChunkUpdate:
-        return OwnClassUpdate(undressed(self, _OURS), chunk.pieces)
+        return OwnClassUpdate(underlying(self, _OURS), chunk.pieces)
 
     def _make_fused(self, chunk: Chunk) -> ChunkUpdate:
         if not can_push(self._reducer.options.group, chunk.weights):
@@ -177,7 +175,7 @@ class ShardedOptimizer(AveragingOptimizer):
         return FusedUpdate(type(self).__bases__[1], chunk)
 
     def _own_gradients(self) -> list[torch.Tensor]:
-        self._reducer.plan.laid_out(self._reducer.options)
+        self._reducer.plan.buckets_for(self._reducer.options)
         gradients = [slot.own_gradient() for slot in self._reducer.slots]
         return [gradient for gradient in gradients if gradient is not None]
 

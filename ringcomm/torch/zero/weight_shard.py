@@ -13,7 +13,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.operations import into
-from ringcomm.torch.optim.buckets import Bucket, line_of, registered, view_like
+from ringcomm.torch.optim.buckets import Bucket, flat_view, node_zeros, view_like
 from ringcomm.torch.optim.gradient import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings
 from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate
@@ -44,7 +44,7 @@ class WeightShard:
         }
         self._group = group
         self._name = f"weights of {bucket.whose}"
-        self._weights = registered(bucket.buffer.numel(), bucket.buffer, group)
+        self._weights = node_zeros(bucket.buffer.numel(), bucket.buffer, group)
         self._slots = {member.index: slots[member.index] for member in bucket.members}
         self._views = {
             member.index: view_like(self._weights[member.place], slots[member.index].parameter)
@@ -120,7 +120,7 @@ class WeightShard:
             for member in bucket.members
             if (part := self.updated.get(member.index)) is not None
         ]
-        pieces = [line_of(self._views[index])[part] for index, part in self.updated.items()]
+        pieces = [flat_view(self._views[index])[part] for index, part in self.updated.items()]
         return Chunk(self._weights, own, places, pieces)
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ _Layout = tuple[
 ]  # dtypes of a ParameterState's lines, and what is alike
 
 
-def gathered(
+def gather_states(
     mine: Mapping[int, ParameterState],
     shares: Mapping[int, Sequence[int]],
     names: Sequence[str],
@@ -53,7 +53,7 @@ def gathered(
         for key, dtype in dtypes.items():
             own = mine[index].by_element[key] if index in mine else None
             name = f"{key} of {names[index]}{suffix}"
-            lines[key] = _gathered(own, getattr(torch, dtype), counts, name, group)
+            lines[key] = _gather(own, getattr(torch, dtype), counts, name, group)
         yield index, ParameterState(lines, alike)
 
 
@@ -87,7 +87,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _gathered(
+def _gather(
     own: torch.Tensor | None, dtype: torch.dtype, counts: Sequence[int], name: str, group: Group
 ) -> torch.Tensor:
     whole = torch.empty(sum(counts), dtype=dtype)

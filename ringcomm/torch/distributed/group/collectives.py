@@ -18,10 +18,10 @@ from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import into, plans
 from ringcomm.torch.distributed.group.flatten import (
-    alike,
     bytes_of,
-    joined,
-    line_of,
+    concatenate,
+    flatten,
+    unless_equal,
     write_back,
     write_parts,
 )
@@ -87,7 +87,7 @@ def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
     """Plan to replace each of xs by its reduction."""
     for x in xs:
         scaled_(x, reduction)
-    lines = [line_of(x) for x in xs]
+    lines = [flatten(x) for x in xs]
 
     def write_all(_: Any) -> None:
         for x, line in zip(xs, lines, strict=True):
@@ -99,7 +99,7 @@ def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
 def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
     """Plan to replace root's x by its reduction."""
     is_root = g.rank == root
-    line = _scaled(line_of(x), reduction)
+    line = _scaled(flatten(x), reduction)
     plan: Plan[Any] = plans.reduce(g, None, line, reduction.op, root, in_place=True)
     return then(plan, lambda _: write_back(x, line) if is_root else None)
 
@@ -108,21 +108,21 @@ def reduce_scatter(g: Group, out: Tensor, parts: Tensors, reduction: Reduction) 
     """Plan to fill `out` with the reduction of parts[rank]."""
     require_one_each("input_list", parts, g.size)
     counts = [part.numel() for part in parts]
-    return _reduce_scatter(g, out, joined(parts), reduction, counts)
+    return _reduce_scatter(g, out, concatenate(parts), reduction, counts)
 
 
 def reduce_scatter_single(g: Group, out: Tensor, x: Tensor, reduction: Reduction) -> Plan[Any]:
     """Plan to fill `out` with this rank's part of the reduction of x."""
-    return _reduce_scatter(g, out, line_of(x), reduction, None)
+    return _reduce_scatter(g, out, flatten(x), reduction, None)
 
 
 def _reduce_scatter(
     g: Group, out: Tensor, x: Tensor, reduction: Reduction, counts: Sequence[int] | None
 ) -> Plan[Any]:
-    target = line_of(out)
+    target = flatten(out)
     source = _scaled(x, reduction)
     if counts is not None:
-        counts = alike(counts)
+        counts = unless_equal(counts)
     plan: Plan[Any] = into.reduce_scatter_into(g, None, target, source, reduction.op, counts=counts)
     return then(plan, lambda _: write_back(out, target))
 
@@ -130,7 +130,7 @@ def _reduce_scatter(
 # --- copies ---------------------------------------------------------------------------------------
 def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
     """Plan to replace x by root's."""
-    line = line_of(x)
+    line = flatten(x)
     plan: Plan[Any] = plans.broadcast(g, None, bytes_of(line), root, in_place=True)
     return then(plan, lambda _: write_back(x, line))
 
@@ -144,16 +144,16 @@ def room_for(outs: Tensors) -> Tensor:
 def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
     """Plan to fill outs[r], and its part of `whole`, with rank r's x."""
     require_one_each("tensor_list", outs, g.size)
-    line = line_of(x)
-    counts = alike([out.numel() * _width(x) for out in outs])
+    line = flatten(x)
+    counts = unless_equal([out.numel() * _width(x) for out in outs])
     plan: Plan[Any] = into.allgather_into(g, None, bytes_of(whole), bytes_of(line), counts)
     return then(plan, lambda _: write_parts(outs, whole))
 
 
 def allgather_single(g: Group, out: Tensor, x: Tensor) -> Plan[Any]:
     """Plan to fill `out` with all ranks' x, one after another."""
-    target = line_of(out)
-    plan: Plan[Any] = into.allgather_into(g, None, bytes_of(target), bytes_of(line_of(x)))
+    target = flatten(out)
+    plan: Plan[Any] = into.allgather_into(g, None, bytes_of(target), bytes_of(flatten(x)))
     return then(plan, lambda _: write_back(out, target))
 
 
@@ -161,7 +161,7 @@ def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
     """Plan to fill root's outs[r] with rank r's x."""
     if g.rank == root:
         require_one_each("gather_list", outs, g.size)
-    plan: Plan[Any] = plans.gather(g, None, bytes_of(line_of(x)), root)
+    plan: Plan[Any] = plans.gather(g, None, bytes_of(flatten(x)), root)
     return then(
         plan, lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype))
     )
@@ -178,7 +178,7 @@ def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
                     f"scatter_list[{rank}] has {part.numel()} elements, and the output of rank "
                     f"{root}, the root, has {out.numel()}: pass tensors of one size"
                 )
-        rows = bytes_of(joined(parts)).view(g.size, -1)
+        rows = bytes_of(concatenate(parts)).view(g.size, -1)
     plan: Plan[Any] = plans.scatter(g, None, rows, root)
 
     def write(row: Tensor) -> None:
@@ -197,12 +197,12 @@ def alltoall_single(
     g: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
 ) -> Plan[Any]:
     """Plan to send rows of x to each rank, and to fill `out` with those that are received."""
-    target = line_of(out)
+    target = flatten(out)
     plan: Plan[Any] = into.alltoall_into(
         g,
         None,
         bytes_of(target),
-        bytes_of(line_of(x)),
+        bytes_of(flatten(x)),
         received=_elements(out, out_splits, g.size, "output"),
         sent=_elements(x, in_splits, g.size, "input"),
     )
@@ -218,7 +218,7 @@ def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
         g,
         None,
         bytes_of(whole),
-        bytes_of(joined(xs)),
+        bytes_of(concatenate(xs)),
         received=[out.numel() * _width(out) for out in outs],
         sent=[x.numel() * _width(x) for x in xs],
     )

@@ -11,7 +11,7 @@ from ringcomm.arrays.dtypes import DTYPES
 _KNOWN = {getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 
 
-def line_of(x: torch.Tensor) -> torch.Tensor:
+def flatten(x: torch.Tensor) -> torch.Tensor:
     """Return x's elements in C order, as one dimension: x's own memory where it has that order.
 
     c10d compares how many elements there are, not their shape.
@@ -45,11 +45,11 @@ def write_parts(xs: Sequence[torch.Tensor], line: torch.Tensor) -> None:
             start += x.numel()
 
 
-def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+def concatenate(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of all xs as one line, in memory of its own."""
-    return torch.cat([line_of(x) for x in xs])
+    return torch.cat([flatten(x) for x in xs])
 
 
-def alike(counts: Sequence[int]) -> Sequence[int] | None:
+def unless_equal(counts: Sequence[int]) -> Sequence[int] | None:
     """Return None where all counts are the same, else the counts."""
     return None if len(set(counts)) <= 1 else counts

@@ -19,7 +19,7 @@ from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
-from ringcomm.torch.distributed.group.flatten import bytes_of, line_of
+from ringcomm.torch.distributed.group.flatten import bytes_of, flatten
 from ringcomm.torch.distributed.group.options import are_local, call_options, one_list, one_tensor
 from ringcomm.torch.distributed.group.reductions import ReducingGroup
 from ringcomm.torch.distributed.group.work import Work
@@ -188,7 +188,7 @@ class ProcessGroup(ReducingGroup):
         (x,) = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).send([x], dest, tag)
-        line = bytes_of(line_of(x))
+        line = bytes_of(flatten(x))
         return self._sent(send_async(line, dest, **self._message(tag)), [x])
 
     @traced
@@ -197,7 +197,7 @@ class ProcessGroup(ReducingGroup):
         (out,) = one_tensor(tensors)
         if not out.is_cpu:
             return self._devices.of(out).recv([out], source, tag)
-        target = bytes_of(line_of(out)) if out.is_contiguous() else out
+        target = bytes_of(flatten(out)) if out.is_contiguous() else out
         return self._sent(recv_async(target, source, **self._message(tag)), [out])
 
     @traced

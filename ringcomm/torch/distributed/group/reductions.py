@@ -12,7 +12,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
 from ringcomm.torch.distributed.group.base import BaseGroup
-from ringcomm.torch.distributed.group.flatten import line_of
+from ringcomm.torch.distributed.group.flatten import flatten
 from ringcomm.torch.distributed.group.options import (
     are_local,
     call_options,
@@ -40,7 +40,7 @@ class ReducingGroup(BaseGroup):
         if x.layout is not torch.strided:
             return self.start(call, "allreduce", tensors, allreduce_sparse, x, call)
         op = collectives.scaled_(x, call.reduction)
-        line = line_of(x)
+        line = flatten(x)
         is_own = line is x or line.data_ptr() == x.data_ptr()
         quick = self.group.quick if is_own and not (call.is_async or self._is_special) else None
         if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
