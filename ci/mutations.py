@@ -156,7 +156,7 @@ ORDER = [
     Mutation(
         "each-rank-its-own-table",
         "order",
-        "engine/core/engine.py",
+        "engine/core/lifecycle.py",
         "text = await broadcast_bytes(table.encode(), 0, t)",
         "text = await broadcast_bytes(table.encode(), 0, t) and table.encode()",
         "ranks choose by tables of their own, run two algorithms against each other, and hang",
@@ -368,7 +368,7 @@ FAULT = [
     Mutation(
         "bad-values-are-harmless",
         "fault",
-        "engine/core/engine.py",
+        "engine/core/completion.py",
         "return isinstance(error, MismatchError | ConfigError) or error is work.problem",
         "return isinstance(error, MismatchError | ConfigError | ValueError | TypeError)",
         "after an error in mid-operation a rank goes on, out of step with the others",
@@ -428,7 +428,7 @@ FAULT = [
     Mutation(
         "quiet-refusal",
         "fault",
-        "engine/core/engine.py",
+        "engine/core/state.py",
         "elif not isinstance(error, CommTimeoutError):",
         "elif not isinstance(error, RingcommError):",
         "ranks wait out their deadline for one whose engine is broken",
@@ -586,7 +586,7 @@ FACES = [
     Mutation(
         "last-news-is-the-last-to-join",
         "order",
-        "engine/core/joining.py",
+        "engine/peers/joining.py",
         "return max(joined, key=lambda rank: (joined[rank], rank))",
         "return list(joined)[-1]",
         "join() returns another rank on each, by whose news came last",
@@ -595,8 +595,8 @@ FACES = [
     Mutation(
         "join-leaves-at-once",
         "order",
-        "engine/core/joining.py",
-        "lambda: len(sealed) == engine.job_size and self._has_served()",
+        "engine/peers/joining.py",
+        "lambda: len(sealed) == size and self._has_served()",
         "self._has_served",
         "a rank leaves join() while another still sends what it is invited to",
         ("unit/test_join.py",),

@@ -117,7 +117,7 @@ def come_to(function, options):
 
 def n_begun():
     """Return how many operations this rank has begun: the others wait for it, or know why not."""
-    tallies = {id(ledger.tally): ledger.tally for ledger in engine()._founding.ledgers.values()}
+    tallies = {id(ledger.tally): ledger.tally for ledger in engine().groups.ledgers.values()}
     return sum(tally.n_entered for tally in tallies.values())
 
 

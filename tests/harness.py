@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.current import serve_thread
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.lifecycle import stop
 from ringcomm.errors import PeerFailedError
 from ringcomm.transport.faulty import FaultyTransport
 from ringcomm.transport.loopback import LoopbackHub
@@ -43,7 +45,7 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
             transport = FaultyTransport(transport, faults[rank])
         engine = Engine(transport, settings or Settings(timeout_s=DEADLINE_S))
         try:
-            with entered(engine):
+            with serve_thread(engine):
                 results[rank] = body(rank)
             if faults is not None and rank in faults:
                 transport.flush()
@@ -52,7 +54,7 @@ def outcomes(size, body, *, hub=None, settings=None, faults=None):
             blames = error.rank if isinstance(error, PeerFailedError) else None
             hub.kill(rank, f"raised {type(error).__name__}: {error}", blames=blames)
         finally:
-            engine.stop()
+            stop(engine)
 
     threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
     for thread in threads:

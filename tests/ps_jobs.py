@@ -13,6 +13,7 @@ from harness import DEADLINE_S, outcomes
 
 from ringcomm import ps
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.lifecycle import leave
 from ringcomm.ps.frames import Entry, Kind
 from ringcomm.ps.job import session
 from ringcomm.ps.messages import RELEASE, PushMeta
@@ -43,7 +44,7 @@ def run_all(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None,
             return f"ended with {ended.code}"
         finally:
             if sys.exception() is None or isinstance(sys.exception(), SystemExit):
-                engine().leave("done")
+                leave(engine(), "done")
 
     size = n_workers + options.get("evaluators", 0)
     if not options.get("colocated"):

@@ -14,8 +14,10 @@ import numpy as np
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import _topology, entered
+from ringcomm.engine.api.world import _topology
+from ringcomm.engine.core.current import serve_thread
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.lifecycle import leave, meet
 from ringcomm.transport.base import Arrived
 from ringcomm.transport.mpi import Place
 
@@ -152,16 +154,16 @@ def _measured(wire, summary):
 
     def start():
         engines.append(Engine(wire, Settings()))
-        engines[0].meet("1")
+        meet(engines[0], "1")
 
     found["init"] = of(start)
     x = np.ones(1, np.float32)
-    with entered(engines[0]):
+    with serve_thread(engines[0]):
         for what, name in (("unnamed operation", None), ("named operation", "w")):
             operation = lambda name=name: rc.allreduce(x, name=name)  # noqa: E731
             of(operation, _WARM_UP)
             found[what] = of(operation, _REPEATS)
-        found["shutdown"] = of(lambda: engines[0].leave("called shutdown()"))
+        found["shutdown"] = of(lambda: leave(engines[0], "called shutdown()"))
     return found
 
 

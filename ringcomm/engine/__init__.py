@@ -1,1 +1,1 @@
-"""Who calls what, in which order, and what every rank is promised. Contracts are in api/."""
+"""The collectives of a rank: matched, agreed on, carried out. Contracts are in api/."""

@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
         for collective in COLLECTIVES
     }
     current = engine()
-    layout, implementation = describe(current.world.ranks.nodes), current.implementation
+    layout = describe(current.groups.default.ranks.nodes)
     if rc.rank() == 0:
-        table = Table(layout, implementation, __version__, seconds)
+        table = Table(layout, current.transport.implementation, __version__, seconds)
         print(_printed(table))
-        if current.shares_memory(current.world):
+        if current.groups.default.shares_memory:
             print("\nranks of one host meet in its memory (node), whatever is measured")
         print(f"written to {tuning.save(current.settings, table)}", flush=True)
     rc.shutdown()
@@ -94,8 +94,8 @@ def _measured(
     for nbytes in sizes:
         if rc.rank() == 0:
             print(f"measuring {collective}, {bytes_text(nbytes)}", file=sys.stderr, flush=True)
-        current = engine()
-        nodes, shares_memory = current.world.ranks.nodes, current.shares_memory(current.world)
+        group = engine().groups.default
+        nodes, shares_memory = group.ranks.nodes, group.shares_memory
         case = Case(collective, nbytes, _FLOAT32, nodes, shares_memory=shares_memory)
         names = list(choose(case).seconds)
         x = Flat(np.zeros(nbytes // 4 * 4, np.uint8), _FLOAT32)

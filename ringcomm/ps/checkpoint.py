@@ -92,7 +92,7 @@ def _begin(
     }
     outer = _write(current, number, folder, manifest, keep)
     if current.last_save is None:
-        current.engine.attached.before_leaving(
+        current.engine.extensions.before_leaving(
             lambda: _finish_last(current, _limit_of(current, None))
         )
     current.last_save = outer

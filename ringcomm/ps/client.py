@@ -219,7 +219,7 @@ class Client:
             CommTimeoutError: there was no credit for the first; nothing was sent.
             RingcommError: likewise, in a callback.
         """
-        self._engine.require_usable()
+        self._engine.state.require_usable()
         for ask in asks:
             ask.future = future
             if ask.partition is not None:
@@ -241,7 +241,7 @@ class Client:
         if self._backlog.n_waiting:
             if before_wait is not None:
                 before_wait()
-            if not self._engine.is_own_turn:
+            if not self._engine.progress.is_own_turn:
                 self._await_departure(future)
         if self._link.waits_to_leave:
             self._engine.nudge()
@@ -256,7 +256,7 @@ class Client:
         Raises:
             CommTimeoutError: there is none.
         """
-        self._engine.require_usable()
+        self._engine.state.require_usable()
         assert first.partition is not None
         first.server = self._owner(first.partition)
         if not self._may_begin(first):
@@ -291,7 +291,7 @@ class Client:
 
     def push(self, push: PlainPush) -> None:
         """Send a push that is request and future in one; waits for credit if it must."""
-        self._engine.require_usable()
+        self._engine.state.require_usable()
         push.server = self._owner(push.partition)
         if not self._may_begin(push):
             self._await_credit(push, push.label)
@@ -495,7 +495,7 @@ class Client:
     ) -> None:
         if before_wait is not None:
             before_wait()
-        if self._engine.is_own_turn:
+        if self._engine.progress.is_own_turn:
             raise RingcommError(
                 f"{label}: server {ask.server} takes no more until it has answered what is under "
                 "way, and a callback of then() cannot wait for that; nothing was sent. Call it "
@@ -597,7 +597,7 @@ class Client:
             try:
                 self.on_ack(sequence, clock)
             except BaseException as error:  # an interrupt half-way, which nothing can mend
-                self._engine.lose(error)
+                self._engine.completion.lose(error)
                 raise
             self._taken = sequence
             self.listen()

@@ -18,6 +18,7 @@ from ringcomm.arrays.base import Bytes
 from ringcomm.engine.api import world
 from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.extensions import Extension
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
 from ringcomm.ps import leaving
@@ -36,7 +37,6 @@ _LINE = 64
 # make its next small request; who awaits a reply to a large one had better sleep (measured).
 _LOOKS_OF_SERVER, _LOOKS_OF_CLIENT = 2000, 400
 _STEPS_MAX = 1 << 62  # which nobody completes; see ps.subscribe()
-_SESSION = "ringcomm.ps"  # in Attached.by_name
 
 
 @dataclass(eq=False)
@@ -103,6 +103,9 @@ class Session:
         leaving.leave(self)
 
 
+_SESSION = Extension[Session]()
+
+
 def memory_of(engine: Engine, nbytes: int) -> Bytes:
     """Return memory that the ranks of this node map; ordinary memory where none is shared."""
     memory = engine.shared_memory(nbytes)
@@ -152,7 +155,7 @@ def init(
         raise ConfigError(f"ps.init: deadline_s is {deadline_s!r}; it must be more than 0 seconds")
     world.init()
     engine = world.engine()
-    if _SESSION in engine.attached.by_name:
+    if engine.extensions.get(_SESSION) is not None:
         return
     if servers is None and role != "server":
         servers = config.settings().ps_servers or None
@@ -162,7 +165,7 @@ def init(
         role, servers, evaluators, colocated, replication, placement, marked is not None,
         tuple(sorted(functions)), rebalance_every_s,
     )  # fmt: skip
-    nodes = engine.world.ranks.nodes
+    nodes = engine.groups.default.ranks.nodes
     wishes = allgather_object(wish)
     layout = assign(wishes, nodes)
     if replication > 1:
@@ -171,20 +174,20 @@ def init(
         raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
     names = {rank: wishes[rank].functions for rank in layout.servers} | {-1: wish.functions}
     session = _start(engine, layout, deadline_s, functions, names)
-    engine.attached.by_name[_SESSION] = session
+    engine.extensions.keep(_SESSION, session)
     if (every_s := wishes[layout.workers[0]].rebalance_every_s) is not None:
         _balance(session, every_s)
-    engine.set_default(session.group)
+    engine.groups.default = session.group
     if session.desk.server is None:
-        engine.attached.before_leaving(session.leave)
+        engine.extensions.before_leaving(session.leave)
         is_evaluator = layout.role_of(engine.job_rank) == "evaluator"
         if is_evaluator and role is None and marked is not None:
             marked.run(session, marked.function, marked.every)
             session.leave()
             _end()
     elif layout.is_colocated:
-        engine.attached.before_leaving(session.leave)
-        engine.work_in_background()
+        engine.extensions.before_leaving(session.leave)
+        engine.progress.work_in_background()
     else:
         leaving.serve(session, "ps.serve")
         _end()
@@ -224,7 +227,7 @@ def evaluate_by(
 
 def require_not_begun(what: str, why: str) -> None:
     """Raise ConfigError if ps.init() has run already."""
-    if world.is_initialized() and _SESSION in world.engine().attached.by_name:
+    if world.is_initialized() and world.engine().extensions.get(_SESSION) is not None:
         raise ConfigError(f"{what}: must stand before ps.init(), {why}")
 
 
@@ -260,7 +263,7 @@ def _start(
         desk.server = Server(index, layout, link, memory, functions)
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
-    engine.attached.add_service(desk)
+    engine.extensions.add_service(desk)
     return Session(engine, layout, group, everyone, desk, client, names)
 
 
@@ -268,7 +271,7 @@ def _balance(session: Session, every_s: float) -> None:
     from ringcomm.ps.balancing import Balancer  # it asks by what stands here
 
     if session.layout.servers[LEADER] == session.engine.job_rank:
-        session.engine.attached.add_service(Balancer(session, every_s))
+        session.engine.extensions.add_service(Balancer(session, every_s))
 
 
 def session() -> Session:
@@ -277,7 +280,7 @@ def session() -> Session:
     Raises:
         NotInitializedError: it has not run.
     """
-    found: Session | None = world.engine().attached.by_name.get(_SESSION)
+    found = world.engine().extensions.get(_SESSION)
     if found is None:
         raise NotInitializedError("ps is not initialized: call ps.init() first")
     return found

@@ -97,7 +97,7 @@ class Subscription:
         self._is_closed = False
         self._tables: dict[int, _Followed] = {}
         self._end = self._ask_for_end()
-        current.engine.attached.before_leaving(self.close)
+        current.engine.extensions.before_leaving(self.close)
 
     def __enter__(self) -> Self:
         return self

@@ -57,7 +57,7 @@ class Letter:
 
 
 class Host(Protocol):
-    """Takes notice of ranks that have joined; see ringcomm.engine.core.joining."""
+    """Takes notice of ranks that have joined; see ringcomm.engine.peers.joining."""
 
     def hear_joined(self, source: int, header: Header) -> None:
         """Rank `source` has joined, or knows that all have."""
@@ -69,7 +69,7 @@ class Host(Protocol):
 
 
 class Members(Protocol):
-    """Keeps account of groups that their members drop, see ringcomm.engine.core.group_agreement."""
+    """Keeps account of groups that their members drop, see ringcomm.engine.peers.groups."""
 
     def poll(self) -> None:
         """Tell the others what this rank has dropped."""

@@ -201,7 +201,7 @@ def test_names_that_come_once_fill_no_table():
             pg.allreduce([torch.ones(1)]).get_future().then(
                 lambda _: pg.allreduce([torch.ones(1)]).wait()
             ).wait()
-        ledger = pg.group._ledger
+        ledger = pg.group.ledger
         return len(ledger._entries), len(ledger._pending), ledger.has_overflown
 
     assert run_ranks(2, body) == [(0, 0, False)] * 2

@@ -329,7 +329,7 @@ def test_the_step_is_on_the_status_page():
     def body(rank):
         from ringcomm.engine.api.world import engine
 
-        engine()._page = page
+        engine().page = page
         fit(model, wrap(model), data(3, 1))
 
     run_ranks(1, body)

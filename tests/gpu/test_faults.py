@@ -151,11 +151,12 @@ def test_operations_under_way_are_completed_by_shutdown(tmp_path):
 
     def body(rank, gpu):
         from ringcomm.engine.api.world import engine
+        from ringcomm.engine.core.lifecycle import leave
 
         xs = [sim.array(np.full(1000, rank + 1.0)) for _ in range(5)]
         for i, x in enumerate(xs):
             rc.allreduce_async_(x, name=f"bucket {i}")
-        engine().leave("is done", keeps_wire=True)
+        leave(engine(), "is done", keeps_wire=True)
         return [float(np.frombuffer(x.memory.map, np.float64)[0]) for x in xs]
 
     assert with_fault(3, body, tmp_path, seed=3) == [[6.0] * 5] * 3

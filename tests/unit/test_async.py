@@ -12,8 +12,10 @@ from harness import outcomes, run_ranks
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.api.world import engine
 from ringcomm.engine.core import ledger
+from ringcomm.engine.core.current import serve_thread
+from ringcomm.engine.core.lifecycle import leave, stop
 from ringcomm.engine.progress.loop import Progress
 
 X = np.arange(12.0).reshape(6, 2)
@@ -178,7 +180,7 @@ def test_several_threads_wait_for_handles_of_one_rank_in_any_order():
         results = {}
 
         def wait_for(indices):
-            with entered(mine):
+            with serve_thread(mine):
                 for i in indices:
                     results.setdefault(i, []).append(handles[i].wait()[0])
 
@@ -202,7 +204,7 @@ def test_threads_may_start_named_operations_at_once():
         sums = []
 
         def run(thread):
-            with entered(mine):
+            with serve_thread(mine):
                 for turn in range(10):
                     sums.append(rc.allreduce(np.ones(1) * turn, name=f"{thread} {turn}").item())
 
@@ -230,7 +232,7 @@ def test_a_handle_that_is_dropped_is_carried_out_all_the_same():
 def test_leaving_completes_what_was_started_and_handles_outlive_it():
     def body(rank):
         handles = [rc.allreduce_async(np.full(3, i + rank), name=f"n{i}") for i in range(10)]
-        assert engine().leave("done") is True
+        assert leave(engine(), "done") is True
         assert all(handle.done() for handle in handles)
         return [handle.wait()[0] for handle in handles]
 
@@ -240,7 +242,7 @@ def test_leaving_completes_what_was_started_and_handles_outlive_it():
 def test_what_cannot_be_completed_at_the_end_is_an_error_of_its_handle():
     def body(rank):
         handle = rc.allreduce_async(np.ones(1), name="w") if rank == 0 else None
-        is_clean = engine().leave("done")
+        is_clean = leave(engine(), "done")
         if handle is not None:
             with pytest.raises(rc.PeerFailedError, match="rank 1 done"):
                 handle.wait()
@@ -419,7 +421,7 @@ def test_a_timeout_ends_every_operation_under_way_with_the_same_error():
 
 
 def test_too_many_pending_operations_are_refused(monkeypatch):
-    monkeypatch.setattr("ringcomm.engine.core.engine.MAX_PENDING", 3)
+    monkeypatch.setattr("ringcomm.engine.core.pending.MAX_PENDING", 3)
     refused = threading.Event()
 
     def body(rank):
@@ -588,7 +590,7 @@ def test_a_rank_that_has_failed_ends_what_is_under_way():
             assert stopped.wait(60)
             raise ValueError("over")
         handle = rc.allreduce_async_(np.ones(1), name="w")
-        engine().stop()
+        stop(engine())
         with pytest.raises(rc.RingcommError, match="this rank has failed"):
             handle.wait()
         stopped.set()

@@ -12,6 +12,7 @@ from harness import at_length, outcomes, run_ranks, wait_until
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.lifecycle import leave
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.transport.base import WireFault
 from ringcomm.transport.faulty import Faults
@@ -204,7 +205,7 @@ def test_the_engine_says_that_it_is_unusable():
 
 def test_a_rank_that_computes_answers_that_it_is_in_no_operation():
     def body(rank):
-        engine().work_in_background()
+        engine().progress.work_in_background()
         rc.allreduce(X, name="first")
         if rank == 1:
             assert is_told.wait(60)  # Python has the rank; a thread of ours answers
@@ -232,7 +233,7 @@ def test_the_end_waits_for_ever_but_says_for_whom(caplog):
     def body(rank):
         if rank == 1:
             wait_until(lambda: "have not left: 1." in caplog.text, "rank 0 does not warn")
-        return engine().leave("done")
+        return leave(engine(), "done")
 
     assert run_ranks(2, body, settings=Settings(stall_warning_s=0.3, timeout_s=0.2)) == [True] * 2
 
@@ -241,7 +242,7 @@ def test_departure_is_a_failure_for_who_still_needs_the_rank():
     def body(rank):
         if rank == 1:
             rc.allreduce(X)
-            return engine().leave(PROGRAM_ENDED)
+            return leave(engine(), PROGRAM_ENDED)
         rc.allreduce(X)
         with pytest.raises(
             rc.PeerFailedError, match=r"rank 1 left the job.*call join\(\)"
@@ -261,7 +262,7 @@ def test_departure_is_no_failure_for_the_operation_it_took_part_in():
     def body(rank):
         for _ in range(50):
             rc.allreduce(X)
-        return engine().leave("done")
+        return leave(engine(), "done")
 
     assert run_ranks(4, body) == [True] * 4
 
@@ -333,7 +334,7 @@ def test_leaving_waits_for_the_last_rank_without_a_deadline():
             released.wait(60)
         else:
             threading.Timer(0.6, released.set).start()
-        return engine().leave("done")
+        return leave(engine(), "done")
 
     assert run_ranks(3, body, settings=Settings(timeout_s=0.1)) == [True] * 3
 
@@ -347,7 +348,7 @@ def test_a_death_ends_the_wait_of_a_rank_that_leaves():
             raise ValueError("boom")
         if rank == 2:
             return has_left.wait(60)
-        is_clean = engine().leave("done")
+        is_clean = leave(engine(), "done")
         has_left.set()
         return is_clean
 
@@ -358,7 +359,7 @@ def test_a_death_ends_the_wait_of_a_rank_that_leaves():
 
 def test_after_leaving_nothing_can_be_called():
     def body(rank):
-        engine().leave("done")
+        leave(engine(), "done")
         with pytest.raises(rc.NotInitializedError, match="shut down"):
             rc.barrier()
 

@@ -13,7 +13,8 @@ from harness import at_length, outcomes, run_ranks
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.core import group_agreement
+from ringcomm.engine.core.lifecycle import leave
+from ringcomm.engine.peers import groups
 from ringcomm.transport.base import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
 from ringcomm.transport.loopback import LoopbackHub, LoopbackTransport
 from ringcomm.transport.mpi_library import largest_tag_of
@@ -222,7 +223,7 @@ def test_a_group_cannot_be_sent_or_used_by_another_engine():
 
 def test_groups_in_use_are_as_many_as_there_are_contexts(monkeypatch):
     monkeypatch.setattr(LoopbackTransport, "largest_tag", 3 * TAGS_PER_GROUP + 1000)
-    monkeypatch.setattr(group_agreement, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(groups, "_PAUSE_S", 0.01)
 
     def refuse():
         refusal = "2 groups in use, which is the limit: .* tags up to 787432"
@@ -276,7 +277,7 @@ def test_a_context_is_used_again_and_nothing_of_its_last_group_is_left(monkeypat
             [handle.wait() for handle in begun]
         pending.clear()
         rc.barrier()
-        return n_wrong, engine()._founding._next_id
+        return n_wrong, engine().groups._next_id
 
     results = run_ranks(3, body)
     assert [n_wrong for n_wrong, _ in results] == [0, 0, 0]
@@ -330,7 +331,7 @@ def test_who_leaves_one_group_does_not_hinder_another_of_the_same_context():
         group = rc.Group([0, 1] if rank < 2 else [2, 3])
         if rank == 3:
             gone.set()
-            return engine().leave("called shutdown()")
+            return leave(engine(), "called shutdown()")
         if rank == 2:
             assert gone.wait(60)
             with pytest.raises(rc.PeerFailedError, match="rank 3 called shutdown") as caught:

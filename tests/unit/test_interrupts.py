@@ -88,7 +88,7 @@ def interrupted(operation, n, *, shares_memory):
             operation(x)
         rc.barrier()
         x[:] = 1
-        entered = engine().n_entered_by_all
+        entered = engine().groups.n_entered_by_all
         points = Interrupt(n if rank == 0 else math.inf)
         try:
             try:
@@ -96,15 +96,17 @@ def interrupted(operation, n, *, shares_memory):
                     operation(x)
                 is_over = True
             except KeyboardInterrupt:
-                is_over = not engine().is_broken and engine().n_entered_by_all == entered
+                is_over = (
+                    not engine().state.is_broken and engine().groups.n_entered_by_all == entered
+                )
                 if is_over:
                     operation(x)  # it had not begun
             rc.barrier()
         except rc.RingcommError as error:
-            return points.n_seen, error, engine().is_broken
+            return points.n_seen, error, engine().state.is_broken
         if is_over and operation is not barrier:
             assert (x == 2).all()
-        return points.n_seen, None, engine().is_broken
+        return points.n_seen, None, engine().state.is_broken
 
     hub = LoopbackHub(2, (0, 0) if shares_memory else None)
     mine, others = run_ranks(2, body, hub=hub, settings=Settings(timeout_s=120))

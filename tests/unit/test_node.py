@@ -16,6 +16,7 @@ import ringcomm as rc
 from ringcomm import _core
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.lifecycle import leave
 from ringcomm.transport.loopback import LoopbackHub
 from ringcomm.transport.node import N_UNNAMED
 
@@ -160,7 +161,7 @@ def test_groups_of_one_node_work_side_by_side():
 def test_groups_over_two_nodes_use_messages():
     def body(rank):
         assert rc.Group([0, 2]).team is None if rank in (0, 2) else True
-        assert engine().world.team is None
+        assert engine().groups.default.team is None
         pair = rc.Group([0, 1]) if rank < 2 else rc.Group([2, 3])
         assert pair.team is not None
         x = whole_numbers(rank, 5000)
@@ -237,7 +238,7 @@ def test_a_rank_that_left_is_not_waited_for():
     def body(rank):
         rc.barrier()
         if rank == 1:
-            engine().leave("left early")
+            leave(engine(), "left early")
             return
         rc.allreduce_(np.zeros(10))
 

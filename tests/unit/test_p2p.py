@@ -12,7 +12,9 @@ from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.current import serve_thread
+from ringcomm.engine.core.lifecycle import leave
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex128, np.bool_, "u8"])
@@ -75,7 +77,7 @@ def test_a_tag_takes_its_own_message_alone():
         return seen
 
     def send_as(mine, tag):
-        with entered(mine):
+        with serve_thread(mine):
             rc.send(np.array([10 * tag]), 1, tag=tag)
 
     assert run_ranks(2, body)[1] == [30, 10, 20, 0]
@@ -188,7 +190,7 @@ def test_the_same_tag_in_another_group_is_another_message():
         return first, out.item()
 
     def send_in(mine, group):
-        with entered(mine):
+        with serve_thread(mine):
             rc.send(np.array([2]), 1, group=group)
 
     assert run_ranks(2, body)[1] == (2, 1)
@@ -247,7 +249,7 @@ def test_a_peer_that_died_or_left_is_an_error(call):
 
     def left(rank):
         if rank == 1:
-            return engine().leave("called shutdown()")
+            return leave(engine(), "called shutdown()")
         with pytest.raises(rc.PeerFailedError, match="called shutdown") as caught:
             call()
         raise caught.value
@@ -259,7 +261,7 @@ def test_a_peer_that_died_or_left_is_an_error(call):
 def test_any_source_fails_once_nobody_is_left():
     def body(rank):
         if rank:
-            return engine().leave(f"called shutdown() as rank {rank}")
+            return leave(engine(), f"called shutdown() as rank {rank}")
         with pytest.raises(rc.PeerFailedError, match="called shutdown"):
             rc.recv(np.ones(1))
         raise ValueError("over")
@@ -280,7 +282,7 @@ def test_any_source_is_served_while_somebody_is_left():
             assert has_heard.wait(60)
             time.sleep(0.1)  # not for synchronisation: time to give up too early
             rc.send(out, 0)
-        engine().leave("done")
+        leave(engine(), "done")
         return out.item()
 
     assert run_ranks(3, body) == [2.0, 0.0, 0.0]

@@ -16,7 +16,8 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import files, ps
-from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.current import serve_thread
 from ringcomm.files import BrokenFileError
 from ringcomm.ps import checkpoint_files
 from ringcomm.ps.job import session
@@ -649,7 +650,7 @@ def test_saves_of_several_threads_come_one_after_the_other(tmp_path):
         own = engine()
 
         def save(step):
-            with entered(own):
+            with serve_thread(own):
                 return ps.save(tmp_path, step=step, keep=None).wait()
 
         with ThreadPoolExecutor(4) as threads:

@@ -9,7 +9,8 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.current import serve_thread
 from ringcomm.ps.job import session
 from ringcomm.ps.messages import INITIAL
 from ringcomm.ps.placement import Move
@@ -60,7 +61,7 @@ def test_threads_that_open_a_table_at_once_get_one_object():
 
         def open_it():
             both.wait(60)
-            with entered(current):
+            with serve_thread(current):
                 opened.append(ps.table("w", 4, init=np.ones(4)))
 
         current = engine()

@@ -11,7 +11,9 @@ from ps_jobs import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.current import serve_thread
+from ringcomm.engine.core.lifecycle import leave
 from ringcomm.ps import functions
 from ringcomm.ps.job import session
 from ringcomm.ps.placement import Move
@@ -29,9 +31,9 @@ def run_with_follower(work, follow, n_workers=2, n_servers=2, deadline_s=10):
         try:
             ps.init(n_servers, role="evaluator" if is_follower else None, deadline_s=deadline_s)
             result = follow() if is_follower else work(rank)
-            engine().leave("done")
+            leave(engine(), "done")
         except SystemExit:
-            engine().leave("done")
+            leave(engine(), "done")
             return None
         return result
 
@@ -164,7 +166,7 @@ def test_it_ends_in_another_thread_when_it_is_closed_or_the_worker_leaves(how):
         subscription = ps.subscribe(every=1000.0)
 
         def follow():
-            with entered(own):
+            with serve_thread(own):
                 for _ in subscription:
                     came.set()
             has_ended.set()
@@ -175,7 +177,7 @@ def test_it_ends_in_another_thread_when_it_is_closed_or_the_worker_leaves(how):
         if how == "close":
             subscription.close()
         else:
-            engine().leave("done")
+            leave(engine(), "done")
         return has_ended.wait(60)
 
     assert run_workers(1, body) == [True]

@@ -14,6 +14,7 @@ from samples import total, whole_numbers
 import ringcomm as rc
 from ringcomm import ps
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.lifecycle import leave
 from ringcomm.ps import client
 from ringcomm.ps.job import session
 from ringcomm.ps.link import Link
@@ -236,7 +237,7 @@ def test_after_shutdown_a_push_is_an_error():
     def body(rank):
         t, kv = ps.table("w", 10), ps.hashtable("e", 2)
         t.push(np.ones(10, np.float32)).wait()
-        engine().leave("done")
+        leave(engine(), "done")
         for ask in (
             lambda: t.push(np.ones(10, np.float32)),
             lambda: t.push(np.ones(5, np.float32), where=slice(5)),

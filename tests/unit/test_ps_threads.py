@@ -9,7 +9,8 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.engine.api.world import engine, entered
+from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.current import serve_thread
 from ringcomm.ps.future import Future
 
 ONES = np.ones(4, np.float32)
@@ -99,7 +100,7 @@ def test_collectives_and_requests_wait_in_two_threads():
         own = engine()
 
         def entering():
-            with entered(own):
+            with serve_thread(own):
                 reduce()
 
         thread = threading.Thread(target=entering, daemon=True)

@@ -13,6 +13,7 @@ from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
 from ringcomm.engine.api import tuning
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.lifecycle import meet
 from ringcomm.transport.loopback import LoopbackHub
 
 TIMES = {"allreduce": {1000: {"ring": 1.0, "direct": 3.0}, 2000: {"ring": 2.0, "direct": 1.0}}}
@@ -121,7 +122,7 @@ def test_tables_are_in_the_user_s_cache_or_where_the_user_says(settings, environ
 
 def test_all_ranks_choose_by_the_table_of_rank_0():
     def body(rank):
-        engine().meet(__version__, TABLE.dumps() if rank == 0 else "")
+        meet(engine(), __version__, TABLE.dumps() if rank == 0 else "")
         return [rc.explain(nbytes).choice.algorithm for nbytes in (1000, 2000)]
 
     assert run_ranks(2, body) == [["ring", "direct"]] * 2
@@ -142,7 +143,7 @@ def test_settings_that_differ_are_the_same_error_on_every_rank(odd, both, advice
     def body(rank):
         if rank == 1:
             engine().settings = Settings(timeout_s=120, **odd)
-        engine().meet(__version__)
+        meet(engine(), __version__)
 
     results = outcomes(3, body)
     assert all(isinstance(result, rc.MismatchError) for result in results)
@@ -152,6 +153,6 @@ def test_settings_that_differ_are_the_same_error_on_every_rank(odd, both, advice
 
 
 def test_versions_that_differ_are_the_same_error_on_every_rank():
-    results = outcomes(2, lambda rank: engine().meet(f"1.{rank}"))
+    results = outcomes(2, lambda rank: meet(engine(), f"1.{rank}"))
     assert len({str(result) for result in results}) == 1
     assert "rank 0 came with ringcomm 1.0, rank 1 came with ringcomm 1.1" in str(results[0])

@@ -31,7 +31,9 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.device import note_current_gpu
+from ringcomm.engine.executors.node import Quick
 from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.stand_in import plan_stand_in
 
 A = TypeVar("A", bound=Any)
 R = TypeVar("R")
@@ -85,10 +87,12 @@ def allreduce_(
     After PeerFailedError, CommTimeoutError or a MismatchError that says so, x is undefined.
     """
     if name is None and deterministic is False:
-        which = engine().world if group is None else group
-        quick = which.quick if isinstance(which, Group) else None
-        if quick is not None and quick.allreduce_(x, op):
-            return x
+        which = engine().groups.default if group is None else group
+        if isinstance(which, Group) and which.team is not None:
+            if which.quick is None:
+                which.quick = Quick(engine(), which, which.team)
+            if which.quick.allreduce_(x, op):
+                return x
     return _run(
         "allreduce_",
         name,
@@ -303,7 +307,7 @@ def join() -> int:
     """
     current = engine()
     note_current_gpu(current)  # what it stands in for may be on a GPU
-    return current.join()
+    return current.join(plan_stand_in)
 
 
 def grouped_allreduce(

@@ -15,7 +15,7 @@ from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.group import Group, group_of
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.device import TransportChoice, device_executor, is_on_gpu
 from ringcomm.errors import ConfigError
 
@@ -117,7 +117,7 @@ def explain(
         raise ValueError(f"nbytes is {nbytes}; it must be >= 0")
     for_gpu = is_on_gpu(device)
     current = engine()
-    group = group_of(group, current)
+    group = current.groups.meant(group)
     kind = _dtype(dtype)
     if not isinstance(op, Op):
         raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
@@ -125,7 +125,7 @@ def explain(
         op.require(kind)
     if for_gpu:
         return _explain_gpu(current, group)
-    shares_memory = current.shares_memory(group)
+    shares_memory = group.shares_memory
     case = Case(collective, nbytes, kind, group.ranks.nodes, deterministic, shares_memory)
     return Explanation(case, op, current.selection.choice(case))
 

@@ -25,7 +25,7 @@ from ringcomm.arrays.base import overlap
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.call import shape_text
 from ringcomm.engine.core.execution import Deferred
-from ringcomm.engine.core.group import Group, group_of
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.executors.device import Staging, device_executor
@@ -56,7 +56,7 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
         PeerFailedError: a rank of the group died, or the receiver left.
         CommTimeoutError: nobody received it within RINGCOMM_TIMEOUT_S; the engine is unusable.
     """
-    engine().complete(_sender(x, dest, tag, group, may_be_self=False))
+    engine().completion.complete(_sender(x, dest, tag, group, may_be_self=False))
 
 
 def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | None = None) -> int:
@@ -70,7 +70,7 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
 
     Messages of one rank and tag arrive in the order in which they were sent. Raises: see send().
     """
-    source = engine().complete(_receiver(out, source, tag, group, may_be_self=False))
+    source = engine().completion.complete(_receiver(out, source, tag, group, may_be_self=False))
     return source
 
 
@@ -100,12 +100,12 @@ def sendrecv(
         begun.append(receive())
         begun.append(send())
         try:
-            source = current.result_of(begun[0])
+            source = current.completion.result_of(begun[0])
         finally:
-            current.result_of(begun[1])
+            current.completion.result_of(begun[1])
     except BaseException as error:
         for task in begun:
-            current.lose_unless_over(task, error)
+            current.completion.lose_unless_over(task, error)
         raise
     return source
 
@@ -151,7 +151,7 @@ def send_async(
         timeout_s=timeout_s,
         by_count=by_count,
     )
-    return Handle(engine(), begin())
+    return Handle(engine().completion, begin())
 
 
 def recv_async(
@@ -171,7 +171,7 @@ def recv_async(
         timeout_s=timeout_s,
         by_count=by_count,
     )
-    return Handle(engine(), begin())
+    return Handle(engine().completion, begin())
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Side:
     def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
         """Check the arguments."""
         current = engine()
-        group = group_of(group, current)
+        group = current.groups.meant(group)
         ledger = group.ledger_for(current)
         mailbox = base_of(_MAILBOXES, f"{ledger.group_id}:{_int_of('tag', tag)}")
         on_gpu = device_adapter_for(x)
@@ -264,7 +264,9 @@ def _sender(
 
     label = f"send(dest={dest}, tag={tag}){side.where}"
     pair = _pair(side.group, dest)
-    return lambda: engine().converse(label, pair, talk, is_awaited=is_awaited, timeout_s=timeout_s)
+    return lambda: engine().conversations.begin(
+        label, pair, talk, is_awaited=is_awaited, timeout_s=timeout_s
+    )
 
 
 def _receiver(
@@ -288,7 +290,7 @@ def _receiver(
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
     members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
     label = f"recv(source={name}, tag={tag}){side.where}"
-    return lambda: engine().converse(
+    return lambda: engine().conversations.begin(
         label,
         members,
         lambda task, _: _recv(side, task, out, source),

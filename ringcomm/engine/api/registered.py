@@ -22,7 +22,7 @@ from ringcomm.arrays.base import Bytes, lengths_of
 from ringcomm.arrays.numpy import NUMPY
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.group import Group, group_of
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.device import device_executor, is_on_gpu
 
 
@@ -70,7 +70,7 @@ def empty(
     """
     current = engine()
     for_gpu = is_on_gpu(device)
-    group_of(group, current)
+    current.groups.meant(group)
     name = str(dtype).removeprefix("torch.")
     is_named = name in DTYPES and not isinstance(dtype, type)
     kind = NUMPY.make(DTYPES[name], ()).dtype if is_named else np.dtype(dtype)

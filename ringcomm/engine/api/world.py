@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ringcomm import _core, config, launched
 from ringcomm._version import __version__
-from ringcomm.engine.core.engine import Engine, Topology
+from ringcomm.engine.core import current
+from ringcomm.engine.core.context import Topology
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.lifecycle import close, leave, meet, see_others_leave, stop
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import NotInitializedError, RingcommError
@@ -30,30 +32,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ringcomm")
 
 
+@dataclass(frozen=True, eq=False)
 class _World:
     """All that init() has set up in this process."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        transport: MpiTransport,
-        words: LastWords,
-        guardian: Guardian | None,
-        start_again: Callable[[], None],
-    ) -> None:
-        self.engine = engine
-        self.transport = transport
-        self.words = words
-        self.guardian = guardian
-        self.start_again = start_again
+    engine: Engine
+    transport: MpiTransport
+    words: LastWords
+    guardian: Guardian | None
+    start_again: Callable[[], None]
 
 
-class _Override(threading.local):
-    """The engine that serves this thread alone, if any: ranks as threads."""
-
-    engine: Engine | None = None  # of the class, or whoever asks waits for an AttributeError
-
-
+engine: Callable[[], Engine] = current.engine
 _world: _World | None = None
 _mpi: Started | None = None  # MPI is started once per process and survives shutdown()
 _is_mpi_broken = False  # a rank died or left out of turn: MPI_Finalize would wait for it
@@ -61,14 +51,13 @@ _unended: _World | None = (
     None  # left by shutdown() after a wait in vain; init() can end it in order
 )
 _unheard: LastWords | None = None  # of a world that could not be left as shutdown() promises
-_override = _Override()
 
 
 def init(comm: MPI.Comm | None = None) -> None:
     """Make this process a rank of its job. Collective; a second call does nothing.
 
     Starts MPI if nobody has, with settings for a fast start and for faults where the user has set
-    none; sees to it that this rank cannot die or leave without the others being told.
+    none; sees to it that the others hear of it if this rank dies or leaves.
 
     Args:
         comm: mpi4py communicator whose ranks take part, MPI.COMM_WORLD by default. It is
@@ -95,9 +84,9 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
         read_settings: called unless this process is a rank already.
         comm: see init().
     """
-    global _world, _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
+    global _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
     _refuse_child()
-    if _current() is not None:
+    if current.has_engine():
         return
     print_alike_errors_once(is_watched=lambda: _world is not None)
     settings = read_settings()
@@ -129,15 +118,15 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     )
     words = LastWords(transport.page, on_failure=_tell_the_others)
     guardian = _start_guardian(transport, settings)
-    _world = _World(engine, transport, words, guardian, partial(start, read_settings, comm))
+    _enter(_World(engine, transport, words, guardian, partial(start, read_settings, comm)))
     launched.mark_children_of_this_rank()
     try:
-        engine.meet(__version__, load(settings, transport) if engine.job_rank == 0 else "")
+        meet(engine, __version__, load(settings, transport) if engine.job_rank == 0 else "")
     except BaseException:
-        _world = None
+        _enter(None)
         raise
     _is_mpi_broken = False
-    engine.work_in_background()
+    engine.progress.work_in_background()
     transport.page.set_state(State.RUNNING)
     _say_what_came_too_late(_mpi, engine)
 
@@ -153,15 +142,16 @@ def shutdown() -> None:
         PeerFailedError, CommTimeoutError: one of them could not be.
         NotInitializedError: in a child of a rank.
     """
-    global _world, _is_mpi_broken, _unended, _unheard  # noqa: PLW0603
+    global _is_mpi_broken, _unended, _unheard  # noqa: PLW0603
     _refuse_child()
-    if _world is None:
+    world = _world
+    if world is None:
         return
-    world, _world = _world, None
-    is_clean = world.engine.leave("called shutdown()", keeps_wire=True)
+    _enter(None)
+    is_clean = leave(world.engine, "called shutdown()", keeps_wire=True)
     _is_mpi_broken = _is_mpi_broken or not is_clean
-    error = world.engine.broke_while_leaving
-    if world.engine.has_waited_in_vain:
+    error = world.engine.state.broke_while_leaving
+    if world.engine.state.has_waited_in_vain:
         _unended = world
     if error is None:
         world.words.disarm()
@@ -185,29 +175,7 @@ def begin_anew() -> None:
 
 def is_initialized() -> bool:
     """Return True between init() and shutdown(), in the rank itself; False in its children."""
-    return _current() is not None and launched.parent_rank_pid() is None
-
-
-def engine() -> Engine:
-    """Return the engine of this rank.
-
-    Raises:
-        NotInitializedError: init() has not run.
-    """
-    current = _current()
-    if current is None:
-        raise NotInitializedError("ringcomm is not initialized: call ringcomm.init() first")
-    return current
-
-
-@contextlib.contextmanager
-def entered(engine: Engine) -> Iterator[None]:
-    """Let `engine` serve the public functions in this thread: ranks as threads."""
-    _override.engine = engine
-    try:
-        yield
-    finally:
-        _override.engine = None
+    return current.has_engine() and launched.parent_rank_pid() is None
 
 
 def rank() -> int:
@@ -231,15 +199,15 @@ def start_timeline(prefix: str | os.PathLike[str]) -> None:
         TypeError: prefix is no path.
         NotInitializedError: init() has not run.
     """
-    current = engine()
+    this = engine()
     if not isinstance(prefix, str | os.PathLike):
         raise TypeError(f"start_timeline: prefix must be a path, not {prefix!r}")
-    current.record(Timeline(prefix, current.rank))
+    this.pending.record(Timeline(prefix, this.rank))
 
 
 def stop_timeline() -> None:
     """Record nothing more; does nothing if nothing is recorded."""
-    engine().record(None)
+    engine().pending.record(None)
 
 
 def local_rank() -> int:
@@ -262,11 +230,11 @@ def cross_size() -> int:
     return engine().topology.cross_size
 
 
-def _current() -> Engine | None:
-    override = _override.engine
-    if override is not None:
-        return override
-    return None if _world is None else _world.engine
+def _enter(world: _World | None) -> None:
+    """Serve this process by the engine of this world; None: by none."""
+    global _world  # noqa: PLW0603
+    _world = world
+    current.serve_process(None if world is None else world.engine)
 
 
 def _start_mpi() -> Started:
@@ -295,7 +263,7 @@ def _topology(places: list[Place], rank: int) -> Topology:
 
 
 def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guardian | None:
-    """Let the first rank of a node start its guardian. A job of one needs none."""
+    """Start the guardian on the first rank of a node. A job of one needs none."""
     from ringcomm.status.guardian import Guardian
 
     place = transport.place
@@ -333,9 +301,9 @@ def _end_in_order(world: _World) -> None:
     Only now, for shutdown() is to return where another rank hangs.
     """
     global _unended, _unheard, _is_mpi_broken
-    world.engine.see_others_leave()
+    see_others_leave(world.engine)
     world.words.disarm()
-    world.engine.close(is_clean=False)  # messages of the past may still be under way
+    close(world.engine, is_clean=False)  # messages of the past may still be under way
     world.transport.page.set_state(State.LEFT)
     if world.guardian is not None:
         world.guardian.wait()
@@ -343,7 +311,7 @@ def _end_in_order(world: _World) -> None:
 
 
 def _tell_the_others(failure: Failure) -> None:
-    """Let the other ranks know at once, and stop this rank's own waits, in whatever thread."""
+    """Tell the other ranks at once, and stop this rank's own waits, in whatever thread."""
     if _world is None:
         return
     watch = _world.engine.watch
@@ -362,7 +330,7 @@ def _at_exit() -> None:
     if failure is not None:  # the job waits for this rank, whose torch takes 1.0 s of CPU to go,
         gc.freeze()  # and 0.24 s if nothing is collected (sys.exit(1) behind a step, measured)
     if _unended is not None:
-        _unended.engine.close(is_clean=False)
+        close(_unended.engine, is_clean=False)
     if _unheard is not None and _unheard.failure is not None:
         _unheard.wait_for_report()
     if not _is_mpi_broken:
@@ -376,7 +344,7 @@ def _at_exit() -> None:
         # A rank is missing. mpi4py, if it was imported first, would finalize after this, and hang;
         # and MPICH's mpiexec reports a job as good if those who were done end with 0 (measured).
         survives = failure is None and launched.is_fault_tolerant()
-        was_too_late = _world is not None and _world.engine.broke_while_leaving is not None
+        was_too_late = _world is not None and _world.engine.state.broke_while_leaving is not None
         if not _mpi.is_ours_to_finalize or was_too_late or (failure is None and not survives):
             _core.exit_at_last(failure.exit_code if failure is not None else int(not survives))
 
@@ -387,16 +355,16 @@ def _leave_job(world: _World) -> Failure | None:
     world.words.notice_unseen_exception()
     failure = world.words.failure
     if failure is None:
-        is_clean = world.engine.leave(PROGRAM_ENDED)
+        is_clean = leave(world.engine, PROGRAM_ENDED)
         dead = world.engine.watch.peers.dead
-        if world.engine.broke_while_leaving is not None:
-            world.words.end_with(world.engine.broke_while_leaving)
+        if world.engine.state.broke_while_leaving is not None:
+            world.words.end_with(world.engine.state.broke_while_leaving)
             failure = world.words.failure
         elif dead and not launched.is_fault_tolerant():
             world.words.follow(next(iter(dead)))
     else:
         _tell_the_others(failure)
-        world.engine.stop()
+        stop(world.engine)
         world.transport.page.set_state(State.LEAVING)
         world.words.wait_for_report()
         is_clean = world.engine.job_size == 1

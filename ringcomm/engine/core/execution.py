@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from ringcomm.engine.core.agreement import agree, mismatch
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.ledger import Ticket
-from ringcomm.engine.core.pending import Work
+from ringcomm.engine.core.pending import PendingOperation
 from ringcomm.engine.core.selection import Selection
 from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.errors import MismatchError
@@ -85,7 +85,7 @@ class Execution:
         self._watch = watch
         self._selection = selection
 
-    def coroutines(self, work: Work, plan: Plan[Any]) -> tuple[TaskCoroutine, ...]:
+    def coroutines(self, work: PendingOperation, plan: Plan[Any]) -> tuple[TaskCoroutine, ...]:
         """Return how to carry out a plan: agree first, or beside it if all did so before."""
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None
@@ -98,7 +98,7 @@ class Execution:
         run = self._run_beside(plan, self._channel(work, stream, DATA, fingerprint))
         return run, self._agree_beside(work, plan, fingerprint, stream)
 
-    async def _meet_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
+    async def _meet_and_run(self, work: PendingOperation, plan: Plan[Any], fingerprint: int) -> Any:
         """Agree in shared memory, with the first thing that the operation does there."""
         ledger, ticket, team = work.ledger, work.ticket, work.team
         assert ledger is not None
@@ -123,7 +123,9 @@ class Execution:
         ledger.settle(ticket, stream, None)
         raise await self._mismatch(work, plan, stream, has_moved=False)
 
-    async def _agree_and_run(self, work: Work, plan: Plan[Any], fingerprint: int) -> Any:
+    async def _agree_and_run(
+        self, work: PendingOperation, plan: Plan[Any], fingerprint: int
+    ) -> Any:
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None
         talk = self._channel(work, 0, CALLS)
@@ -148,7 +150,7 @@ class Execution:
         await Wait((_NEVER,))  # the agreement that goes on beside says what is wrong
 
     async def _agree_beside(
-        self, work: Work, plan: Plan[Any], fingerprint: int, stream: int
+        self, work: PendingOperation, plan: Plan[Any], fingerprint: int, stream: int
     ) -> None:
         """Agree while the data moves; a rank that does not agree poisons what has moved."""
         assert work.ledger is not None
@@ -158,7 +160,7 @@ class Execution:
             raise await self._mismatch(work, plan, stream, has_moved=True)
 
     async def _mismatch(
-        self, work: Work, plan: Plan[Any], stream: int, *, has_moved: bool
+        self, work: PendingOperation, plan: Plan[Any], stream: int, *, has_moved: bool
     ) -> MismatchError:
         talk = self._channel(work, stream, CALLS)
         error = await mismatch(plan.call, work.ticket.number, talk, has_moved=has_moved)
@@ -166,7 +168,7 @@ class Execution:
         return error
 
     def _channel(
-        self, work: Work, stream: int, channel: int, fingerprint: int | None = None
+        self, work: PendingOperation, stream: int, channel: int, fingerprint: int | None = None
     ) -> Channel:
         """Return a view of the wire; with a fingerprint, of the node's memory, too."""
         assert work.ledger is not None

@@ -1,21 +1,22 @@
-"""What others attach to an engine: what it keeps, polls and watches over, and calls at its end."""
+"""The seam for other modules: state that lives as long as an engine, services, closers."""
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ringcomm.engine.core.ledger import Ticket
-from ringcomm.engine.core.pending import Pending, Work
+from ringcomm.engine.core.pending import Pending, PendingOperation
 from ringcomm.engine.progress.loop import Progress
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.engine.progress.under_way import Service
 from ringcomm.errors import RingcommError
 
-if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
+T = TypeVar("T")
+
+
+class Extension(Generic[T]):
+    """The key under which a module keeps its T with an engine."""
 
 
 class Closer(Protocol):
@@ -23,48 +24,43 @@ class Closer(Protocol):
 
     def __call__(self, *, is_clean: bool) -> None:
         """Free it; `is_clean`: all ranks do, and nothing is under way."""
-        ...
 
 
-class Beside(Protocol):
-    """What counts operations that no ledger knows."""
+class Extensions:
+    """Keeps what other modules have with one engine, which knows nothing else of them.
 
-    def has_entered(self, base: int, number: int) -> bool:
-        """Return True if this rank is, or was, in that operation."""
-        ...
-
-
-class Attached:
-    """What other modules have attached to one engine, which knows nothing else of them.
-
-    Any thread may attach something; follow_up() takes the lock. Services are polled, and
-    has_entered() is called, by the thread that drives. Goodbyes and closers are called by the
-    thread that leaves: goodbyes while the engine still works, closers when nobody drives any more.
-
-    Args:
-        engine: of this rank.
-        pending: its operations.
-        lock: of both.
-        progress: drives them.
-
-    Attributes:
-        by_name: what others keep as long as the engine lives.
+    Any thread may add something. Services are polled, and has_entered() is called, by the thread
+    that drives. Goodbyes and closers are called by the thread that leaves: goodbyes while the
+    engine still works, closers when nobody drives any more.
     """
 
-    def __init__(
-        self, engine: Engine, pending: Pending, lock: threading.Lock, progress: Progress
-    ) -> None:
-        self._held = weakref.ref(engine)  # no cycle may keep the page's descriptor
+    def __init__(self, pending: Pending, progress: Progress) -> None:
         self._pending = pending
-        self._lock = lock
         self._progress = progress
-        self._beside: dict[int, Beside] = {}
+        self._entered: dict[int, Callable[[int], bool]] = {}
         self._goodbyes: list[Callable[[], None]] = []
         self._closers: list[Closer] = []
-        self.by_name: dict[str, Any] = {}
+        self._kept: dict[Extension[Any], Any] = {}
+
+    def get(self, key: Extension[T]) -> T | None:
+        """Return what is kept under this key, or None."""
+        return self._kept.get(key)
+
+    def keep(self, key: Extension[T], value: T) -> None:
+        """Keep a value as long as the engine lives, instead of the one before."""
+        self._kept[key] = value
+
+    def keep_first(self, key: Extension[T], value: T) -> T:
+        """Return what is kept under this key: the value if there is none yet."""
+        kept: T = self._kept.setdefault(key, value)
+        return kept
+
+    def drop(self, key: Extension[T]) -> None:
+        """Keep nothing under this key any more."""
+        self._kept.pop(key, None)
 
     def add_service(self, service: Service) -> None:
-        """Let whoever drives poll a service beside the operations."""
+        """Poll a service beside the operations."""
         self._progress.attach(service)
 
     def follow_up(
@@ -76,41 +72,38 @@ class Attached:
         *,
         late: Callable[[], tuple[int, ...]],
     ) -> None:
-        """Let something be watched over that an operation has left behind, as if it were one.
+        """Watch over something that an operation has left behind, as if it were one; any thread.
 
         Args:
             label: "allreduce #3 on the GPU".
             members: ranks of the job whose death ends it.
             coroutine: returns once it is over.
-            ticket: which it is; see enter_beside().
+            ticket: see add_entered().
             late: returns the ranks of the job that hold it up.
         """
-        engine = self._held()
-        assert engine is not None
         task = Task(label, ticket, members)
         task.late_elsewhere = late
         task.is_asked = True
         task.start(coroutine)
-        with self._lock:
-            self._pending.add(Work(task, None, ticket, 0), engine.timeline)
+        with self._pending.lock:
+            self._pending.add(PendingOperation(task, None, ticket, 0))
         self._progress.work_in_background()
         self._progress.submit(task, is_awaited=False)
 
-    def enter_beside(self, base: int, beside: Beside) -> None:
-        """Let `beside` say which operations of this base this rank has entered."""
-        self._beside[base] = beside
+    def add_entered(self, base: int, has_entered: Callable[[int], bool]) -> None:
+        """Ask has_entered(number) for the operations of this base, which no ledger counts."""
+        self._entered[base] = has_entered
 
     def has_entered(self, base: int, number: int) -> bool:
         """Return True if this rank is, or was, in that operation, as far as one of them knows."""
-        beside = self._beside.get(base)
-        return beside is not None and beside.has_entered(base, number)
+        return base in self._entered and self._entered[base](number)
 
     def before_leaving(self, goodbye: Callable[[], None]) -> None:
-        """Let `goodbye` be called when this rank is about to leave in order, the last one first."""
+        """Call `goodbye` when this rank is about to leave in order, the last one first."""
         self._goodbyes.append(goodbye)
 
     def say_goodbye(self) -> RingcommError | None:
-        """Let those leave who have others to tell; return what kept them from it."""
+        """Call the goodbyes; return the error that ended them."""
         try:
             while self._goodbyes:
                 self._goodbyes.pop()()
@@ -119,11 +112,11 @@ class Attached:
         return None
 
     def before_closing(self, closer: Closer) -> None:
-        """Let `closer` be called when nothing is done any more, before the wire is closed."""
+        """Call `closer` when nothing is done any more, before the wire is closed."""
         self._closers.append(closer)
 
     def close(self, *, is_clean: bool) -> None:
-        """Free what others hold, the last one first; see Engine.close()."""
+        """Call the closers, the last one first."""
         while self._closers:
             self._closers.pop()(is_clean=is_clean)
-        self._beside.clear()
+        self._entered.clear()

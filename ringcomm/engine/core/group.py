@@ -6,15 +6,21 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from ringcomm.collectives.op import Op
+from ringcomm.engine.core.context import EngineContext
+from ringcomm.engine.core.current import engine
 from ringcomm.engine.core.ledger import Ledger
-from ringcomm.engine.executors.node import Quick
 from ringcomm.transport.members import Members
+from ringcomm.transport.node.shm import NodeTeam
 
-if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
-    from ringcomm.transport.node.shm import NodeTeam
+
+class ShortAllreduce(Protocol):
+    """Carries out blocking allreduces without a plan; see ringcomm.engine.executors.node."""
+
+    def allreduce_(self, x: Any, op: Op, timeout_s: float | None = None) -> bool:
+        """Reduce x in place if this way is open; else do nothing and return False."""
 
 
 class Group:
@@ -34,7 +40,8 @@ class Group:
         size: number of ranks.
         team: where they meet, if they share a node's memory.
         neighbours: where those meet that are on this rank's node.
-        quick: the short way of its blocking allreduces, if there is one.
+        ledger: numbers the operations of a group that this process is in; see ledger_for().
+        quick: the short way of its blocking allreduces, once one has come.
 
     Raises:
         ValueError: a rank that does not exist, or the same one twice, or none.
@@ -46,50 +53,48 @@ class Group:
     rank: int | None
     team: NodeTeam | None = None
     neighbours: NodeTeam | None = None
-    quick: Quick | None = None
+    ledger: Ledger
+    quick: ShortAllreduce | None = None
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        from ringcomm.engine.api.world import engine
-
         current = engine()
-        members = current.world.ranks
+        members = current.groups.default.ranks
         self._found(current, [members[rank] for rank in _checked(ranks, len(members))])
 
     @classmethod
-    def _of_all(cls, engine: Engine) -> Group:
+    def of_all(cls, engine: EngineContext) -> Group:
         """Return the group of all ranks of the job, which needs no agreement."""
         group = cls.__new__(cls)
         group._join(engine, range(engine.job_size))
-        group._ledger = Ledger(0, is_first=engine.job_rank == 0)
-        group._meet(engine, 0)
+        group._meet(engine, Ledger(0, is_first=engine.job_rank == 0))
         return group
 
     @classmethod
     def of_job(cls, ranks: Iterable[int]) -> Group:
         """Return a group of these ranks of the job, whatever the default group is; see Group."""
-        from ringcomm.engine.api.world import engine
-
         current = engine()
         group = cls.__new__(cls)
         group._found(current, _checked(ranks, current.job_size))
         return group
 
-    def _found(self, engine: Engine, ranks: Iterable[int]) -> None:
+    def _found(self, engine: Any, ranks: Iterable[int]) -> None:
         self._join(engine, ranks)
         if self.rank is not None:
-            self._ledger = engine.found(self)
-            self._meet(engine, self._ledger.context)
+            self._meet(engine, engine.groups.found(self))
 
-    def _join(self, engine: Engine, ranks: Iterable[int]) -> None:
+    def _join(self, engine: EngineContext, ranks: Iterable[int]) -> None:
         self.ranks = Members.of(ranks, engine.job_rank, engine.transport.nodes)
         self.size = len(self.ranks)
         self.rank = self.ranks.place
         self._engine = weakref.ref(engine)
 
-    def _meet(self, engine: Engine, context: int) -> None:
-        self.team = engine.team_of(context, self.ranks)
-        self.neighbours = engine.team_of(context, self.ranks, here=True)
-        self.quick = None if self.team is None else Quick(self, self._ledger, self.team)
+    def _meet(self, engine: EngineContext, ledger: Ledger) -> None:
+        self.ledger = ledger
+        node, nodes = engine.transport.node, engine.transport.nodes
+        if node is not None:
+            here = tuple(rank for rank in self.ranks if nodes[rank] == nodes[engine.job_rank])
+            self.team = node.team_or_none(ledger.context, self.ranks)
+            self.neighbours = node.team_or_none(ledger.context, here)
 
     def __repr__(self) -> str:
         return f"Group({list(self.ranks)})"
@@ -97,7 +102,7 @@ class Group:
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a Group belongs to this process: send its ranks and make it anew")
 
-    def ledger_for(self, engine: Engine) -> Ledger:
+    def ledger_for(self, engine: EngineContext) -> Ledger:
         """Return what numbers its operations, if this process may use it.
 
         Raises:
@@ -110,34 +115,27 @@ class Group:
             )
         if self._engine() is not engine:
             raise ValueError(f"{self!r} is of an earlier ringcomm.init(): make it anew")
-        return self._ledger
+        return self.ledger
 
     @property
-    def engine(self) -> Engine:
-        """What carries out its operations on this rank."""
+    def engine(self) -> EngineContext:
+        """The engine that carries out its operations on this rank."""
         engine = self._engine()
         assert engine is not None
         return engine
 
     @property
-    def engine_or_none(self) -> Engine | None:
-        """`engine`; None once the init() in which the group was made is over."""
-        return self._engine()
+    def shares_memory(self) -> bool:
+        """True if its ranks map each other's memory, as far as is known here."""
+        is_one = len(set(self.ranks.nodes)) == 1 and self.size > 1
+        has_node = self.engine.transport.node is not None
+        return has_node and is_one and (self.team is not None or self.rank is None)
 
     @property
     def index(self) -> int:
         """`rank` of a member."""
         assert self.rank is not None
         return self.rank
-
-
-def group_of(group: Group | None, engine: Engine) -> Group:
-    """Return the group that is meant: the default one by None. Raises TypeError if it is none."""
-    if group is None:
-        return engine.world
-    if not isinstance(group, Group):
-        raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
-    return group
 
 
 def _checked(ranks: Iterable[int], size: int) -> tuple[int, ...]:

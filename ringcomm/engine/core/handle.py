@@ -1,16 +1,13 @@
-"""What an asynchronous operation returns."""
+"""The handle that an asynchronous operation returns."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
-    from ringcomm.engine.progress.task import CompletedTask, Task
+from ringcomm.engine.core.completion import Completion
+from ringcomm.engine.progress.task import CompletedTask, Task
 
-_log = logging.getLogger("ringcomm")
 R = TypeVar("R")
 
 
@@ -23,8 +20,8 @@ class Handle(Generic[R]):
     was passed in must not be changed, and in-place arguments not be read.
     """
 
-    def __init__(self, engine: Engine, task: Task | CompletedTask) -> None:
-        self._engine = engine
+    def __init__(self, completion: Completion, task: Task | CompletedTask) -> None:
+        self._completion = completion
         self._task = task
 
     def wait(self, timeout_s: float | None = None) -> R:
@@ -44,11 +41,11 @@ class Handle(Generic[R]):
             MismatchError, PeerFailedError, ...: as the synchronous form raises.
             ValueError: timeout_s is negative or not a number.
         """
-        result: R = self._engine.result_of(self._task, timeout_s)
+        result: R = self._completion.result_of(self._task, timeout_s)
         return result
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Let `callback` be called once, when the operation is over, however it ends.
+        """Call `callback` once, when the operation is over, however it ends.
 
         At once and in this thread if it is over already; else in the thread that notices, which
         then does nothing else for this rank: the callback must be short, must not raise, and must
@@ -76,22 +73,8 @@ class Handle(Generic[R]):
             return
         task.is_dropped = True
         if task.is_over and task.error is not None:
-            self._engine.dropped.warn(task.error)
+            self._completion.dropped.warn(task.error)
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else "failed" if self._task.error else "done"
         return f"<Handle of {self._task.label}: {state}>"
-
-
-class DroppedErrors:
-    """Logs errors whose handles are gone; when one ends many operations, its text comes once."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def warn(self, error: BaseException) -> None:
-        """Log an error, unless it says the same as the one before."""
-        text = str(error)
-        if text != self._last:
-            self._last = text
-            _log.warning("nobody waited for an operation that failed: %s", text)

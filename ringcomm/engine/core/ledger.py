@@ -50,7 +50,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _KnownName:
     """A name that all ranks know: its last use, its stream, and the call agreed on, if any."""
 
     number: int = 1
@@ -82,7 +82,7 @@ class Ledger:
         self.tally = Tally() if tally is None else tally
         self.is_spoiled = False
         self._unnamed = base_of(group_id, None)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _KnownName] = {}
         self._bases: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._pending: set[str] = set()
@@ -191,7 +191,7 @@ class Ledger:
             if stream >= _FIRST_PASSING:
                 self.has_overflown = True
                 return
-            entry = self._entries[ticket.name] = _Entry()
+            entry = self._entries[ticket.name] = _KnownName()
             self._bases[ticket.name] = ticket.base
             self._names[ticket.base] = ticket.name
         is_spoiled = fingerprint is None and entry.fingerprint is not None

@@ -29,7 +29,7 @@ class Selection:
 
     Attributes:
         forced: the algorithm that the user wants, by collective.
-        leaves_memory: ranks that share memory may be forced to use messages all the same.
+        leaves_memory: ranks that share memory may be forced to use messages.
         table: what was measured on this topology, alike on all ranks, or None.
     """
 

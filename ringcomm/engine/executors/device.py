@@ -17,7 +17,7 @@ from ringcomm.errors import ConfigError
 from ringcomm.transport.channel import Channel
 
 if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
+    from ringcomm.engine.core.context import EngineContext
     from ringcomm.engine.core.group import Group
 
 _MODULE: Final = "ringcomm.gpu.executor.executor"
@@ -73,16 +73,16 @@ class DeviceExecutor(Protocol):
     def copied(self, group: Group, x: Array) -> Array:
         """Return a copy, on a GPU, of an array in host memory."""
 
-    def note_current(self, engine: Engine, index: int) -> None:
+    def note_current(self, engine: EngineContext, index: int) -> None:
         """Note which GPU make() and copied() are to use if no other has been used."""
 
-    def require(self, engine: Engine) -> None:
+    def require(self, engine: EngineContext) -> None:
         """Raise ConfigError, which says what is missing, if this rank can use no GPU."""
 
-    def allocate(self, engine: Engine, index: int, nbytes: int) -> Span:
+    def allocate(self, engine: EngineContext, index: int, nbytes: int) -> Span:
         """Return memory of a GPU that other ranks of the node can map. Raises MemoryError."""
 
-    def choice(self, engine: Engine, group: Group) -> TransportChoice | None:
+    def choice(self, engine: EngineContext, group: Group) -> TransportChoice | None:
         """Return how the group's arrays travel, None before its first operation on them."""
 
 
@@ -105,7 +105,7 @@ def device_executor() -> DeviceExecutor:
     return executor
 
 
-def note_current_gpu(engine: Engine) -> None:
+def note_current_gpu(engine: EngineContext) -> None:
     """Note the calling thread's GPU, which is a user's, for what other ranks may send to it."""
     index = current_gpu()
     if index is not None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ringcomm._core import KnownAllreduce
 from ringcomm.arrays import adapter_for
 from ringcomm.collectives.op import AVERAGE, Op
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.operations import plans
 from ringcomm.transport.node import N_UNNAMED
 from ringcomm.transport.node.shm import NodeTeam
-
-if TYPE_CHECKING:
-    from ringcomm.engine.core.group import Group
-    from ringcomm.engine.core.ledger import Ledger
 
 _MAX_KNOWN = 4096
 
@@ -30,14 +29,15 @@ class Quick:
     """Allreduces of one group, one at a time per thread, in place and without a name.
 
     Args:
+        engine: of this rank.
         group: whose they are.
-        ledger: of the group.
         team: where all of its ranks meet.
     """
 
-    def __init__(self, group: Group, ledger: Ledger, team: NodeTeam) -> None:
+    def __init__(self, engine: Engine, group: Group, team: NodeTeam) -> None:
+        self._engine = weakref.ref(engine)
         self._group = weakref.ref(group)  # which holds this
-        self._ledger = ledger
+        self._ledger = group.ledger_for(engine)
         self._team = team
         self._known: dict[tuple[Any, Any, Op], KnownAllreduce] = {}
 
@@ -63,8 +63,7 @@ class Quick:
         address = None if is_numpy else _address(x)
         if not (x.flags.carray if is_numpy else address is not None):
             return False
-        group = self._group()
-        engine = None if group is None else group.engine_or_none
+        group, engine = self._group(), self._engine()
         if group is None or engine is None:
             return False
         place = task = None
@@ -77,9 +76,9 @@ class Quick:
             if step is None:
                 self._team.end_turn(place)
             else:
-                plan = _plans().allreduce(group, None, x, op, in_place=True)
+                plan = plans.allreduce(group, None, x, op, in_place=True)
                 task = engine.adopt(place, step, plan, group, timeout_s=timeout_s)
-                engine.result_of(task)
+                engine.completion.result_of(task)
         except BaseException as error:
             if task is None or not task.is_over:  # others wait for what was begun here
                 engine.lose_place(place, error)
@@ -96,7 +95,7 @@ class Quick:
             adapter = adapter_for(x)
             if type(x) is np.ndarray:
                 memoryview(x)  # type: ignore[arg-type]  # bfloat16 cannot be passed to C++ as quickly
-            call = _plans().reduction("allreduce_", None, op, x, adapter)
+            call = plans.reduction("allreduce_", None, op, x, adapter)
         except (TypeError, ValueError, BufferError):
             return
         dtype = adapter.dtype(x)
@@ -111,12 +110,6 @@ class Quick:
             divisor,
             self._team.moment_s,
         )
-
-
-def _plans() -> Any:
-    from ringcomm.engine.operations import plans  # which stands above the engine
-
-    return plans
 
 
 def _address(x: Any) -> int | None:

@@ -15,7 +15,7 @@ UNDER_WAY_MAX: Final = 64  # several times the slots of a group in shared memory
 
 
 class _Numbered(Protocol):
-    base: int  # of the group's unnamed operations, see ringcomm.engine.core.ledger
+    base: int  # see Ticket
     number: int
 
 

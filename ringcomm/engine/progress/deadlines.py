@@ -21,19 +21,7 @@ PROGRAM_ENDED = "left the job: its program ended"
 
 
 class Waiting(Protocol):
-    """An operation, as far as its patience goes.
-
-    Attributes:
-        label: "allreduce[layer3.weight]".
-        key: its 64 bits.
-        base: see ringcomm.engine.core.ledger.
-        number: see ringcomm.engine.core.ledger.
-        members: the ranks of the job that take part.
-        timeout_s: its own deadline, None for that of the settings.
-        awaited: ranks of the job; if all of them leave, it cannot complete.
-        late: ranks of the job that have entered it, as far as is known, and hold it up; if one of
-            them leaves, it cannot complete.
-    """
+    """An operation, as far as its patience goes; see Task."""
 
     label: str
     key: int
@@ -44,21 +32,15 @@ class Waiting(Protocol):
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """See Attributes."""
-        ...
+        """Ranks of the job; if all of them leave, it cannot complete."""
 
     @property
     def late(self) -> tuple[int, ...]:
-        """See Attributes."""
-        ...
+        """Ranks that hold it up, as far as is known; if one leaves, it cannot complete."""
 
 
 class Warnings:
-    """Keeps a rank that waits for many operations from saying so of each.
-
-    Args:
-        settings: how long a wait is before it is worth a warning.
-    """
+    """Keeps a rank that waits for many operations from saying so of each."""
 
     def __init__(self, settings: Settings) -> None:
         self._period_s = settings.stall_warning_or_inf
@@ -80,7 +62,7 @@ class Patience:
         watch: what is known of the others.
         settings: deadline and warning.
         warnings: of all waits of this rank.
-        start: when the wait began, in seconds of the monotonic clock.
+        start: when the wait began, of the monotonic clock.
     """
 
     def __init__(
@@ -127,13 +109,7 @@ class Patience:
 
 
 class Farewell:
-    """The wait of a rank that is done for those that are not: not in silence.
-
-    Args:
-        watch: what is known of the others.
-        settings: when to warn.
-        limit_s: the wait is over after that; by default it has no end.
-    """
+    """The wait of a rank that is done for those that are not, limit_s long: not in silence."""
 
     def __init__(self, watch: Watch, settings: Settings, limit_s: float = math.inf) -> None:
         self._watch = watch

@@ -44,8 +44,7 @@ class Progress:
     Args:
         watch: the control channel.
         settings: deadlines.
-        on_over: called once per task, by the driving thread, with its error or None; it sets
-            task.is_over.
+        on_over: see UnderWay; called by the thread that drives.
         on_lost: called when driving itself has failed: an interrupt, or a wire that is broken.
     """
 
@@ -136,11 +135,11 @@ class Progress:
         if timeout_s > 0 and turn.driver is not None:
             turn.refuse_own(task.label)
         deadline = time.monotonic() + timeout_s
-        waiter = Waiter()
+        waiter, is_enough = Waiter(), _or_late(lambda: task.is_over, deadline)
         try:
             turn.request(waiter)
             while turn.take(waiter, task, deadline):
-                self._take_part(waiter, partial(self._drive, _end_of(task, deadline), _SPINS))
+                self._take_part(waiter, partial(self._drive, is_enough, _SPINS))
             return task.is_over
         finally:
             try:
@@ -172,7 +171,7 @@ class Progress:
         waiter = Waiter()
         try:
             is_free = turn.request(waiter, takes=True)
-            if is_free or turn.take_unless(waiter, is_done or _never, deadline):
+            if is_free or turn.take_unless(waiter, is_done or (lambda: False), deadline):
                 drive = partial(self._drive, _or_late(is_enough, deadline), _SPINS)
                 self._take_part(waiter, drive)
         finally:
@@ -188,7 +187,7 @@ class Progress:
         self._under_way.fail_all(make)
 
     def lose(self, make: Callable[[], RingcommError]) -> None:
-        """Let whoever drives next fail_all(); any thread."""
+        """Make whoever drives next call fail_all(); any thread."""
         self._under_way.failure = make
         with self._turn.lock:
             self._turn.wake_driver()
@@ -208,8 +207,8 @@ class Progress:
 
     def close(self) -> None:
         """Forget the engine; nothing is submitted any more."""
-        self._on_over = self._under_way.on_over = _ignore_task
-        self._on_lost, self._under_way.failure = _ignore_error, None
+        self._on_over = self._under_way.on_over = self._on_lost = _refuse
+        self._under_way.failure = None
 
     def _take_part(self, waiter: Waiter, drive: Callable[[], object]) -> None:
         """Drive; the turn is this thread's, and is given back."""
@@ -296,21 +295,11 @@ async def _raise(error: BaseException) -> None:
     raise error
 
 
-def _never() -> bool:
-    return False
-
-
 def _or_late(is_enough: Callable[[], bool], deadline: float) -> Callable[[], bool]:
     if deadline == math.inf:
         return is_enough
     looks = itertools.count()  # the first is before anything was polled
     return lambda: is_enough() or (next(looks) > 0 and time.monotonic() >= deadline)
-
-
-def _end_of(task: Task, deadline: float) -> Callable[[], bool]:
-    if deadline == math.inf:
-        return lambda: task.is_over
-    return lambda: task.is_over or time.monotonic() >= deadline
 
 
 def _longer(nap_s: float, waited_s: float, *, is_in_cpp: bool) -> float:
@@ -322,9 +311,5 @@ def _longer(nap_s: float, waited_s: float, *, is_in_cpp: bool) -> float:
     return min(nap_s * 1.5, limit)
 
 
-def _ignore_task(_task: Task, _error: BaseException | None) -> None:
-    raise AssertionError("no task is under way after the end")
-
-
-def _ignore_error(_error: BaseException) -> None:
-    raise AssertionError("nobody drives after the end")
+def _refuse(*_: object) -> None:
+    raise AssertionError("no task is under way after the end, and nobody drives")

@@ -1,4 +1,4 @@
-"""What this rank did when, as a Chrome trace that Perfetto (ui.perfetto.dev) loads.
+"""The operations of a rank in time, as a Chrome trace that Perfetto (ui.perfetto.dev) loads.
 
 One JSON object per line after an opening bracket, as the format allows: no closing bracket is
 needed, and each line is written at once and whole, so what a killed rank leaves can be read. Times
@@ -32,21 +32,21 @@ class Lane:
         self.number = number
 
     def end(self, outcome: str) -> None:
-        """The operation is "done", "refused", a "mismatch" or "failed"."""
-        self._timeline.end(self, outcome)
+        """Record that the operation is "done", "refused", a "mismatch" or "failed"."""
+        self._timeline.end(self.number, outcome)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the block as one of PHASES within the operation."""
-        start = self._timeline.now()
+        begin_ns = time.monotonic_ns()
         try:
             yield
         finally:
-            self._timeline.span(self, name, start, self._timeline.now())
+            self.span(name, begin_ns, time.monotonic_ns())
 
     def span(self, name: str, begin_ns: int, end_ns: int) -> None:
         """Record one of PHASES that is over; see time.monotonic_ns()."""
-        self._timeline.span(self, name, self._timeline.at(begin_ns), self._timeline.at(end_ns))
+        self._timeline.span(self.number, name, begin_ns, end_ns)
 
 
 class Timeline:
@@ -73,7 +73,7 @@ class Timeline:
         self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
 
     def begin(self, label: str, nbytes: int) -> Lane:
-        """An operation begins; one that never ends is shown as unfinished."""
+        """Record that an operation begins; one that never ends is shown as unfinished."""
         with self._lock:
             if self._free:
                 number = heapq.heappop(self._free)
@@ -82,27 +82,24 @@ class Timeline:
                 self._n_lanes += 1
         kind = label.partition("[")[0].partition(" ")[0]
         event = {"name": label, "cat": kind, "ph": "B", "args": {"nbytes": nbytes}}
-        self._write(event | {"ts": self.now(), "tid": number})
+        self._write(event | {"ts": self._us(), "tid": number})
         return Lane(self, number)
 
-    def end(self, lane: Lane, outcome: str) -> None:
-        """See Lane.end()."""
-        self._write({"ph": "E", "ts": self.now(), "tid": lane.number, "args": {"outcome": outcome}})
+    def end(self, lane: int, outcome: str) -> None:
+        """Record the end of what a lane shows, and use the lane again."""
+        self._write({"ph": "E", "ts": self._us(), "tid": lane, "args": {"outcome": outcome}})
         with self._lock:
-            heapq.heappush(self._free, lane.number)
+            heapq.heappush(self._free, lane)
 
-    def span(self, lane: Lane, name: str, start: float, end: float) -> None:
-        """Record a phase; times as of now()."""
-        event = {"name": name, "cat": "phase", "ph": "X", "ts": start, "tid": lane.number}
-        self._write(event | {"dur": end - start})
+    def span(self, lane: int, name: str, begin_ns: int, end_ns: int) -> None:
+        """Record a phase between two times of time.monotonic_ns()."""
+        event = {"name": name, "cat": "phase", "ph": "X", "ts": self._us(begin_ns), "tid": lane}
+        self._write(event | {"dur": (end_ns - begin_ns) / 1000})
 
-    def now(self) -> float:
+    def _us(self, monotonic_ns: int | None = None) -> float:
         """Return microseconds of the host's wall clock, which never runs backwards here."""
-        return self.at(time.monotonic_ns())
-
-    def at(self, monotonic_ns: int) -> float:
-        """Return the microseconds of now() at that time."""
-        return (monotonic_ns + self._offset_ns) / 1000
+        now = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
+        return (now + self._offset_ns) / 1000
 
     def close(self) -> None:
         """Write nothing more."""

@@ -20,7 +20,7 @@ _CONFIRM_S = 2.0  # time for a refused message to turn out as a death
 
 
 class Service(Protocol):
-    """What a rank does for others beside its operations; see Progress.attach()."""
+    """Something that a rank does for others beside its operations; see Progress.attach()."""
 
     def poll(self, *, only_news: bool = False) -> bool:
         """Do what can be done without waiting; return True if anything moved.
@@ -28,29 +28,21 @@ class Service(Protocol):
         Args:
             only_news: leave the wire alone, and take what has_news speaks of.
         """
-        ...
 
     @property
     def has_news(self) -> bool:
         """True if something came without the wire."""
-        ...
 
     @property
     def is_busy(self) -> bool:
         """True while something is awaited, so that polls must not cease."""
-        ...
 
 
 class UnderWay:
     """Tasks and services, for the thread whose turn it is; any thread may add to them.
 
-    Args:
-        watch: the control channel.
-        settings: deadlines.
-        on_over: called once per task with its error or None; it sets task.is_over.
-        turn: whose lock is notified of what is over.
-
     Attributes:
+        on_over: called once per task with its error or None; it sets task.is_over.
         inbox: tasks that have not begun.
         services: polled with each look.
         failure: makes the error with which every task ends; None: they go on.
@@ -89,7 +81,7 @@ class UnderWay:
         return not any(service.is_busy for service in self.services)
 
     def take_news(self) -> bool:
-        """Let services take what C++ has for them, without a look at the wire, which costs more."""
+        """Poll services for what C++ has for them alone: a look at the wire costs more."""
         has_moved = False
         for service in self.services:
             if service.has_news:

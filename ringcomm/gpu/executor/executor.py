@@ -13,7 +13,7 @@ from ringcomm.gpu.executor.gpus import Gpus, Issue
 from ringcomm.gpu.transports.choice import GpuChoice
 
 if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
+    from ringcomm.engine.core.context import EngineContext
     from ringcomm.engine.core.group import Group
 
 
@@ -41,19 +41,19 @@ class GpuExecutor:
         """Return a copy of an array in host memory."""
         return staged.copied(group, x)
 
-    def note_current(self, engine: Engine, index: int) -> None:
+    def note_current(self, engine: EngineContext, index: int) -> None:
         """Note which GPU is the user's; see Gpus.any_memory."""
         Gpus.of(engine).current = index
 
-    def require(self, engine: Engine) -> None:
+    def require(self, engine: EngineContext) -> None:
         """Raise ConfigError if this rank can use no GPU."""
         Gpus.of(engine).require()
 
-    def allocate(self, engine: Engine, index: int, nbytes: int) -> Span:
+    def allocate(self, engine: EngineContext, index: int, nbytes: int) -> Span:
         """Return memory that other ranks can map."""
         return Gpus.of(engine).memory(index).regions.take(nbytes)
 
-    def choice(self, engine: Engine, group: Group) -> GpuChoice | None:
+    def choice(self, engine: EngineContext, group: Group) -> GpuChoice | None:
         """Return how the group's arrays travel."""
         team = None if group.rank is None else Gpus.of(engine).team_or_none(group)
         return None if team is None else team.choice

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ringcomm.arrays.base import Array, DeviceAdapter, Flat, Span
 from ringcomm.engine.core.execution import Deferred
-from ringcomm.engine.core.forks import n_forks
+from ringcomm.engine.core.extensions import Extension
+from ringcomm.engine.core.state import n_forks
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.host_pool import HostPool
 
 if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
+    from ringcomm.engine.core.context import EngineContext
     from ringcomm.engine.core.group import Group
     from ringcomm.gpu.executor.team import GpuTeam
     from ringcomm.gpu.transports.nccl import Provider
 
 R = TypeVar("R")
-_NAME = "gpu"
 _LOOK_EVERY_S = 2e-5
 
 
@@ -87,7 +87,7 @@ class GpuMemory:
         copy_stream: what goes to and from it is on this one.
     """
 
-    def __init__(self, device: Device, engine: Engine) -> None:
+    def __init__(self, device: Device, engine: EngineContext) -> None:
         self.device = device
         with device.active():
             self.copy_stream = device.new_stream()
@@ -180,7 +180,7 @@ class Gpus:
         current: the GPU of the thread that last called join(), or the like; see any_memory.
     """
 
-    def __init__(self, engine: Engine, drivers: Drivers) -> None:
+    def __init__(self, engine: EngineContext, drivers: Drivers) -> None:
         self._engine = engine
         self._drivers = drivers
         self._lock = threading.Lock()
@@ -191,22 +191,21 @@ class Gpus:
         self._no_provider: ConfigError | None = None
 
     @classmethod
-    def of(cls, engine: Engine) -> Gpus:
+    def of(cls, engine: EngineContext) -> Gpus:
         """Return those of this engine."""
-        found = engine.attached.by_name.get(_NAME)
+        found = engine.extensions.get(_GPUS)
         if found is None:
-            found = engine.attached.by_name.setdefault(
-                _NAME, cls(engine, cuda_drivers(engine.settings.nccl))
-            )
-            engine.attached.before_closing(found.close)
-        assert isinstance(found, cls)
+            made = cls(engine, cuda_drivers(engine.settings.nccl))
+            found = engine.extensions.keep_first(_GPUS, made)
+            engine.extensions.before_closing(found.close)
         return found
 
     @classmethod
-    def use(cls, engine: Engine, drivers: Drivers) -> Gpus:
+    def use(cls, engine: EngineContext, drivers: Drivers) -> Gpus:
         """Let this engine come to its GPUs by other drivers; before anything is on one."""
-        found = engine.attached.by_name[_NAME] = cls(engine, drivers)
-        engine.attached.before_closing(found.close)
+        found = cls(engine, drivers)
+        engine.extensions.keep(_GPUS, found)
+        engine.extensions.before_closing(found.close)
         return found
 
     @property
@@ -271,7 +270,10 @@ class Gpus:
         for memory in self._memories.values():
             memory.host.close(is_clean=is_clean)
         self._teams.clear()
-        self._engine.attached.by_name.pop(_NAME, None)  # no cycle may keep the engine alive
+        self._engine.extensions.drop(_GPUS)  # no cycle may keep the engine alive
+
+
+_GPUS = Extension[Gpus]()
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class GpuTeam:
         self.mover: Mover | None = None
         self.n_launched = 0
         self._announced: set[str] = set()
-        self._engine.attached.enter_beside(self._base, self)
+        self._engine.extensions.add_entered(self._base, self._has_entered)
 
     # --- order ------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
@@ -106,8 +106,8 @@ class GpuTeam:
         now, before = issue.memory.device.index, self._gpu.device.index
         if now != before:
             raise RingcommError(
-                f"{self._engine.label_of(t.key)}: this rank's arrays are on GPU {now}, those "
-                f"before were on GPU {before}. A rank uses one GPU per group: call "
+                f"{self._engine.pending.label_of(t.key)}: this rank's arrays are on GPU {now}, "
+                f"those before were on GPU {before}. A rank uses one GPU per group: call "
                 "torch.cuda.set_device() or cupy.cuda.Device().use() once, before the first array"
             )
 
@@ -174,7 +174,7 @@ class GpuTeam:
         done = Event(issue.memory.device, stream)
         reached = Reached(done, behind=self._newest.get(stream))
         self._newest[stream] = done
-        launched = Launched(result, issue, done, self._engine.require_unbroken)
+        launched = Launched(result, issue, done, self._engine.state.require_unbroken)
         if waits_for_others:
             self.n_launched += 1
             members: tuple[int, ...] = self._members
@@ -194,9 +194,9 @@ class GpuTeam:
                 if not is_reached:
                     self._free_stream(done, kept)
 
-        label = f"{self._engine.label_of(t.key)} on the GPU"
+        label = f"{self._engine.pending.label_of(t.key)} on the GPU"
         late = self._late if waits_for_others else tuple
-        self._engine.attached.follow_up(label, members, watch(), ticket, late=late)
+        self._engine.extensions.follow_up(label, members, watch(), ticket, late=late)
         return launched
 
     def _late(self) -> tuple[int, ...]:
@@ -213,9 +213,8 @@ class GpuTeam:
             self._announced.add(why)
             _log.warning("an operation on a GPU goes through host memory: %s", why)
 
-    def has_entered(self, base: int, number: int) -> bool:
-        """Return True if this rank has put that operation on its stream; see Whereabouts."""
-        return base == self._base and number <= self.n_launched
+    def _has_entered(self, number: int) -> bool:
+        return number <= self.n_launched
 
     def close(self, *, is_clean: bool) -> None:
         """Give everything back; see Mover."""
@@ -240,7 +239,7 @@ class GpuTeam:
 
         def release() -> None:
             begin = time.monotonic()
-            while not self._engine.is_broken and time.monotonic() < begin + _TOLD_WITHIN_S:
+            while not self._engine.state.is_broken and time.monotonic() < begin + _TOLD_WITHIN_S:
                 time.sleep(_RELEASE_EVERY_S)  # who finds the stream free must also find the error
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
                 while not done.is_reached:

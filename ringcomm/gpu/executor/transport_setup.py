@@ -24,7 +24,7 @@ from ringcomm.gpu.transports.nccl import NcclMover
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
+    from ringcomm.engine.core.context import EngineContext
 
 _log = logging.getLogger("ringcomm")
 _ON_THE_FIRST = "see the first rank"  # what another says, where that one alone knows why
@@ -57,7 +57,7 @@ def _try(call: Callable[[], R]) -> _Tried[R]:
         return _Tried(None, f"{type(error).__name__}: {error}")
 
 
-async def found(gpus: Gpus, engine: Engine, memory: GpuMemory, t: Channel) -> Founded:
+async def found(gpus: Gpus, engine: EngineContext, memory: GpuMemory, t: Channel) -> Founded:
     """Choose how the ranks exchange what is on their GPUs, and set it up.
 
     Raises:
@@ -82,7 +82,7 @@ async def found(gpus: Gpus, engine: Engine, memory: GpuMemory, t: Channel) -> Fo
 class _Founding:
     """One rank's part in it; see found()."""
 
-    def __init__(self, gpus: Gpus, engine: Engine, memory: GpuMemory, t: Channel) -> None:
+    def __init__(self, gpus: Gpus, engine: EngineContext, memory: GpuMemory, t: Channel) -> None:
         self._gpus = gpus
         self._node = engine.transport.node
         self._memory, self._device = memory, memory.device

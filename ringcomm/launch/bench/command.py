@@ -111,7 +111,7 @@ def _facts(args: Namespace) -> dict[str, Any]:
         "size": rc.size(),
         "hosts": len(leaders),
         "cores": usable_cores(cpus[: rc.local_size()]),
-        "mpi": engine().implementation,
+        "mpi": engine().transport.implementation,
         "mode": args.mode,
         "link_gbps": _link_gbps(leaders),
     }

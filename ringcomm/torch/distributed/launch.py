@@ -20,12 +20,12 @@ def begin() -> None:
     """
     init()
     current = engine()
-    was_broken = current.is_broken
+    was_broken = current.state.is_broken
     try:
         barrier()
     except CommTimeoutError:
         gave_up_here = not was_broken and current.job_rank in current.watch.peers.gave_up
-        if gave_up_here or not current.has_waited_in_vain:
+        if gave_up_here or not current.state.has_waited_in_vain:
             raise
         begin_anew()
 

@@ -65,13 +65,13 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def is_homogeneous() -> bool:
     """Return True if every host has as many ranks."""
     current = engine()
-    nodes = current.world.ranks.nodes
+    nodes = current.groups.default.ranks.nodes
     return len({nodes.count(node) for node in nodes}) == 1
 
 
 def mpi_threads_supported() -> bool:
     """Return True if MPI lets several threads communicate, as it must for overlap."""
-    return engine().is_threaded
+    return engine().transport.is_threaded
 
 
 def mpi_built() -> bool:

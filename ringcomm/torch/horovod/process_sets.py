@@ -101,7 +101,7 @@ class ProcessSet:
     def resolve(self) -> list[int]:
         """Return its ranks; those of a communicator are looked up."""
         if self.ranks is None and self.mpi_comm is not None:
-            self.ranks = sorted(engine().ranks_of(self.mpi_comm))
+            self.ranks = sorted(engine().transport.ranks_of(self.mpi_comm))
         return list(self._known_ranks())
 
     def _known_ranks(self) -> Sequence[int]:
@@ -146,7 +146,7 @@ class _Registry:
 
     def _number(self, which: ProcessSet, ranks: tuple[int, ...]) -> None:
         is_all = ranks == tuple(range(engine().size))
-        group = engine().world if is_all else Group(ranks)
+        group = engine().groups.default if is_all else Group(ranks)
         is_member = group.rank is not None
         lanes = {kind: Group(ranks) if is_member else group for kind in KINDS}
         self._lanes[self._next_id] = lanes | {"allreduce": group}

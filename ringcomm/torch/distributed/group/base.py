@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -43,7 +43,9 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         self._is_shut_down = False
         self._name, self._desc = "", "undefined"
         put_inside(self)
-        self._number = _n_made[group.engine] = _n_made.get(group.engine, 0) + 1
+        current = engine()
+        self._engine = ref(current)  # also in threads that have another, or none
+        self._number = _n_made[current] = _n_made.get(current, 0) + 1
 
     # --- starting an operation ------------------------------------------------------------------
     def start(
@@ -65,7 +67,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
             return plan(g, *args)
 
         timeout_s = self._timeout_s if call.timeout_s is None else call.timeout_s
-        current = self.group.engine_or_none or engine()
+        current = self._engine() or engine()
         path = path_here(self._number)
         name = None if path is None else path.name_in(self._number)
         options: Any = {"timeout_s": timeout_s, "is_once": path is not None}

@@ -9,24 +9,24 @@ all others, no invitation is under way.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
+from ringcomm.engine.core.pending import Pending, PendingOperation
+from ringcomm.engine.peers.conversations import Conversations
+from ringcomm.engine.peers.groups import Groups
+from ringcomm.engine.peers.whereabouts import Whereabouts
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.transport.channel import Wait
 from ringcomm.transport.header import Header, Kind
+from ringcomm.transport.watch import Watch
 
-if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
-    from ringcomm.engine.core.pending import Pending, Work
-
+StandIn = Callable[[Call, Group], Task | CompletedTask]
 _PART = 3500  # bytes of a call per message: control messages are cut at 4096
 
 
@@ -48,10 +48,18 @@ class Joining:
         has_guests: another rank has joined, so it is invited to each operation that begins here.
     """
 
-    def __init__(self, engine: Engine, pending: Pending, lock: threading.Lock) -> None:
-        self._held = weakref.ref(engine)  # no cycle may keep the page's descriptor
-        self._pending = pending
-        self._lock = lock
+    def __init__(
+        self,
+        watch: Watch,
+        pending: Pending,
+        groups: Groups,
+        here: Whereabouts,
+        talks: Conversations,
+    ) -> None:
+        self._watch = watch
+        self._me, self._size = watch.transport.rank, watch.transport.size
+        self._pending, self._groups = pending, groups
+        self._whereabouts, self._conversations = here, talks
         self._round = 1
         self._joined: dict[int, dict[int, tuple[int, int]]] = {}  # by round: rank -> when, see _now
         self._sealed: dict[int, set[int]] = {}  # by round: ranks that know that all have joined
@@ -60,35 +68,34 @@ class Joining:
         self._tasks: list[Task | CompletedTask] = []
         self.has_guests = False
 
-    @property
-    def _engine(self) -> Engine:
-        engine = self._held()
-        assert engine is not None
-        return engine
+    def join(self, stand_in: StandIn) -> int:
+        """Return the last rank that joined; blocks until all have.
 
-    def begin(self) -> Task:
-        """Join; the result of the task is the last rank that did. Every rank calls it."""
-        members = tuple(range(self._engine.job_size))
+        Args:
+            stand_in: begins this rank's part of an operation to which it contributes nothing.
+        """
+        members = tuple(range(self._size))
         ticket = Ticket(None, base_of(NO_GROUP, "join"), self._round)
 
         def talk(task: Task, _: int) -> TaskCoroutine:
             gathering = _Gathering(lambda: self._missing(task))
             task.channels.append(gathering)  # type: ignore[arg-type]  # as far as a task needs one
-            return self._stay()
+            return self._stay(stand_in)
 
-        return self._engine.converse("join()", members, talk, ticket=ticket)
+        last: int = self._conversations.hold("join()", members, talk, ticket)
+        return last
 
-    def invite(self, work: Work) -> None:
-        """Tell those who have joined of an operation that begins here; the lock is held."""
-        if self.has_guests and work.group is not None:
-            self._invite(work, self._guests(work.group.ranks))
+    def invite(self, work: PendingOperation) -> None:
+        """Invite those who have joined to an operation that begins here; the lock is held."""
+        if self.has_guests and work.ledger is not None:
+            self._invite(work, self._guests(work.task.members))
 
     def hear_joined(self, source: int, header: Header) -> None:
         """See Host."""
         if header.flag:
             self._sealed.setdefault(header.value, set()).add(source)
             return
-        with self._lock:
+        with self._pending.lock:
             self._note(source, header.value, (header.fingerprint, header.key))
 
     def hear_invite(self, source: int, header: Header, text: str) -> None:
@@ -102,22 +109,22 @@ class Joining:
                 _Invitation(header.key, header.about, header.fingerprint, header.value, call)
             )
 
-    async def _stay(self) -> int:
-        engine, round_ = self._engine, self._round
+    async def _stay(self, stand_in: StandIn) -> int:
+        watch, size, round_ = self._watch, self._size, self._round
         n_entered, now_us = when = self._now()
-        with self._lock:
-            self._note(engine.job_rank, round_, when)
-        engine.watch.tell_all(Kind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
+        with self._pending.lock:
+            self._note(self._me, round_, when)
+        watch.tell_all(Kind.JOINED, value=round_, fingerprint=n_entered, key=now_us)
         joined = self._joined[round_]
-        await self._serve_until(lambda: len(joined) == engine.job_size)
-        engine.watch.tell_all(Kind.JOINED, value=round_, flag=True)
+        await self._serve_until(lambda: len(joined) == size, stand_in)
+        watch.tell_all(Kind.JOINED, value=round_, flag=True)
         sealed = self._sealed.setdefault(round_, set())
-        sealed.add(engine.job_rank)
-        await self._serve_until(lambda: len(sealed) == engine.job_size and self._has_served())
-        with self._lock:
+        sealed.add(self._me)
+        await self._serve_until(lambda: len(sealed) == size and self._has_served(), stand_in)
+        with self._pending.lock:
             self._round += 1
             del self._joined[round_], self._sealed[round_]
-            self._greet(self._guests(range(engine.job_size)))
+            self._greet(self._guests(range(size)))
         return max(joined, key=lambda rank: (joined[rank], rank))
 
     def _now(self) -> tuple[int, int]:
@@ -127,62 +134,59 @@ class Joining:
         says nothing. Who has gone on after another had joined has begun more operations than that
         one; clocks of different hosts decide only where that does not tell.
         """
-        return self._engine.n_entered_by_all, time.time_ns() // 1000
+        return self._groups.n_entered_by_all, time.time_ns() // 1000
 
-    async def _serve_until(self, is_enough: Callable[[], bool]) -> None:
+    async def _serve_until(self, is_enough: Callable[[], bool], stand_in: StandIn) -> None:
         while not is_enough():  # whatever is served begins the wait anew
-            await Wait((_Until(self._serve, is_enough),))
+            await Wait((_Until(lambda: self._serve(stand_in), is_enough),))
 
-    def _serve(self) -> bool:
+    def _serve(self, stand_in: StandIn) -> bool:
         """Take part in what this rank was invited to, as far as its turn has come."""
         n_before = len(self._invitations)
         self._tasks = [task for task in self._tasks if not task.is_over]
         for invitation in tuple(self._invitations):
-            if self._take_part(invitation):
+            if self._take_part(invitation, stand_in):
                 self._invitations.remove(invitation)
         return len(self._invitations) < n_before
 
     def _has_served(self) -> bool:
         return not self._invitations and not self._tasks
 
-    def _take_part(self, invitation: _Invitation) -> bool:
+    def _take_part(self, invitation: _Invitation, stand_in: StandIn) -> bool:
         """Begin an operation unless it has begun; False: one before it must come first."""
-        from ringcomm.engine.core.stand_in import plan_stand_in  # which stands above the engine
-
-        engine, call = self._engine, invitation.call
-        if engine.has_entered(invitation.key, invitation.base, invitation.number):
+        base, number, call = invitation.base, invitation.number, invitation.call
+        if self._whereabouts.has_entered(invitation.key, base, number):
             return True
-        group = engine.group_of(invitation.group_id)
-        ledger = group.ledger_for(engine)
-        if not ledger.is_next(call.name, invitation.number):
+        group = self._groups.of_id(invitation.group_id)
+        if not group.ledger.is_next(call.name, number):
             return False
-        self._tasks.append(engine.stand_in(call, lambda g: plan_stand_in(g, call), group))
+        self._tasks.append(stand_in(call, group))
         return True
 
     def _note(self, rank: int, round_: int, when: tuple[int, int]) -> None:
         self._joined.setdefault(round_, {})[rank] = when
-        if round_ == self._round and rank != self._engine.job_rank:
+        if round_ == self._round and rank != self._me:
             self._greet([rank])
 
     def _greet(self, guests: Iterable[int]) -> None:
         """Invite ranks that have joined just now to what is under way; the lock is held."""
-        self.has_guests = bool(self._guests(range(self._engine.job_size)))
-        for work in self._pending.works():
-            if work.group is not None:
-                self._invite(work, [rank for rank in guests if rank in work.group.ranks])
+        self.has_guests = bool(self._guests(range(self._size)))
+        for work in self._pending.operations():
+            if work.ledger is not None:
+                self._invite(work, [rank for rank in guests if rank in work.task.members])
 
     def _guests(self, ranks: Iterable[int]) -> list[int]:
         joined = self._joined.get(self._round, ())
-        return [rank for rank in ranks if rank in joined and rank != self._engine.job_rank]
+        return [rank for rank in ranks if rank in joined and rank != self._me]
 
-    def _invite(self, work: Work, guests: Iterable[int]) -> None:
+    def _invite(self, work: PendingOperation, guests: Iterable[int]) -> None:
         assert work.ledger is not None
         assert work.call is not None
         text = work.call.pack(whole=True).decode()
         parts = [text[at : at + _PART] for at in range(0, len(text), _PART)]
         for guest in guests:
             for index, part in enumerate(parts):
-                self._engine.watch.tell(
+                self._watch.tell(
                     guest,
                     Kind.INVITE,
                     part,

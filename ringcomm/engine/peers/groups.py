@@ -1,4 +1,4 @@
-"""The groups that a rank is a member of: how their members agree on them, and when they are over.
+"""The groups of a rank: how their members agree on them, and when they are over.
 
 A group has two numbers. Its id names its operations in what ranks tell each other, and no other
 group that shares a rank with it has the same one, ever. Its context is a part of the tag of each of
@@ -14,12 +14,13 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ringcomm.collectives.schedule import dissemination_steps
 from ringcomm.engine.core.agreement import agree, mismatch
 from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.ledger import NO_GROUP, Ledger, Tally, Ticket, base_of
+from ringcomm.engine.peers.conversations import Conversations
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
 from ringcomm.transport.base import GROUPS, contexts_within
@@ -27,53 +28,61 @@ from ringcomm.transport.channel import Channel, Wait
 from ringcomm.transport.header import Header, Kind
 from ringcomm.transport.watch import Watch
 
-if TYPE_CHECKING:
-    from ringcomm.engine.core.engine import Engine
-    from ringcomm.engine.core.group import Group
-
 _ATTEMPTS = 12  # to find a free context, while news of groups that are over comes in
 _PAUSE_S = 0.1  # between two of them
 
 
 @dataclass
 class _Member:
-    """This rank's part in one group.
-
-    Attributes:
-        ledger: of the group.
-        steps: (dest, source) of each round in which the members tell each other that it is over.
-        is_dropped: this rank has no reference to it and has nothing under way in it.
-        round: of those that is awaited.
-    """
+    """This rank's part in one group."""
 
     ledger: Ledger
-    steps: tuple[tuple[int, int], ...]
-    is_dropped: bool = False
-    round: int = 0
+    steps: tuple[tuple[int, int], ...]  # (dest, source) of each round of messages that it is over
+    is_dropped: bool = False  # this rank has no reference to it and nothing under way in it
+    round: int = 0  # the one that is awaited
 
 
-class Founding:
+class Groups:
     """The groups of one rank, from the agreement on them until all members have dropped them.
 
     Args:
         watch: the control channel.
-        world: ledger of the group of all ranks, which is never over.
+        of_all: the group of all ranks, which is never over.
+        conversations: in which members agree.
+
+    Attributes:
+        default: the group that is meant where none is said; this process is a member.
+        ledgers: of the groups, by id.
     """
 
-    def __init__(self, watch: Watch, world: Ledger) -> None:
+    def __init__(self, watch: Watch, of_all: Group, conversations: Conversations) -> None:
         self._watch = watch
+        self._conversations = conversations
+        self._of_all = self.default = of_all
         self._one_at_a_time = threading.Lock()  # each takes the next id
         self._next_id = 1
         self._n_made: dict[tuple[int, ...], int] = {}
-        self._of_all = world.tally
-        self.ledgers = {0: world}
+        self.ledgers = {0: of_all.ledger}
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._members: dict[int, _Member] = {}
         self._contexts = 1  # bit c: context c is in use
         self._heard: dict[int, set[int]] = {}  # by id: rounds of which it has heard
         self._dropped: deque[int] = deque()  # ids, from whichever thread collects garbage
 
-    def found(self, group: Group, engine: Engine) -> Ledger:
+    @property
+    def n_entered_by_all(self) -> int:
+        """How many operations in which all ranks take part this rank has begun."""
+        return self._of_all.ledger.tally.n_entered
+
+    def meant(self, group: Group | None) -> Group:
+        """Return the group, or the default one for None. Raises TypeError if it is none."""
+        if group is None:
+            return self.default
+        if not isinstance(group, Group):
+            raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
+        return group
+
+    def found(self, group: Group) -> Ledger:
         """Return the ledger of a new group, agreed on by its members; blocks.
 
         Raises:
@@ -83,19 +92,25 @@ class Founding:
         ledger: Ledger | None
         with self._one_at_a_time:
             for attempt in range(_ATTEMPTS):  # as many on each member: all learn the same each time
-                ledger, n_in_use = self._attempt(group, engine, _PAUSE_S if attempt else 0.0)
+                ledger, n_in_use = self._attempt(group, _PAUSE_S if attempt else 0.0)
                 if ledger is not None:
                     break
                 gc.collect()  # a group that is part of a cycle is dropped only by this
             else:
-                raise RingcommError(_too_many(group, n_in_use, engine.transport.largest_tag))
+                raise RingcommError(_too_many(group, n_in_use, self._watch.transport.largest_tag))
         self._groups[ledger.group_id] = group
         weakref.finalize(group, self._dropped.append, ledger.group_id).atexit = False
         return ledger
 
-    def group(self, group_id: int) -> Group | None:
-        """Return a group of this rank, None if it has been dropped."""
-        return self._groups.get(group_id)
+    def of_id(self, group_id: int) -> Group:
+        """Return the group of this id. Raises RingcommError if it is no more on this rank."""
+        group = self._groups.get(group_id) if group_id else self._of_all
+        if group is None:
+            raise RingcommError(
+                f"join(): another rank uses group {group_id}, which rank "
+                f"{self._watch.transport.rank} has dropped: keep a reference to it"
+            )
+        return group
 
     def has_entered(self, base: int, number: int) -> bool:
         """Return True if this rank is, or was, in that operation; see Whereabouts."""
@@ -118,7 +133,7 @@ class Founding:
         if member is not None and member.is_dropped and not self._watch.has_left:
             self._advance(header.key, member)
 
-    def _attempt(self, group: Group, engine: Engine, pause_s: float) -> tuple[Ledger | None, int]:
+    def _attempt(self, group: Group, pause_s: float) -> tuple[Ledger | None, int]:
         """Return a ledger, or None if no context is free; and how many contexts are in use."""
         members = tuple(sorted(group.ranks))
         number = self._n_made.get(members, 0) + 1
@@ -128,9 +143,8 @@ class Founding:
             self._n_made[members] = number  # not before it is under way, and others count it
             return self._agree(task, group, number, pause_s)
 
-        agreed: tuple[Ledger | None, int] = engine.complete(
-            lambda: engine.converse(f"{group!r}", members, talk, ticket=ticket)
-        )
+        agreed: tuple[Ledger | None, int]
+        agreed = self._conversations.hold(f"{group!r}", members, talk, ticket)
         return agreed
 
     async def _agree(
@@ -154,7 +168,8 @@ class Founding:
         return ledger, verdict.in_use.bit_count()
 
     def _take(self, group: Group, group_id: int, context: int) -> Ledger:
-        tally = self._of_all if group.size == self._watch.transport.size else Tally()
+        is_of_all = group.size == self._watch.transport.size
+        tally = self._of_all.ledger.tally if is_of_all else Tally()
         ledger = Ledger(group_id, context=context, is_first=group.rank == 0, tally=tally)
         steps = tuple(dissemination_steps(group.index, group.size))
         ranks = group.ranks

@@ -1,0 +1,161 @@
+"""How operations end: on this rank, for those who wait for them, and for the engine."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ringcomm.config import Settings
+from ringcomm.engine.core.execution import Deferred
+from ringcomm.engine.core.ledger import MAX_CACHED
+from ringcomm.engine.core.pending import Pending, PendingOperation
+from ringcomm.engine.core.state import EngineState
+from ringcomm.engine.progress.deadlines import ANSWER_S, ask_around, describe_wait
+from ringcomm.engine.progress.loop import Progress
+from ringcomm.engine.progress.task import CompletedTask, Task
+from ringcomm.errors import CommTimeoutError, ConfigError, MismatchError, RingcommError
+from ringcomm.transport.watch import Watch
+
+_log = logging.getLogger("ringcomm")
+
+
+class DroppedErrors:
+    """Logs errors whose handles are gone; when one ends many operations, its text comes once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def warn(self, error: BaseException) -> None:
+        """Log an error, unless it says the same as the one before."""
+        text = str(error)
+        if text != self._last:
+            self._last = text
+            _log.warning("nobody waited for an operation that failed: %s", text)
+
+
+class Completion:
+    """Waits for tasks, takes note of their ends, and decides which errors break the engine.
+
+    Attributes:
+        progress: drives the tasks.
+        dropped: logs errors that nobody can ask for.
+    """
+
+    def __init__(
+        self, watch: Watch, settings: Settings, state: EngineState, pending: Pending
+    ) -> None:
+        self._watch = watch
+        self._state = state
+        self._pending = pending
+        self.progress = Progress(watch, settings, self._on_over, self.lose)
+        self.dropped = DroppedErrors()
+        self._has_warned_of_names = False
+
+    def result_of(self, task: Task | CompletedTask, timeout_s: float | None = None) -> Any:
+        """Return the result of a task; see Handle.wait()."""
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s >= 0):
+            raise ValueError(f"timeout_s is {timeout_s!r}; it must be a number of seconds >= 0")
+        if not task.is_over:
+            assert isinstance(task, Task)
+            self._state.require_own_process()
+            self._wait(task, math.inf if timeout_s is None else timeout_s)
+        task.is_asked = True
+        if isinstance(task.error, RingcommError):
+            raise copy.copy(task.error) from task.error.__cause__  # each waiter has its traceback
+        if task.error is not None:
+            raise task.error
+        return task.result.take() if isinstance(task.result, Deferred) else task.result
+
+    def complete(self, begin: Callable[[], Task | CompletedTask]) -> Any:
+        """Begin a task of which nobody has a handle, and return its result; blocks."""
+        task = None
+        try:
+            task = begin()
+            return self.result_of(task)
+        except BaseException as error:
+            self.lose_unless_over(task, error)
+            raise
+
+    def lose_unless_over(self, task: Task | CompletedTask | None, error: BaseException) -> None:
+        """Break the engine if the wait for a task was interrupted; None: it did not begin."""
+        if task is not None and not task.is_over:
+            self.lose(error)
+
+    def lose(self, error: BaseException, label: str = "") -> None:
+        """Break the engine and end all tasks: something was left half done; any thread.
+
+        Args:
+            error: an interrupt, or of a broken wire.
+            label: of the operation that is to blame; by default that is the oldest one.
+        """
+        if self._state.break_off(label or self._pending.oldest() or "ringcomm", error):
+            self.progress.lose(self._state.copy_of_error)
+
+    def _wait(self, task: Task, limit_s: float) -> None:
+        """Return once the task is over; ask who is missing before giving up on it for now."""
+        try:
+            if self.progress.wait(task, limit_s):
+                return
+            missing: list[int] = []
+            text = f"{task.label}: is not over"
+            if limit_s > 0:
+                ask_around(task, self._watch)
+                if self.progress.wait(task, min(ANSWER_S, limit_s)):
+                    return
+                text = describe_wait(task, self._watch, limit_s)
+                missing = self._watch.peers.missing(task.key, task.members)
+        except BaseException as error:  # an interrupt, or the wire broke
+            task.is_asked = True
+            self.lose(error)
+            raise
+        raise CommTimeoutError(
+            f"{text} The timeout of this wait is over. It is still under way, and the engine works "
+            "on: wait again, or pass a larger timeout_s.",
+            missing=missing,
+        )
+
+    def _on_over(self, task: Task, error: BaseException | None) -> None:
+        """Take note that a task is over, and decide whether the engine survives its error."""
+        try:
+            with self._pending.lock:
+                work = self._pending.get(task.key)
+                if work.ledger is not None:
+                    work.ledger.finish(work.ticket)
+                    if work.ledger.has_overflown and not self._has_warned_of_names:
+                        self._warn_of_names()
+                is_fatal = error is not None and not _is_harmless(work, error)
+                if work.lane is not None:
+                    work.lane.end(_outcome(work, error, is_fatal=is_fatal))
+                self._pending.remove(task.key, has_failed=is_fatal)
+            self._watch.peers.forget(task.key)
+        finally:
+            task.error = error
+            task.is_over = True
+            task.call_back()
+        if error is not None and is_fatal and self._state.break_off(task.label, error):
+            self.progress.fail_all(self._state.copy_of_error)
+        elif task.is_dropped and error is not None:
+            self.dropped.warn(error)
+
+    def _warn_of_names(self) -> None:
+        self._has_warned_of_names = True
+        if self._watch.transport.rank == 0:
+            _log.warning(
+                "more than %d names are in use: further ones cost a round of agreement each time. "
+                "Names that are new in every call, with a step number in them, do that.",
+                MAX_CACHED,
+            )
+
+
+def _is_harmless(work: PendingOperation, error: BaseException) -> bool:
+    """Return True if all agreed on the error, or share it: no message is left over."""
+    return isinstance(error, MismatchError | ConfigError) or error is work.problem
+
+
+def _outcome(work: PendingOperation, error: BaseException | None, *, is_fatal: bool) -> str:
+    if error is None:
+        return "done"
+    return "failed" if is_fatal else "refused" if error is work.problem else "mismatch"

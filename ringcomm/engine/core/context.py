@@ -1,0 +1,88 @@
+"""The parts of a rank's engine that groups, operations and extensions use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringcomm._core import StatusPage
+from ringcomm.arrays.base import Bytes
+from ringcomm.config import Settings
+from ringcomm.engine.core.completion import Completion
+from ringcomm.engine.core.extensions import Extensions
+from ringcomm.engine.core.pending import Pending
+from ringcomm.engine.core.selection import Selection
+from ringcomm.engine.core.state import EngineState
+from ringcomm.engine.peers.conversations import Conversations
+from ringcomm.engine.progress.timeline import Timeline
+from ringcomm.transport.base import Transport
+from ringcomm.transport.watch import Watch
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where a rank stands: among the ranks of its host, and that among the hosts."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int  # among the hosts that have this local_rank
+    cross_size: int
+
+
+class EngineContext:
+    """All of an engine but how operations are submitted, which the Engine adds.
+
+    Attributes:
+        job_rank: of this process among all ranks of the job.
+        job_size: number of all ranks of the job.
+        topology: ranks of this host, and hosts.
+        settings: deadlines and bucket size.
+        transport: the wire, for services; only their poll() may use it.
+        watch: what is known of the other ranks.
+        selection: which algorithm carries out which collective.
+        state: whether the engine can be used.
+        pending: operations that are not over.
+        completion: how they end, and are waited for.
+        progress: drives them.
+        conversations: what ranks tell each other beside the collectives.
+        extensions: what other modules keep with the engine.
+        page: the status page, if there is one.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        settings: Settings,
+        topology: Topology | None = None,
+        page: StatusPage | None = None,
+    ) -> None:
+        self.job_rank = transport.rank
+        self.job_size = transport.size
+        self.topology = topology or Topology(self.job_rank, self.job_size, 0, 1)
+        self.settings = settings
+        self.transport = transport
+        self.watch = Watch(transport)
+        self.selection = Selection(settings)
+        self.page = page
+        self.state = EngineState(self.watch)
+        timeline = Timeline(settings.timeline, self.job_rank) if settings.timeline else None
+        self.pending = Pending(page, timeline)
+        self.completion = Completion(self.watch, settings, self.state, self.pending)
+        self.progress = self.completion.progress
+        self.conversations = Conversations(self.job_rank, self.state, self.pending, self.completion)
+        self.extensions = Extensions(self.pending, self.progress)
+
+    def shared_memory(self, nbytes: int) -> Bytes | None:
+        """Return memory that the ranks of this node map, None where nothing is shared."""
+        self.state.require_own_process()
+        node = self.transport.node
+        return None if node is None else node.empty(nbytes)
+
+    def shared_usage(self) -> tuple[int, int, int]:
+        """Return bytes of it in use, kept for reuse, and in use at most."""
+        node = self.transport.node
+        return (0, 0, 0) if node is None else node.memory.usage()
+
+    def note_step(self, step: int) -> None:
+        """Write the number of completed training steps to the status page."""
+        if self.page is not None:
+            self.page.set_step(step)
