@@ -242,13 +242,13 @@ def test_16_bit_parameters_go_on_from_their_masters():
 # --- on its way ---------------------------------------------------------------------------------
 def test_only_what_changes_hands_is_sent(monkeypatch):
     moved = {0: [], 1: []}
-    gathered = optimizer_shard.gathered
+    gather_states = optimizer_shard.gather_states
 
     def spied(mine, shares, *args):
         moved[rc.rank()].append(sorted(shares))
-        return gathered(mine, shares, *args)
+        return gather_states(mine, shares, *args)
 
-    monkeypatch.setattr(optimizer_shard, "gathered", spied)
+    monkeypatch.setattr(optimizer_shard, "gather_states", spied)
 
     class Turned(nn.Module):
         """Its layers are used in the order in which they were made, so buckets change once."""
