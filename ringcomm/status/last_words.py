@@ -56,7 +56,7 @@ class LastWords:
     def disarm(self) -> None:
         """After shutdown(): every way out is in order now. Hooks set over these stay."""
         self._is_armed = False
-        self._on_failure = _say_nothing
+        self._on_failure = lambda _: None
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
         if threading.excepthook == self._on_thread_exception:
@@ -190,10 +190,6 @@ def _ended_the_program(error: BaseException) -> bool:
     return outermost.f_globals.get("__name__") == "__main__" or "runpy" in (
         outermost.f_code.co_filename
     )
-
-
-def _say_nothing(_: Failure) -> None:
-    return
 
 
 def _headline(error: BaseException) -> str:

@@ -12,14 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 R = TypeVar("R")
 
-__all__ = [
-    "ElasticSampler",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "TorchState",
-    "run",
-]
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):

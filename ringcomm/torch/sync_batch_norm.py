@@ -124,7 +124,9 @@ class SyncBatchNorm(_BatchNorm):
     ) -> Any:
         if module in done:
             return done[module]
-        result = done[module] = cls._of(module, process_set) if _is_to_convert(module) else module
+        result = done[module] = (
+            cls._of(module, process_set) if isinstance(module, _BatchNorm) else module
+        )
         for name, child in module._modules.items():  # named_children() skips a repeated one
             if child is not None:
                 result._modules[name] = cls._converted(child, process_set, done)
@@ -307,10 +309,6 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _is_to_convert(module: torch.nn.Module) -> bool:
-    return isinstance(module, _BatchNorm)
 
 
 def _group_of(process_set: Any) -> Group | None:

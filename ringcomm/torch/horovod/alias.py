@@ -56,7 +56,7 @@ def _modules() -> Mapping[str, dict[str, Any]]:
     everything = _pick(face, face.__all__)
     everything["check_extension"] = compat.check_extension
     mpi_ops = {
-        "handle_average_backwards_compatibility": lambda op, average: op_of(op, average),  # noqa: PLW0108 - it has these two arguments
+        "handle_average_backwards_compatibility": lambda op, average: op_of(op, average)  # noqa: PLW0108 - it has these two arguments
     }
     exceptions = {
         "HorovodInternalError": errors.RingcommError,

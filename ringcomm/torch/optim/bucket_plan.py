@@ -130,10 +130,10 @@ class BucketPlan:
             for index in order or reversed(range(len(self._slots)))
             if self._slots[index].has_hooks and index not in self._sparse
         ]
-        batches = options.batches(indices, [slot.parameter for slot in self._slots])
-        wanted = [(each, math.inf) for each in batches.together]
+        together, others = options.batches(indices, [slot.parameter for slot in self._slots])
+        wanted = [(each, math.inf) for each in together]
         buckets: list[Bucket] = []
-        for each, max_nbytes in [*wanted, (batches.others, self.max_nbytes)]:
+        for each, max_nbytes in [*wanted, (others, self.max_nbytes)]:
             buckets += make_buckets(
                 "gradients",
                 [(i, self._slots[i].name, self._slots[i].parameter) for i in each],

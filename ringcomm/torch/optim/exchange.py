@@ -160,10 +160,7 @@ class Exchange:
         return float(handle.wait()[0])
 
     def _land(
-        self,
-        others: Sequence[Bucket | SparseSum],
-        total: float | None,
-        problem: Exception | None,
+        self, others: Sequence[Bucket | SparseSum], total: float | None, problem: Exception | None
     ) -> CollectiveTask[None]:
         """Wait for everything; only then raise `problem`, or what went wrong meanwhile."""
         errors: list[Exception] = []

@@ -64,8 +64,10 @@ class ReductionOptions:
             _alone[current] = Group([current.rank])
         return _alone[current]
 
-    def batches(self, order: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> Batches:
-        """Return which parameters travel together, of those in `order` (of readiness)."""
+    def batches(
+        self, order: Sequence[int], parameters: Sequence[torch.nn.Parameter]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Return, of indices in order of readiness, which travel together, and the others."""
         if isinstance(self.groups, int):
             assigned = _even(len(parameters), self.groups)
         else:
@@ -76,11 +78,11 @@ class ReductionOptions:
         for index in order:
             if index in group_of:
                 together.setdefault(group_of[index], []).append(index)
-        return Batches(list(together.values()), [i for i in order if i not in group_of])
+        return list(together.values()), [i for i in order if i not in group_of]
 
     def summary(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, object]:
         """Return what all ranks must have alike."""
-        together = self.batches(range(len(parameters)), parameters).together
+        together, _ = self.batches(range(len(parameters)), parameters)
         return {
             "op": self.op,
             "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
@@ -90,14 +92,6 @@ class ReductionOptions:
             "shard_state": int(self.shard_state),
             "sync_weights": bool(self.sync_weights),
         }
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Indices of parameters: those that the user wants to travel together, and the rest."""
-
-    together: list[list[int]]
-    others: list[int]
 
 
 def groups_of(

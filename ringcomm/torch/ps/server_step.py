@@ -50,7 +50,9 @@ class ServerStep:
             assert bucket.push is not None
             pushed.append(bucket.push.wait())
         if any(each.why == "late" for each in pushed):  # the means are those of others
-            is_finite = not is_on(self.pusher.options.scaler) or self._is_own_finite()
+            is_finite = not is_on(self.pusher.options.scaler) or (
+                self.pusher.own_squares()[1] and self.rows.own_squares()[1]
+            )
             self.finish_rows(1.0 if is_finite else None)
             return is_finite
         of_rows, are_finite = self.rows.mean_squares()
@@ -69,6 +71,3 @@ class ServerStep:
         self.rows.release(clip)
         if clip is not None:
             self.rows.push(clip / self.grad_scale, self.pusher.weight)
-
-    def _is_own_finite(self) -> bool:
-        return self.pusher.own_squares()[1] and self.rows.own_squares()[1]

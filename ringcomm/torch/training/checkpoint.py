@@ -118,7 +118,8 @@ class Checkpoint:
         """
         step = _natural(step)
         _refuse_our_name(parts)
-        states = _collected(parts)
+        shared = {name: part for name, part in parts.items() if isinstance(part, StateSharding)}
+        states = {name: part.state_dict(root_rank=0) for name, part in shared.items()}
         attempts = _Attempts(f"{self.folder}, step {step}")
         mine = {
             "step": step,
@@ -135,12 +136,7 @@ class Checkpoint:
         return path
 
     def restore(
-        self,
-        *,
-        step: int | None = None,
-        sampler: Any = None,
-        rng: bool = True,
-        **parts: Any,
+        self, *, step: int | None = None, sampler: Any = None, rng: bool = True, **parts: Any
     ) -> Restored | None:
         """Load a checkpoint into these objects, on every rank. Collective.
 
@@ -193,9 +189,11 @@ class Checkpoint:
         """Write what makes it a checkpoint; of rank 0, while the others wait."""
         ours: dict[str, Any] = {"format": _FORMAT, "step": step, "size": size()}
         ours |= {what: [each[what] for each in ranks] for what in ("sampler", "rng", "shard")}
-        ours["values"] = [name for name, part in parts.items() if not _has_state(part)]
+        values = ours["values"] = [
+            name for name, p in parts.items() if not hasattr(p, "state_dict")
+        ]
         content = {
-            name: states[name] if name in states else p.state_dict() if _has_state(p) else p
+            name: states[name] if name in states else p if name in values else p.state_dict()
             for name, p in parts.items()
         }
         files.write(path, {**content, _OURS: ours})
@@ -289,12 +287,6 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}. What was saved before is as it was"
 
 
-def _collected(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, on rank 0, the states of which each rank has a share. Collective."""
-    shared = {name: part for name, part in parts.items() if isinstance(part, StateSharding)}
-    return {name: part.state_dict(root_rank=0) for name, part in shared.items()}
-
-
 def _place_in(sampler: Any, consumed: int | None) -> Any:
     """Return where this rank is in its samples; ValueError if that cannot be known."""
     if not isinstance(sampler, ShardedSampler):
@@ -313,10 +305,6 @@ def _place_in(sampler: Any, consumed: int | None) -> Any:
             "trained on in this epoch (steps * batch size), or a rc.data.Loader, which counts them"
         )
     return sampler.state_dict(consumed)
-
-
-def _has_state(part: Any) -> bool:
-    return hasattr(part, "state_dict")
 
 
 def _natural(step: int) -> int:
@@ -358,21 +346,17 @@ def _require_fit(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Refuse the weights of another model, before any is loaded."""
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module):
-            mine, saved = (_shapes(tree) for tree in (part.state_dict(), content[name]))
+            mine, saved = part.state_dict(), content[name]
             for key in [*mine, *saved]:
-                if mine.get(key) != saved.get(key):
+                here, there = _shape(mine, key), _shape(saved, key)
+                if here != there:
                     raise BrokenFileError(
-                        f"{name} does not fit: {key} is {_shape(saved, key)} in the checkpoint, "
-                        f"{_shape(mine, key)} here"
+                        f"{name} does not fit: {key} is {there} in the checkpoint, {here} here"
                     )
 
 
-def _shapes(tree: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(getattr(value, "shape", ())) for key, value in tree.items()}
-
-
-def _shape(shapes: Mapping[str, tuple[int, ...]], key: str) -> str:
-    return str(shapes[key]) if key in shapes else "missing"
+def _shape(tree: Mapping[str, Any], key: str) -> str:
+    return str(tuple(getattr(tree[key], "shape", ()))) if key in tree else "missing"
 
 
 def _restore_random_states(states: list[Any]) -> None:

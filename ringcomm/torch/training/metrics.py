@@ -83,8 +83,8 @@ class Metrics:
                 f"Metrics: has {', '.join(self._sums)}, and is given {', '.join(means)}"
             )
         for name, mean in means.items():
-            part = _detached(mean) * samples if samples else 0.0
-            self._sums[name] = self._sums.get(name, 0.0) + part
+            plain = mean.detach().double() if hasattr(mean, "detach") else mean
+            self._sums[name] = self._sums.get(name, 0.0) + (plain * samples if samples else 0.0)
         self._samples += samples
 
     def average(self) -> dict[str, float]:
@@ -97,10 +97,6 @@ class Metrics:
         self._samples, self._sums = 0.0, {}
         means = {name: _number(name, sums[name]) / samples for name in sums if samples}
         return average_metrics(means, samples=samples)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().double() if hasattr(value, "detach") else value
 
 
 def _number(name: str, value: Any) -> float:

@@ -176,11 +176,7 @@ def _is_spread(optimizer: StateSharding, root_rank: int, process_set: ProcessSet
 
 
 def broadcast_tree(
-    tree: Any,
-    root_rank: int = 0,
-    *,
-    name: str,
-    process_set: ProcessSet = global_process_set,
+    tree: Any, root_rank: int = 0, *, name: str, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return root's tree on every rank; on root it is `tree` itself. Collective.
 

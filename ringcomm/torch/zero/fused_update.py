@@ -118,7 +118,9 @@ class FusedUpdate:
                 gradient = gradients[piece]
                 if gradient is None:
                     continue
-                self._bring(gradient, buffer[self._chunk.places[piece]])
+                place = buffer[self._chunk.places[piece]]  # where the kernel reads it
+                if gradient.data_ptr() != place.data_ptr():
+                    place.copy_(gradient)
                 following[piece] = kept = self._after(self._kept[piece], settings)
                 steps[piece] = _Step(number, self._number(kept.count))
         self.pieces = tuple(
@@ -197,11 +199,6 @@ class FusedUpdate:
         if is_16_bit(weights):
             is_own = master.to(weights.dtype) == weights
             torch.where(is_own, master, weights.float(), out=master)
-
-    def _bring(self, gradient: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy a gradient to where the kernel reads it, unless it is there."""
-        if gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
 
     def _merged(self, steps: Sequence[_Step | None]) -> Iterator[tuple[_Step, slice]]:
         """Return runs of neighbours that take the same step."""

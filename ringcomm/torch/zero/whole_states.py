@@ -93,9 +93,6 @@ def _gather(
     whole = torch.empty(sum(counts), dtype=dtype)
     mine = torch.empty(0, dtype=dtype) if own is None else own.cpu().contiguous()
     handle = engine().start(
-        "allgather_into",
-        name,
-        lambda g: into.allgather_into(g, name, whole, mine, counts),
-        group,
+        "allgather_into", name, lambda g: into.allgather_into(g, name, whole, mine, counts), group
     )
     return handle.wait()

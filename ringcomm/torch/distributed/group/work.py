@@ -30,10 +30,7 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
     """
 
     def __init__(
-        self,
-        handle: Handle[Any] | None,
-        results: Sequence[torch.Tensor],
-        path: Path | None = None,
+        self, handle: Handle[Any] | None, results: Sequence[torch.Tensor], path: Path | None = None
     ) -> None:
         super().__init__()
         self._handle = handle
