@@ -285,6 +285,15 @@ CPP_MUTATIONS = [
         "ranks as threads take each other's messages",
         ("unit/test_transport.py",),
     ),
+    CppMutation(
+        "a-withdrawn-send-stays",
+        "wire",
+        "wire",
+        "  (message.is_receive_ ? room.receives : room.sends).remove(&message);",
+        "  if (message.is_receive_) room.receives.remove(&message);",
+        "a message that was dropped is sent all the same, from memory that is another's",
+        ("unit/test_transport.py",),
+    ),
     # --- kernels, and what crosses into C++ ----------------------------------------------------
     CppMutation(
         "a-code-too-far",

@@ -5,14 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from ringcomm.transport.base import (
-    ANY_SOURCE,
-    N_CONTEXTS,
-    N_STREAMS,
-    Arrived,
-    WireFault,
-    tag_of,
-)
+from ringcomm.transport.base import ANY_SOURCE, Arrived, WireFault
+from ringcomm.transport.header import N_CONTEXTS, N_STREAMS, tag_of
 
 DEADLINE_S = 10
 

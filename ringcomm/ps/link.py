@@ -27,7 +27,8 @@ from ringcomm.ps.frames import (
     packed,
 )
 from ringcomm.ps.long_frames import Joiner, pieces
-from ringcomm.transport.base import N_STREAMS, P2P, Request, Transport, tag_of
+from ringcomm.transport.base import Request, Transport
+from ringcomm.transport.header import N_STREAMS, P2P, tag_of
 from ringcomm.transport.mail import LETTER_MAX, Mail
 
 if TYPE_CHECKING:

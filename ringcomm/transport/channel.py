@@ -16,8 +16,8 @@ from typing import Any, Protocol, Self
 from ringcomm import _core
 from ringcomm._core import NodeStep
 from ringcomm.arrays.base import Bytes, Flat
-from ringcomm.transport.base import ANY_SOURCE, DATA, Request, Transport, WireFault, tag_of
-from ringcomm.transport.header import Kind
+from ringcomm.transport.base import ANY_SOURCE, Request, Transport, WireFault
+from ringcomm.transport.header import DATA, Kind, tag_of
 from ringcomm.transport.members import Members
 from ringcomm.transport.node.shm import StepRequest
 from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction

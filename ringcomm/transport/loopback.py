@@ -15,14 +15,8 @@ from typing import Any
 from ringcomm import _core
 from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.base import (
-    N_CONTEXTS,
-    TAGS_PER_GROUP,
-    Arrived,
-    Died,
-    Event,
-    Request,
-)
+from ringcomm.transport.base import Arrived, Died, Event, Request
+from ringcomm.transport.header import N_CONTEXTS, TAGS_PER_GROUP
 from ringcomm.transport.mail import Letter, Mail, MailBox
 from ringcomm.transport.node.shm import SharedNode
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm import _core, launched
 from ringcomm._core import Watchdog
 from ringcomm.errors import ConfigError
-from ringcomm.transport.base import TAGS_PER_GROUP, contexts_within
+from ringcomm.transport.header import TAGS_PER_GROUP, contexts_within
 
 if TYPE_CHECKING:
     from mpi4py import MPI as MPI  # noqa: PLC0414 - for the annotations of other modules

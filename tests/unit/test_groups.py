@@ -15,7 +15,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import leave
 from ringcomm.engine.peers import groups
-from ringcomm.transport.base import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
+from ringcomm.transport.header import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
 from ringcomm.transport.loopback import LoopbackHub, LoopbackTransport
 from ringcomm.transport.mpi_library import largest_tag_of
 

@@ -3,6 +3,7 @@
 import threading
 
 import conformance
+import numpy as np
 import pytest
 
 from ringcomm.transport.loopback import LoopbackHub
@@ -28,3 +29,25 @@ def test_loopback(body, size):
     assert not any(thread.is_alive() for thread in threads)
     if problems:
         raise problems[0]
+
+
+@pytest.mark.parametrize("dropped", ["send", "receive"])
+def test_a_message_that_is_dropped_is_not_matched_any_more(dropped):
+    hub = LoopbackHub(2)
+    source, dest = hub.transport(0), hub.transport(1)
+    lost, sent, received = (np.full(3001, byte, np.uint8) for byte in (7, 61, 0))
+    if dropped == "send":
+        source.isend(lost, 1, 5)
+        _idle = hub.messages.send(0, lost, 1, 5)  # may stand where the one that is dropped did
+        receiving = dest.irecv(received, 0, 5)
+        assert not receiving.test()
+        sending = source.isend(sent, 1, 5)
+    else:
+        dest.irecv(lost, 0, 5)
+        _idle = hub.messages.receive(1, lost, 0, 5)
+        sending = source.isend(sent, 1, 5)
+        assert not sending.test()
+        receiving = dest.irecv(received, 0, 5)
+    assert (sending.test(), receiving.test()) == (True, True)
+    assert (received == 61).all()
+    assert (lost == 7).all()

@@ -31,9 +31,9 @@ from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.executors.device import Staging, device_executor
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import MismatchError
-from ringcomm.transport.base import ANY_SOURCE, N_STREAMS, P2P
+from ringcomm.transport.base import ANY_SOURCE
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.header import Kind
+from ringcomm.transport.header import N_STREAMS, P2P, Kind
 from ringcomm.transport.watch import Watch
 
 _MAILBOXES = 1 << 33  # no id of a group: names of (group, tag)

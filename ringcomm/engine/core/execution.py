@@ -14,8 +14,8 @@ from ringcomm.engine.core.pending import PendingOperation
 from ringcomm.engine.core.selection import Selection
 from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.errors import MismatchError
-from ringcomm.transport.base import CALLS, DATA
 from ringcomm.transport.channel import Channel, Disagreement, Wait
+from ringcomm.transport.header import CALLS, DATA
 from ringcomm.transport.node.shm import Never, NodeTeam, Turn
 from ringcomm.transport.node.steps import NodeCopy, NodeReduction
 from ringcomm.transport.watch import Watch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringcomm.transport.base import N_STREAMS
+from ringcomm.transport.header import N_STREAMS
 from ringcomm.transport.node import N_NAMED, N_UNNAMED
 
 MAX_PENDING = N_STREAMS // 4  # so that two ranks never have operations of one stream in flight

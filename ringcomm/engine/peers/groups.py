@@ -23,9 +23,8 @@ from ringcomm.engine.core.ledger import NO_GROUP, Ledger, Tally, Ticket, base_of
 from ringcomm.engine.peers.conversations import Conversations
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
-from ringcomm.transport.base import GROUPS, contexts_within
 from ringcomm.transport.channel import Channel, Wait
-from ringcomm.transport.header import Header, Kind
+from ringcomm.transport.header import GROUPS, Header, Kind, contexts_within
 from ringcomm.transport.watch import Watch
 
 _ATTEMPTS = 12  # to find a free context, while news of groups that are over comes in
