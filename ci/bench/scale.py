@@ -19,6 +19,8 @@ from ringcomm.engine.core.current import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import leave, meet
 from ringcomm.transport.base import Arrived
+from ringcomm.transport.header import Header, Kind
+from ringcomm.transport.members import ranges_of, ranks_in
 from ringcomm.transport.mpi import Place
 
 SIZES = (64, 1024, 16384)
@@ -93,8 +95,17 @@ class Mirror:
         self.n_bytes += len(message)
         distance = dest - self.rank
         source = (self.rank - distance) % self.size
-        self._events.append(Arrived(source, message))
+        self._events.append(Arrived(source, self._shifted(message, distance)))
         self.own_s += time.thread_time() - began
+
+    def _shifted(self, message, distance):
+        """Return what the rank `distance` before this one sends where this one sends `message`."""
+        header, text = Header.unpack(message)
+        if header.kind is not Kind.LEFT:
+            return message
+        how, _, ranges = text.rpartition("\n")
+        ranks = [(rank - distance) % self.size for rank in ranks_in(ranges)]
+        return header.pack(f"{how}\n{ranges_of(ranks)}")
 
     def poll(self):
         events, self._events = self._events, []

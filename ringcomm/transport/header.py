@@ -13,6 +13,7 @@ TAGS_PER_GROUP = N_STREAMS << 2  # a tag holds the context, the stream, and two 
 
 _FORMAT = struct.Struct("<HBBIIIQQQ")
 NBYTES = _FORMAT.size  # 40
+TEXT_MAX = 3000  # bytes of what News passes on; ranks follow, and a control message has 4096
 
 
 class Kind(IntEnum):
@@ -22,13 +23,13 @@ class Kind(IntEnum):
     ASK = 2  # who has entered operation `key`? It is number `value` of those that `fingerprint` is
     HERE = 3  # this rank has entered operation `key`
     ELSEWHERE = 4  # this rank has not; text says what it is in
-    ABSENT = 5  # this rank has left and will never enter operation `key`; text says how it left
-    LEFT = 6  # this rank leaves; text says how
+    ABSENT = 5  # ranks have left and will never enter operation `key`; text says how they left
+    LEFT = 6  # ranks leave; text says how
     FAILED = 7  # rank `about` failed; text says how
-    GAVE_UP = 8  # this rank's deadline passed; text: see GaveUp
+    GAVE_UP = 8  # the deadline of ranks passed; text: see GaveUp
     OFFER = 9  # send(): a message for whoever receives `key`; `value` is its serial number
     ANSWER = 10  # recv(): the offer `key` is taken if `flag`; else text says why not
-    BROKE = 11  # this rank takes part in nothing more, because rank `about` failed; text says how
+    BROKE = 11  # ranks take part in nothing more, because rank `about` failed; text says how
     JOINED = 12  # this rank has joined for the `value`-th time, after `fingerprint` operations, at
     # `key` us; `flag`: it knows that all others have, too
     INVITE = 13  # to a rank that has joined: operation `value` of those that `fingerprint` is, in
@@ -37,7 +38,14 @@ class Kind(IntEnum):
 
 
 LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data
+# These are passed on, see News; behind a line break the text ends with the ranks that say so.
+OF_NEWS = (Kind.ABSENT, Kind.LEFT, Kind.FAILED, Kind.GAVE_UP, Kind.BROKE)
 OF_OPERATIONS = (*LETTERS, Kind.JOINED, Kind.INVITE)  # without these one may not come to its end
+
+
+def cut(text: str, nbytes: int) -> str:
+    """Return the beginning of a text that takes at most `nbytes` in a message."""
+    return text.encode(errors="replace")[:nbytes].decode(errors="ignore")
 
 
 @dataclass(frozen=True, slots=True)

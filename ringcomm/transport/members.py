@@ -1,10 +1,12 @@
-"""The ranks of a group, with what every operation asks of them: found once per group. Pure."""
+"""Ranks: those of a group, with what every operation asks of them; and ranks as text. Pure."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Self
+
+_LISTED_MAX = 16  # in a text; more are ranges
 
 
 class Hashed(tuple[int, ...]):
@@ -72,3 +74,47 @@ class Members(Hashed):
             ranks = [self[place] for place in key]
             self._parts[key] = Members.of(ranks, self._rank, self._nodes_of_job)
         return self._parts[key]
+
+
+def runs(ranks: Iterable[int]) -> list[range]:
+    """Return ranks in ascending order, as few runs without a gap."""
+    found: list[range] = []
+    for rank in sorted(ranks):
+        if found and found[-1].stop == rank:
+            found[-1] = range(found[-1].start, rank + 1)
+        elif not (found and rank in found[-1]):
+            found.append(range(rank, rank + 1))
+    return found
+
+
+def ranges_of(ranks: Iterable[int]) -> str:
+    """Return "0-15,17" for these ranks."""
+    return ",".join(map(_range_text, runs(ranks)))
+
+
+def parts(ranges: str, nbytes: int) -> Iterator[str]:
+    """Yield what ranges_of() has returned in parts of at most `nbytes`."""
+    while len(ranges) > nbytes:
+        end = ranges.rindex(",", 0, nbytes)
+        yield ranges[:end]
+        ranges = ranges[end + 1 :]
+    yield ranges
+
+
+def ranks_in(ranges: str) -> list[int]:
+    """Return the ranks of what ranges_of() has returned."""
+    bounds = [each.partition("-") for each in ranges.split(",") if each]
+    return [rank for a, _, b in bounds for rank in range(int(a), int(b or a) + 1)]
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """Return "0, 1, 3"; of many ranks "0-15, 17"."""
+    if len(ranks) <= _LISTED_MAX:
+        return ", ".join(map(str, ranks))
+    shown = list(map(_range_text, runs(ranks)))
+    more = f", ... ({len(ranks)} in all)" if len(shown) > _LISTED_MAX else ""
+    return ", ".join(shown[:_LISTED_MAX]) + more
+
+
+def _range_text(run: range) -> str:
+    return f"{run.start}-{run[-1]}" if len(run) > 1 else str(run.start)

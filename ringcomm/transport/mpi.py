@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from ringcomm.transport.base import (
 )
 from ringcomm.transport.mail import Mail, MpiMail
 from ringcomm.transport.mpi_library import largest_tag_of, runner_over
+from ringcomm.transport.news import DIRECT
 from ringcomm.transport.node.meeting import meet
 from ringcomm.transport.node.neighbours import Neighbours, Offer
 from ringcomm.transport.node.parking import Parking
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from ringcomm.transport.mpi_library import MPI
 
 _log = logging.getLogger("ringcomm")
-_CONTROL_TAG, _MAIL_TAG = 1, 2
+_CONTROL_TAG, _FIRST_MAIL_TAG = 1, 2
 _CONTROL_MAX = 4096
 _LOOK_FOR_DEATHS_S = 1e-3
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
@@ -120,17 +121,19 @@ class MpiTransport:
         largest_tag: that MPI takes.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
+        ring_epoch: how many transports this process has had before on the same ranks.
     """
 
-    ring_epoch = 0
     incarnation = 0
+    _control_of_world: ClassVar[tuple[MPI.Comm, int] | None] = None
 
     def __init__(self, mpi: Any, comm: MPI.Comm | None = None, *, is_native: bool = True) -> None:
         self._mpi = mpi
         self.largest_tag = largest_tag_of(mpi)
+        self._is_of_world = comm is None
         parent = mpi.COMM_WORLD if comm is None else comm
         self._data: MPI.Comm = parent.Dup()
-        self._control: MPI.Comm = parent.Dup()
+        self._control, self.ring_epoch = self._make_control(comm)
         for each in (mpi.COMM_SELF, self._data, self._control):
             each.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank: int = self._data.rank
@@ -146,6 +149,19 @@ class MpiTransport:
         self._dead: set[int] = set()
         self.runner = runner_over(mpi, self._data, _SEGMENT) if is_native else None
         self._settle()
+
+    def _make_control(self, comm: MPI.Comm | None) -> tuple[MPI.Comm, int]:
+        """Return the communicator of control messages, and how many transports it has had before.
+
+        That of the world is kept for the next init(), which knows a message of before, one that was
+        passed on and came late, by its ring_epoch.
+        """
+        cls = type(self)
+        if comm is not None:
+            return comm.Dup(), 0
+        kept, epoch = cls._control_of_world or (self._mpi.COMM_WORLD.Dup(), 0)
+        cls._control_of_world = kept, epoch + 1
+        return kept, epoch
 
     def ranks_of(self, comm: MPI.Comm) -> tuple[int, ...]:
         """Return the ranks of a communicator."""
@@ -262,7 +278,7 @@ class MpiTransport:
     def mail(self) -> Mail:
         """Return the channel of letters; letters that come before this call are kept by MPI."""
         if self._mail is None:
-            self._mail = MpiMail(self._mpi, self._control, _MAIL_TAG)
+            self._mail = MpiMail(self._mpi, self._control, _FIRST_MAIL_TAG + self.ring_epoch)
         return self._mail
 
     def poll(self) -> list[Event]:
@@ -309,7 +325,7 @@ class MpiTransport:
         if self.runner is not None:
             self.runner.close()
         if not is_clean:
-            _grave.extend(self._outbox)
+            _grave.extend((self._outbox, self._mail))
             return
         if self._mail is not None:
             self._mail.close()
@@ -317,6 +333,8 @@ class MpiTransport:
             request.Wait()
         self._outbox.clear()
         self._data.Free()
+        if self._is_of_world or self.size > DIRECT:
+            return  # what others pass on may come late
         self._control.Free()
 
     def _received(self) -> list[Event]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from ringcomm.transport.header import TEXT_MAX, cut
+from ringcomm.transport.members import parts, ranges_of, ranks_in
+
 
 @dataclass(frozen=True)
 class Obstacle:
@@ -22,14 +25,15 @@ class GaveUp:
     message: str
 
     def text(self) -> str:
-        """Return the wire form."""
-        return ",".join(map(str, self.missing)) + "\n" + self.message
+        """Return the wire form: at most TEXT_MAX bytes, of the ranks as many as have room."""
+        ranges = next(parts(ranges_of(self.missing), TEXT_MAX // 4))
+        return f"{cut(self.message, TEXT_MAX // 4 * 3 - 1)}\n{ranges}"
 
     @classmethod
     def of_text(cls, text: str) -> GaveUp:
         """Read the wire form."""
-        ranks, _, message = text.partition("\n")
-        return cls(tuple(int(r) for r in ranks.split(",") if r), message)
+        message, _, ranges = text.rpartition("\n")
+        return cls(tuple(ranks_in(ranges)), message)
 
 
 @dataclass
@@ -55,6 +59,7 @@ class PeerTable:
     broken: dict[int, Obstacle] = field(default_factory=dict)
     gave_up: dict[int, GaveUp] = field(default_factory=dict)
     has_lost: bool = False
+    _gone: set[int] = field(default_factory=set)
     _entered: dict[int, set[int]] = field(default_factory=dict)
     _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
     _followed: dict[int, int] = field(default_factory=dict)
@@ -65,17 +70,20 @@ class PeerTable:
             self._followed[rank] = blames
             reason = f"stopped because rank {blames} failed"
         self.dead.setdefault(rank, reason)
+        self._gone.add(rank)
         self.has_lost = True
 
     def note_failed(self, rank: int, reason: str) -> None:
         """`rank` was said to have failed, with better words than a bare death has."""
         self.dead[rank] = reason
+        self._gone.add(rank)
         self.has_lost = True
         self._followed.pop(rank, None)
 
     def note_left(self, rank: int, how: str) -> None:
         """`rank` enters no operation any more; those it has entered it completed."""
         self.left[rank] = how
+        self._gone.add(rank)
 
     def note_absent(self, rank: int, key: int, how: str) -> None:
         """`rank` left before it entered operation `key`."""
@@ -138,10 +146,11 @@ class PeerTable:
         return dict(sorted(self._elsewhere.get(key, {}).items()))
 
     @property
+    def are_all_gone(self) -> bool:
+        """True once no other rank is still here."""
+        return len(self._gone) == self.size - 1
+
+    @property
     def still_here(self) -> list[int]:
         """Ranks other than this that neither left nor died."""
-        return [
-            r
-            for r in range(self.size)
-            if r != self.rank and r not in self.dead and r not in self.left
-        ]
+        return [r for r in range(self.size) if r != self.rank and r not in self._gone]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Transport
-from ringcomm.transport.header import LETTERS, Header, Kind
+from ringcomm.transport.header import LETTERS, OF_NEWS, TEXT_MAX, Header, Kind, cut
+from ringcomm.transport.members import ranks_in
+from ringcomm.transport.news import Fact, News
 from ringcomm.transport.peers import GaveUp, PeerTable
 
 
@@ -99,6 +104,8 @@ class Watch:
         self.host: Host | None = None
         self.groups: Members | None = None
         self._left: str | None = None
+        self._news = News(transport.rank, transport.size)
+        self._lock = threading.Lock()  # of the news
         self._boxes: _Boxes = {}
 
     def poll(self) -> None:
@@ -109,8 +116,10 @@ class Watch:
             if isinstance(event, Died):
                 self._forward(event)
                 self.peers.note_dead(event.rank, event.reason, blames=event.blames)
+                self._lose(event.rank)
             else:
                 self._hear(event)
+        self._send_news()
 
     @property
     def has_left(self) -> bool:
@@ -126,7 +135,7 @@ class Watch:
         self.transport.control(dest, self._pack(kind, text, **fields))
 
     def tell_all(self, kind: Kind, text: str = "", **fields: Any) -> None:
-        """Send a control message to every rank that is not dead."""
+        """Send a control message to every rank that is not dead, itself; see _announce()."""
         message = self._pack(kind, text, **fields)
         for rank in range(self.transport.size):
             if rank != self.transport.rank and rank not in self.peers.dead:
@@ -134,24 +143,44 @@ class Watch:
 
     def announce_gave_up(self, gave_up: GaveUp) -> None:
         """Tell every rank that this one's deadline has passed."""
-        self.tell_all(Kind.GAVE_UP, gave_up.text())
+        self._announce(Fact(Kind.GAVE_UP, gave_up.text()))
         self.peers.note_gave_up(self.transport.rank, gave_up)
 
-    def announce_left(self, how: str) -> None:
-        """Tell every rank that this one enters nothing more; answers those who need it after."""
+    def announce_left(self, how: str, *, is_last: bool = False) -> None:
+        """Tell every rank that this one enters nothing more; answers those who need it after.
+
+        Args:
+            how: "called shutdown()".
+            is_last: this rank passes on nothing of what it hears from now on.
+        """
         self._left = how
-        self.tell_all(Kind.LEFT, how)
+        self._announce(Fact(Kind.LEFT, how), is_last=is_last)
         for kind, key, _ in self._boxes:
             if kind is Kind.AGREE:
                 self._say_absent(key)
 
     def announce_failed(self, rank: int, reason: str) -> None:
         """Tell every rank that `rank` (this one, or the one it followed) failed."""
-        self.tell_all(Kind.FAILED, reason, about=rank)
+        self._announce(Fact(Kind.FAILED, reason, about=rank))
 
     def announce_broken(self, rank: int, reason: str) -> None:
         """Tell every rank that this one takes part in nothing more, because `rank` failed."""
-        self.tell_all(Kind.BROKE, reason, about=rank)
+        self._announce(Fact(Kind.BROKE, reason, about=rank))
+
+    def _announce(self, fact: Fact, *, is_last: bool = False) -> None:
+        """Let every rank know, from this one or from others; any thread."""
+        fact = fact._replace(text=cut(fact.text, TEXT_MAX))
+        with self._lock:
+            self._news.say(fact, time.monotonic(), is_last=is_last)
+        self._send_news()
+
+    def _send_news(self) -> None:
+        if self._news.due_at == math.inf:
+            return
+        with self._lock:
+            due = self._news.due(time.monotonic())
+        for dest, (kind, text, about, key), ranks, is_round in due:
+            self.tell(dest, kind, f"{text}\n{ranks}", about=about, key=key, flag=is_round)
 
     def _pack(self, kind: Kind, text: str, **fields: Any) -> bytes:
         epoch, life = self.transport.ring_epoch, self.transport.incarnation
@@ -175,20 +204,37 @@ class Watch:
             peers.note_entered(source, header.key)
         elif kind is Kind.ELSEWHERE:
             peers.note_elsewhere(source, header.key, text)
-        elif kind is Kind.ABSENT:
-            peers.note_absent(source, header.key, text)
-        elif kind is Kind.GAVE_UP:
-            peers.note_gave_up(source, GaveUp.of_text(text))
+        elif kind in OF_NEWS:
+            self._hear_news(header, text)
         elif kind in (Kind.JOINED, Kind.INVITE):
             self._hear_of_join(source, header, text)
         elif kind is Kind.DROPPED and self.groups is not None:
             self.groups.hear_dropped(header)
-        elif kind is Kind.BROKE:
-            peers.note_broken(source, header.about, text)
-        elif kind is Kind.LEFT:
-            peers.note_left(source, text)
-        elif kind is Kind.FAILED and header.about != self.transport.rank:
-            peers.note_failed(header.about, text)
+
+    def _hear_news(self, header: Header, message: str) -> None:
+        text, _, ranges = message.rpartition("\n")
+        kind, about, peers = header.kind, header.about, self.peers
+        fact = Fact(kind, text, about, header.key)
+        with self._lock:
+            new = self._news.hear(fact, ranks_in(ranges), time.monotonic(), is_round=header.flag)
+        if kind is Kind.FAILED:
+            if new and about != self.transport.rank:
+                peers.note_failed(about, text)
+                self._lose(about)
+            return
+        for rank in new:
+            if kind is Kind.ABSENT:
+                peers.note_absent(rank, header.key, text)
+            elif kind is Kind.GAVE_UP:
+                peers.note_gave_up(rank, GaveUp.of_text(text))
+            elif kind is Kind.BROKE:
+                peers.note_broken(rank, about, text)
+            else:
+                peers.note_left(rank, text)
+
+    def _lose(self, rank: int) -> None:
+        with self._lock:
+            self._news.lose(rank, time.monotonic())
 
     def _hear_of_join(self, source: int, header: Header, text: str) -> None:
         if self.host is None:
@@ -207,7 +253,7 @@ class Watch:
     def _say_absent(self, key: int) -> None:
         """This rank completed all it had entered, so whoever sends it this waits in vain."""
         assert self._left is not None
-        self.tell_all(Kind.ABSENT, self._left, key=key)
+        self._announce(Fact(Kind.ABSENT, self._left, key=key))
 
     def _answer(self, source: int, ask: Header) -> None:
         if self.whereabouts is None:

@@ -1,7 +1,10 @@
 """The control channel, with a transport that only records."""
 
+from ringcomm.transport import news
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died
 from ringcomm.transport.header import Header, Kind
+from ringcomm.transport.loopback import LoopbackHub
+from ringcomm.transport.peers import GaveUp
 from ringcomm.transport.watch import Watch
 
 
@@ -17,7 +20,7 @@ class Recorder:
 
     def control(self, dest, message):
         header, text = Header.unpack(message)
-        self.sent.append((dest, header.kind, header.about, text))
+        self.sent.append((dest, header.kind, header.about, text.partition("\n")[0]))
 
 
 class Somewhere:
@@ -56,8 +59,8 @@ def test_a_follower_s_death_is_not_spread_as_a_cause():
 
 
 def test_messages_of_an_older_ring_are_dropped():
-    old = Header(Kind.FAILED, 6, 0, about=1).pack("long ago")
-    new = Header(Kind.FAILED, 7, 0, about=2).pack("now")
+    old = Header(Kind.FAILED, 6, 0, about=1).pack("long ago\n1")
+    new = Header(Kind.FAILED, 7, 0, about=2).pack("now\n2")
     watch, _ = hear(Arrived(1, old), Arrived(1, new))
     assert watch.peers.dead == {2: "now"}
 
@@ -93,3 +96,25 @@ def test_a_rank_that_has_left_tells_all_what_it_will_never_enter():
     watch.poll()
     absences = [(dest, text) for dest, kind, _, text in transport.sent if kind is Kind.ABSENT]
     assert absences == [(1, "called shutdown()"), (2, "called shutdown()")] * 2
+
+
+def test_among_many_ranks_news_is_passed_on(monkeypatch):
+    monkeypatch.setattr(news, "DIRECT", 5)
+    hub = LoopbackHub(6)
+    watches = [Watch(hub.transport(rank)) for rank in range(6)]
+    gave_up = GaveUp(tuple(range(1, 6)), "two\nlines " + "and ä " * 1000)
+    watches[0].announce_gave_up(gave_up)
+    for _ in range(3):
+        for watch in reversed(watches):
+            watch.poll()
+    for watch in watches[1:]:
+        heard = watch.peers.gave_up[0]
+        assert heard.message == gave_up.message[: len(heard.message)]
+        assert len(heard.message) > 1000
+    for watch in watches:
+        watch.announce_left("called shutdown()")
+    for _ in range(3):
+        for watch in watches:
+            watch.poll()
+    assert all(watch.peers.are_all_gone for watch in watches)
+    assert watches[3].peers.left == dict.fromkeys((0, 1, 2, 4, 5), "called shutdown()")

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ringcomm.transport.members import ranks_text as listed
+
 _MAX_TEXT = 400
 
 
@@ -250,7 +252,4 @@ def shape_text(shape: tuple[int | None, ...] | None) -> str:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0, 1, 3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"ranks {shown}" + (f", ... ({len(ranks)} in all)" if len(ranks) > 16 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"

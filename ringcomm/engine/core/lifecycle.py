@@ -12,6 +12,7 @@ from ringcomm.engine.progress.deadlines import Farewell
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
 from ringcomm.status.page import State
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.members import ranks_text
 
 
 def meet(engine: Engine, version: str, table: str = "") -> None:
@@ -63,7 +64,7 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
     if engine.page is not None:
         engine.page.set_state(State.LEAVING)
     engine.pending.record(None)
-    watch.announce_left(how)
+    watch.announce_left(how, is_last=state.is_broken)
     if not state.is_broken:
         progress.run_until(Farewell(watch, engine.settings).is_over)
     is_clean = not state.is_broken and not watch.peers.dead
@@ -88,10 +89,10 @@ def see_others_leave(engine: Engine) -> None:
             rank=rank,
             reason=reason,
         )
-    if peers.still_here:
+    if not peers.are_all_gone:
         raise CommTimeoutError(
             f"init: rank {engine.rank} has waited {limit_s:g} s for ranks that have not called "
-            f"shutdown(): {', '.join(map(str, peers.still_here))}. After an error all ranks "
+            f"shutdown(): {ranks_text(peers.still_here)}. After an error all ranks "
             "call shutdown() before they can init() again. End this job if they cannot",
             missing=peers.still_here,
         )

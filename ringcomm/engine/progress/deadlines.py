@@ -10,6 +10,7 @@ from typing import Protocol
 from ringcomm.config import Settings
 from ringcomm.errors import CommTimeoutError, PeerFailedError
 from ringcomm.transport.header import Kind
+from ringcomm.transport.members import ranks_text
 from ringcomm.transport.peers import GaveUp
 from ringcomm.transport.watch import Watch
 
@@ -17,6 +18,7 @@ _log = logging.getLogger("ringcomm")
 
 # Time for "who is here?" to be answered before a warning or an error names ranks.
 ANSWER_S = 0.5
+_SHOWN = 16  # ranks of which an error says where they are
 PROGRAM_ENDED = "left the job: its program ended"
 
 
@@ -120,11 +122,11 @@ class Farewell:
     def is_over(self) -> bool:
         """Return True once every rank has left, or one is dead, or it is too long; warns once."""
         peers, now = self._watch.peers, time.monotonic()
-        if not peers.still_here or peers.dead or now >= self._start + self._limit_s:
+        if peers.are_all_gone or peers.dead or now >= self._start + self._limit_s:
             return True
         if now >= self._warn_at:
             self._warn_at = math.inf
-            ranks = ", ".join(map(str, peers.still_here))
+            ranks = ranks_text(peers.still_here)
             _log.warning(
                 "shutdown: rank %d has waited %.1f s for ranks that have not left: %s. They may be "
                 "busy, or hang; this wait %s.",
@@ -148,14 +150,15 @@ def describe_wait(task: Waiting, watch: Watch, waited_s: float) -> str:
     waited = f"{task.label}: rank {watch.transport.rank} has waited {waited_s:.1f} s"
     missing = watch.peers.missing(task.key, task.members)
     if not missing and task.late:
-        ranks = ", ".join(map(str, task.late))
+        ranks = ranks_text(task.late)
         return f"{waited} for what entered it and went no further: rank(s) {ranks}."
     if not missing:
         return f"{waited}; all ranks have entered it, so the network or a rank is slow."
-    ranks = ", ".join(map(str, missing))
+    ranks = ranks_text(missing)
     plural = "s" if len(missing) > 1 else ""
     elsewhere = watch.peers.whereabouts(task.key)
-    where = "; ".join(f"rank {r} is in {w or 'no operation'}" for r, w in elsewhere.items())
+    shown = [f"rank {r} is in {w or 'no operation'}" for r, w in elsewhere.items()]
+    where = "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
     text = f"{waited} for rank{plural} {ranks}, which did not answer or did not enter it"
     return f"{text} ({where})." if where else f"{text}."
 

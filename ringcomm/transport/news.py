@@ -1,0 +1,208 @@
+"""What a rank says to all others: that it leaves, or that one failed, broke off or gave up. Pure.
+
+Among few ranks everybody tells everybody. Among more a rank tells those 1, 2, 4, 8, ... behind it,
+and passes on to them whatever is new to it: ceil(log2 size) messages per rank and piece of news. In
+the place of one that has died it tells the next that lives, and everything, so no death cuts off
+others. What many ranks say in the same words, as after a failure, is sent in one message from time
+to time, with the ranks as ranges.
+
+Goodbyes come from all ranks, mostly at once. So each rank waits until those right before it have
+left, and says so of 1, 2, 4, ... of them: a dissemination barrier (Hensgen, Finkel and Manber 1988,
+doi:10.1007/BF01379320). What is not over soon is passed on like other news.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ringcomm.transport.header import Kind
+from ringcomm.transport.members import parts, ranges_of
+
+DIRECT = 16  # ranks up to which everybody tells everybody
+SOON_S, LATE_S = 0.05, 1.0  # before more of the same words is passed on: at first, at most
+GRACE_S = 0.2  # in which all ranks may leave, and nothing need be passed on
+_RANGES_MAX = 900  # bytes
+_GAVE_UP_MAX = 64  # texts; who waits for yet another rank has the same deadline
+
+
+class Fact(NamedTuple):
+    """Words that ranks say, and pass on.
+
+    Attributes:
+        kind: LEFT, FAILED, BROKE, GAVE_UP or ABSENT.
+        text: see Kind.
+        about: the rank that failed.
+        key: of the operation.
+    """
+
+    kind: Kind
+    text: str
+    about: int = 0
+    key: int = 0
+
+
+class Message(NamedTuple):
+    """Words of some ranks, for one other.
+
+    Attributes:
+        dest: whom they are sent to.
+        fact: the words.
+        ranks: who says so, as ranges: "0-15,17".
+        is_round: it belongs to the barrier of goodbyes.
+    """
+
+    dest: int
+    fact: Fact
+    ranks: str
+    is_round: bool = False
+
+
+@dataclass
+class _Edge:
+    """A rank that is told: how much of the log it knows."""
+
+    distance: int
+    dest: int
+    told: int = 0  # entries
+
+
+class News:
+    """The news of one rank, its own and those that it passes on.
+
+    Args:
+        rank: this one.
+        size: of the job.
+
+    Attributes:
+        due_at: when something is to be sent, in seconds of the caller's clock.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._is_direct = size <= DIRECT
+        powers = (1 << k for k in range((size - 1).bit_length()))
+        distances = range(1, size) if self._is_direct else powers
+        self._edges = [_Edge(each, (rank + each) % size) for each in distances]
+        self._dead: set[int] = set()
+        self._said: dict[Fact, set[int]] = {}
+        self._log: list[tuple[Fact, Collection[int]]] = []
+        self._left: dict[int, Fact] = {}
+        self._n_before = 0  # ranks up to this one, without a gap, that have left
+        self._rounds = [] if self._is_direct else list(reversed(self._edges))
+        self._is_slow = False  # goodbyes are passed on, for they do not all come at once
+        self._pass_on_at = self.due_at = math.inf
+        self._is_urgent = False  # new words, which do not wait for more
+        self._passed_on_at, self._pause_s = -math.inf, SOON_S
+
+    def say(self, fact: Fact, now: float, *, is_last: bool = False) -> None:
+        """Take note of what this rank says; is_last: it passes nothing on from now on."""
+        is_round = fact.kind is Kind.LEFT and not is_last
+        self._note(fact, (self._rank,), now, is_round=is_round and not self._is_direct)
+
+    def hear(
+        self, fact: Fact, ranks: Collection[int], now: float, *, is_round: bool = False
+    ) -> list[int]:
+        """Take note of what ranks say, see Message; return those of which it is new."""
+        return self._note(fact, ranks, now, is_round=is_round, is_heard=True)
+
+    def lose(self, rank: int, now: float) -> None:
+        """Take note of a death: the next rank that lives is told instead."""
+        self._dead.add(rank)
+        for edge in self._edges:
+            if edge.dest == rank and not self._is_direct:
+                while edge.dest in self._dead:
+                    edge.dest = (edge.dest + 1) % self._size
+                edge.told = 0
+                self._hasten(now)
+
+    def due(self, now: float) -> list[Message]:
+        """Return what is to be sent now."""
+        if now < self.due_at:
+            return []
+        messages = list(self._goodbyes())
+        if now >= self._pass_on_at:
+            if not self._is_urgent:
+                is_soon = now - self._passed_on_at < 2 * self._pause_s
+                self._pause_s = min(2 * self._pause_s, LATE_S) if is_soon else SOON_S
+                self._passed_on_at = now
+            self._pass_on_at, self._is_urgent = math.inf, False
+            messages += self._passed_on()
+        self.due_at = self._pass_on_at
+        return messages
+
+    def _note(
+        self,
+        fact: Fact,
+        ranks: Collection[int],
+        now: float,
+        *,
+        is_round: bool,
+        is_heard: bool = False,
+    ) -> list[int]:
+        said: Collection[int] = self._said.get(fact, ())
+        new = [rank for rank in ranks if rank not in said]
+        if not new:
+            return new
+        if fact.kind is Kind.LEFT:
+            self._left.update(dict.fromkeys(new, fact))
+            self._is_slow |= not is_round
+            self.due_at = min(self.due_at, now)
+        if not (is_heard and self._is_direct) and self._is_worth_passing_on(fact):
+            self._log.append((fact, new))
+            if self._is_direct or not (said or is_round):
+                self._is_urgent = True
+                self._hasten(now)
+            else:
+                grace_s = 0.0 if self._is_slow or fact.kind is not Kind.LEFT else GRACE_S
+                self._hasten(max(now + grace_s, self._passed_on_at + self._pause_s))
+        self._said.setdefault(fact, set()).update(new)
+        if len(self._left) == self._size and not self._is_direct:
+            self._pass_on_at = now if self._is_slow else math.inf
+        return new
+
+    def _is_worth_passing_on(self, fact: Fact) -> bool:
+        if fact.kind is not Kind.GAVE_UP or fact in self._said:
+            return True
+        return sum(each.kind is Kind.GAVE_UP for each in self._said) < _GAVE_UP_MAX
+
+    def _hasten(self, at: float) -> None:
+        self._pass_on_at = min(self._pass_on_at, at)
+        self.due_at = min(self.due_at, at)
+
+    def _goodbyes(self) -> Iterator[Message]:
+        """Yield the rounds of the barrier that this rank has come to."""
+        if self._rank not in self._left:
+            return
+        while self._n_before < self._size and self._before(self._n_before) in self._left:
+            self._n_before += 1
+        while self._rounds and self._n_before >= self._rounds[-1].distance:
+            edge = self._rounds.pop()
+            words: dict[Fact, list[int]] = {}
+            for rank in map(self._before, range(edge.distance)):
+                words.setdefault(self._left[rank], []).append(rank)
+            yield from _messages(edge.dest, words, is_round=True)
+
+    def _before(self, n: int) -> int:
+        return (self._rank - n) % self._size
+
+    def _passed_on(self) -> Iterator[Message]:
+        """Yield to each rank that is told what it has not been told yet."""
+        for edge in self._edges:
+            if edge.dest in self._dead or edge.dest == self._rank:
+                continue
+            words: dict[Fact, list[int]] = {}
+            for fact, ranks in self._log[edge.told :]:
+                words.setdefault(fact, []).extend(ranks)
+            edge.told = len(self._log)
+            yield from _messages(edge.dest, words)
+
+
+def _messages(
+    dest: int, words: dict[Fact, list[int]], *, is_round: bool = False
+) -> Iterator[Message]:
+    for fact, ranks in words.items():
+        for text in parts(ranges_of(ranks), _RANGES_MAX):
+            yield Message(dest, fact, text, is_round)
