@@ -14,14 +14,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from faulty import FaultyTransport
+from loopback import LoopbackHub
+
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.current import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import stop
 from ringcomm.errors import PeerFailedError
-from ringcomm.transport.faulty import FaultyTransport
-from ringcomm.transport.loopback import LoopbackHub
 
 PROMPTLY_S = 120.0  # a job that no deadline of 600 s has ended, on a busy machine, too
 HANG_S = 240.0  # a machine that is busy takes a minute to import torch

@@ -1,4 +1,4 @@
-"""What a rank says to all others: that it leaves, or that one failed, broke off or gave up. Pure.
+"""News for all ranks: that one leaves, failed, broke off or gave up. Pure.
 
 Among few ranks everybody tells everybody. Among more a rank tells those 1, 2, 4, 8, ... behind it,
 and passes on to them whatever is new to it: ceil(log2 size) messages per rank and piece of news. In

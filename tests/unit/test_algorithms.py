@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length, run_ranks
+from loopback import LoopbackHub
 from samples import whole_numbers
 
 import ringcomm as rc
@@ -23,7 +24,6 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
-from ringcomm.transport.loopback import LoopbackHub
 
 HALVES = {"ring": ring, "segmented": segmented, "direct": direct, "circulant": circulant}
 LAYOUTS = {

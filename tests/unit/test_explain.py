@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import run_ranks
+from loopback import LoopbackHub
 
 import ringcomm as rc
 from ringcomm import config
 from ringcomm.config import Settings
 from ringcomm.engine.core.selection import MODULES
-from ringcomm.transport.loopback import LoopbackHub
 from ringcomm.transport.node.steps import NodeReduction
 
 

@@ -7,7 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from faulty import Faults
 from harness import at_length, outcomes, run_ranks, wait_until
+from loopback import LoopbackHub
 
 import ringcomm as rc
 from ringcomm.config import Settings
@@ -15,8 +17,6 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import leave
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.transport.base import WireFault
-from ringcomm.transport.faulty import Faults
-from ringcomm.transport.loopback import LoopbackHub
 
 X = np.ones(1000, np.float32)
 COLLECTIVES = {

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness import at_length, outcomes, run_ranks
+from loopback import LoopbackHub, LoopbackTransport
 
 import ringcomm as rc
 from ringcomm.config import Settings
@@ -16,7 +17,6 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import leave
 from ringcomm.engine.peers import groups
 from ringcomm.transport.header import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
-from ringcomm.transport.loopback import LoopbackHub, LoopbackTransport
 from ringcomm.transport.mpi_library import largest_tag_of
 
 pytestmark = pytest.mark.usefixtures("wire")

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import is_at_length, run_ranks
+from loopback import LoopbackHub
 
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
-from ringcomm.transport.loopback import LoopbackHub
 
 PACKAGE = str(Path(rc.__file__).parent)
 N_IN_THE_GATE = 12  # points of each operation, from its first to its last

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import DEADLINE_S, at_length, outcomes, run_ranks, wait_until
+from loopback import LoopbackHub
 from samples import total, whole_numbers
 
 import ringcomm as rc
@@ -17,7 +18,6 @@ from ringcomm import _core
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import leave
-from ringcomm.transport.loopback import LoopbackHub
 from ringcomm.transport.node import N_UNNAMED
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -1,10 +1,9 @@
 """Random programs of collectives against numpy, over ranks as threads."""
 
 import pytest
+from faulty import Faults
 from harness import at_length, run_ranks
 from programs import make_program, run_program
-
-from ringcomm.transport.faulty import Faults
 
 pytestmark = pytest.mark.usefixtures("wire")
 

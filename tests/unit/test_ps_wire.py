@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from harness import wait_until
+from loopback import LoopbackHub
 from ps_jobs import run_workers
 
 from ringcomm import ps
@@ -16,7 +17,6 @@ from ringcomm.ps.long_frames import Joiner, pieces
 from ringcomm.ps.messages import PushMeta
 from ringcomm.ps.post import Pipes
 from ringcomm.transport import mail
-from ringcomm.transport.loopback import LoopbackHub
 from ringcomm.transport.mail import LETTER_MAX
 
 

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from harness import at_length
+from loopback import LoopbackHub
 from recordings import CASES, DEADLINE_S, allreduce, body_of, channel, drive, flat
 
 from ringcomm import _core
@@ -15,7 +16,6 @@ from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.op import SUM
 from ringcomm.collectives.recording import perform
 from ringcomm.transport.base import WireFault
-from ringcomm.transport.loopback import LoopbackHub
 
 SIZES = [1, 2, 3, 4, 7, 8]
 

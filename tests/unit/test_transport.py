@@ -5,8 +5,7 @@ import threading
 import conformance
 import numpy as np
 import pytest
-
-from ringcomm.transport.loopback import LoopbackHub
+from loopback import LoopbackHub
 
 
 @pytest.mark.parametrize("body", conformance.BODIES, ids=lambda body: body.__name__)

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 from harness import outcomes, run_ranks
+from loopback import LoopbackHub
 
 import ringcomm as rc
 from ringcomm import config
@@ -14,7 +15,6 @@ from ringcomm.config import Settings
 from ringcomm.engine.api import tuning
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import meet
-from ringcomm.transport.loopback import LoopbackHub
 
 TIMES = {"allreduce": {1000: {"ring": 1.0, "direct": 3.0}, 2000: {"ring": 2.0, "direct": 1.0}}}
 TABLE = Table("2 hosts x 1 rank", "threads", __version__, TIMES)

@@ -1,9 +1,10 @@
 """The control channel, with a transport that only records."""
 
+from loopback import LoopbackHub
+
 from ringcomm.transport import news
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died
 from ringcomm.transport.header import Header, Kind
-from ringcomm.transport.loopback import LoopbackHub
 from ringcomm.transport.peers import GaveUp
 from ringcomm.transport.watch import Watch
 
