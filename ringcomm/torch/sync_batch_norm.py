@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.torch.backward.registry import samples_of_step
+from ringcomm.torch.backward.registry import weight_of_step
 from ringcomm.torch.optim.buckets import wide
 
 
@@ -124,9 +124,8 @@ class SyncBatchNorm(_BatchNorm):
     ) -> Any:
         if module in done:
             return done[module]
-        result = done[module] = (
-            cls._of(module, process_set) if isinstance(module, _BatchNorm) else module
-        )
+        is_one = isinstance(module, _BatchNorm)
+        result = done[module] = cls._of(module, process_set) if is_one else module
         for name, child in module._modules.items():  # named_children() skips a repeated one
             if child is not None:
                 result._modules[name] = cls._converted(child, process_set, done)
@@ -247,7 +246,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group | None, is_weighed: bool) -> Tensor:
         ctx.group, ctx.is_weighed = group, is_weighed
-        weight = _weight() if is_weighed else 1.0
+        weight = weight_of_step(engine()) if is_weighed else 1.0
         mine = values.detach().to("cpu", torch.float64)
         # The mean over an empty batch is NaN, which a factor of 0 would not cancel.
         mine = mine * weight if weight else torch.zeros_like(mine)
@@ -261,12 +260,6 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _sum_over_ranks(values: Tensor, group: Group | None, *, is_weighed: bool = False) -> Tensor:
     return cast(Tensor, _SumOverRanks.apply(values, group, is_weighed))  # type: ignore[no-untyped-call]
-
-
-def _weight() -> float:
-    """Return how many samples this rank's loss of this step is the mean of, if that matters."""
-    samples = samples_of_step(engine())
-    return 1.0 if samples is None else samples
 
 
 def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, float]:

@@ -55,15 +55,15 @@ def claim(named: Sequence[tuple[str, torch.Tensor]], owner: Numbered) -> None:
 
 
 def note_samples(owner: Weighed, engine: Engine) -> None:
-    """Make samples_of_step() return the samples of `owner`."""
+    """Make weight_of_step() return the samples of `owner`."""
     _weighed[engine] = ref(owner)
 
 
-def samples_of_step(engine: Engine) -> float | None:
-    """Return what set_samples() said last for the step under way; None: nothing."""
+def weight_of_step(engine: Engine) -> float:
+    """Return the samples that set_samples() named last for the step under way, 1 if it did not."""
     known = _weighed.get(engine)
     owner = None if known is None else known()
-    return None if owner is None else owner.samples
+    return 1.0 if owner is None or owner.samples is None else owner.samples
 
 
 def release(parameter: torch.Tensor, owner: Numbered) -> None:

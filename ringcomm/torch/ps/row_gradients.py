@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.ps.job import Session, session
-from ringcomm.torch.backward.registry import samples_of_step
+from ringcomm.torch.backward.registry import weight_of_step
 
 if TYPE_CHECKING:
     from ringcomm.ps.future import Future, Pushed
@@ -187,9 +187,8 @@ def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, no
         found.pieces.append((keys, rows))
         found.notes.append(note)
         return
-    if samples is None:
-        samples = samples_of_step(current.engine)
-    push = push_rows(table, keys, rows, 1.0 if samples is None else samples)
+    weight = weight_of_step(current.engine) if samples is None else samples
+    push = push_rows(table, keys, rows, weight)
     if push is not None:
         note(push)
 
