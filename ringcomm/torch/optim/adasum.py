@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -37,7 +37,7 @@ def with_adasum(
         "_sync_weights": sync_weights,
         "_weights": FirstWeights(is_wanted=sync_weights, known=known),
     }
-    return cast(T, derive(optimizer, _Adaptive, **attributes))
+    return derive(optimizer, _Adaptive, **attributes)
 
 
 class _Adaptive(Optimizer):

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
@@ -23,22 +23,20 @@ OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
 
 def with_averaging(optimizer: T, reducer: GradientReducer) -> T:
     """Return `optimizer` with its gradients reduced by `reducer`."""
-    return cast(T, derive(optimizer, AveragingOptimizer, _reducer=reducer))
+    return derive(optimizer, AveragingOptimizer, _reducer=reducer)
 
 
 @runtime_checkable
 class StateSharding(Protocol):
-    """An optimizer whose state is spread over the ranks; ringcomm.torch.zero has it."""
+    """An optimizer whose state is spread over the ranks; ringcomm.torch.zero has it.
 
-    @property
-    def is_spread(self) -> bool:
-        """True if this rank has a share of the state, not all of it; alike on all ranks."""
-        ...
+    Attributes:
+        is_spread: this rank has a share of the state, not all of it; alike on all ranks.
+        is_unscaled: unscale() has divided the gradients of this step.
+    """
 
-    @property
-    def is_unscaled(self) -> bool:
-        """True once unscale() has divided the gradients of this step."""
-        ...
+    is_spread: bool
+    is_unscaled: bool
 
     def unscale(self, divide: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Divide by divide(), which returns numbers above 0 for infinities. Collective."""

@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-P = TypeVar("P", bound=Optimizer)
+T = TypeVar("T", bound=Optimizer)
 Settings = dict[str, Any]  # of a param_group, but for its parameters
 
 
-def derive(optimizer: Optimizer, part: type[P], **attributes: Any) -> P:
+def derive(optimizer: T, part: type[Optimizer], **attributes: Any) -> T:
     """Return `optimizer`, with attributes, as an instance of a class of `part` and its own class.
 
     It shares the optimizer's state, param_groups and hooks; schedulers that were made earlier see
     its steps.
     """
     base = type(optimizer)
-    kind: type[P] = type(base.__name__, (part, base), {"__doc__": base.__doc__})
+    kind: type[T] = type(base.__name__, (part, base), {"__doc__": base.__doc__})
     wrapped = object.__new__(kind)
     earlier_step = optimizer.__dict__.pop("step", None)
     wrapped.__dict__ = optimizer.__dict__

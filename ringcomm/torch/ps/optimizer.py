@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -119,7 +119,7 @@ def DistributedOptimizer(
     if options.class_name is not None:
         push_state(feeder, optimizer.state)
         optimizer.state.clear()
-    return cast(T, derive(optimizer, _Served, _feeder=feeder))
+    return derive(optimizer, _Served, _feeder=feeder)
 
 
 _OF_RING: Final[dict[Any, Any]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ _OURS = (*averaging.OURS, "_shards", "_has_told_of_changes", "_is_unscaled", *_S
 
 def with_sharding(optimizer: T, reducer: GradientReducer) -> T:
     """Return `optimizer` with its gradients, its state and its work spread over the ranks."""
-    wrapped = derive(optimizer, ShardedOptimizer, _reducer=reducer, _shards=OptimizerShard(reducer))
-    return cast(T, wrapped)
+    return derive(optimizer, ShardedOptimizer, _reducer=reducer, _shards=OptimizerShard(reducer))
 
 
 class ShardedOptimizer(AveragingOptimizer):
