@@ -47,6 +47,7 @@ class Form(NamedTuple):
 
 
 AWAITED: Final = Form(is_awaited=True)
+IN_PLACE: Final = Form(in_place=True, is_awaited=True)
 
 
 def begin(
@@ -103,10 +104,9 @@ def in_place_form(
         of: the form that waits and returns new tensors.
         first_line: of the docstring; the arguments are those of `of`.
     """
-    form = Form(in_place=True, is_awaited=True)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return body(form, *args, **kwargs).wait()
+        return body(IN_PLACE, *args, **kwargs).wait()
 
     presented = _present(call, body, of, f"{of.__name__}_", first_line)
     signature, result = inspect.signature(presented), inspect.signature(of).return_annotation

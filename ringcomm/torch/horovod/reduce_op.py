@@ -10,7 +10,6 @@ import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.scaling import Scaling
-from ringcomm.engine.api import collectives
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.operations import adasum, plans
 from ringcomm.errors import RingcommError
@@ -78,10 +77,6 @@ class Reduction:
 
     def start(self, x: torch.Tensor) -> Handle[torch.Tensor]:
         """Start an allreduce."""
-        is_quick = self._form == (True, True) and self._name is None and not self._scaling
-        if is_quick and isinstance(self._op, Op):
-            result = collectives.allreduce_(x, self._op, group=self._set.group)
-            return Handle((), lambda: result)
         in_place = self._form.in_place
         if isinstance(self._op, _Adasum):
             several = self._begin("adasum", "allreduce", adasum.plan, [x], in_place=in_place)

@@ -11,13 +11,22 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE, SUM
+from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.engine.api import collectives
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations import plans
 from ringcomm.torch.compression import Compression, compress
 from ringcomm.torch.horovod import autograd_functions
-from ringcomm.torch.horovod.forms import AWAITED, Form, async_form, begin, document, in_place_form
+from ringcomm.torch.horovod.forms import (
+    AWAITED,
+    IN_PLACE,
+    Form,
+    async_form,
+    begin,
+    document,
+    in_place_form,
+)
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, Reduction, op_of
@@ -88,9 +97,13 @@ def _allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
     which = op_of(op, average, stacklevel=4)
-    return Reduction(form, which, prescale_factor, postscale_factor, process_set, name).start(
-        tensor
-    )
+    is_plain = name is None and prescale_factor == 1.0 and postscale_factor == 1.0
+    if form is IN_PLACE and is_plain and isinstance(which, Op):  # the shortest way
+        ProcessSet.require(process_set)
+        result = collectives.allreduce_(tensor, which, group=process_set.group)
+        return Handle((), lambda: result)
+    how = Reduction(form, which, prescale_factor, postscale_factor, process_set, name)
+    return how.start(tensor)
 
 
 def _grouped_allreduce(
