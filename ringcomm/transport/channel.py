@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -49,6 +49,18 @@ class Wait:
 
     def __await__(self) -> Generator[tuple[Request, ...], None, None]:
         yield self.requests
+
+
+class Until:
+    """Request that is complete once test() says so: nothing is under way for it."""
+
+    source = -1
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.test = test
+
+    def cancel(self) -> None:
+        """Do nothing."""
 
 
 class Disagreement(Exception):

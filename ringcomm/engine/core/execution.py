@@ -14,9 +14,9 @@ from ringcomm.engine.core.pending import PendingOperation
 from ringcomm.engine.core.selection import Selection
 from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.errors import MismatchError
-from ringcomm.transport.channel import Channel, Disagreement, Wait
+from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
 from ringcomm.transport.header import CALLS, DATA
-from ringcomm.transport.node.shm import Never, NodeTeam, Turn
+from ringcomm.transport.node.shm import NodeTeam
 from ringcomm.transport.node.steps import NodeCopy, NodeReduction
 from ringcomm.transport.watch import Watch
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 # How long who waits for an operation stays in C++ before it looks at anything else.
 _LINGER_S = 1e-3
-_NEVER = Never()
+_NEVER = Until(lambda: False)
 
 
 class Deferred:
@@ -192,7 +192,7 @@ class Execution:
 async def _take_turn(team: NodeTeam | None, ticket: Ticket) -> None:
     """Wait until the slot of an unnamed operation is free; a name has its own."""
     if team is not None and ticket.name is None and not team.is_turn_of(ticket.number):
-        await Wait((Turn(team, ticket.number),))
+        await Wait((Until(lambda: team.is_turn_of(ticket.number)),))
 
 
 def end_turn(team: NodeTeam | None, ticket: Ticket) -> None:

@@ -23,7 +23,7 @@ from ringcomm.engine.core.ledger import NO_GROUP, Ledger, Tally, Ticket, base_of
 from ringcomm.engine.peers.conversations import Conversations
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
-from ringcomm.transport.channel import Channel, Wait
+from ringcomm.transport.channel import Channel, Until, Wait
 from ringcomm.transport.header import GROUPS, Header, Kind, contexts_within
 from ringcomm.transport.watch import Watch
 
@@ -151,7 +151,8 @@ class Groups:
     ) -> tuple[Ledger | None, int]:
         call = Call(f"Group({list(group.ranks)})")
         if pause_s:
-            await Wait((_Pause(time.monotonic() + pause_s),))
+            end = time.monotonic() + pause_s
+            await Wait((Until(lambda: time.monotonic() >= end),))
         self.poll()
         talk = Channel(self._watch, task.key, task.members)
         task.channels.append(talk)
@@ -199,21 +200,6 @@ class Groups:
         if node is not None:
             node.clear(context)
         self._contexts &= ~(1 << context)
-
-
-@dataclass(frozen=True)
-class _Pause:
-    """Request that is complete at a time of the monotonic clock."""
-
-    until: float
-    source: int = -1
-
-    def test(self) -> bool:
-        """Return True once it is time."""
-        return time.monotonic() >= self.until
-
-    def cancel(self) -> None:
-        """Do nothing: nothing is under way."""
 
 
 def _too_many(group: Group, n_in_use: int, largest_tag: int) -> str:

@@ -22,7 +22,7 @@ from ringcomm.engine.peers.conversations import Conversations
 from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.peers.whereabouts import Whereabouts
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
-from ringcomm.transport.channel import Wait
+from ringcomm.transport.channel import Until, Wait
 from ringcomm.transport.header import Header, Kind
 from ringcomm.transport.watch import Watch
 
@@ -138,7 +138,7 @@ class Joining:
 
     async def _serve_until(self, is_enough: Callable[[], bool], stand_in: StandIn) -> None:
         while not is_enough():  # whatever is served begins the wait anew
-            await Wait((_Until(lambda: self._serve(stand_in), is_enough),))
+            await Wait((Until(lambda: self._serve(stand_in) or is_enough()),))
 
     def _serve(self, stand_in: StandIn) -> bool:
         """Take part in what this rank was invited to, as far as its turn has come."""
@@ -218,19 +218,3 @@ class _Gathering:
 
     def abandon(self) -> None:
         """Do nothing: there are no buffers."""
-
-
-@dataclass(frozen=True)
-class _Until:
-    """Request that is complete when something has been served, or when that is over."""
-
-    serve: Callable[[], bool]
-    is_enough: Callable[[], bool]
-    source: int = -1
-
-    def test(self) -> bool:
-        """Return True if there is news."""
-        return self.serve() or self.is_enough()
-
-    def cancel(self) -> None:
-        """Do nothing: no operation follows a failed one."""

@@ -29,7 +29,7 @@ from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, 
 from ringcomm.gpu.executor.transport_setup import found
 from ringcomm.gpu.transports.base import Job, Mover
 from ringcomm.gpu.transports.choice import GpuChoice
-from ringcomm.transport.channel import Channel, Wait
+from ringcomm.transport.channel import Channel, Until, Wait
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.group import Group
@@ -91,7 +91,7 @@ class GpuTeam:
             await t.meet()
         place = await self._place(t)
         if self._turn != place:
-            await Wait((_Turn(self, place),))
+            await Wait((Until(lambda: self._turn == place),))
         try:
             if self._memory is None:
                 founded = await found(self._gpus, self._engine, issue.memory, t)
@@ -110,10 +110,6 @@ class GpuTeam:
                 f"those before were on GPU {before}. A rank uses one GPU per group: call "
                 "torch.cuda.set_device() or cupy.cuda.Device().use() once, before the first array"
             )
-
-    def is_turn_of(self, place: int) -> bool:
-        """Return True if the operation of this place is next."""
-        return self._turn == place
 
     async def _place(self, t: Channel) -> int:
         """Return the place that the first rank gives to this operation, now that all are in it."""
@@ -251,20 +247,3 @@ class GpuTeam:
 
         keeps_alive = [keeps]
         threading.Thread(target=release, name="ringcomm-gpu-release", daemon=True).start()
-
-
-class _Turn:
-    """Request that waits until an operation is the next to be launched."""
-
-    source = -1
-
-    def __init__(self, team: GpuTeam, place: int) -> None:
-        self._team = team
-        self._place = place
-
-    def test(self) -> bool:
-        """Return True once it is."""
-        return self._team.is_turn_of(self._place)
-
-    def cancel(self) -> None:
-        """Do nothing: no operation follows a failed one."""

@@ -140,36 +140,6 @@ class NodeTeam:
         self._turns[place % N_UNNAMED] = place + N_UNNAMED
 
 
-class Turn:
-    """Request that waits for the slot of an unnamed operation."""
-
-    source = -1
-
-    def __init__(self, team: NodeTeam, place: int) -> None:
-        self._team = team
-        self._place = place
-
-    def test(self) -> bool:
-        """Return True once the slot is free."""
-        return self._team.is_turn_of(self._place)
-
-    def cancel(self) -> None:
-        """Do nothing: no operation follows a failed one."""
-
-
-class Never:
-    """Request that is not complete, ever: something else ends the operation."""
-
-    source = -1
-
-    def test(self) -> bool:
-        """Return False."""
-        return False
-
-    def cancel(self) -> None:
-        """Do nothing."""
-
-
 class StepRequest:
     """Request that waits for a step in shared memory.
 
