@@ -14,7 +14,7 @@ from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.device import TransportChoice, device_executor, is_on_gpu
 from ringcomm.errors import ConfigError
@@ -130,7 +130,7 @@ def explain(
     return Explanation(case, op, current.selection.choice(case))
 
 
-def _explain_gpu(current: Engine, group: Group) -> GpuExplanation:
+def _explain_gpu(current: EngineContext, group: Group) -> GpuExplanation:
     choice, problem = None, ""
     try:
         choice = device_executor().choice(current, group)

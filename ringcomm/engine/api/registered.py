@@ -21,7 +21,7 @@ from ringcomm.arrays import (
 from ringcomm.arrays.base import Bytes, lengths_of
 from ringcomm.arrays.numpy import NUMPY
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.device import device_executor, is_on_gpu
 
@@ -100,7 +100,7 @@ def zeros(
 
 
 def on_gpu(
-    current: Engine, dtype: DType, shape: tuple[int, ...], adapter: DeviceAdapter, index: int
+    current: EngineContext, dtype: DType, shape: tuple[int, ...], adapter: DeviceAdapter, index: int
 ) -> Array:
     """Return a registered array on GPU `index`, of the adapter's library; see empty()."""
     memory = device_executor().allocate(current, index, math.prod(shape) * dtype.itemsize)
@@ -113,7 +113,7 @@ def node_memory() -> NodeMemory:
     return NodeMemory(*engine().shared_usage())
 
 
-def _memory(current: Engine, nbytes: int) -> Bytes | None:
+def _memory(current: EngineContext, nbytes: int) -> Bytes | None:
     try:
         if nbytes >= 1 << 63:
             raise MemoryError

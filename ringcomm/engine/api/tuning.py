@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import tempfile
 from pathlib import Path
 
 from ringcomm._version import __version__
 from ringcomm.collectives.layout import describe
 from ringcomm.collectives.table import Table
 from ringcomm.config import Settings, tuning_folder
+from ringcomm.files import replacing
 from ringcomm.transport.base import Transport
 
 _log = logging.getLogger("ringcomm")
@@ -54,15 +53,8 @@ def load(settings: Settings, transport: Transport) -> str:
 def save(settings: Settings, table: Table) -> Path:
     """Write the table where load() finds it; whoever reads meanwhile gets the old one, whole."""
     path = table_path(settings, table.layout, table.implementation)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(table.dumps())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(table.dumps().encode())
     return path
 
 
