@@ -84,7 +84,7 @@ class ShardedSampler:
         self._refuse_bad_arguments()
         self._epoch = 0  # of the next run
         self._phases: Phases = ()
-        self._run: Run | None = None
+        self._run: EpochShare | None = None
         self._is_compared = False
 
     @property
@@ -188,7 +188,7 @@ class ShardedSampler:
         """True once some samples of an epoch have been handed out, until all have."""
         return self._run is not None and self._run.taken > 0 and not self._run.is_over
 
-    def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> Run:
+    def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> EpochShare:
         """Begin the next epoch, and return this rank's part of it. Collective the first time."""
         if not self._is_compared:
             self._compare({"batch_size": batch_size, "drop_last": drop_last})
@@ -197,7 +197,7 @@ class ShardedSampler:
         order = epoch_order(self.n, seed=self.seed, epoch=self._epoch, is_shuffled=self.shuffle)
         left = remaining(order, self._phases)
         share = share_of(left, order, self.rank, self.size, self.remainder)
-        self._run = Run(self._epoch, share)
+        self._run = EpochShare(self._epoch, share)
         return self._run
 
     def longest(self) -> int:
@@ -236,7 +236,7 @@ class ShardedSampler:
             raise ValueError(f"ShardedSampler: rank {self.rank} is not one of {self.size} ranks")
 
 
-class Run:
+class EpochShare:
     """One iteration over a rank's share of an epoch; `taken` samples have been handed out."""
 
     def __init__(self, epoch: int, share: Indices) -> None:

@@ -47,11 +47,11 @@ class State:
 
 
 class ObjectState(State):
-    """See State."""
+    """State of any objects. Raises NotImplementedError when it is made."""
 
 
 class TorchState(ObjectState):
-    """See State."""
+    """State of a model and an optimizer. Raises NotImplementedError when it is made."""
 
 
 class ElasticSampler(State):

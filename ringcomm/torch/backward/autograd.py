@@ -20,14 +20,14 @@ from ringcomm.errors import RingcommError
 
 
 class Listener(Protocol):
-    """Is called before and after gradients, with the index of their parameter."""
+    """An object that autograd calls before and after each gradient, by its parameter's index."""
 
     def before_gradient(self, index: int) -> None:
-        """A gradient is about to be added to .grad."""
+        """Make ready for a gradient that is about to be added to .grad."""
         ...
 
     def after_gradient(self, index: int) -> None:
-        """.grad is as this run leaves it."""
+        """Take the gradient: .grad is as this run leaves it."""
         ...
 
 

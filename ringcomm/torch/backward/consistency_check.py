@@ -36,18 +36,18 @@ class ConsistencyCheck:
         self._mine = mine
         self._group = group
         self._name = name
-        outline = with_complement(mine.digest())
-        self._cut = len(outline)
-        message = np.array(list(outline + with_complement(weights)), np.uint8)
+        digest = with_complement(mine.digest())
+        self._cut = len(digest)
+        message = np.array(list(digest + with_complement(weights)), np.uint8)
         self.handle = async_ops.allreduce_async_(message, BOR, name=name, group=group)
 
     def require_alike(self) -> None:
         """Raise MismatchError, on every rank and with the first difference, if there is any."""
         if not is_alike(self.handle.wait().tobytes()[: self._cut]):
-            outlines = collectives.allgather_object(
+            summaries = collectives.allgather_object(
                 self._mine, name=f"{self._name}, in full", group=self._group
             )
-            raise MismatchError(explain(outlines))
+            raise MismatchError(explain(summaries))
 
     def combined_weights(self) -> bytes:
         """Return the digests of all ranks' weights, each with its complement, by BOR."""
@@ -55,21 +55,21 @@ class ConsistencyCheck:
         return combined
 
 
-def explain(outlines: Sequence[OptimizerSummary | None]) -> str:
+def explain(summaries: Sequence[OptimizerSummary | None]) -> str:
     """Return in what the summaries of ranks differ; None: of one in join(). Pure."""
-    known = {rank: each for rank, each in enumerate(outlines) if each is not None}
+    known = {rank: each for rank, each in enumerate(summaries) if each is not None}
     counts = [f"{len(each.parameters)} parameters" for each in known.values()]
     if len(set(counts)) > 1:
         return _text(known, counts, "Wrap the same model on every rank")
-    for each in zip(*(outline.parameters for outline in known.values()), strict=True):
+    for each in zip(*(summary.parameters for summary in known.values()), strict=True):
         if len(set(each)) > 1:
             values = [f"{name} {what}" for name, what in each]
             return _text(known, values, "Wrap the same parameters in the same order on every rank")
-    for each in zip(*(outline.settings for outline in known.values()), strict=True):
+    for each in zip(*(summary.settings for summary in known.values()), strict=True):
         if len(set(each)) > 1:
             values = [f"{what}={value}" for what, value in each]
             return _text(known, values, "Set the same on every rank")
-    raise AssertionError("the outlines agree")
+    raise AssertionError("the summaries agree")
 
 
 def _text(ranks: Iterable[int], values: Sequence[str], advice: str) -> str:

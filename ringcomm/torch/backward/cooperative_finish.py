@@ -1,7 +1,7 @@
 """Runs collective tasks side by side, each as soon as what it waits for has arrived.
 
-Two optimizers may hear of gradients in one backward(), in another order on another rank. Were one
-waited for before the other is begun, two ranks could wait for each other for ever.
+Gradients of two optimizers may come in one backward(), in another order on another rank. If one
+were waited for before the other begins, two ranks could wait for each other for ever.
 """
 
 from __future__ import annotations

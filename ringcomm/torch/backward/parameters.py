@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Slot)
 
 
 class Owner(Listener, Numbered, Protocol):
-    """Is called before and after each gradient of its parameters, which have no other owner."""
+    """A listener to gradients of parameters that have no other owner."""
 
 
 class ParameterHooks:

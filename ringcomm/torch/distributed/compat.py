@@ -189,7 +189,7 @@ def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Seen | None]]) -> None:
 
     What wrap() returns second is shown the Future that then() returns, if it is a function. This
     replaces two methods of torch._C.Future, for all Futures of this process: then() returns objects
-    of that very class, on which a subclass would never hear of the second then() of a chain; and
+    of that very class, so a subclass would not see the second then() of a chain; and
     torch gives them no dictionary, and no way to end in an error but a callback that raises.
     """
     global _has_wrapped_callbacks  # noqa: PLW0603 - for the life of the process

@@ -11,8 +11,8 @@ from ringcomm.errors import CommTimeoutError, ConfigError
 def begin() -> None:
     """Make this process a rank of its job, anew where ranks have waited in vain. Collective.
 
-    After a timeout torch's programs destroy their process groups and make new ones. A rank that has
-    not heard of the timeout does so in the barrier, which those that have do not enter.
+    After a timeout torch's programs destroy their process groups and make new ones. A rank that
+    does not know of the timeout learns of it in the barrier, which the others do not enter.
 
     Raises:
         CommTimeoutError: a rank did not come.

@@ -124,7 +124,7 @@ def _broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
     def plan(group: Group, name: str | None) -> Plan[Tensor]:
-        root = process_set.root(root_rank)  # within the plan, so that all ranks hear of a mistake
+        root = process_set.root(root_rank)  # within the plan, so that all ranks learn of a mistake
         return plans.broadcast(group, name, tensor, root, in_place=form.in_place)
 
     kind = "broadcast_" if form.in_place else "broadcast"

@@ -35,7 +35,7 @@ _NOT_AWAITED: Final = (
 
 
 class Form(NamedTuple):
-    """How an operation is called.
+    """A way to call an operation.
 
     Attributes:
         in_place: the result overwrites the tensors.

@@ -64,7 +64,6 @@ class _Adaptive(Optimizer):
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
-        """See AveragingOptimizer."""
         return {p: name for name, p in self._named}
 
     def set_backward_passes_per_step(self, passes: int) -> None:

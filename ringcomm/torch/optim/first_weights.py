@@ -1,7 +1,7 @@
 """Compares the weights with which ranks begin; where they differ, all get the first rank's.
 
 Compared once, by a fingerprint that travels with what ranks compare before the first gradient
-anyway. Ranks that broadcast_parameters() has made alike are not heard of it.
+anyway. Nothing is logged where broadcast_parameters() has made ranks alike.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class GradientSlot(Slot):
             self._zeroed_version = self._view._version
 
     def restart(self) -> None:
-        """.grad, whatever it is now, is the user's."""
+        """Leave .grad, whatever it is now, to the user."""
         self.state = GradientState.SETTLED
         self.was_sparse = self.is_sparse_in_step = False
         self._base = self._reduced = None
@@ -109,7 +109,7 @@ class GradientSlot(Slot):
         return flat_view(gradient.detach())[self._own or slice(None)]
 
     def accept(self) -> None:
-        """.grad was changed in a way that is right for a part of it."""
+        """Note that .grad was changed in a way that is right for a part of it."""
         gradient = self.parameter.grad
         self._reduced = None if gradient is None else _Mark(gradient)
 

@@ -138,17 +138,17 @@ class GradientReducer:
 
     @property
     def samples(self) -> float | None:
-        """See registry.Weighed."""
+        """Number of samples that this rank's gradient is the mean of; None: it is not weighed."""
         return self._samples
 
     # --- what autograd calls ----------------------------------------------------------------------
     def before_gradient(self, index: int) -> None:
-        """See autograd.Listener."""
+        """Make room in .grad for what this rank computes."""
         self._spoiling(self._passes.enter, self)
         self.slots[index].open()
 
     def after_gradient(self, index: int) -> None:
-        """See autograd.Listener."""
+        """Put the gradient into its bucket, if this pass communicates."""
         slot = self.slots[index]
         if self.options.sparse_as_dense and slot.has_sparse:
             slot.densify()
@@ -159,7 +159,7 @@ class GradientReducer:
             self._spoiling(self._load, slot)
 
     def begin_pass(self) -> None:
-        """See passes.Owner."""
+        """Count the pass; make buckets if it communicates."""
         self._usability.require(self._passes)
         self._n_passes += 1
         self._is_communicating = self._n_passes >= self.passes_per_step
@@ -167,7 +167,7 @@ class GradientReducer:
             self._prepare()
 
     def end_pass(self) -> CollectiveTask[None]:
-        """See passes.Owner."""
+        """Complete the reduction, if this pass communicates."""
         if self._is_communicating:
             yield from self._finish()
 
@@ -187,7 +187,7 @@ class GradientReducer:
 
     @property
     def suffix(self) -> str:
-        """Of the names of messages: other optimizers, and users, may have names of their own."""
+        """End of the names of messages: other optimizers, and users, have names of their own."""
         return f" (optimizer {self.number})"
 
     def _prepare(self) -> None:

@@ -93,7 +93,7 @@ class Feeder:
 
     # --- what autograd calls --------------------------------------------------------------------
     def before_gradient(self, index: int) -> None:
-        """See autograd.Listener."""
+        """Refuse a gradient of what has been pushed in this step."""
         self._spoiling(self._passes.enter, self)
         slot = self._slots[index]
         if slot.pushed is not None:
@@ -105,7 +105,7 @@ class Feeder:
             )
 
     def after_gradient(self, index: int) -> None:
-        """See autograd.Listener."""
+        """Push the buckets that are full now, unless step() does."""
         if self.options.is_deferred or self._n_passes < self._passes_per_step:
             return
         for bucket in self.pusher.buckets[self.pusher.n_pushed :]:
@@ -113,14 +113,14 @@ class Feeder:
         self._spoiling(self.pusher.push_full)
 
     def begin_pass(self) -> None:
-        """See passes.Owner."""
+        """Count the pass; values must be as the servers have them."""
         self._refuse_spoiled()
         self._refuse_changed_values()
         self._hooks.attach(self, without_hooks(self._slots))
         self._n_passes += 1
 
     def end_pass(self) -> CollectiveTask[None]:
-        """See passes.Owner."""
+        """Do nothing: step() pushes what is left."""
         yield from ()
 
     # --- the end of a step ----------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Feeder:
         self.begin_step()
 
     def complete_step_of_worker(self) -> None:
-        """Like complete_step(), where the worker's own optimizer has made it."""
+        """Count a step that the worker's own optimizer has made."""
         self._tick()
         self.complete_step()
 
@@ -216,12 +216,12 @@ class Feeder:
 
     @property
     def is_deferred(self) -> bool:
-        """See row_gradients.Deferring."""
+        """True if step() pushes, and rows wait for it."""
         return self.options.is_deferred
 
     @property
     def samples(self) -> float | None:
-        """See registry.Weighed."""
+        """Number of samples that this worker's gradient is the mean of; None: it is not weighed."""
         return self.pusher.samples
 
     def restart(self) -> None:

@@ -33,7 +33,7 @@ class Deferring(Protocol):
 
     @property
     def is_deferred(self) -> bool:
-        """True if it has."""
+        """True if step() pushes, and rows wait for it."""
         ...
 
 

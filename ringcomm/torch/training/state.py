@@ -44,7 +44,7 @@ def broadcast_parameters(
     tensors: dict[str, torch.Tensor] = {}
 
     def plan(group: Group) -> Plan[list[bytes]]:
-        tensors.update(_by_name(params))  # within the plan, so that all ranks hear of a mistake
+        tensors.update(_by_name(params))  # within the plan, so that all ranks learn of a mistake
         return plans.allgather_object(group, "names of parameters", list(tensors))
 
     names_of = engine().execute("allgather_object", "names of parameters", plan, group)

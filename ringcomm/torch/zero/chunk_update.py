@@ -92,7 +92,7 @@ class OwnClassUpdate:
         groups: Sequence[tuple[Settings, list[int]]],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """See ChunkUpdate."""
+        """Update the masters by the user's class, and round the weights."""
         del buffer
         for piece, gradient in enumerate(gradients):
             master = self._masters[piece]
@@ -111,10 +111,10 @@ class OwnClassUpdate:
         return settings_of(self._optimizer)
 
     def note_done(self) -> None:
-        """See ChunkUpdate."""
+        """Do nothing: update() has written the weights."""
 
     def state_of(self, piece: int) -> ParameterState:
-        """See ChunkUpdate."""
+        """Return the optimizer's state of a piece, and its master if that differs."""
         master = self._masters[piece]
         state = ParameterState.of(self._optimizer.state.get(master, {}), master)
         if self._has_master[piece]:
@@ -122,7 +122,7 @@ class OwnClassUpdate:
         return state
 
     def set_state(self, piece: int, state: ParameterState) -> None:
-        """See ChunkUpdate."""
+        """Set the optimizer's state of a piece, and its master."""
         master = self._masters[piece]
         by_element = dict(state.by_element)
         weights = by_element.pop(MASTER, None)
@@ -137,7 +137,7 @@ class OwnClassUpdate:
             self._optimizer.state[master] = state.shaped(master)
 
     def _follow(self, piece: int) -> None:
-        """See where somebody else has written to the weights."""
+        """Take over weights that somebody else has written."""
         weights, master = self._weights[piece], self._masters[piece]
         if weights is master:
             return

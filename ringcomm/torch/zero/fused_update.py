@@ -109,7 +109,7 @@ class FusedUpdate:
         groups: Sequence[tuple[Settings, list[int]]],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Say in `pieces` what there is to do; see ChunkUpdate."""
+        """Say in `pieces` what the kernel has to do."""
         self._follow()
         steps: list[_Step | None] = [None for _ in gradients]
         following = {}
@@ -131,13 +131,13 @@ class FusedUpdate:
         return [settings for settings, _ in groups]
 
     def note_done(self) -> None:
-        """See ChunkUpdate."""
+        """Note that the kernel has made the update."""
         for piece, kept in self._next.items():
             self._kept[piece] = kept
         self._next = {}
 
     def state_of(self, piece: int) -> ParameterState:
-        """See ChunkUpdate."""
+        """Return the state of a piece as torch's class would have it."""
         part, kept = self._part(piece), self._kept[piece]
         lines, alike = dict(kept.rest.by_element), dict(kept.rest.common)
         if kept.count:
@@ -149,7 +149,7 @@ class FusedUpdate:
         return ParameterState(lines, alike)
 
     def set_state(self, piece: int, state: ParameterState) -> None:
-        """See ChunkUpdate."""
+        """Set the state of a piece, as torch's class has it."""
         part, names = self._part(piece), _STATES[self._kind]
         lines, alike = dict(state.by_element), dict(state.common)
         master, count = lines.pop(MASTER, None), alike.pop(COUNT, None)
@@ -194,7 +194,7 @@ class FusedUpdate:
         return slice(place.start - start, place.stop - start)
 
     def _follow(self) -> None:
-        """See where somebody else has written to the weights; no host waits for the answer."""
+        """Take over weights that somebody else has written; no host waits for the answer."""
         weights, master = self._chunk.weights[self._chunk.own], self._master
         if is_16_bit(weights):
             is_own = master.to(weights.dtype) == weights

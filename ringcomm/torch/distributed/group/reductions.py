@@ -57,7 +57,7 @@ class ReducingGroup(BaseGroup):
         return self.start(call, "allreduce", tensors, plan, tensors, call.reduction)
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
-        """See allreduce()."""
+        """Replace a sparse tensor by its reduction over all ranks."""
         return self.allreduce(tensors, opts)
 
     @traced

@@ -85,16 +85,12 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         self.wait()
         return self._results
 
-    def _source_rank(self) -> int:
+    def source_rank(self) -> int:
         """Return the rank within the group that a message came from, -1 for other operations."""
-        if self._handle is None:
-            return -1
-        source = self._handle.wait()
+        source = None if self._handle is None else self._handle.wait()
         return source if isinstance(source, int) else -1
 
-    def source_rank(self) -> int:
-        """See _source_rank()."""
-        return self._source_rank()
+    _source_rank = source_rank
 
     @untraced
     def get_future(self) -> Any:
