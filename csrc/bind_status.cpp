@@ -67,6 +67,7 @@ void bind_status(nb::module_& m) {
                   "local_rank"_a, "nonce"_a)
       .def_static("open", &MappedPage::open, "pid"_a, "fd"_a, "nonce"_a)
       .def_prop_ro("fd", &MappedPage::fd)
+      .def("close_fd", &MappedPage::close_fd)
       .def_static("adopt",
                   [](int fd, std::uint64_t nonce) {
                     return MappedPage::adopt(Descriptor(fd), nonce);

@@ -187,7 +187,7 @@ NodeMemory::NodeMemory(int pid, int board_fd, int arena_fd, std::size_t arena_nb
 NodeMemory::~NodeMemory() {
   PrivateInForks::instance().remove(&arena_, arena_fd_);
   close(board_fd_);
-  close(arena_fd_);
+  if (arena_fd_ >= 0) close(arena_fd_);
 }
 
 std::size_t page_nbytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
@@ -233,7 +233,7 @@ std::shared_ptr<NodeMemory> NodeMemory::adopt(Descriptor board, Descriptor arena
       new NodeMemory(pid, board.get(), arena.get(), static_cast<std::size_t>(state.st_size),
                      page_nbytes()));
   board.release();
-  arena.release();
+  made->arena_fd_ = -1;  // it is mapped whole, and closed here; windows of the board come later
   return made;
 }
 

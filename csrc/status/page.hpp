@@ -107,6 +107,7 @@ class MappedPage {
   Descriptor open_lifeline(int pid) const;
 
   int fd() const { return fd_.get(); }
+  void close_fd() { fd_.reset(); }  // the page stays mapped
   int lifeline_fd() const { return lifeline_.fd(); }  // of this process's own page
   Page* operator->() const { return page_; }
   Page* get() const { return page_; }

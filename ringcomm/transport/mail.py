@@ -124,36 +124,3 @@ class MpiMail:
             request.Cancel()
             request.Wait()
         self._receives.clear()
-
-
-class MailBox:
-    """Mail between ranks that are threads: a queue per rank.
-
-    Args:
-        boxes: of all ranks, by rank; shared by them.
-        rank: this one.
-        ring: wakes a rank.
-    """
-
-    def __init__(self, boxes: list[deque[Letter]], rank: int, ring: Any) -> None:
-        self._boxes = boxes
-        self._rank = rank
-        self._ring = ring
-
-    n_unsent = 0
-
-    def send(self, dest: int, data: bytes) -> None:
-        """Put a letter into another's queue."""
-        require_fit(data, dest)
-        self._boxes[dest].append(Letter(self._rank, bytes(data)))
-        self._ring(dest)
-
-    def collect(self) -> list[Letter]:
-        """Empty this rank's queue."""
-        box, letters = self._boxes[self._rank], []
-        while box:
-            letters.append(box.popleft())
-        return letters
-
-    def close(self) -> None:
-        """Do nothing: nobody waits."""

@@ -183,7 +183,7 @@ class MpiTransport:
         self.page = StatusPage.create(job, host, self.rank, self.size, candidates.rank, nonce)
         self._neighbours = Neighbours()
         self._parking = Parking(self._neighbours.fileno())
-        memory = _memory_or_none(nonce) if candidates.size > 1 else None
+        memory = _memory_or_none(nonce, candidates.size) if candidates.size > 1 else None
         fds = (-1, -1) if memory is None else (memory.board_fd, memory.arena_fd)
         self._offer = Offer(pid, nonce, self.page.fd, self.page.lifeline_fd, *fds)
         node, separate = meet(candidates, self.rank, self._offer, self._neighbours)
@@ -236,30 +236,27 @@ class MpiTransport:
         others = [self._neighbours[rank].ward() for rank in self._neighbours.ranks]
         return [Ward(me.pid, me.page, me.nonce), *others]
 
+    def close_handed(self) -> None:
+        """Close what has been handed over for the guardian; it has been started, if it ever is."""
+        self._neighbours.close_handed()
+
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
         """Start to send."""
-        try:
-            return _MpiRequest(
-                self._mpi,
-                [self._data.Isend(part, dest, tag) for part in _segments(data)],
-                data,
-                is_receive=False,
-            )
-        except self._mpi.Exception as error:
-            raise WireFault(str(error)) from error
+        return self._begin(self._data.Isend, data, dest, tag)
 
     def irecv(self, out: Bytes, source: int, tag: int) -> Request:
         """Start to receive."""
         source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
+        return self._begin(self._data.Irecv, out, source, tag, is_receive=True)
+
+    def _begin(
+        self, call: Any, buffer: Bytes, peer: int, tag: int, *, is_receive: bool = False
+    ) -> Request:
         try:
-            return _MpiRequest(
-                self._mpi,
-                [self._data.Irecv(part, source, tag) for part in _segments(out)],
-                out,
-                is_receive=True,
-            )
+            requests = [call(part, peer, tag) for part in _segments(buffer)]
         except self._mpi.Exception as error:
             raise WireFault(str(error)) from error
+        return _MpiRequest(self._mpi, requests, buffer, is_receive=is_receive)
 
     def control(self, dest: int, message: bytes) -> None:
         """Send a control message; best effort."""
@@ -377,9 +374,9 @@ class MpiTransport:
         return [Died(rank, how_it_ended(last_words), blames)]
 
 
-def _memory_or_none(nonce: int) -> NodeMemory | None:
+def _memory_or_none(nonce: int, n_ranks: int) -> NodeMemory | None:
     try:
-        return make_memory(nonce)
+        return make_memory(nonce, n_ranks)
     except (OSError, RuntimeError) as error:
         _log.warning("no shared memory on this rank: %s", error)
         return None

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 from harness import wait_until
 
 from ringcomm import descriptors
-from ringcomm._core import Loop, NodeMemory, StatusPage
+from ringcomm._core import Loop, NodeMemory, StatusPage, take, view
+from ringcomm.transport.node.neighbours import Neighbour, Offer
 from ringcomm.transport.node.parking import Parking
+from ringcomm.transport.node.shm import make_memory
 
 # Runs in a process of its own, whose limit of descriptors then matters to nobody else.
 FEW = """
@@ -160,3 +163,35 @@ def test_memory_of_another_process_that_is_gone_is_an_os_error():
         NodeMemory.open(0, 3, 4, 5)
     with pytest.raises(FileNotFoundError, match="/proc/0/fd/3"):
         StatusPage.open(0, 3, 5)
+
+
+@pytest.mark.parametrize("is_handed", [False, True])
+def test_a_neighbour_takes_two_descriptors_and_its_part_of_the_addresses(is_handed):
+    n_ranks, of_machine = 64, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    page, memory = StatusPage.create("j", "h", 0, n_ranks, 0, 5), make_memory(5, n_ranks)
+    fds = (page.fd, page.lifeline_fd, memory.board_fd, memory.arena_fd)
+    offer = Offer(os.getpid(), 5, *fds)
+    n_before, nbytes_before = n_open(), address_nbytes()
+    if is_handed:
+        neighbour = Neighbour.handed(offer, os.getpid(), [os.dup(fd) for fd in offer.descriptors])
+    else:
+        neighbour = Neighbour.reached(offer)
+    mapped = neighbour.memory()
+    neighbour.close_handed()
+    assert n_open() - n_before == 2
+    assert address_nbytes() - nbytes_before < 4 * of_machine / n_ranks + (1 << 28)
+    piece = take(memory, 5000)
+    piece[:] = np.arange(5000) % 61
+    assert np.array_equal(view(mapped, memory.offset_of(piece), 5000), piece)
+    neighbour.close()
+    del mapped
+    assert n_open() == n_before
+
+
+def n_open():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def address_nbytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

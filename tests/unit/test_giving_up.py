@@ -154,7 +154,7 @@ class Two:
     """Two ranks of a node, in one thread."""
 
     def __init__(self):
-        self.memories = [make_memory(nonce) for nonce in (1, 2)]
+        self.memories = [make_memory(nonce, 2) for nonce in (1, 2)]
         self.teams = [_core.make_team(r, 0, True, self.memories) for r in range(2)]
 
     def array(self, rank, value):

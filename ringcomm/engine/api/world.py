@@ -118,6 +118,7 @@ def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = 
     )
     words = LastWords(transport.page, on_failure=_tell_the_others)
     guardian = _start_guardian(transport, settings)
+    transport.close_handed()
     _enter(_World(engine, transport, words, guardian, partial(start, read_settings, comm)))
     launched.mark_children_of_this_rank()
     try:

@@ -78,6 +78,7 @@ class Neighbour:
         except BaseException:
             _close(end)
             raise
+        page.close_fd()
         return cls(offer, page, end)
 
     @classmethod
@@ -120,6 +121,13 @@ class Neighbour:
         its = self.offer
         handed = () if self._lifeline is None else (self.page.fd, self._lifeline)
         return Ward(its.pid, its.page, its.nonce, handed)
+
+    def close_handed(self) -> None:
+        """Close what a guardian alone needs, and it has been given."""
+        if self._lifeline is not None:
+            self.page.close_fd()
+            _close(self._lifeline if self._lifeline != self.end else -1)
+            self._lifeline = None
 
     def close(self) -> None:
         """Give the descriptors back; page and memory stay mapped as long as they are used."""
@@ -186,6 +194,11 @@ class Neighbours:
         """Forget a rank."""
         self.unwatch(rank)
         self._met.pop(rank).close()
+
+    def close_handed(self) -> None:
+        """Close what no more than a guardian needs of them."""
+        for neighbour in self._met.values():
+            neighbour.close_handed()
 
     def close(self) -> None:
         """Forget all."""

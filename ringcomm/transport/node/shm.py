@@ -102,8 +102,11 @@ class SharedNode:
         return view(self._memories[rank], offset, nbytes)
 
 
-def make_memory(nonce: int) -> NodeMemory:
-    """Return new memory for this rank: room for all of the machine's, of which none is used yet.
+def make_memory(nonce: int, n_ranks: int) -> NodeMemory:
+    """Return new memory for this rank: room for its part of the machine's, four times over.
+
+    Each rank of the host maps those of all, so that all take four times the machine's memory of its
+    addresses, however many they are. None is used yet.
 
     The arenas of a node are mapped one behind the other. Caches that look for an address by its
     last 28 bits (AMD Zen) take places in them for one if a multiple of 2**28 lies between: an
@@ -114,7 +117,8 @@ def make_memory(nonce: int) -> NodeMemory:
         OSError: it cannot be had.
         RuntimeError: the pages of this system are too large.
     """
-    nbytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    nbytes = min(of_machine, 4 * of_machine // n_ranks)
     return NodeMemory.create(nonce, (nbytes >> 28 << 28) + _APART)
 
 
