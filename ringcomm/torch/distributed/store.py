@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
         barrier()  # MPI would wait for a rank that never comes here without an end, and in C
         self._mailbox = Mailbox()
         self._lock = threading.Lock()  # one question of this rank at a time
-        self._values: dict[str, bytes] = {}
+        self._values: Any = c10d.HashStore()  # of rank 0
         self._values_lock = threading.Lock()
         if self._mailbox.rank == 0:
             self._mailbox.serve(self._answer)
@@ -47,18 +47,15 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
             CommTimeoutError: it is not, within the timeout.
         """
         self.wait([key])
-        value: bytes = self._ask("get", key)
-        return value
+        return bytes(self._ask("get", key))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 at first, and return the sum."""
-        total: int = self._ask("add", key, amount)
-        return total
+        return int(self._ask("add", key, amount))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Set a value if it is as expected, or if there is none and none is; return it."""
-        value: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
-        return value
+        return bytes(self._ask("compare_set", key, _bytes(expected), _bytes(desired)))
 
     def append(self, key: str, value: bytes | str) -> None:
         """Set a value behind what is there."""
@@ -79,18 +76,15 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all are there."""
-        is_there: bool = self._ask("check", "", list(keys))
-        return is_there
+        return bool(self._ask("check", list(keys)))
 
     def delete_key(self, key: str) -> bool:
         """Remove a value; return True if there was one."""
-        was_there: bool = self._ask("delete", key)
-        return was_there
+        return bool(self._ask("delete_key", key))
 
     def num_keys(self) -> int:
         """Return how many values there are."""
-        count: int = self._ask("count", "")
-        return count
+        return int(self._ask("num_keys"))
 
     deleteKey, getNumKeys = delete_key, num_keys  # C++ looks for these names
 
@@ -124,8 +118,8 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
                 )
             time.sleep(_POLL_S)
 
-    def _ask(self, what: str, key: str, *more: Any) -> Any:
-        request = (what, key, *more)
+    def _ask(self, *request: Any) -> Any:
+        """Return what rank 0's store returns for (its method, arguments)."""
         if self._mailbox.rank == 0:
             return self._carry_out(request)
         with self._lock:
@@ -137,48 +131,11 @@ class MpiStore(c10d.Store):  # type: ignore[misc] # see compat.c10d
         return pickle.dumps(self._carry_out(pickle.loads(request)))
 
     def _carry_out(self, request: tuple[Any, ...]) -> Any:
-        what, key, *more = request
+        method, *arguments = request
         with self._values_lock:
-            return _ACTIONS[what](self._values, key, *more)
-
-
-Values = dict[str, bytes]
-
-
-def _set(values: Values, key: str, value: bytes) -> None:
-    values[key] = value
-
-
-def _add(values: Values, key: str, amount: int) -> int:
-    total = int(values.get(key, b"0")) + amount
-    values[key] = str(total).encode()
-    return total
-
-
-def _compare_set(values: Values, key: str, expected: bytes, desired: bytes) -> bytes:
-    if key not in values:
-        if not expected:
-            values[key] = desired
-        return values.get(key, expected)
-    if values[key] == expected:
-        values[key] = desired
-    return values[key]
-
-
-def _append(values: Values, key: str, value: bytes) -> None:
-    values[key] = values.get(key, b"") + value
-
-
-_ACTIONS: dict[str, Callable[..., Any]] = {
-    "set": _set,
-    "get": lambda values, key: values.get(key, b""),
-    "add": _add,
-    "compare_set": _compare_set,
-    "append": _append,
-    "check": lambda values, _, keys: all(key in values for key in keys),
-    "delete": lambda values, key: values.pop(key, None) is not None,
-    "count": lambda values, _: len(values),
-}
+            if method == "get" and not self._values.check(arguments):  # it would wait for the key
+                return b""
+            return getattr(self._values, method)(*arguments)
 
 
 def _bytes(value: bytes | str) -> bytes:
