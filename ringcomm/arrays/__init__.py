@@ -13,25 +13,10 @@ from ringcomm.arrays.mirror import MIRROR, Mirror
 from ringcomm.arrays.numpy import NUMPY
 
 __all__ = [
-    "DTYPES",
-    "AnyAdapter",
-    "Array",
-    "ArrayAdapter",
-    "Bytes",
-    "DType",
-    "DeviceAdapter",
-    "Flat",
-    "Span",
-    "adapter_for",
-    "adapter_of_kind",
-    "add_device_adapter",
-    "any_adapter_for",
-    "arrived",
-    "device_adapter_for",
-    "device_adapter_of_kind",
-    "first_device_kind",
-    "is_device_kind",
-]
+    "DTYPES", "AnyAdapter", "Array", "ArrayAdapter", "Bytes", "DType", "DeviceAdapter", "Flat",
+    "Span", "adapter_for", "adapter_of_kind", "add_device_adapter", "any_adapter_for", "arrived",
+    "device_adapter_for", "device_adapter_of_kind", "first_device_kind", "is_device_kind",
+]  # fmt: skip
 
 _added: list[tuple[Callable[[Array], bool], DeviceAdapter]] = []
 

@@ -20,20 +20,6 @@ from ringcomm.codec.topk import TopK
 from ringcomm.errors import CodecError
 
 __all__ = [
-    "BF16",
-    "FP16",
-    "HEADER_NBYTES",
-    "Codec",
-    "CodecError",
-    "Header",
-    "Identity",
-    "Int8",
-    "Kind",
-    "Residual",
-    "TopK",
-    "check",
-    "decode",
-    "decoded",
-    "draw_number",
-    "read_header",
-]
+    "BF16", "FP16", "HEADER_NBYTES", "Codec", "CodecError", "Header", "Identity", "Int8", "Kind",
+    "Residual", "TopK", "check", "decode", "decoded", "draw_number", "read_header",
+]  # fmt: skip

@@ -17,36 +17,13 @@ import torch
 from ringcomm.torch.distributed import compat
 
 _HANDED_ON = (
-    "_end_coalescing",
-    "_get_sequence_number_for_group",
-    "_set_sequence_number_for_group",
-    "_start_coalescing",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "allreduce_sparse",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "getBackendName",
-    "monitored_barrier",
-    "name",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-    "set_timeout",
-    "shutdown",
-)
+    "_end_coalescing", "_get_sequence_number_for_group", "_set_sequence_number_for_group",
+    "_start_coalescing", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "allgather", "allgather_coalesced", "allreduce", "allreduce_coalesced", "allreduce_sparse",
+    "alltoall", "barrier", "broadcast", "gather", "getBackendName", "monitored_barrier", "name",
+    "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "scatter", "send", "set_timeout", "shutdown",
+)  # fmt: skip
 
 
 def put_inside(group: Any) -> None:
