@@ -237,9 +237,9 @@ CACHE = [
     Mutation(
         "deterministic-is-not-compared",
         "cache",
-        "engine/operations/plans.py",
-        'how = f"{op.name}, deterministic" if deterministic else op.name',
-        "how = op.name",
+        "engine/core/call.py",
+        "(self.reduction.op.name, *self.reduction[1:])",
+        "(self.reduction.op.name, False, *self.reduction[2:])",
         "ranks that differ in deterministic= run two algorithms against each other, and hang",
         ("unit/test_operators.py",),
     ),
@@ -262,7 +262,7 @@ DTYPE = [
     Mutation(
         "fusion-by-width",
         "dtype",
-        "engine/operations/plans.py",
+        "engine/operations/grouped.py",
         "Item(flat.bytes.nbytes, flat.dtype.name)",
         "Item(flat.bytes.nbytes, flat.dtype.itemsize)",
         "grouped_allreduce adds int32 as if it were float32",

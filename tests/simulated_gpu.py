@@ -447,6 +447,7 @@ class Simulated(Library):
 
 class _Adapter:
     kind = "simulated"
+    place = "cuda"
 
     def dtype(self, x):
         return x.dtype

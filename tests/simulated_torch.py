@@ -25,6 +25,7 @@ def count_as_gpu(gpu):
 
 class _Adapter(TorchTensors):
     kind = "torch cuda"
+    place = "cuda"
     device_type = "cpu"
 
     def make(self, dtype, shape):

@@ -57,6 +57,8 @@ def arrived(x: Array) -> Array:
     Args:
         x: an array, or a list or tuple of arrays, lists and tuples; anything else is left alone.
     """
+    if type(x) is np.ndarray:
+        return x
     if isinstance(x, list | tuple):
         return [arrived(each) for each in x]
     wait = getattr(type(x), "trigger_wait", None)
@@ -80,6 +82,8 @@ def device_adapter_for(x: Array) -> DeviceAdapter | None:
 
 def any_adapter_for(x: Array) -> AnyAdapter:
     """Return the adapter of x, wherever its memory is. Raises TypeError, as adapter_for()."""
+    if type(x) is np.ndarray:
+        return NUMPY
     return device_adapter_for(x) or adapter_for(x)
 
 

@@ -84,9 +84,11 @@ class AnyAdapter(Protocol):
 
     Attributes:
         kind: "numpy", "torch", "cupy" or "torch cuda".
+        place: "cuda" for memory of a GPU, None for host memory.
     """
 
     kind: str
+    place: str | None
 
     def dtype(self, x: Array) -> DType:
         """Return the dtype. Raises TypeError for a kind of array that cannot be sent."""
@@ -128,6 +130,8 @@ class AnyAdapter(Protocol):
 class ArrayAdapter(AnyAdapter, Protocol):
     """One per library of arrays in host memory."""
 
+    place: str | None = None
+
     def flat(self, x: Array) -> Flat:
         """Return the memory of a contiguous array; writing to it writes to x."""
         ...
@@ -139,6 +143,8 @@ class DeviceAdapter(AnyAdapter, Protocol):
     What is done to such arrays is put on the current stream of their library, in the calling
     thread, and is carried out later.
     """
+
+    place: str | None = "cuda"
 
     def span(self, x: Array) -> Span:
         """Return where the memory of a contiguous array is."""

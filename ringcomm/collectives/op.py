@@ -1,8 +1,9 @@
-"""The reduction operators, and the dtypes they are defined for."""
+"""The reduction operators, their dtypes, and the options of a reduction. Pure."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from ringcomm.arrays.dtypes import DType
 
@@ -51,3 +52,58 @@ class Op(Enum):
 SUM, AVERAGE, MIN, MAX = Op.SUM, Op.AVERAGE, Op.MIN, Op.MAX
 PRODUCT, BAND, BOR, BXOR = Op.PRODUCT, Op.BAND, Op.BOR, Op.BXOR
 _KERNELS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MIN: 2, MAX: 3, BAND: 4, BOR: 5, BXOR: 6}
+
+
+class ReductionOptions(NamedTuple):
+    """How values are reduced: all ranks must have it alike. A tuple, for it is made in each call.
+
+    Attributes:
+        op: the operator.
+        deterministic: in rank order, so that the bits do not depend on the size of the buffer.
+        prescale: factor of each rank's values.
+        postscale: factor of the result.
+    """
+
+    op: Op = SUM
+    deterministic: bool = False
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def __str__(self) -> str:
+        text = f"{self.op.name}, deterministic" if self.deterministic else self.op.name
+        return f"{text}, {self.factors}" if self.is_scaled else text
+
+    @property
+    def is_scaled(self) -> bool:
+        """True if there are factors."""
+        return self.prescale != 1.0 or self.postscale != 1.0
+
+    @property
+    def factors(self) -> str:
+        """The factors as text."""
+        return f"prescale={self.prescale!r}, postscale={self.postscale!r}"
+
+    def scaled(self, prescale: float, postscale: float) -> ReductionOptions:
+        """Return them with these factors. Raises TypeError for what is no number."""
+        for each in (prescale, postscale):
+            if isinstance(each, bool) or not hasattr(each, "__float__"):
+                raise TypeError(f"prescale and postscale must be numbers, not {each!r}")
+        return self._replace(prescale=float(prescale), postscale=float(postscale))
+
+    def require(self, dtype: DType) -> None:
+        """Raise TypeError where the operator or a factor has no meaning."""
+        self.op.require(dtype)
+        if self.is_scaled and dtype.name == "bool":
+            raise TypeError(
+                f"{self.factors} has no meaning for bool: cast, or leave the factors out"
+            )
+
+    def carried_out(self, dtype: DType, size: int) -> tuple[Op, float]:
+        """Return how the ranks reduce, and the factor of what comes of it.
+
+        The average of integers times a factor is rounded once: sum * (factor / size).
+        """
+        is_integer = not (dtype.is_float or dtype.is_complex)
+        if self.op is AVERAGE and is_integer and self.postscale != 1.0:
+            return SUM, self.postscale / size
+        return self.op, self.postscale

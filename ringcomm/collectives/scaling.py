@@ -1,58 +1,12 @@
-"""Factors by which values are multiplied before and after they are reduced. Pure."""
+"""Multiplies values by a factor, before or after they are reduced. Pure."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm._core import StandardFloats
 from ringcomm.arrays.base import Flat
-from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.op import AVERAGE, SUM, Op
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Factors of a reduction.
-
-    Attributes:
-        before: factor of each rank's values.
-        after: factor of the result.
-    """
-
-    before: float = 1.0
-    after: float = 1.0
-
-    def __bool__(self) -> bool:
-        return (self.before, self.after) != (1.0, 1.0)
-
-    def __str__(self) -> str:
-        return f"prescale={self.before!r}, postscale={self.after!r}"
-
-    @classmethod
-    def of(cls, prescale: float, postscale: float) -> Scaling:
-        """Return it. Raises TypeError for what is no number."""
-        for each in (prescale, postscale):
-            if isinstance(each, bool) or not hasattr(each, "__float__"):
-                raise TypeError(f"prescale and postscale must be numbers, not {each!r}")
-        return cls(float(prescale), float(postscale))
-
-    def require(self, dtype: DType) -> None:
-        """Raise TypeError where a factor has no meaning."""
-        if self and dtype.name == "bool":
-            raise TypeError(f"{self} has no meaning for bool: cast, or leave the factors out")
-
-    def on_the_wire(self, op: Op, dtype: DType, size: int) -> tuple[Op, float]:
-        """Return how to reduce, and the factor of what comes of it.
-
-        The average of integers times a factor is rounded once: sum * (factor / size).
-        """
-        is_integer = not (dtype.is_float or dtype.is_complex)
-        if op is AVERAGE and is_integer and self.after != 1.0:
-            return SUM, self.after / size
-        return op, self.after
 
 
 def scale(x: Flat, factor: float) -> None:

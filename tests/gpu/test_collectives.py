@@ -12,13 +12,15 @@ from samples import total as total_of
 from samples import whole_numbers
 
 import ringcomm as rc
-from ringcomm.collectives.scaling import Scaling
+from ringcomm.collectives.op import ReductionOptions
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.operations import adasum, into
-from ringcomm.gpu.executor import plans as gpu_plans
+from ringcomm.engine.operations.adasum import plan_adasum
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.into import plan_allgather_into
 
 COUNTS = (3, 70_000, 1)
+SCALED = ReductionOptions().scaled(2, 0.5)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -54,8 +56,7 @@ def test_scaled_and_grouped_reductions(transport, tmp_path):
         totals = rc.grouped_allreduce(xs)
         rows = rc.grouped_reduce_scatter([sim.array(np.arange(6.0) + rank)])
         every = rc.grouped_allgather([sim.array(np.full((rank, 2), rank))])
-        factors = Scaling(2.0, 0.5)
-        plan = partial(gpu_plans.allreduce, name=None, x=xs[0], op=rc.SUM, scaling=factors)
+        plan = partial(plan_allreduce, name=None, x=xs[0], options=SCALED)
         scaled = engine().execute("allreduce", None, plan)
         return [[x.get() for x in each] for each in (totals, rows, every, [scaled])]
 
@@ -113,10 +114,12 @@ def test_adasum_is_that_of_host_memory(in_place, transport, tmp_path):
         values[2] = values[2].astype(np.float16)
         results = []
         for xs in (values, [sim.array(x) for x in values]):
-            plan = partial(adasum.plan, name="a", xs=xs, in_place=in_place, scaling=Scaling(2, 0.5))
+            plan = partial(plan_adasum, name="a", xs=xs, in_place=in_place, options=SCALED)
             results.append(engine().execute("adasum", "a", plan))
             assert [a is b for a, b in zip(results[-1], xs, strict=True)] == [in_place] * 3
-        of_integers = partial(adasum.plan, name="b", xs=[sim.array(np.ones(2, np.int32))])
+        of_integers = partial(
+            plan_adasum, name="b", xs=[sim.array(np.ones(2, np.int32))], options=SCALED
+        )
         with pytest.raises(TypeError, match="Adasum of int32 has no meaning"):
             engine().execute("adasum", "b", of_integers)
         rc.join()
@@ -136,7 +139,9 @@ def test_a_rank_that_has_joined_stands_in(transport, tmp_path):
         total = rc.allreduce(sim.array(np.full(4, rank + 1.0)))
         lowest = rc.allreduce(sim.array(np.full(4, rank + 1.0)), rc.MIN, name="lowest")
         rows = rc.allgather(sim.array(np.full((1, 2), rank)))
-        plan = partial(adasum.plan, name="apart", xs=[sim.array(np.eye(2)[rank])])
+        plan = partial(
+            plan_adasum, name="apart", xs=[sim.array(np.eye(2)[rank])], options=ReductionOptions()
+        )
         (apart,) = engine().execute("adasum", "apart", plan)
         return rc.join(), [each.get().ravel().tolist() for each in (total, lowest, rows, apart)]
 
@@ -206,7 +211,7 @@ def test_allgather_into_fills_what_is_passed(is_own_part, transport, tmp_path):
         part = whole[start : start + counts[rank]]
         values = whole_numbers(rank, counts[rank], "f8")
         x = part.fill_later(values) if is_own_part else sim.array(values)
-        plan = lambda g: into.allgather_into(g, None, whole, x, counts)  # noqa: E731
+        plan = lambda g: plan_allgather_into(g, None, whole, x, counts)  # noqa: E731
         return engine().execute("allgather_into", None, plan).get()
 
     for got in on_gpus(3, body, tmp_path, **choose(transport)):

@@ -241,7 +241,7 @@ def test_lists_of_arrays_of_several_places_are_refused_and_break_nothing(tmp_pat
             here, there = sim.array(np.ones(4)), sim.GpuArray(other, DTYPES["float64"], (4,))
             for xs, why in [
                 ([here, np.ones(4)], "array 0 is on a GPU, array 1 is in host memory"),
-                ([np.ones(4), here], "GpuArray here, where arrays are in host memory"),
+                ([np.ones(4), here], "array 0 is in host memory, array 1 is on a GPU"),
                 ([here, there], "one call takes those of one GPU"),
             ]:
                 with pytest.raises((TypeError, rc.MismatchError), match=why):

@@ -8,7 +8,7 @@ import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.ledger import Ticket
-from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.progress.admission import UNDER_WAY_MAX, Admission
 from ringcomm.engine.progress.task import Task
 from ringcomm.errors import PeerFailedError
@@ -81,7 +81,7 @@ def test_an_operation_with_a_deadline_of_its_own_is_not_kept_behind_others(wire)
             return rc.recv(np.empty(1), 0)  # which is never sent
         handles = [rc.barrier_async() for _ in range(2 * UNDER_WAY_MAX)]
         last = engine().start(
-            "barrier", None, lambda group: plans.barrier(group, None), timeout_s=0.2
+            "barrier", None, lambda group: plan_barrier(group, None), timeout_s=0.2
         )
         with pytest.raises(rc.CommTimeoutError, match=r"timeout of 0\.2 s is over"):
             last.wait()

@@ -7,10 +7,15 @@ import pytest
 from harness import outcomes, run_ranks
 
 import ringcomm as rc
+from ringcomm.collectives.op import ReductionOptions
 from ringcomm.config import Settings
 from ringcomm.engine.api.point_to_point import recv_async, send_async
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.operations import into
+from ringcomm.engine.operations.into import (
+    plan_allgather_into,
+    plan_alltoall_into,
+    plan_reduce_scatter_into,
+)
 
 HANG_S = 10
 
@@ -30,7 +35,7 @@ def test_allgather_into_fills_what_is_passed(size, count, is_own_part, wire):
         out = np.full((size, count), -1.0)
         x = out[rank] if is_own_part else np.empty(count)
         x[:] = rank
-        assert start(into.allgather_into, out, x) is out
+        assert start(plan_allgather_into, out, x) is out
         return out
 
     expected = np.repeat(np.arange(size, dtype=float), count).reshape(size, count)
@@ -41,7 +46,7 @@ def test_allgather_into_fills_what_is_passed(size, count, is_own_part, wire):
 def test_parts_of_an_allgather_may_differ(counts, wire):
     def body(rank):
         out = np.empty(sum(counts), np.float32)
-        return start(into.allgather_into, out, np.full(counts[rank], rank, np.float32), counts)
+        return start(plan_allgather_into, out, np.full(counts[rank], rank, np.float32), counts)
 
     expected = np.repeat(np.arange(3), counts)
     assert all((out == expected).all() for out in run_ranks(3, body))
@@ -56,7 +61,7 @@ def test_reduce_scatter_into_gives_each_rank_its_part(counts, op, wire):
     def body(rank):
         out = np.empty(counts[rank], np.float32)
         x = whole[rank].copy()
-        start(into.reduce_scatter_into, out, x, op, counts=counts)
+        start(plan_reduce_scatter_into, out, x, ReductionOptions(op), counts=counts)
         assert (x == whole[rank]).all()
         return out
 
@@ -80,7 +85,7 @@ def test_a_part_may_be_written_over_another_part_of_what_is_reduced(is_registere
             values = np.arange(3 * count) % 61 + round_
             x[:] = values * (rank + 1)
             out = x[at : at + count]
-            start(into.reduce_scatter_into, out, x, rc.SUM)
+            start(plan_reduce_scatter_into, out, x, ReductionOptions(rc.SUM))
             np.testing.assert_array_equal(out, 6 * values[rank * count : (rank + 1) * count])
 
     run_ranks(3, body)
@@ -91,7 +96,7 @@ def test_an_alltoall_over_its_own_source_is_refused_on_every_rank(wire):
         x = np.arange(6.0)
         out = x[1:3] if rank == 0 else np.empty(2)
         with pytest.raises((ValueError, rc.MismatchError), match="overlaps with x"):
-            start(into.alltoall_into, out, x[:2], received=[1, 1], sent=[1, 1])
+            start(plan_alltoall_into, out, x[:2], received=[1, 1], sent=[1, 1])
         return (x == np.arange(6.0)).all()
 
     assert all(run_ranks(2, body))
@@ -114,7 +119,7 @@ def test_alltoall_into_takes_each_part_to_its_rank(wire):
         received = [source + rank for source in range(3)]
         x = np.repeat(np.arange(3) + 10 * rank, sent)
         return start(
-            into.alltoall_into, np.empty(sum(received), x.dtype), x, received=received, sent=sent
+            plan_alltoall_into, np.empty(sum(received), x.dtype), x, received=received, sent=sent
         )
 
     for rank, out in enumerate(run_ranks(3, body)):
@@ -127,7 +132,7 @@ def test_splits_that_do_not_fit_are_the_same_error_on_every_rank(wire):
         sent, received = [1, 2], [1, 3] if rank == 1 else [1, 2]
         x = np.zeros(3)
         with pytest.raises(rc.MismatchError) as caught:
-            start(into.alltoall_into, np.empty(sum(received)), x, received=received, sent=sent)
+            start(plan_alltoall_into, np.empty(sum(received)), x, received=received, sent=sent)
         rc.barrier()  # the engine works on
         return str(caught.value)
 
@@ -148,7 +153,7 @@ def test_splits_that_do_not_fit_are_the_same_error_on_every_rank(wire):
 def test_memory_that_does_not_fit_is_refused_before_anything_is_sent(out, x, counts, text):
     def body(_):
         with pytest.raises((ValueError, TypeError, rc.MismatchError), match=text):
-            start(into.allgather_into, out.copy() if "contig" not in text else out, x, counts)
+            start(plan_allgather_into, out.copy() if "contig" not in text else out, x, counts)
         rc.barrier()
 
     run_ranks(2, body)
@@ -158,7 +163,7 @@ def test_sizes_that_differ_between_ranks_are_a_mismatch(wire):
     def body(rank):
         x = np.zeros(2 + rank)
         with pytest.raises(rc.MismatchError, match=r"\(2,\).*\(3,\)"):
-            start(into.allgather_into, np.zeros(2 * x.size), x)
+            start(plan_allgather_into, np.zeros(2 * x.size), x)
 
     run_ranks(2, body)
 
@@ -202,7 +207,7 @@ def test_a_callback_is_called_when_a_peer_fails():
 def test_an_operation_may_have_a_deadline_of_its_own():
     def body(rank):
         if rank == 0:
-            return start(into.allgather_into, np.zeros(2), np.zeros(1), timeout_s=0.3)
+            return start(plan_allgather_into, np.zeros(2), np.zeros(1), timeout_s=0.3)
         rc.recv(np.empty(1), 0)  # waits as long as rank 0 lives
 
     first, _ = outcomes(2, body, settings=Settings(timeout_s=120))

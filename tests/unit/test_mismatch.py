@@ -5,9 +5,11 @@ import pytest
 from harness import run_ranks
 
 import ringcomm as rc
+from ringcomm.collectives.op import ReductionOptions
 from ringcomm.config import Settings
 from ringcomm.engine.core.call import Call, explain_mismatch
 
+SUM = ReductionOptions()
 pytestmark = pytest.mark.usefixtures("wire")
 
 CASES = {
@@ -119,18 +121,23 @@ def test_other_names_are_other_operations_and_both_are_named_at_the_deadline():
 
 
 def test_fingerprints_differ_where_calls_differ():
-    base = Call("allreduce", "w", op="SUM", dtype="float32", shape=(2, 3), root=None)
+    base = Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, 3), root=None)
     others = [
-        Call("allreduce_", "w", op="SUM", dtype="float32", shape=(2, 3)),
-        Call("allreduce", "v", op="SUM", dtype="float32", shape=(2, 3)),
-        Call("allreduce", "w", op="AVERAGE", dtype="float32", shape=(2, 3)),
-        Call("allreduce", "w", op="SUM", dtype="float64", shape=(2, 3)),
-        Call("allreduce", "w", op="SUM", dtype="float32", shape=(3, 2)),
-        Call("allreduce", "w", op="SUM", dtype="float32", shape=(2, 3), root=0),
-        Call("allreduce", "w", op="SUM", dtype="float32", shape=(2, None)),
-        Call("allreduce", "w", op="SUM", dtype="float32", shape=(2, 3), error="x"),
-        Call("allreduce", "w" * 500 + "a", op="SUM", dtype="float32", shape=(2, 3)),
-        Call("allreduce", "w" * 500 + "b", op="SUM", dtype="float32", shape=(2, 3)),
+        Call("allreduce", "w", SUM._replace(deterministic=True), "float32", (2, 3)),
+        Call("allreduce", "w", SUM.scaled(2, 1), "float32", (2, 3)),
+        Call("allreduce", "w", SUM.scaled(1, 2), "float32", (2, 3)),
+        Call("allreduce_", "w", reduction=SUM, dtype="float32", shape=(2, 3)),
+        Call("allreduce", "v", reduction=SUM, dtype="float32", shape=(2, 3)),
+        Call(
+            "allreduce", "w", reduction=ReductionOptions(rc.AVERAGE), dtype="float32", shape=(2, 3)
+        ),
+        Call("allreduce", "w", reduction=SUM, dtype="float64", shape=(2, 3)),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(3, 2)),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, 3), root=0),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, None)),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, 3), error="x"),
+        Call("allreduce", "w" * 500 + "a", reduction=SUM, dtype="float32", shape=(2, 3)),
+        Call("allreduce", "w" * 500 + "b", reduction=SUM, dtype="float32", shape=(2, 3)),
     ]
     prints = {call.fingerprint for call in [base, *others]}
     assert len(prints) == len(others) + 1
@@ -138,12 +145,14 @@ def test_fingerprints_differ_where_calls_differ():
 
 
 def test_calls_survive_the_wire():
-    call = Call("allgather", "größe", dtype="bool", shape=(None, 3), root=2, error="E: x\ny")
-    assert Call.unpack(call.pack()) == call
+    options = ReductionOptions(rc.MAX, True, 0.1, float("inf"))
+    for reduction in (None, options):
+        call = Call("reduce", "größe", reduction, "bool", (None, 3), 2, error="E: x\ny")
+        assert Call.unpack(call.pack()) == call
 
 
 def test_many_variants_are_cut_short():
-    calls = [Call("allreduce", "w", op="SUM", dtype="float32", shape=(n,)) for n in range(40)]
+    calls = [Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(n,)) for n in range(40)]
     text = explain_mismatch(calls, 1, range(40))
     assert "36 more variants" in text
     assert len(text) < 500

@@ -7,9 +7,12 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm.arrays import adapter_for
-from ringcomm.collectives.scaling import Scaling, scale
+from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.scaling import scale
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.grouped import plan_grouped_allreduce
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INTEGERS = [np.int8, np.uint8, np.int32, np.int64]
@@ -21,10 +24,9 @@ def scaled(x, factor):
     return x
 
 
-def reduced(x, op, before, after, *, kind="allreduce", **options):
-    scaling = Scaling.of(before, after)
-    plan = getattr(plans, kind.removesuffix("_"))
-    return engine().execute(kind, None, lambda g: plan(g, None, x, op, scaling=scaling, **options))
+def reduced(x, op, before, after, *, plan=plan_allreduce, **form):
+    options = ReductionOptions(op).scaled(before, after)
+    return engine().execute("any", None, lambda g: plan(g, None, x, options, **form))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -57,8 +59,7 @@ def test_complex_numbers_are_multiplied_as_they_are():
 def test_values_are_scaled_before_and_the_result_after(size, in_place, op):
     def body(rank):
         x = np.arange(1000.0) * (rank + 1)
-        kind = "allreduce_" if in_place else "allreduce"
-        result = reduced(x, op, 0.5, 3.0, kind=kind, in_place=in_place)
+        result = reduced(x, op, 0.5, 3.0, in_place=in_place)
         assert (result is x) is in_place
         assert in_place or np.array_equal(x, np.arange(1000.0) * (rank + 1))
         return result
@@ -84,8 +85,8 @@ def test_integers_are_truncated_before_the_sum_and_once_after_it(size):
 def test_grouped_and_scattered_reductions_scale_alike(size):
     def body(rank):
         xs = [np.full(4, 2.0), np.full(3, 4), np.full(0, 1.0)]
-        several = reduced(xs, rc.SUM, 0.5, 0.25, kind="grouped_allreduce")
-        rows = reduced(np.full((size, 2), 2.0), rc.SUM, 0.5, 0.25, kind="reduce_scatter")
+        several = reduced(xs, rc.SUM, 0.5, 0.25, plan=plan_grouped_allreduce)
+        rows = reduced(np.full((size, 2), 2.0), rc.SUM, 0.5, 0.25, plan=plan_reduce_scatter)
         return [each.tolist() for each in several], rows.tolist()
 
     whole = int(2 * size * 0.25)
@@ -114,7 +115,7 @@ def test_a_factor_of_bool_has_no_meaning():
 @pytest.mark.parametrize("factor", ["2", None, True])
 def test_a_factor_is_a_number(factor):
     with pytest.raises(TypeError, match="must be numbers"):
-        Scaling.of(factor, 1.0)
+        ReductionOptions().scaled(factor, 1.0)
 
 
 @pytest.mark.usefixtures("wire")

@@ -13,7 +13,7 @@ from ringcomm import _core
 from ringcomm.arrays import DTYPES
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.scaling import scale
-from ringcomm.engine.operations.adasum import adasum
+from ringcomm.engine.operations.adasum import combine
 from ringcomm.ps import initializers, optim
 from ringcomm.ps.rows import row_spec
 
@@ -138,7 +138,7 @@ def test_what_numpy_computes_for_all_ranks_has_the_same_bits(bits):
     def results():
         scaled = x.copy()
         scale(Flat(scaled.view(np.uint8), DTYPES["float32"]), 0.3)
-        return scaled.tobytes(), adasum(x, y, [slice(0, 500), slice(500, 1000)]).tobytes()
+        return scaled.tobytes(), combine(x, y, [slice(0, 500), slice(500, 1000)]).tobytes()
 
     right = results()
     with processor_set_to(bits):

@@ -24,13 +24,7 @@ async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
 
     Cost: x in registered memory: one pass, two bytes moved per byte; else four.
     """
-    await allreduce(x, x, t, op)
-
-
-@live
-async def allreduce(x: Flat, out: Flat, t: Channel, op: Op = SUM) -> None:
-    """Write the reduction of x over all ranks to out, which may be x."""
-    await t.reduce_in_node(NodeReduction(x.bytes, out.bytes, *_kernel(x, t, op)))
+    await t.reduce_in_node(NodeReduction(x.bytes, x.bytes, *_kernel(x, t, op)))
 
 
 @live
@@ -44,17 +38,11 @@ async def reduce(x: Flat, out: Flat | None, root: int, t: Channel, op: Op = SUM)
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> Flat:
     """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
     own = x[parts[t.rank]]
-    await reduce_scatter(x, own, parts, t, op)
-    return own
-
-
-@live
-async def reduce_scatter(x: Flat, out: Flat, parts: list[slice], t: Channel, op: Op = SUM) -> None:
-    """Write this rank's chunk of the reduction to out, which may be that chunk of x."""
     bounds = [0, *(part.stop * x.dtype.itemsize for part in parts)]
     await t.reduce_in_node(
-        NodeReduction(x.bytes, out.bytes, *_kernel(x, t, op), To.OWNER, 0, bounds)
+        NodeReduction(x.bytes, own.bytes, *_kernel(x, t, op), To.OWNER, 0, bounds)
     )
+    return own
 
 
 @live

@@ -9,8 +9,8 @@ copied. `group` is a rc.Group, None for all ranks; `root` is a rank within it. T
 reductions are those of rc.Op, which see.
 
 Operations without a name are matched by their order in each group. A `name` matches those of the
-same name, in whatever order each rank starts them (in async_ops.py are the forms that do not
-block); it is agreed on at its first use and may be used again once the operation is over.
+same name, in whatever order each rank starts them (forms whose name ends in `_async` do not block);
+it is agreed on at its first use and may be used again once the operation is over.
 
 Raises, all of them: MismatchError (the same on every rank, the engine works on; the text says if
 anything was sent, which only happens under a name that had been agreed on), PeerFailedError,
@@ -23,22 +23,37 @@ this rank is not in the group.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-from ringcomm.collectives.op import SUM, Op
+from ringcomm.collectives.op import SUM, Op, ReductionOptions
+from ringcomm.engine.api.forms import Request, blocking, in_place, started, with_shortcut
 from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.handle import Handle  # noqa: F401 - in annotations that forms have
 from ringcomm.engine.executors.device import note_current_gpu
 from ringcomm.engine.executors.node import Quick
-from ringcomm.engine.operations import plans
-from ringcomm.engine.operations.stand_in import plan_stand_in
+from ringcomm.engine.executors.stand_in import plan_stand_in
+from ringcomm.engine.operations.allgather import plan_allgather, plan_gather
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.alltoall import plan_alltoall
+from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.engine.operations.broadcast import plan_broadcast
+from ringcomm.engine.operations.grouped import (
+    plan_grouped_allgather,
+    plan_grouped_allreduce,
+    plan_grouped_reduce_scatter,
+)
+from ringcomm.engine.operations.objects import plan_allgather_object, plan_broadcast_object
+from ringcomm.engine.operations.reduce import plan_reduce
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
+from ringcomm.engine.operations.scatter import plan_scatter
 
 A = TypeVar("A", bound=Any)
-R = TypeVar("R")
 
 
+@blocking
 def allreduce(
     x: A,
     op: Op = SUM,
@@ -46,14 +61,11 @@ def allreduce(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> A:
+) -> Request[A]:
     """Return the reduction of x over all ranks; the same bits on every rank.
 
     Args:
         x: any shape, also empty and 0-d; same shape and dtype on every rank.
-        op: rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
-        name: matches the operations of this name on the other ranks; None: matched by order.
-        group: the ranks that take part; None: all.
         deterministic: reduce each element as ((0 + 1) + 2) + ... in rank order: the same bits in
             every run, for any size of buffer.
 
@@ -62,18 +74,18 @@ def allreduce(
 
     Cost: 2 (size - 1) / size of x's bytes sent per rank, after one agreement round.
     """
-    return _run(
-        "allreduce",
-        name,
-        group,
-        plans.allreduce,
-        x,
-        op,
-        is_borrowed=True,
-        deterministic=deterministic,
-    )
+    options = ReductionOptions(op, deterministic)
+    return Request("allreduce", name, group, plan_allreduce, (x, options), borrows=True)
 
 
+_allreduce_by_plan = in_place(
+    allreduce,
+    "Replace x by its reduction over all ranks and return it.",
+    "x itself; undefined after PeerFailedError, CommTimeoutError or a MismatchError that says so.",
+)
+
+
+@with_shortcut(_allreduce_by_plan)
 def allreduce_(
     x: A,
     op: Op = SUM,
@@ -82,10 +94,7 @@ def allreduce_(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> A:
-    """Replace x by its reduction over all ranks and return it; see allreduce().
-
-    After PeerFailedError, CommTimeoutError or a MismatchError that says so, x is undefined.
-    """
+    """Reduce in place, by the short call where that is open."""
     if name is None and deterministic is False:
         which = engine().groups.default if group is None else group
         if isinstance(which, Group) and which.team is not None:
@@ -93,18 +102,10 @@ def allreduce_(
                 which.quick = Quick(engine(), which, which.team)
             if which.quick.allreduce_(x, op):
                 return x
-    return _run(
-        "allreduce_",
-        name,
-        group,
-        plans.allreduce,
-        x,
-        op,
-        in_place=True,
-        deterministic=deterministic,
-    )
+    return _allreduce_by_plan(x, op, name=name, group=group, deterministic=deterministic)
 
 
+@blocking
 def reduce(
     x: A,
     op: Op = SUM,
@@ -113,14 +114,23 @@ def reduce(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> A | None:
-    """Return the reduction of x over all ranks on root, None on the others; see allreduce().
+) -> Request[A | None]:
+    """Return the reduction of x over all ranks on root, None on the others.
+
+    Args:
+        x: any shape, also empty and 0-d; same shape and dtype on every rank.
+        root: the rank that gets it.
+
+    Returns:
+        On root a new array of x's shape and dtype.
 
     Cost: (size - 1) / size of x's bytes sent by each rank, then 1 / size of them to root.
     """
-    return _run("reduce", name, group, plans.reduce, x, op, root, deterministic=deterministic)
+    options = ReductionOptions(op, deterministic)
+    return Request("reduce", name, group, plan_reduce, (x, options, root))
 
 
+@blocking
 def reduce_(
     x: A,
     op: Op = SUM,
@@ -129,22 +139,19 @@ def reduce_(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> A:
-    """Replace root's x by its reduction over all ranks and return x; the others' is left alone."""
-    result: A | None = _run(
-        "reduce_",
-        name,
-        group,
-        plans.reduce,
-        x,
-        op,
-        root,
-        in_place=True,
-        deterministic=deterministic,
-    )
-    return cast(A, result)
+) -> Request[A]:
+    """Replace root's x by its reduction over all ranks and return x; the others' is left alone.
+
+    Args:
+        x: any shape, also empty and 0-d; same shape and dtype on every rank.
+        root: the rank whose x gets it.
+    """
+    options = ReductionOptions(op, deterministic)
+    plan = partial(plan_reduce, in_place=True)
+    return Request("reduce_", name, group, plan, (x, options, root))
 
 
+@blocking
 def reduce_scatter(
     x: A,
     op: Op = SUM,
@@ -152,93 +159,67 @@ def reduce_scatter(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> A:
+) -> Request[A]:
     """Return this rank's rows of the reduction of x over all ranks.
 
     Args:
         x: at least one dimension; same shape and dtype on every rank.
-        op: rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
-        name: matches the operations of this name on the other ranks; None: matched by order.
-        group: the ranks that take part; None: all.
-        deterministic: as in allreduce().
 
     Returns:
         A new array: the first dimension n is split, the first n % size ranks get one row more.
     """
-    return _run(
-        "reduce_scatter",
-        name,
-        group,
-        plans.reduce_scatter,
-        x,
-        op,
-        is_borrowed=True,
-        deterministic=deterministic,
-    )
+    options = ReductionOptions(op, deterministic)
+    return Request("reduce_scatter", name, group, plan_reduce_scatter, (x, options), borrows=True)
 
 
-def reduce_scatter_(
-    x: A,
-    op: Op = SUM,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    deterministic: bool = False,
-) -> A:
-    """Return this rank's rows of the reduction as a view of x, which must be contiguous.
-
-    The other rows of x are undefined afterwards. Else as reduce_scatter().
-    """
-    return _run(
-        "reduce_scatter_",
-        name,
-        group,
-        plans.reduce_scatter,
-        x,
-        op,
-        in_place=True,
-        deterministic=deterministic,
-    )
+reduce_scatter_ = in_place(
+    reduce_scatter,
+    "Return this rank's rows of the reduction as a view of x, which must be contiguous.",
+    "A view of x, whose other rows are undefined: the first dimension n is split, the first\n"
+    "    n % size ranks get one row more.",
+)
 
 
-def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> A:
+@blocking
+def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> Request[A]:
     """Return the arrays of all ranks, one after another along the first dimension.
 
     Args:
         x: at least one dimension; same dtype on every rank, and same shape but for the first
             dimension, which may differ and may be 0.
-        name: matches the operations of this name on the other ranks; None: matched by order.
-        group: the ranks that take part; None: all.
 
     Returns:
         A new array, shape (sum of first dimensions, *x.shape[1:]), in rank order.
     """
-    return _run("allgather", name, group, plans.allgather, x)
+    return Request("allgather", name, group, plan_allgather, (x,))
 
 
-def gather(x: A, root: int = 0, *, name: str | None = None, group: Group | None = None) -> A | None:
+@blocking
+def gather(
+    x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
+) -> Request[A | None]:
     """Return what allgather() returns on root, None on the others."""
-    return _run("gather", name, group, plans.gather, x, root)
+    return Request("gather", name, group, plan_gather, (x, root))
 
 
+@blocking
 def scatter(
     x: A | None = None, root: int = 0, *, name: str | None = None, group: Group | None = None
-) -> A:
+) -> Request[A]:
     """Return this rank's rows of root's x.
 
     Args:
         x: at least one dimension; looked at on root only, None will do elsewhere.
         root: the rank whose rows all get.
-        name: matches the operations of this name on the other ranks; None: matched by order.
-        group: the ranks that take part; None: all.
 
     Returns:
         A new array of root's kind and dtype: the first dimension n is split, the first n % size
         ranks get one row more.
     """
-    return _run("scatter", name, group, plans.scatter, x, root)
+    return Request("scatter", name, group, plan_scatter, (x, root))
 
 
+@blocking
 def alltoall(
     x: A,
     splits: Sequence[int] | None = None,
@@ -246,7 +227,7 @@ def alltoall(
     *,
     name: str | None = None,
     group: Group | None = None,
-) -> Any:
+) -> Request[Any]:
     """Return the rows that every rank has for this one, one after another in rank order.
 
     Args:
@@ -255,38 +236,36 @@ def alltoall(
         splits: how many rows of x go to each rank; None: as many to each, which must be possible.
             May differ between ranks.
         return_splits: return (rows, splits), too: how many came from each rank, a list of ints.
-        name: matches the operations of this name on the other ranks; None: matched by order.
-        group: the ranks that take part; None: all.
 
     Returns:
         A new array, shape (rows received, *x.shape[1:]).
     """
-    return _run("alltoall", name, group, plans.alltoall, x, splits, return_splits=return_splits)
+    return Request("alltoall", name, group, plan_alltoall, (x, splits, return_splits))
 
 
-def broadcast(x: A, root: int = 0, *, name: str | None = None, group: Group | None = None) -> A:
+@blocking
+def broadcast(
+    x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
+) -> Request[A]:
     """Return root's x on every rank.
 
     Args:
         x: same shape and dtype on every rank; its values matter on root only.
         root: the rank whose values all get.
-        name: matches the operations of this name on the other ranks; None: matched by order.
-        group: the ranks that take part; None: all.
 
     Returns:
         A new array of x's shape and dtype.
     """
-    return _run("broadcast", name, group, plans.broadcast, x, root)
+    return Request("broadcast", name, group, plan_broadcast, (x, root))
 
 
-def broadcast_(x: A, root: int = 0, *, name: str | None = None, group: Group | None = None) -> A:
-    """Replace x by root's x and return it; see broadcast(). On root x is not touched."""
-    return _run("broadcast_", name, group, plans.broadcast, x, root, in_place=True)
+broadcast_ = in_place(broadcast, "Replace x by root's x and return it. On root x is not touched.")
 
 
-def barrier(*, name: str | None = None, group: Group | None = None) -> None:
+@blocking
+def barrier(*, name: str | None = None, group: Group | None = None) -> Request[None]:
     """Return when every rank has called it."""
-    _run("barrier", name, group, plans.barrier)
+    return Request("barrier", name, group, plan_barrier)
 
 
 def join() -> int:
@@ -310,6 +289,7 @@ def join() -> int:
     return current.join(plan_stand_in)
 
 
+@blocking
 def grouped_allreduce(
     xs: Sequence[A],
     op: Op = SUM,
@@ -317,58 +297,35 @@ def grouped_allreduce(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> list[A]:
+) -> Request[list[A]]:
     """Return the reductions of several arrays, agreed on at once and fused where dtypes are alike.
 
     Args:
         xs: list or tuple; as many, of the same shapes and dtypes, on every rank. May be empty.
-        op: rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.
         name: of the whole call.
-        group: the ranks that take part; None: all.
         deterministic: as in allreduce(): the bits do not depend on what is fused.
 
     Returns:
         A new array for each.
     """
-    return _run(
-        "grouped_allreduce",
-        name,
-        group,
-        plans.grouped_allreduce,
-        xs,
-        op,
-        deterministic=deterministic,
-    )
+    options = ReductionOptions(op, deterministic)
+    return Request("grouped_allreduce", name, group, plan_grouped_allreduce, (xs, options))
 
 
-def grouped_allreduce_(
-    xs: Sequence[A],
-    op: Op = SUM,
-    *,
-    name: str | None = None,
-    group: Group | None = None,
-    deterministic: bool = False,
-) -> list[A]:
-    """Replace each of xs by its reduction over all ranks; see grouped_allreduce()."""
-    return _run(
-        "grouped_allreduce_",
-        name,
-        group,
-        plans.grouped_allreduce,
-        xs,
-        op,
-        in_place=True,
-        deterministic=deterministic,
-    )
+grouped_allreduce_ = in_place(
+    grouped_allreduce, "Replace each of xs by its reduction over all ranks.", "xs, as a list."
+)
 
 
+@blocking
 def grouped_allgather(
     xs: Sequence[A], *, name: str | None = None, group: Group | None = None
-) -> list[A]:
+) -> Request[list[A]]:
     """Return allgather() of each of xs, agreed on at once."""
-    return _run("grouped_allgather", name, group, plans.grouped_allgather, xs)
+    return Request("grouped_allgather", name, group, plan_grouped_allgather, (xs,))
 
 
+@blocking
 def grouped_reduce_scatter(
     xs: Sequence[A],
     op: Op = SUM,
@@ -376,17 +333,11 @@ def grouped_reduce_scatter(
     name: str | None = None,
     group: Group | None = None,
     deterministic: bool = False,
-) -> list[A]:
+) -> Request[list[A]]:
     """Return reduce_scatter() of each of xs, agreed on at once."""
-    return _run(
-        "grouped_reduce_scatter",
-        name,
-        group,
-        plans.grouped_reduce_scatter,
-        xs,
-        op,
-        deterministic=deterministic,
-    )
+    options = ReductionOptions(op, deterministic)
+    plan = plan_grouped_reduce_scatter
+    return Request("grouped_reduce_scatter", name, group, plan, (xs, options))
 
 
 def broadcast_object(
@@ -402,7 +353,8 @@ def broadcast_object(
 
     Unpickling runs code that root chose: the ranks of a job must trust each other.
     """
-    data = _run("broadcast_object", name, group, plans.broadcast_object, obj, root)
+    plan = lambda g: plan_broadcast_object(g, name, obj, root)  # noqa: E731
+    data = engine().execute("broadcast_object", name, plan, group)
     return obj if _rank_in(group) == root else pickle.loads(data)
 
 
@@ -411,20 +363,34 @@ def allgather_object(obj: Any, *, name: str | None = None, group: Group | None =
 
     Unpickling runs code that the others chose: the ranks of a job must trust each other.
     """
-    packed = _run("allgather_object", name, group, plans.allgather_object, obj)
+    plan = lambda g: plan_allgather_object(g, name, obj)  # noqa: E731
+    packed = engine().execute("allgather_object", name, plan, group)
     mine = _rank_in(group)
     return [obj if r == mine else pickle.loads(each) for r, each in enumerate(packed)]
 
 
-def _run(
-    kind: str,
-    name: str | None,
-    group: Group | None,
-    plan: Callable[..., Plan[R]],
-    *args: Any,
-    **options: Any,
-) -> R:
-    return engine().execute(kind, name, lambda g: plan(g, name, *args, **options), group)
+# The forms that do not block. handle.wait() returns what the blocking form does, or raises what it
+# does; errors of arguments, too, for the other ranks must learn of them. Until an operation is
+# over, an array that was passed in must not be changed, and one that is overwritten not be read;
+# reductions and broadcasts that are not in place copy x at once. A rank may have 16,384 operations
+# pending; the next one raises RingcommError.
+allreduce_async = started(allreduce)
+allreduce_async_ = started(allreduce_)
+reduce_async = started(reduce)
+reduce_async_ = started(reduce_)
+reduce_scatter_async = started(reduce_scatter)
+reduce_scatter_async_ = started(reduce_scatter_)
+allgather_async = started(allgather)
+gather_async = started(gather)
+scatter_async = started(scatter)
+alltoall_async = started(alltoall)
+broadcast_async = started(broadcast)
+broadcast_async_ = started(broadcast_)
+barrier_async = started(barrier)
+grouped_allreduce_async = started(grouped_allreduce)
+grouped_allreduce_async_ = started(grouped_allreduce_)
+grouped_allgather_async = started(grouped_allgather)
+grouped_reduce_scatter_async = started(grouped_reduce_scatter)
 
 
 def _rank_in(group: Group | None) -> int | None:

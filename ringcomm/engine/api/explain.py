@@ -10,10 +10,11 @@ import numpy as np
 
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.collectives.layout import describe
-from ringcomm.collectives.op import SUM, Op
+from ringcomm.collectives.op import SUM, Op, ReductionOptions
 from ringcomm.collectives.select import Case, Choice
 from ringcomm.config import COLLECTIVES
 from ringcomm.engine.api.world import engine
+from ringcomm.engine.core.call import checked_options
 from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.executors.device import TransportChoice, device_executor, is_on_gpu
@@ -119,8 +120,7 @@ def explain(
     current = engine()
     group = current.groups.meant(group)
     kind = _dtype(dtype)
-    if not isinstance(op, Op):
-        raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
+    checked_options(ReductionOptions(op))
     if collective != "allgather":
         op.require(kind)
     if for_gpu:

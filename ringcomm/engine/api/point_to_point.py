@@ -8,9 +8,9 @@ that returns has been received.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ringcomm.arrays import (
     AnyAdapter,
@@ -29,6 +29,7 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import base_of
 from ringcomm.engine.executors.device import Staging, device_executor
+from ringcomm.engine.operations.base import int_of
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.transport.base import ANY_SOURCE
@@ -56,7 +57,7 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
         PeerFailedError: a rank of the group died, or the receiver left.
         CommTimeoutError: nobody received it within RINGCOMM_TIMEOUT_S; the engine is unusable.
     """
-    engine().completion.complete(_sender(x, dest, tag, group, may_be_self=False))
+    engine().completion.complete(_sender(x, dest, tag, group, _Form(may_be_self=False)))
 
 
 def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | None = None) -> int:
@@ -70,8 +71,9 @@ def recv(out: Array, source: int = ANY_SOURCE, *, tag: int = 0, group: Group | N
 
     Messages of one rank and tag arrive in the order in which they were sent. Raises: see send().
     """
-    source = engine().completion.complete(_receiver(out, source, tag, group, may_be_self=False))
-    return source
+    begin = _receiver(out, source, tag, group, _Form(may_be_self=False))
+    sender: int = engine().completion.complete(begin)
+    return sender
 
 
 def sendrecv(
@@ -92,8 +94,8 @@ def sendrecv(
         ValueError: x and out overlap, or another bad argument.
     """
     _require_apart(x, out)
-    receive = _receiver(out, source, recvtag, group, may_be_self=True)
-    send = _sender(x, dest, sendtag, group, may_be_self=True)  # refuse both before either begins
+    receive = _receiver(out, source, recvtag, group, _Form())
+    send = _sender(x, dest, sendtag, group, _Form())  # refuse both before either begins
     current = engine()
     begun: list[Task] = []
     try:
@@ -136,21 +138,11 @@ def send_async(
     """Start send(); dest may be this rank. x must stay as it is until the handle is done.
 
     Args:
-        x: see send().
-        dest: see send().
-        tag: see send().
-        group: see send().
         timeout_s: deadline, in seconds; None: RINGCOMM_TIMEOUT_S.
         by_count: x and what receives it need but as many elements, not the same shape; alike on
             both sides.
     """
-    begin = _sender(
-        *(x, dest, tag, group),
-        may_be_self=True,
-        is_awaited=False,
-        timeout_s=timeout_s,
-        by_count=by_count,
-    )
+    begin = _sender(x, dest, tag, group, _Form(True, False, timeout_s, by_count))
     return Handle(engine().completion, begin())
 
 
@@ -164,14 +156,34 @@ def recv_async(
     by_count: bool = False,
 ) -> Handle[int]:
     """Start recv(); the handle's result is the rank that has sent. See send_async()."""
-    begin = _receiver(
-        *(out, source, tag, group),
-        may_be_self=True,
-        is_awaited=False,
-        timeout_s=timeout_s,
-        by_count=by_count,
-    )
+    begin = _receiver(out, source, tag, group, _Form(True, False, timeout_s, by_count))
     return Handle(engine().completion, begin())
+
+
+class _Form(NamedTuple):
+    """How a message is sent or received.
+
+    Attributes:
+        may_be_self: the other rank may be this one.
+        is_awaited: the caller waits.
+        timeout_s: deadline, in seconds; None: RINGCOMM_TIMEOUT_S.
+        by_count: arrays fit if they have as many elements.
+    """
+
+    may_be_self: bool = True
+    is_awaited: bool = True
+    timeout_s: float | None = None
+    by_count: bool = False
+
+    def begin(
+        self,
+        label: str,
+        members: tuple[int, ...],
+        talk: Callable[[Task, int], TaskCoroutine],
+    ) -> Task:
+        """Begin a conversation."""
+        begin = engine().conversations.begin
+        return begin(label, members, talk, is_awaited=self.is_awaited, timeout_s=self.timeout_s)
 
 
 @dataclass(frozen=True)
@@ -202,7 +214,7 @@ class _Side:
         current = engine()
         group = current.groups.meant(group)
         ledger = group.ledger_for(current)
-        mailbox = base_of(_MAILBOXES, f"{ledger.group_id}:{_int_of('tag', tag)}")
+        mailbox = base_of(_MAILBOXES, f"{ledger.group_id}:{int_of('tag', tag)}")
         on_gpu = device_adapter_for(x)
         staging = None if on_gpu is None else device_executor().stage(group, on_gpu, x)
         adapter = on_gpu or adapter_for(x)
@@ -239,24 +251,14 @@ class _Side:
         return channel
 
 
-def _sender(
-    x: Array,
-    dest: int,
-    tag: int,
-    group: Group | None,
-    *,
-    may_be_self: bool,
-    is_awaited: bool = True,
-    timeout_s: float | None = None,
-    by_count: bool = False,
-) -> Callable[[], Task]:
+def _sender(x: Array, dest: int, tag: int, group: Group | None, form: _Form) -> Callable[[], Task]:
     """Check the arguments; return what begins to send."""
     x = arrived(x)
     adapter = any_adapter_for(x)
     adapter.dtype(x)  # refuses what has no memory to look at
     whole = x if adapter.is_contiguous(x) else adapter.copy(x)
-    side = _Side.of(whole, tag, group, by_count=by_count)  # its moment is behind the copy
-    dest = _peer("dest", dest, side.group, may_be_self=may_be_self)
+    side = _Side.of(whole, tag, group, by_count=form.by_count)  # its moment is behind the copy
+    dest = _peer("dest", dest, side.group, may_be_self=form.may_be_self)
     outline = side.outline(whole)
 
     def talk(task: Task, serial: int) -> TaskCoroutine:
@@ -264,39 +266,23 @@ def _sender(
 
     label = f"send(dest={dest}, tag={tag}){side.where}"
     pair = _pair(side.group, dest)
-    return lambda: engine().conversations.begin(
-        label, pair, talk, is_awaited=is_awaited, timeout_s=timeout_s
-    )
+    return lambda: form.begin(label, pair, talk)
 
 
 def _receiver(
-    out: Array,
-    source: int,
-    tag: int,
-    group: Group | None,
-    *,
-    may_be_self: bool,
-    is_awaited: bool = True,
-    timeout_s: float | None = None,
-    by_count: bool = False,
+    out: Array, source: int, tag: int, group: Group | None, form: _Form
 ) -> Callable[[], Task]:
     """Check the arguments; return what begins to receive."""
     out = arrived(out)
-    side = _Side.of(out, tag, group, by_count=by_count)
+    side = _Side.of(out, tag, group, by_count=form.by_count)
     _require_room(side, out)
-    source = _int_of("source", source, "a rank, an int")
+    source = int_of("source", source, "a rank, an int")
     if source != ANY_SOURCE:
-        source = _peer("source", source, side.group, may_be_self=may_be_self)
+        source = _peer("source", source, side.group, may_be_self=form.may_be_self)
     name = "rc.ANY_SOURCE" if source == ANY_SOURCE else str(source)
     members = side.group.ranks if source == ANY_SOURCE else _pair(side.group, source)
     label = f"recv(source={name}, tag={tag}){side.where}"
-    return lambda: engine().conversations.begin(
-        label,
-        members,
-        lambda task, _: _recv(side, task, out, source),
-        is_awaited=is_awaited,
-        timeout_s=timeout_s,
-    )
+    return lambda: form.begin(label, members, lambda task, _: _recv(side, task, out, source))
 
 
 async def _send(side: _Side, t: Channel, x: Array, outline: str, *, dest: int, serial: int) -> None:
@@ -372,15 +358,9 @@ def _pair(group: Group, peer: int) -> tuple[int, ...]:
 
 
 def _peer(what: str, rank: int, group: Group, *, may_be_self: bool) -> int:
-    rank = _int_of(what, rank, "a rank, an int")
+    rank = int_of(what, rank, "a rank, an int")
     if not 0 <= rank < group.size:
         raise ValueError(f"{what} is {rank}; ranks are 0 to {group.size - 1}")
     if rank == group.rank and not may_be_self:
         raise ValueError(f"{what} is this rank itself, which would wait for ever: use sendrecv()")
     return rank
-
-
-def _int_of(what: str, number: int, due: str = "an int") -> int:
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(f"{what} must be {due}, not {number!r}")
-    return operator.index(number)

@@ -81,7 +81,8 @@ async def gather_counts(count: int, t: Channel) -> list[int]:
     counts = np.zeros(t.size, np.int64)
     counts[t.rank] = count
     one_each = consecutive([1] * t.size)
-    await module(t, circulant).allgather_(Flat(counts.view(np.uint8), DTYPES["int64"]), one_each, t)
+    whole = Flat(counts.view(np.uint8), DTYPES["int64"])
+    await node_or(circulant, t).allgather_(whole, one_each, t)
     return [int(n) for n in counts]
 
 
@@ -98,14 +99,14 @@ async def gather_alike(mine: bytes, t: Channel) -> list[bytes]:
 async def _gathered(mine: bytes, parts: list[slice], t: Channel) -> list[bytes]:
     everything = Flat(np.empty(parts[-1].stop, np.uint8), DTYPES["uint8"])
     everything[parts[t.rank]].bytes[:] = np.frombuffer(mine, np.uint8)
-    await module(t, circulant).allgather_(everything, parts, t)
+    await node_or(circulant, t).allgather_(everything, parts, t)
     return [everything[part].bytes.tobytes() for part in parts]
 
 
 async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
     """Return root's bytes, of which the others need not know how many they are."""
     nbytes = np.array([len(packed)], np.int64)
-    way = module(t, tree)
+    way = node_or(tree, t)
     await way.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
     is_root = t.rank == root
     data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
@@ -113,6 +114,6 @@ async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
     return data.tobytes()
 
 
-def module(t: Channel, otherwise: Any) -> Any:
-    """Return what carries it out: shared memory where all ranks have it, else that module."""
+def node_or(otherwise: Any, t: Channel) -> Any:
+    """Return the algorithms in shared memory where all ranks have it, else that module of them."""
     return otherwise if t.meeting is None else node

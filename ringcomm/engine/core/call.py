@@ -1,4 +1,4 @@
-"""What a rank is about to do, in a form that ranks can compare. Pure."""
+"""A call of a collective, in a form that ranks can compare. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from ringcomm.arrays.base import AnyAdapter, Array
+from ringcomm.arrays.dtypes import DTYPES
+from ringcomm.collectives.op import Op, ReductionOptions
 from ringcomm.transport.members import ranks_text as listed
 
 _MAX_TEXT = 400
@@ -19,7 +24,7 @@ class Call:
     Attributes:
         kind: "allreduce".
         name: the user's name for it, or None.
-        op: reduction operator.
+        reduction: how values are reduced.
         dtype: element type.
         shape: None stands for a dimension in which ranks may differ.
         root: the rank that a broadcast comes from.
@@ -32,7 +37,7 @@ class Call:
 
     kind: str
     name: str | None = None
-    op: str | None = None
+    reduction: ReductionOptions | None = None
     dtype: str | None = None
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
@@ -55,6 +60,8 @@ class Call:
             if not whole and fields[key] is not None and len(fields[key]) > _MAX_TEXT:
                 digest = _digest(fields[key].encode(errors="surrogatepass"), 6).hex()
                 fields[key] = f"{fields[key][:_MAX_TEXT]}...{digest}"
+        if self.reduction is not None:
+            fields["reduction"] = (self.reduction.op.name, *self.reduction[1:])
         return json.dumps(fields).encode()
 
     @classmethod
@@ -65,6 +72,9 @@ class Call:
             fields["shape"] = tuple(fields["shape"])
         if fields["members"] is not None:
             fields["members"] = tuple((dtype, tuple(shape)) for dtype, shape in fields["members"])
+        if fields["reduction"] is not None:
+            op, *others = fields["reduction"]
+            fields["reduction"] = ReductionOptions(Op[op], *others)
         if fields["settings"] is not None:
             fields["settings"] = tuple(fields["settings"])
         return cls(**fields)
@@ -74,18 +84,53 @@ class Call:
         return f"{self.kind} #{sequence}" if self.name is None else f"{self.kind}[{self.name}]"
 
 
-@functools.lru_cache(maxsize=8192)
-def call_of_reduction(
+def reduction_call(  # noqa: PLR0917 - of every reduction, and keywords take longer
     kind: str,
     name: str | None,
-    op: str | None,
+    options: ReductionOptions,
+    x: Array,
+    adapter: AnyAdapter,
+    root: int | None = None,
+) -> Call:
+    """Return what all ranks must agree on before they reduce x.
+
+    Raises:
+        TypeError: an option is of a wrong type, or has no meaning for x.
+    """
+    options = checked_options(options)
+    dtype, shape = adapter.dtype(x), adapter.shape(x)
+    return _call_of_reduction(kind, name, options, dtype.name, shape, root, adapter.place)
+
+
+@functools.lru_cache(maxsize=8192)
+def _call_of_reduction(  # noqa: PLR0917
+    kind: str,
+    name: str | None,
+    options: ReductionOptions,
     dtype: str,
     shape: tuple[int, ...],
-    *,
-    place: str | None = None,
+    root: int | None,
+    place: str | None,
 ) -> Call:
-    """Return the same Call each time, so that its fingerprint is computed once."""
-    return Call(kind, name, op=op, dtype=dtype, shape=shape, place=place)
+    """Return the same Call each time, so that it is checked, and its fingerprint computed, once."""
+    options.require(DTYPES[dtype])
+    return Call(kind, name, options, dtype, shape, root, place=place)
+
+
+def checked_options(options: ReductionOptions) -> ReductionOptions:
+    """Return options that can be compared. Raises TypeError where one is of a wrong type."""
+    if not isinstance(options.op, Op):
+        raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {options.op!r}")
+    if options.deterministic is False:
+        return options
+    require_flag("deterministic", options.deterministic)
+    return options._replace(deterministic=bool(options.deterministic))
+
+
+def require_flag(what: str, flag: object) -> None:
+    """Raise TypeError unless it is True or False: what has no truth would fail among messages."""
+    if not isinstance(flag, bool | np.bool_):
+        raise TypeError(f"{what} must be True or False, not {flag!r}")
 
 
 def _digest(data: bytes, nbytes: int) -> bytes:
@@ -147,7 +192,7 @@ _ONE_NAME = "Every rank must call the same operation under one name."
 _ADVICE = {
     "kind": "Every rank must call the same operations in the same order.",
     "name": "Every rank must call the same operations in the same order.",
-    "op": "Pass the same op= on every rank.",
+    "reduction": "Pass the same op= on every rank.",
     "root": "Pass the same root on every rank.",
     "dtype": "Cast before the call.",
     "shape": "Pad, slice or drop the tensor so that all ranks pass one shape.",
@@ -198,6 +243,9 @@ def _value(call: Call, field: str, sequence: int) -> str:
     if field == "place":
         what = "arrays" if call.members is not None else f"{call.dtype} {shape_text(call.shape)}"
         return f"{what} {'in host memory' if call.place is None else 'on a GPU'}"
+    if field == "reduction":
+        is_adasum = call.kind.startswith("adasum")
+        return f"op={'ADA' if is_adasum else ''}{call.reduction}"
     return f"{field}={getattr(call, field)}"
 
 

@@ -51,7 +51,7 @@ class AllDeferred(Deferred):
         return [each.take() if isinstance(each, Deferred) else each for each in self._results]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Plan(Generic[R]):
     """A collective that this rank is ready to carry out.
 

@@ -13,6 +13,7 @@ from ringcomm.arrays.base import Array, DeviceAdapter, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.arrays.mirror import Mirror
 from ringcomm.engine.core.execution import Deferred, Plan
+from ringcomm.engine.operations.base import Operation
 from ringcomm.errors import ConfigError
 from ringcomm.transport.channel import Channel
 
@@ -57,10 +58,8 @@ class DeviceExecutor(Protocol):
     Its methods raise ConfigError where the GPU cannot be used.
     """
 
-    def plan(
-        self, kind: str, group: Group, name: str | None, x: Any, *args: Any, **options: Any
-    ) -> Plan[Any]:
-        """Plan what the function `kind` of operations/ plans for arrays in host memory."""
+    def plan(self, operation: Operation) -> Plan[Any]:
+        """Return how an operation is carried out."""
 
     def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> Staging:
         """Return what moves x through host memory, as it is at this moment."""
@@ -103,6 +102,13 @@ def device_executor() -> DeviceExecutor:
             "ringcomm anew, or pass arrays in host memory"
         ) from error
     return executor
+
+
+def plan(operation: Operation) -> Plan[Any]:
+    """Return how an operation is carried out where its arrays are."""
+    if operation.call.place is None:
+        return operation.on_host()
+    return device_executor().plan(operation)
 
 
 def note_current_gpu(engine: EngineContext) -> None:

@@ -15,10 +15,12 @@ import numpy as np
 
 from ringcomm._core import KnownAllreduce
 from ringcomm.arrays import adapter_for
-from ringcomm.collectives.op import AVERAGE, Op
+from ringcomm.collectives.op import AVERAGE, Op, ReductionOptions
+from ringcomm.engine.core.call import reduction_call
+from ringcomm.engine.core.current import engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import plans
+from ringcomm.engine.core.group import Group, ShortAllreduce
+from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.transport.node import N_UNNAMED
 from ringcomm.transport.node.shm import NodeTeam
 
@@ -44,13 +46,7 @@ class Quick:
     def allreduce_(self, x: Any, op: Op, timeout_s: float | None = None) -> bool:
         """Reduce x in place if this way is open; else do nothing and return False.
 
-        Args:
-            x: as ops.allreduce_() takes it.
-            op: as there.
-            timeout_s: deadline; None: RINGCOMM_TIMEOUT_S.
-
-        Raises:
-            What ops.allreduce_() raises.
+        timeout_s: deadline; None: RINGCOMM_TIMEOUT_S. Raises what rc.allreduce_() raises.
         """
         is_numpy = type(x) is np.ndarray
         try:
@@ -76,7 +72,7 @@ class Quick:
             if step is None:
                 self._team.end_turn(place)
             else:
-                plan = plans.allreduce(group, None, x, op, in_place=True)
+                plan = plan_allreduce(group, None, x, ReductionOptions(op), in_place=True)
                 task = engine.adopt(place, step, plan, group, timeout_s=timeout_s)
                 engine.completion.result_of(task)
         except BaseException as error:
@@ -95,7 +91,7 @@ class Quick:
             adapter = adapter_for(x)
             if type(x) is np.ndarray:
                 memoryview(x)  # type: ignore[arg-type]  # bfloat16 cannot be passed to C++ as quickly
-            call = plans.reduction("allreduce_", None, op, x, adapter)
+            call = reduction_call("allreduce_", None, ReductionOptions(op), x, adapter)
         except (TypeError, ValueError, BufferError):
             return
         dtype = adapter.dtype(x)
@@ -110,6 +106,13 @@ class Quick:
             divisor,
             self._team.moment_s,
         )
+
+
+def short_call_of(group: Group) -> ShortAllreduce | None:
+    """Return the short way of a group's allreduces, if its ranks share memory."""
+    if group.quick is None and group.team is not None:
+        group.quick = Quick(engine(), group, group.team)
+    return group.quick
 
 
 def _address(x: Any) -> int | None:

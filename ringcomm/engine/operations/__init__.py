@@ -1,1 +1,1 @@
-"""Each collective checks its arguments and says what is to be done."""
+"""One module per collective: it checks the arguments once, for every device, into an Operation."""

@@ -8,33 +8,34 @@ Source: Maleki et al. 2021, arXiv:2006.02924.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm._core import StandardFloats
-from ringcomm.arrays import DTYPES, adapter_for, any_adapter_for, arrived, device_adapter_for
-from ringcomm.arrays.base import Flat
-from ringcomm.collectives.scaling import Scaling, from_bfloat16, to_bfloat16
+from ringcomm.arrays import DTYPES, Flat, any_adapter_for, arrived
+from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.scaling import from_bfloat16, to_bfloat16
 from ringcomm.collectives.schedule import consecutive
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import device_executor
+from ringcomm.engine.executors.device import plan
+from ringcomm.engine.operations.base import A, GroupedOperation, require_one_kind
+from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
 from ringcomm.transport.channel import Channel
 
-A = TypeVar("A", bound=Any)
 _Vector = NDArray[Any]  # float32, or float64 if any array is
 
 
-def plan(
+def plan_adasum(
     group: Group,
     name: str | None,
     xs: Sequence[A],
+    options: ReductionOptions,
     *,
     in_place: bool = False,
-    scaling: Scaling | None = None,
 ) -> Plan[list[A]]:
     """Plan the Adasum of each array; the results are the same bits on every rank.
 
@@ -42,71 +43,69 @@ def plan(
     below first.
 
     Args:
-        group: any.
-        name: of the whole call.
         xs: of float16, bfloat16, float32 or float64; the same shapes and dtypes on every rank.
+        options: the factors before and after; its op is SUM.
         in_place: the arrays are overwritten.
-        scaling: factors before and after.
-
-    Cost: log2(size) exchanges of all that is in xs, in float32 or wider.
-    """
-    scaling = scaling or Scaling()
-    xs = arrived(xs)
-    if xs and device_adapter_for(xs[0]) is not None:
-        return device_executor().plan("adasum", group, name, xs, in_place=in_place, scaling=scaling)
-    call = call_of(name, xs, in_place=in_place, scaling=scaling)
-    adapters = [adapter_for(x) for x in xs]
-    if in_place:
-        for x, adapter in zip(xs, adapters, strict=True):
-            adapter.require_writable(x)
-    copies = [adapter.copy(x) for x, adapter in zip(xs, adapters, strict=True)]
-    flats = [adapter.flat(each) for each, adapter in zip(copies, adapters, strict=True)]
-    wide = np.float64 if any(flat.dtype.name == "float64" for flat in flats) else np.float32
-    line = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
-    parts = consecutive([flat.count for flat in flats])
-    with StandardFloats():
-        line *= wide(scaling.before)
-
-    async def run(t: Channel) -> list[A]:
-        if t.meeting is not None:
-            await t.meet()  # messages follow, of a size that all must have agreed on
-        total = await _combine(line, parts, t)
-        with StandardFloats():
-            total *= wide(scaling.after)
-            for flat, part in zip(flats, parts, strict=True):
-                _write(flat, total[part])
-        if not in_place:
-            return copies
-        for x, copy, adapter in zip(xs, copies, adapters, strict=True):
-            adapter.assign(x, copy)
-        return list(xs)
-
-    return Plan(call, sum(flat.bytes.nbytes for flat in flats), run)
-
-
-def call_of(
-    name: str | None,
-    xs: Sequence[Any],
-    *,
-    in_place: bool,
-    scaling: Scaling,
-    place: str | None = None,
-) -> Call:
-    """Return what all ranks must have alike.
 
     Raises:
         TypeError: an array has no floats.
+
+    Cost: log2(size) exchanges of all that is in xs, in float32 or wider.
     """
+    kind = "adasum_" if in_place else "adasum"
+    xs = arrived(xs)
     adapters = [any_adapter_for(x) for x in xs]
-    members = tuple(
-        (adapter.dtype(x).name, adapter.shape(x)) for x, adapter in zip(xs, adapters, strict=True)
-    )
+    require_one_kind(kind, adapters)
+    pairs = list(zip(xs, adapters, strict=True))
+    members = tuple((adapter.dtype(x).name, adapter.shape(x)) for x, adapter in pairs)
     for dtype, _ in members:
         if not DTYPES[dtype].is_float:
             raise TypeError(f"Adasum of {dtype} has no meaning: it takes floats")
-    op = f"ADASUM, {scaling}" if scaling else "ADASUM"
-    kind = "adasum_" if in_place else "adasum"
-    return Call(kind, name, op=op, members=members, place=place)
+    if in_place:
+        for x, adapter in pairs:
+            adapter.require_writable(x)
+    place = adapters[0].place if adapters else None
+    call = Call(kind, name, options, members=members, place=place)
+    return plan(Adasum(group, call, adapters, xs, options, in_place))
+
+
+class Adasum(GroupedOperation):
+    """The Adasum of several arrays."""
+
+    __slots__ = ()
+
+    def on_host(self) -> Plan[Any]:
+        """Plan it, in float32 or wider."""
+        xs, adapters, options = self.x, self.adapter, self.options
+        copies = [adapter.copy(x) for x, adapter in zip(xs, adapters, strict=True)]
+        flats = [adapter.flat(each) for each, adapter in zip(copies, adapters, strict=True)]
+        wide = np.float64 if any(flat.dtype.name == "float64" for flat in flats) else np.float32
+        line = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
+        parts = consecutive([flat.count for flat in flats])
+        with StandardFloats():
+            line *= wide(options.prescale)
+
+        async def run(t: Channel) -> list[Any]:
+            if t.meeting is not None:
+                await t.meet()  # messages follow, of a size that all must have agreed on
+            total = await _combine(line, parts, t)
+            with StandardFloats():
+                total *= wide(options.postscale)
+                for flat, part in zip(flats, parts, strict=True):
+                    _write(flat, total[part])
+            if not self.in_place:
+                return copies
+            for x, copy, adapter in zip(xs, copies, adapters, strict=True):
+                adapter.assign(x, copy)
+            return list(xs)
+
+        return Plan(self.call, sum(flat.bytes.nbytes for flat in flats), run)
+
+
+def stand_in(group: Group, call: Call) -> Plan[Any]:
+    """Plan the part of a rank that has nothing to contribute."""
+    xs, options = neutral_arrays(group, call), options_of(call)
+    return plan_adasum(group, call.name, xs, options, in_place=is_in_place(call))
 
 
 async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector:
@@ -117,7 +116,7 @@ async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector
         await t.wait(t.isend(_bytes(mine), t.rank - n_paired))
         return await _receive(mine, t.rank - n_paired, t)
     if t.rank < n_beyond:
-        mine = adasum(mine, await _receive(mine, t.rank + n_paired, t), parts)
+        mine = combine(mine, await _receive(mine, t.rank + n_paired, t), parts)
     distance = 1
     while distance < n_paired:
         other = t.rank ^ distance
@@ -125,7 +124,7 @@ async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector
         await t.wait(t.isend(_bytes(mine), other), t.irecv(_bytes(theirs), other))
         first, second = (mine, theirs) if t.rank < other else (theirs, mine)
         with t.phase("reduce"):
-            mine = adasum(first, second, parts)
+            mine = combine(first, second, parts)
         distance *= 2
     if t.rank < n_beyond:
         await t.wait(t.isend(_bytes(mine), t.rank + n_paired))
@@ -138,7 +137,7 @@ async def _receive(like: _Vector, source: int, t: Channel) -> _Vector:
     return theirs
 
 
-def adasum(a: _Vector, b: _Vector, parts: Sequence[slice]) -> _Vector:
+def combine(a: _Vector, b: _Vector, parts: Sequence[slice]) -> _Vector:
     """Return the combination of two vectors, part by part."""
     total = np.empty_like(a)
     with StandardFloats():

@@ -1,100 +1,133 @@
 """Plans of collectives that write into memory of the caller: nothing is counted or allocated.
 
 Arguments are contiguous; their shapes do not matter, only how many elements they have. Who gets
-how many of them is said by every rank, alike. Like those of plans.py otherwise; for faces whose
+how many of them is said by every rank, alike. Like the other operations otherwise; for faces whose
 API passes the results' memory in.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ringcomm.arrays import DTYPES, Array, ArrayAdapter, DType, Flat, adapter_for
+from ringcomm.arrays import (
+    DTYPES,
+    AnyAdapter,
+    Array,
+    Flat,
+    adapter_for,
+    any_adapter_for,
+    arrived,
+)
 from ringcomm.arrays.base import is_same, overlap
+from ringcomm.arrays.mirror import MIRROR
 from ringcomm.collectives.algorithms import circulant, linear
-from ringcomm.collectives.op import Op
+from ringcomm.collectives.op import ReductionOptions
 from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import consecutive
-from ringcomm.engine.core.agreement import module
-from ringcomm.engine.core.call import Call, call_of_reduction
+from ringcomm.engine.core.agreement import node_or
+from ringcomm.engine.core.call import Call, checked_options
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import plans
+from ringcomm.engine.executors.device import plan
+from ringcomm.engine.operations.base import A, Operation, memory_of, require_one_kind
+from ringcomm.engine.operations.reduction import reduction_in_node
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeCopy
 
-A = TypeVar("A", bound=Any)
 
-
-@plans.wherever
-def allgather_into(
+def plan_allgather_into(
     group: Group, name: str | None, out: A, x: Array, counts: Sequence[int] | None = None
 ) -> Plan[A]:
     """Plan to fill `out` with the elements of all ranks' x, in rank order.
 
     Args:
-        group: who takes part.
-        name: see ringcomm.engine.api.collectives.
         out: as many elements as all x together.
         x: the same dtype; may be its own part of `out`.
         counts: how many elements each rank gives; None: as many as x has.
     """
-    adapter, target, source = _pair("allgather_into", out, x)
+    kind = "allgather_into"
+    out, x = arrived(out), arrived(x)
+    adapter, target, source = _pair(kind, out, x, any_adapter_for)
     adapter.require_writable(out)
     counts = [source.count] * group.size if counts is None else list(counts)
-    parts = parts_of("allgather_into", counts, target.count, "out", group)
-    require_own(counts, source.count, group)
-    own = target[parts[group.index]]
-    if own.bytes.ctypes.data != source.bytes.ctypes.data:
-        own.bytes[:] = source.bytes
-    choose = group.engine.selection.algorithm
-
-    def finish(t: Channel | None = None) -> A:
-        del t
-        adapter.written(out)
-        return out
-
-    async def run(t: Channel) -> A:
-        await perform(choose("allgather", target, t).allgather_, t, target, parts)
-        return finish()
-
-    others = [(group.index + shift) % group.size for shift in range(1, group.size)]
-    step = NodeCopy(own.bytes, [(r, 0, target[parts[r]].bytes) for r in others])
-    call = call_of("allgather_into", name, None, source.dtype.name, tuple(counts))
-    return Plan(call, target.bytes.nbytes, run, step, finish)
+    parts = _parts_of(kind, counts, target.count, "out", group)
+    if counts[group.index] != source.count:
+        raise ValueError(
+            f"{kind}: x has {source.count} elements, and this rank is to give {counts[group.index]}"
+        )
+    call = _call_of(kind, name, None, source.dtype.name, tuple(counts), place=adapter.place)
+    return plan(AllgatherInto(group, call, adapter, x, out, parts))
 
 
-def reduce_scatter_into(
+@dataclass(slots=True, eq=False)
+class AllgatherInto(Operation):
+    """An allgather into memory of the caller.
+
+    Attributes:
+        out: gets all ranks' elements.
+        parts: which elements of `out` are whose.
+    """
+
+    out: Any
+    parts: list[slice]
+
+    def on_host(self) -> Plan[Any]:
+        """Plan it; in a node it is one step."""
+        group, adapter, out, parts = self.group, self.adapter, self.out, self.parts
+        target, source = adapter.flat(out), adapter_for(self.x).flat(self.x)
+        own = target[parts[group.index]]
+        if own.bytes.ctypes.data != source.bytes.ctypes.data:
+            own.bytes[:] = source.bytes
+        choose = group.engine.selection.algorithm
+
+        def finish(t: Channel | None = None) -> Any:
+            del t
+            adapter.written(out)
+            return out
+
+        async def run(t: Channel) -> Any:
+            await perform(choose("allgather", target, t).allgather_, t, target, parts)
+            return finish()
+
+        others = [(group.index + shift) % group.size for shift in range(1, group.size)]
+        step = NodeCopy(own.bytes, [(r, 0, target[parts[r]].bytes) for r in others])
+        return Plan(self.call, target.bytes.nbytes, run, step, finish)
+
+    def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
+        """Return how a mirror of `out` is filled."""
+        out, x = mirrors
+        return AllgatherInto(self.group, self.call, MIRROR, x, out, self.parts).on_host()
+
+
+def plan_reduce_scatter_into(
     group: Group,
     name: str | None,
     out: A,
     x: Array,
-    op: Op,
+    options: ReductionOptions,
     *,
     counts: Sequence[int] | None = None,
 ) -> Plan[A]:
     """Plan to fill `out` with this rank's part of the reduction of x over all ranks.
 
     Args:
-        group: who takes part.
-        name: see ringcomm.engine.api.collectives.
         out: as many elements as are due to this rank; may overlap with x, as its own part does.
         x: the same dtype. Left alone otherwise, and must stay as it is until the operation is over.
-        op: as for allreduce().
+        options: as for allreduce(), without factors.
         counts: how many elements each rank gets; None: as many as `out` has.
     """
-    adapter, target, source = _pair("reduce_scatter_into", out, x)
+    adapter, target, source = _pair("reduce_scatter_into", out, x, adapter_for)
     adapter.require_writable(out)
-    if not isinstance(op, Op):
-        raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {op!r}")
-    op.require(source.dtype)
+    options = checked_options(options)
+    options.require(source.dtype)
     counts = [target.count] * group.size if counts is None else list(counts)
-    parts = parts_of("reduce_scatter_into", counts, source.count, "x", group)
+    parts = _parts_of("reduce_scatter_into", counts, source.count, "x", group)
     if counts[group.index] != target.count:
         raise ValueError(
             f"reduce_scatter_into: out has {target.count} elements, and "
@@ -115,17 +148,17 @@ def reduce_scatter_into(
     async def run(t: Channel) -> A:
         flat = source.like(source.count)
         t.copy(flat, source)
-        algorithm = choose("reduce_scatter", flat, t)
-        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
+        algorithm = choose("reduce_scatter", flat, t, is_deterministic=options.deterministic)
+        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
         t.copy(made, own)
         return finish()
 
-    step = plans.reduction_in_node(source, made.bytes, op, group, parts)
-    call = call_of("reduce_scatter_into", name, op.name, source.dtype.name, tuple(counts))
+    step = reduction_in_node(source, made.bytes, options.op, group, parts)
+    call = _call_of("reduce_scatter_into", name, options, source.dtype.name, tuple(counts))
     return Plan(call, source.bytes.nbytes, run, step, finish)
 
 
-def alltoall_into(
+def plan_alltoall_into(
     group: Group,
     name: str | None,
     out: A,
@@ -137,15 +170,13 @@ def alltoall_into(
     """Plan to fill `out` with the elements that every rank has for this one, in rank order.
 
     Args:
-        group: who takes part.
-        name: see ringcomm.engine.api.collectives.
         out: must not overlap with x, which other ranks read while it is written.
         x: the same dtype.
         received: how many elements come from each rank.
         sent: how many elements go to each rank. A rank that expects another number than is sent
             to it is a MismatchError on all ranks.
     """
-    adapter, target, source = _pair("alltoall_into", out, x)
+    adapter, target, source = _pair("alltoall_into", out, x, adapter_for)
     adapter.require_writable(out)
     if overlap(source, target):
         raise ValueError(
@@ -153,17 +184,17 @@ def alltoall_into(
             f"overlaps with x, {source.bytes.nbytes} bytes at {source.bytes.ctypes.data:#x}, which "
             "other ranks read while it is written. Pass an array of its own memory"
         )
-    outgoing = parts_of("alltoall_into", list(sent), source.count, "x", group)
-    incoming = parts_of("alltoall_into", list(received), target.count, "out", group)
+    outgoing = _parts_of("alltoall_into", list(sent), source.count, "x", group)
+    incoming = _parts_of("alltoall_into", list(received), target.count, "out", group)
 
     async def run(t: Channel) -> A:
         await _require_alike(list(sent), list(received), t)
-        alltoall_ = module(t, linear).alltoall_
+        alltoall_ = node_or(linear, t).alltoall_
         await perform(alltoall_, t, source, outgoing, target, incoming)
         adapter.written(out)
         return out
 
-    call = call_of_reduction("alltoall_into", name, None, source.dtype.name, ())
+    call = _call_of("alltoall_into", name, None, source.dtype.name, (0,))
     return Plan(call, source.bytes.nbytes, run)
 
 
@@ -174,7 +205,7 @@ async def _require_alike(sent: list[int], received: list[int], t: Channel) -> No
     table[t.rank] = sent, received
     rows = consecutive([2 * size] * size)
     flat = Flat(table.reshape(-1).view(np.uint8), DTYPES["int64"])
-    await module(t, circulant).allgather_(flat, rows, t)
+    await node_or(circulant, t).allgather_(flat, rows, t)
     wrong = np.argwhere(table[:, 0] != table[:, 1].T)
     if len(wrong):
         source, dest = map(int, wrong[0])
@@ -185,32 +216,23 @@ async def _require_alike(sent: list[int], received: list[int], t: Channel) -> No
         )
 
 
-def _pair(kind: str, out: Array, x: Array) -> tuple[ArrayAdapter, Flat, Flat]:
-    """Return the memory of both, which must be contiguous and of one dtype."""
-    adapter, other = adapter_for(out), adapter_for(x)
-    for what, each, of in (("out", out, adapter), ("x", x, other)):
+def _pair(
+    kind: str, out: Array, x: Array, find: Callable[[Array], AnyAdapter]
+) -> tuple[Any, Any, Any]:
+    """Return the adapter of `out`, and both memories: contiguous, of one dtype, in one place."""
+    adapters = find(out), find(x)
+    require_one_kind(kind, adapters)
+    for what, each, of in zip(("out", "x"), (out, x), adapters, strict=True):
         of.dtype(each)
         if not of.is_contiguous(each):
             raise ValueError(f"{kind}: {what} must be contiguous")
-    target, source = adapter.flat(out), other.flat(x)
-    require_one_dtype(kind, target.dtype, source.dtype)
-    return adapter, target, source
+    target, source = memory_of(out, adapters[0]), memory_of(x, adapters[1])
+    if target.dtype != source.dtype:
+        raise TypeError(f"{kind}: out is {target.dtype}, x is {source.dtype}. Pass one dtype.")
+    return adapters[0], target, source
 
 
-def require_one_dtype(kind: str, out: DType, x: DType) -> None:
-    """Raise TypeError if they are not."""
-    if out != x:
-        raise TypeError(f"{kind}: out is {out}, x is {x}. Pass one dtype.")
-
-
-def require_own(counts: Sequence[int], count: int, group: Group) -> None:
-    """Raise ValueError if this rank's x has another number of elements than it is to give."""
-    due = counts[group.index]
-    if due != count:
-        raise ValueError(f"allgather_into: x has {count} elements, and this rank is to give {due}")
-
-
-def parts_of(kind: str, counts: list[int], count: int, what: str, group: Group) -> list[slice]:
+def _parts_of(kind: str, counts: list[int], count: int, what: str, group: Group) -> list[slice]:
     """Return whose which elements are. Raises ValueError if the counts do not fit."""
     if len(counts) != group.size or sum(counts) != count or min(counts) < 0:
         raise ValueError(
@@ -221,10 +243,10 @@ def parts_of(kind: str, counts: list[int], count: int, what: str, group: Group) 
 
 
 @functools.lru_cache(maxsize=4096)
-def call_of(
+def _call_of(
     kind: str,
     name: str | None,
-    op: str | None,
+    options: ReductionOptions | None,
     dtype: str,
     counts: tuple[int, ...],
     *,
@@ -232,6 +254,6 @@ def call_of(
 ) -> Call:
     """Return the same Call each time, so that its fingerprint is computed once."""
     if len(set(counts)) == 1:
-        return Call(kind, name, op=op, dtype=dtype, shape=(counts[0],), place=place)
+        return Call(kind, name, options, dtype, (counts[0],), place=place)
     members = tuple((dtype, (n,)) for n in counts)
-    return Call(kind, name, op=op, dtype=dtype, shape=(sum(counts),), members=members, place=place)
+    return Call(kind, name, options, dtype, (sum(counts),), members=members, place=place)

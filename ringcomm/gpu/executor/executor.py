@@ -8,6 +8,7 @@ from ringcomm.arrays.base import Array, DeviceAdapter, Span
 from ringcomm.arrays.dtypes import DType
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.executors.device import DeviceExecutor
+from ringcomm.engine.operations.base import Operation
 from ringcomm.gpu.executor import plans, staged
 from ringcomm.gpu.executor.gpus import Gpus, Issue
 from ringcomm.gpu.transports.choice import GpuChoice
@@ -17,46 +18,35 @@ if TYPE_CHECKING:
     from ringcomm.engine.core.group import Group
 
 
-class GpuExecutor:
+class _GpuExecutor:
     """The DeviceExecutor of CUDA; its state is Gpus, one per engine."""
 
-    def plan(
-        self, kind: str, group: Group, name: str | None, x: Any, *args: Any, **options: Any
-    ) -> Plan[Any]:
-        """Plan an operation; see plans.py."""
-        made: Plan[Any] = getattr(plans, kind)(group, name, x, *args, **options)
-        return made
+    def plan(self, operation: Operation) -> Plan[Any]:
+        return plans.plan(operation)
 
     def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> staged.Staging:
-        """Return what moves x through host memory."""
         return staged.Staging(group, Issue.of(group, adapter, x))
 
     def make(
         self, group: Group, kind: str, dtype: DType, shape: tuple[int, ...]
     ) -> tuple[Array, staged.Staging]:
-        """Return an uninitialised array; see Gpus.any_memory."""
         return staged.make(group, kind, dtype, shape)
 
     def copied(self, group: Group, x: Array) -> Array:
-        """Return a copy of an array in host memory."""
         return staged.copied(group, x)
 
     def note_current(self, engine: EngineContext, index: int) -> None:
-        """Note which GPU is the user's; see Gpus.any_memory."""
         Gpus.of(engine).current = index
 
     def require(self, engine: EngineContext) -> None:
-        """Raise ConfigError if this rank can use no GPU."""
         Gpus.of(engine).require()
 
     def allocate(self, engine: EngineContext, index: int, nbytes: int) -> Span:
-        """Return memory that other ranks can map."""
         return Gpus.of(engine).memory(index).regions.take(nbytes)
 
     def choice(self, engine: EngineContext, group: Group) -> GpuChoice | None:
-        """Return how the group's arrays travel."""
         team = None if group.rank is None else Gpus.of(engine).team_or_none(group)
         return None if team is None else team.choice
 
 
-EXECUTOR: Final[DeviceExecutor] = GpuExecutor()
+EXECUTOR: Final[DeviceExecutor] = _GpuExecutor()

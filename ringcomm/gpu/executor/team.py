@@ -21,7 +21,7 @@ import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat, Span
 from ringcomm.collectives.algorithms import tree
-from ringcomm.engine.core.agreement import gather_alike, module
+from ringcomm.engine.core.agreement import gather_alike, node_or
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.packing import pack, unpack
@@ -117,7 +117,7 @@ class GpuTeam:
         if t.rank == 0:
             number[0] = self._n_ordered
             self._n_ordered += 1
-        await module(t, tree).broadcast_(Flat(number.view(np.uint8), DTYPES["int64"]), 0, t)
+        await node_or(tree, t).broadcast_(Flat(number.view(np.uint8), DTYPES["int64"]), 0, t)
         return int(number[0])
 
     # --- launches ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringcomm.collectives.op import BOR
-from ringcomm.engine.api import async_ops, collectives
+from ringcomm.engine.api import collectives
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
 from ringcomm.torch.backward.complement import is_alike, with_complement
@@ -39,7 +39,7 @@ class ConsistencyCheck:
         digest = with_complement(mine.digest())
         self._cut = len(digest)
         message = np.array(list(digest + with_complement(weights)), np.uint8)
-        self.handle = async_ops.allreduce_async_(message, BOR, name=name, group=group)
+        self.handle = collectives.allreduce_async_(message, BOR, name=name, group=group)
 
     def require_alike(self) -> None:
         """Raise MismatchError, on every rank and with the first difference, if there is any."""

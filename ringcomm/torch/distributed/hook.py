@@ -7,10 +7,10 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringcomm.collectives.op import AVERAGE
+from ringcomm.collectives.op import AVERAGE, ReductionOptions
 from ringcomm.engine.api.registered import empty
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.torch.distributed.compat import c10d, untraced
 from ringcomm.torch.distributed.group.base import BaseGroup
 from ringcomm.torch.distributed.group.options import call_options
@@ -48,8 +48,8 @@ def node_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     shared = _memory_for(bucket.parameters()[0], gradients, pg.group)
     shared.copy_(gradients)
     call = call_options(None)
-    plan = functools.partial(plans.allreduce, in_place=True)
-    work = pg.start(call, "allreduce_", [shared], plan, None, shared, AVERAGE)
+    plan = functools.partial(plan_allreduce, in_place=True)
+    work = pg.start(call, "allreduce_", [shared], plan, None, shared, ReductionOptions(AVERAGE))
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
     return future
 

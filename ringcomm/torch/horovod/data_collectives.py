@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE
+from ringcomm.collectives.op import AVERAGE, ReductionOptions
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.allgather import plan_allgather
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.alltoall import plan_alltoall
+from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.engine.operations.broadcast import plan_broadcast
+from ringcomm.engine.operations.grouped import plan_grouped_allgather
 from ringcomm.torch.horovod import autograd_functions
 from ringcomm.torch.horovod.forms import AWAITED, Form, async_form, begin, document, in_place_form
 from ringcomm.torch.horovod.handles import Handle
@@ -72,7 +77,7 @@ def _allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    return begin(form, "allgather", name, process_set, plans.allgather, tensor)
+    return begin(form, "allgather", name, process_set, plan_allgather, tensor)
 
 
 def _grouped_allgather(
@@ -83,7 +88,7 @@ def _grouped_allgather(
 ) -> Handle[list[Tensor]]:
     kind, plan, xs = (
         "grouped_allgather",
-        plans.grouped_allgather,
+        plan_grouped_allgather,
         autograd_functions.tensor_list(tensors),
     )
     return begin(form, kind, name, process_set, plan, xs, lane="grouped")
@@ -125,7 +130,7 @@ def _broadcast(
 ) -> Handle[Tensor]:
     def plan(group: Group, name: str | None) -> Plan[Tensor]:
         root = process_set.root(root_rank)  # within the plan, so that all ranks learn of a mistake
-        return plans.broadcast(group, name, tensor, root, in_place=form.in_place)
+        return plan_broadcast(group, name, tensor, root, in_place=form.in_place)
 
     kind = "broadcast_" if form.in_place else "broadcast"
     return begin(form, kind, name, process_set, plan, lane="broadcast")
@@ -185,7 +190,7 @@ def _alltoall(
                 f"not {splits.dtype}"
             )
         rows = splits.tolist() if hasattr(splits, "tolist") else splits
-        return plans.alltoall(group, name, tensor, rows, return_splits=True)
+        return plan_alltoall(group, name, tensor, rows, True)
 
     handle = begin(form, "alltoall", name, process_set, plan)
     return Handle([handle], lambda pair: (pair[0], torch.tensor(pair[1], dtype=torch.int32)))
@@ -199,7 +204,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it; operations under way with a name may be overtaken."""
     ProcessSet.require(process_set)
     lane = process_set.lane("object")
-    engine().execute("barrier", None, lambda g: plans.barrier(g, None), lane)
+    engine().execute("barrier", None, lambda g: plan_barrier(g, None), lane)
 
 
 def join(device: int = -1) -> int:
@@ -245,7 +250,7 @@ def _mean_at_root(grads: Tensors, root_rank: int, process_set: ProcessSet) -> li
 
 def _mean(grad: Tensor, process_set: ProcessSet) -> Tensor:
     mean: Tensor = begin(
-        AWAITED, "allreduce", None, process_set, plans.allreduce, grad, AVERAGE
+        AWAITED, "allreduce", None, process_set, plan_allreduce, grad, ReductionOptions(AVERAGE)
     ).wait()
     return mean
 

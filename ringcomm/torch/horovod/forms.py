@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
+from ringcomm.engine.api.forms import complete_doc
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
 from ringcomm.torch.horovod.handles import Handle
@@ -67,7 +67,7 @@ def begin(
         kind: for a rank whose plan() fails; see Engine.execute().
         name: the user's; None: matched by order in the lane.
         process_set: whose ranks take part.
-        plan: one of ringcomm.engine.operations.plans.
+        plan: of ringcomm.engine.operations.
         args: passed on.
         lane: see ProcessSet.lane(); `kind` by default.
         options: passed on.
@@ -83,14 +83,7 @@ def begin(
 
 def document(function: F) -> F:
     """Add to a docstring the arguments that it does not list itself; return the function."""
-    head, returns, tail = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:")
-    if "\nArgs:" not in head:
-        head += "\n\nArgs:"
-    for name in inspect.signature(function).parameters:
-        if name in _COMMON and f"\n    {name}:" not in head:
-            text = f"    {name}: {_COMMON[name]}"
-            head += "\n" + textwrap.fill(text, 96, subsequent_indent=" " * 8)
-    function.__doc__ = head + returns + tail
+    function.__doc__ = complete_doc(function, _COMMON)
     return function
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.collectives.scaling import Scaling
+from ringcomm.collectives.op import AVERAGE, SUM, Op, ReductionOptions
 from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.operations import adasum, plans
+from ringcomm.engine.operations.adasum import plan_adasum
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.grouped import plan_grouped_allreduce, plan_grouped_reduce_scatter
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.errors import RingcommError
 from ringcomm.torch.horovod.autograd_functions import tensor_list
 from ringcomm.torch.horovod.data_collectives import allgather
@@ -71,7 +73,8 @@ class Reduction:
         ProcessSet.require(process_set)
         self._form = form
         self._op = op
-        self._scaling = Scaling.of(before, after)
+        plain = op if isinstance(op, Op) else SUM
+        self._options = ReductionOptions(plain).scaled(before, after)
         self._set = process_set
         self._name = name
 
@@ -79,39 +82,38 @@ class Reduction:
         """Start an allreduce."""
         in_place = self._form.in_place
         if isinstance(self._op, _Adasum):
-            several = self._begin("adasum", "allreduce", adasum.plan, [x], in_place=in_place)
+            several = self._begin("adasum", "allreduce", plan_adasum, [x], in_place=in_place)
             return Handle([several], lambda results: results[0])
-        return self._begin(
-            "allreduce", "allreduce", plans.allreduce, x, self._op, in_place=in_place
-        )
+        return self._begin("allreduce", "allreduce", plan_allreduce, x, in_place=in_place)
 
     def start_group(self, xs: Sequence[torch.Tensor]) -> Handle[list[torch.Tensor]]:
         """Start an allreduce of several."""
         in_place = self._form.in_place
         if isinstance(self._op, _Adasum):
-            return self._begin("adasum", "grouped", adasum.plan, tensor_list(xs), in_place=in_place)
-        kind, plan = "grouped_allreduce", plans.grouped_allreduce
-        return self._begin(kind, "grouped", plan, tensor_list(xs), self._op, in_place=in_place)
+            return self._begin("adasum", "grouped", plan_adasum, tensor_list(xs), in_place=in_place)
+        kind, plan = "grouped_allreduce", plan_grouped_allreduce
+        return self._begin(kind, "grouped", plan, tensor_list(xs), in_place=in_place)
 
     def start_scatter(self, x: torch.Tensor) -> Handle[torch.Tensor]:
         """Start a reduce_scatter."""
-        op = self._plain_op()
-        return self._begin("reduce_scatter", "reducescatter", plans.reduce_scatter, x, op)
+        self._require_plain_op()
+        return self._begin("reduce_scatter", "reducescatter", plan_reduce_scatter, x)
 
     def start_group_scatter(self, xs: Sequence[torch.Tensor]) -> Handle[list[torch.Tensor]]:
         """Start a reduce_scatter of several."""
-        op, kind, plan = self._plain_op(), "grouped_reduce_scatter", plans.grouped_reduce_scatter
-        return self._begin(kind, "grouped", plan, tensor_list(xs), op)
+        self._require_plain_op()
+        kind, plan = "grouped_reduce_scatter", plan_grouped_reduce_scatter
+        return self._begin(kind, "grouped", plan, tensor_list(xs))
 
     def backward(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
         """Return the gradients of an allreduce: they are reduced in the same way."""
-        factors = self._scaling.before, self._scaling.after
+        factors = self._options.prescale, self._options.postscale
         how = Reduction(AWAITED, self._op, *factors, self._set, None)
         return [how.start(grad).wait() for grad in grads]
 
     def backward_of_scatter(self, grads: Sequence[torch.Tensor], _: Any) -> list[torch.Tensor]:
         """Return the gradients of a reduce_scatter: each rank has those of its rows."""
-        factor = self._scaling.before * self._scaling.after
+        factor = self._options.prescale * self._options.postscale
         if self._op is SUM:
             factor *= self._set.size()
         gathered = [allgather(grad.contiguous(), process_set=self._set) for grad in grads]
@@ -121,12 +123,11 @@ class Reduction:
         self, kind: str, lane: str, plan: Callable[..., Plan[Any]], *args: Any, **options: Any
     ) -> Handle[Any]:
         kind += "_" if self._form.in_place else ""
-        options |= {"lane": lane, "scaling": self._scaling}
-        return begin(self._form, kind, self._name, self._set, plan, *args, **options)
+        args = (*args, self._options)
+        return begin(self._form, kind, self._name, self._set, plan, *args, lane=lane, **options)
 
-    def _plain_op(self) -> Op:
+    def _require_plain_op(self) -> None:
         if isinstance(self._op, _Adasum):
             raise RingcommError(  # a HorovodInternalError, as Horovod raises
                 "reducescatter: op is Average, Sum, Min, Max or Product, not Adasum"
             )
-        return self._op

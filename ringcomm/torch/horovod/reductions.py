@@ -15,7 +15,8 @@ from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.engine.api import collectives
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.allgather import plan_allgather
+from ringcomm.engine.operations.grouped import plan_grouped
 from ringcomm.torch.compression import Compression, compress
 from ringcomm.torch.horovod import autograd_functions
 from ringcomm.torch.horovod.forms import (
@@ -164,7 +165,7 @@ def sparse_allreduce_async(
     divisor = process_set.size() if which is AVERAGE else 1
 
     def plan(g: Group, name: str | None) -> Plan[list[Tensor]]:
-        return plans.grouped(kind, name, [plans.allgather(g, None, part) for part in parts])
+        return plan_grouped(kind, name, [plan_allgather(g, None, part) for part in parts])
 
     def finish(gathered: list[Tensor]) -> Tensor:
         rows, values = gathered

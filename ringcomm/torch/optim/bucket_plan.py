@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringcomm.engine.api import async_ops, collectives
+from ringcomm.engine.api import collectives
 from ringcomm.engine.api.world import engine
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.buckets import MIB, Bucket, Scaling, make_buckets
@@ -84,7 +84,7 @@ class BucketPlan:
         if self._fired is not None:
             mine = np.array(ready_order(list(self._fired), len(self._slots)), np.int32)
             name, group = f"order of gradients{self.suffix}", options.group
-            handle = async_ops.allgather_async(mine.reshape(1, -1), name=name, group=group)
+            handle = collectives.allgather_async(mine.reshape(1, -1), name=name, group=group)
             yield handle
             self._order = handle.wait()[0].tolist()  # of the first that is not in join()
 

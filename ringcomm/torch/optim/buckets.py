@@ -11,7 +11,7 @@ from ringcomm.arrays import DTYPES, device_adapter_for
 from ringcomm.collectives.fusion import Item, plan_fusion
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.schedule import chunks, consecutive, within
-from ringcomm.engine.api import async_ops
+from ringcomm.engine.api import collectives
 from ringcomm.engine.api.registered import on_gpu, zeros
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
@@ -273,8 +273,8 @@ def _launch(
     wire: torch.Tensor, op: Op, name: str, group: Group, *, is_scattered: bool
 ) -> Handle[torch.Tensor]:
     if is_scattered:
-        return async_ops.reduce_scatter_async_(wire, op, name=name, group=group)
-    return async_ops.allreduce_async_(wire, op, name=name, group=group)
+        return collectives.reduce_scatter_async_(wire, op, name=name, group=group)
+    return collectives.allreduce_async_(wire, op, name=name, group=group)
 
 
 def _as_it_is(wire: torch.Tensor) -> torch.Tensor:

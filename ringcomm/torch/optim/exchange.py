@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ringcomm.collectives.op import BOR
-from ringcomm.engine.api import async_ops, collectives
+from ringcomm.engine.api import collectives
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
@@ -71,7 +71,7 @@ class Exchange:
         mine = Presence(bytes(slot.code for slot in self.slots), flags)
         message = np.frombuffer(bytearray(mine.pack(self.step)), np.uint8)
         name = f"which gradients are there{self.suffix}"
-        handle = async_ops.allreduce_async_(message, BOR, name=name, group=self.scaling.group)
+        handle = collectives.allreduce_async_(message, BOR, name=name, group=self.scaling.group)
         yield handle
         return Presence.unpack(handle.wait().tobytes())
 
@@ -155,7 +155,7 @@ class Exchange:
             return None
         mine = np.array([self.scaling.samples])
         name, group = f"number of samples{self.suffix}", self.scaling.group
-        handle = async_ops.allreduce_async_(mine, name=name, group=group)
+        handle = collectives.allreduce_async_(mine, name=name, group=group)
         yield handle
         return float(handle.wait()[0])
 

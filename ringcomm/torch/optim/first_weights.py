@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ringcomm.collectives.op import BOR
-from ringcomm.engine.api import async_ops, collectives
+from ringcomm.engine.api import collectives
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.complement import is_alike, with_complement
@@ -97,7 +97,7 @@ class FirstWeights:
         if not (self._do_differ or self._do_others_differ):
             return
         mine = np.array([(group.index, 0), *self._sums], np.int64).reshape(1, -1, 2)
-        handle = async_ops.allgather_async(mine, name=f"sums of weights{suffix}", group=group)
+        handle = collectives.allgather_async(mine, name=f"sums of weights{suffix}", group=group)
         yield handle
         sums = handle.wait()
         root = int(sums[0, 0, 0])
@@ -109,7 +109,7 @@ class FirstWeights:
             return
         comparable = [(name, each.data) for name, each in named if _is_comparable(each)]
         handles: list[Handle[Any]] = [
-            async_ops.broadcast_async_(each, root, name=f"weights of {name}{suffix}", group=group)
+            collectives.broadcast_async_(each, root, name=f"weights of {name}{suffix}", group=group)
             for name, each in comparable
         ]
         for each in handles:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringcomm.collectives.op import AVERAGE
-from ringcomm.engine.api import async_ops
+from ringcomm.engine.api import collectives
 from ringcomm.torch.optim.buckets import Scaling, wide
 from ringcomm.torch.optim.gradient import GradientSlot
 
@@ -29,8 +29,8 @@ class SparseSum:
             values = values * scaling.samples if scaling.samples else torch.zeros_like(values)
         title = f"sparse gradient of {slot.name}{suffix}"
         self.handles = (
-            async_ops.allgather_async(rows, name=f"{title}: rows", group=scaling.group),
-            async_ops.allgather_async(values, name=f"{title}: values", group=scaling.group),
+            collectives.allgather_async(rows, name=f"{title}: rows", group=scaling.group),
+            collectives.allgather_async(values, name=f"{title}: values", group=scaling.group),
         )
 
     def land(self, total: float | None) -> None:

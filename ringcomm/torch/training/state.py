@@ -14,7 +14,7 @@ from ringcomm.engine.api import collectives
 from ringcomm.engine.api.world import engine, rank
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.objects import plan_allgather_object
 from ringcomm.errors import MismatchError
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.optim.averaging import AveragingOptimizer, StateSharding
@@ -45,7 +45,7 @@ def broadcast_parameters(
 
     def plan(group: Group) -> Plan[list[bytes]]:
         tensors.update(_by_name(params))  # within the plan, so that all ranks learn of a mistake
-        return plans.allgather_object(group, "names of parameters", list(tensors))
+        return plan_allgather_object(group, "names of parameters", list(tensors))
 
     names_of = engine().execute("allgather_object", "names of parameters", plan, group)
     _require_alike([pickle.loads(each) for each in names_of], group)

@@ -12,7 +12,7 @@ from ringcomm.collectives.schedule import chunks
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
-from ringcomm.engine.operations import into
+from ringcomm.engine.operations.into import plan_allgather_into
 from ringcomm.torch.optim.buckets import Bucket, flat_view, node_zeros, view_like
 from ringcomm.torch.optim.gradient import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings
@@ -81,7 +81,7 @@ class WeightShard:
             return engine().start(
                 "update",
                 self._name,
-                lambda g: gpu_plans.update_reduced(g, self._name, buffer, self._weights, pieces),
+                lambda g: gpu_plans.update(g, self._name, buffer, self._weights, pieces),
                 self._group,
             )
         parts = chunks(self._weights.numel(), self._group.size)
@@ -90,7 +90,7 @@ class WeightShard:
         return engine().start(
             "allgather_into",
             self._name,
-            lambda g: into.allgather_into(g, self._name, self._weights, own, counts),
+            lambda g: plan_allgather_into(g, self._name, self._weights, own, counts),
             self._group,
         )
 

@@ -10,7 +10,7 @@ import torch
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import into
+from ringcomm.engine.operations.into import plan_allgather_into
 from ringcomm.errors import RingcommError
 from ringcomm.torch.zero.parameter_state import ParameterState
 
@@ -93,6 +93,6 @@ def _gather(
     whole = torch.empty(sum(counts), dtype=dtype)
     mine = torch.empty(0, dtype=dtype) if own is None else own.cpu().contiguous()
     handle = engine().start(
-        "allgather_into", name, lambda g: into.allgather_into(g, name, whole, mine, counts), group
+        "allgather_into", name, lambda g: plan_allgather_into(g, name, whole, mine, counts), group
     )
     return handle.wait()

@@ -13,10 +13,21 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import Op
+from ringcomm.collectives.op import Op, ReductionOptions
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import into, plans
+from ringcomm.engine.operations.allgather import plan_gather
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.engine.operations.broadcast import plan_broadcast
+from ringcomm.engine.operations.grouped import plan_grouped, plan_grouped_allreduce
+from ringcomm.engine.operations.into import (
+    plan_allgather_into,
+    plan_alltoall_into,
+    plan_reduce_scatter_into,
+)
+from ringcomm.engine.operations.reduce import plan_reduce
+from ringcomm.engine.operations.scatter import plan_scatter
 from ringcomm.torch.distributed.group.flatten import (
     bytes_of,
     concatenate,
@@ -51,7 +62,7 @@ def then(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
 
 def grouped(kind: str, each: Sequence[Plan[Any]]) -> Plan[list[Any]]:
     """Return one plan of several, agreed on at once."""
-    return plans.grouped(kind, None, list(each))
+    return plan_grouped(kind, None, list(each))
 
 
 def require_one_each(what: str, xs: Tensors, size: int) -> None:
@@ -77,7 +88,7 @@ def _scaled(line: Tensor, reduction: Reduction) -> Tensor:
 # --- reductions -----------------------------------------------------------------------------------
 def allreduce(g: Group, x: Tensor, line: Tensor, op: Op) -> Plan[Any]:
     """Plan to replace x, whose elements are `line`, by its reduction."""
-    plan: Plan[Any] = plans.allreduce(g, None, line, op, in_place=True)
+    plan: Plan[Any] = plan_allreduce(g, None, line, ReductionOptions(op), in_place=True)
     if line is x or line.data_ptr() == x.data_ptr():
         return plan
     return then(plan, lambda _: write_back(x, line))
@@ -89,18 +100,21 @@ def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
         scaled_(x, reduction)
     lines = [flatten(x) for x in xs]
 
+    options = ReductionOptions(reduction.op)
+
     def write_all(_: Any) -> None:
         for x, line in zip(xs, lines, strict=True):
             write_back(x, line)
 
-    return then(plans.grouped_allreduce(g, None, lines, reduction.op, in_place=True), write_all)
+    return then(plan_grouped_allreduce(g, None, lines, options, in_place=True), write_all)
 
 
 def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
     """Plan to replace root's x by its reduction."""
     is_root = g.rank == root
     line = _scaled(flatten(x), reduction)
-    plan: Plan[Any] = plans.reduce(g, None, line, reduction.op, root, in_place=True)
+    options = ReductionOptions(reduction.op)
+    plan = plan_reduce(g, None, line, options, root, in_place=True)
     return then(plan, lambda _: write_back(x, line) if is_root else None)
 
 
@@ -123,7 +137,8 @@ def _reduce_scatter(
     source = _scaled(x, reduction)
     if counts is not None:
         counts = unless_equal(counts)
-    plan: Plan[Any] = into.reduce_scatter_into(g, None, target, source, reduction.op, counts=counts)
+    options = ReductionOptions(reduction.op)
+    plan: Plan[Any] = plan_reduce_scatter_into(g, None, target, source, options, counts=counts)
     return then(plan, lambda _: write_back(out, target))
 
 
@@ -131,7 +146,7 @@ def _reduce_scatter(
 def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
     """Plan to replace x by root's."""
     line = flatten(x)
-    plan: Plan[Any] = plans.broadcast(g, None, bytes_of(line), root, in_place=True)
+    plan: Plan[Any] = plan_broadcast(g, None, bytes_of(line), root, in_place=True)
     return then(plan, lambda _: write_back(x, line))
 
 
@@ -146,14 +161,14 @@ def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
     require_one_each("tensor_list", outs, g.size)
     line = flatten(x)
     counts = unless_equal([out.numel() * _width(x) for out in outs])
-    plan: Plan[Any] = into.allgather_into(g, None, bytes_of(whole), bytes_of(line), counts)
+    plan: Plan[Any] = plan_allgather_into(g, None, bytes_of(whole), bytes_of(line), counts)
     return then(plan, lambda _: write_parts(outs, whole))
 
 
 def allgather_single(g: Group, out: Tensor, x: Tensor) -> Plan[Any]:
     """Plan to fill `out` with all ranks' x, one after another."""
     target = flatten(out)
-    plan: Plan[Any] = into.allgather_into(g, None, bytes_of(target), bytes_of(flatten(x)))
+    plan: Plan[Any] = plan_allgather_into(g, None, bytes_of(target), bytes_of(flatten(x)))
     return then(plan, lambda _: write_back(out, target))
 
 
@@ -161,7 +176,7 @@ def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
     """Plan to fill root's outs[r] with rank r's x."""
     if g.rank == root:
         require_one_each("gather_list", outs, g.size)
-    plan: Plan[Any] = plans.gather(g, None, bytes_of(flatten(x)), root)
+    plan: Plan[Any] = plan_gather(g, None, bytes_of(flatten(x)), root)
     return then(
         plan, lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype))
     )
@@ -179,7 +194,7 @@ def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
                     f"{root}, the root, has {out.numel()}: pass tensors of one size"
                 )
         rows = bytes_of(concatenate(parts)).view(g.size, -1)
-    plan: Plan[Any] = plans.scatter(g, None, rows, root)
+    plan: Plan[Any] = plan_scatter(g, None, rows, root)
 
     def write(row: Tensor) -> None:
         elements = row.view(-1).view(out.dtype)
@@ -198,7 +213,7 @@ def alltoall_single(
 ) -> Plan[Any]:
     """Plan to send rows of x to each rank, and to fill `out` with those that are received."""
     target = flatten(out)
-    plan: Plan[Any] = into.alltoall_into(
+    plan: Plan[Any] = plan_alltoall_into(
         g,
         None,
         bytes_of(target),
@@ -214,7 +229,7 @@ def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
     require_one_each("output_tensor_list", outs, g.size)
     require_one_each("input_tensor_list", xs, g.size)
     whole = room_for(outs)
-    plan: Plan[Any] = into.alltoall_into(
+    plan: Plan[Any] = plan_alltoall_into(
         g,
         None,
         bytes_of(whole),
@@ -227,7 +242,7 @@ def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
 
 def barrier(g: Group) -> Plan[Any]:
     """Plan nothing: the agreement is the barrier."""
-    return plans.barrier(g, None)
+    return plan_barrier(g, None)
 
 
 def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:

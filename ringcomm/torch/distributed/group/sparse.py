@@ -9,7 +9,7 @@ import torch
 from ringcomm.collectives.op import AVERAGE, SUM
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations import plans
+from ringcomm.engine.operations.allgather import plan_allgather
 from ringcomm.torch.distributed.group.collectives import grouped, then
 from ringcomm.torch.distributed.group.options import CallOptions
 
@@ -21,8 +21,8 @@ def allreduce_sparse(g: Group, x: torch.Tensor, call: CallOptions) -> Plan[Any]:
     if call.reduction.op not in (SUM, AVERAGE) or call.reduction.factor is not None:
         raise ValueError("sparse tensors can be reduced by ReduceOp.SUM and ReduceOp.AVG alone")
     mine = x.detach().coalesce()
-    places = plans.allgather(g, None, mine.indices().t().contiguous())
-    values = plans.allgather(g, None, mine.values().contiguous())
+    places = plan_allgather(g, None, mine.indices().t().contiguous())
+    values = plan_allgather(g, None, mine.values().contiguous())
     divisor = call.reduction.op.divisor(g.size)
 
     def add_up(found: list[torch.Tensor]) -> None:

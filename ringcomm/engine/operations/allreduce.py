@@ -1,0 +1,78 @@
+"""Allreduce: every rank gets the reduction of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ringcomm.arrays import any_adapter_for, arrived
+from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.recording import perform
+from ringcomm.collectives.scaling import scale
+from ringcomm.engine.core.call import Call, reduction_call
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import plan
+from ringcomm.engine.operations.base import A, contiguous, written
+from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
+from ringcomm.engine.operations.reduction import Reduction, reduction_in_node
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import To
+
+
+def plan_allreduce(
+    group: Group,
+    name: str | None,
+    x: A,
+    options: ReductionOptions,
+    *,
+    in_place: bool = False,
+    is_borrowed: bool = False,
+) -> Plan[A]:
+    """Plan an allreduce; the result is x itself if in_place. See Reduction."""
+    x = arrived(x)
+    adapter = any_adapter_for(x)
+    kind = "allreduce_" if in_place else "allreduce"
+    call = reduction_call(kind, name, options, x, adapter)
+    if in_place:
+        adapter.require_writable(x)
+    return plan(Allreduce(group, call, adapter, x, options, in_place, is_borrowed))
+
+
+class Allreduce(Reduction):
+    """An allreduce of one array."""
+
+    __slots__ = ()
+    to: ClassVar[To] = To.ALL
+
+    def on_host(self) -> Plan[Any]:
+        """Plan it; in a node it is one step."""
+        x, adapter, options, group = self.x, self.adapter, self.options, self.group
+        if self.is_borrowed and not options.is_scaled:
+            source = adapter.flat(contiguous(x, adapter))
+            work = adapter.empty(x, adapter.shape(x))
+            flat = adapter.flat(work)
+        else:
+            work, flat = self.working_copy()
+            source = flat
+        op, factor = options.carried_out(flat.dtype, group.size)
+        choose = group.engine.selection.algorithm
+
+        def finish(t: Channel | None = None) -> Any:
+            scale(flat, factor)
+            return written(x, work, adapter, t) if self.in_place else work
+
+        async def run(t: Channel) -> Any:
+            if source is not flat:
+                t.copy(flat, source)
+            algorithm = choose("allreduce", flat, t, is_deterministic=options.deterministic)
+            await perform(algorithm.allreduce_, t, flat, op=op)
+            return finish(t)
+
+        step = reduction_in_node(source, flat.bytes, op, group)
+        return Plan(self.call, flat.bytes.nbytes, run, step, finish)
+
+
+def stand_in(group: Group, call: Call) -> Plan[Any]:
+    """Plan the part of a rank that has nothing to contribute."""
+    x = neutral_arrays(group, call)[0]
+    return plan_allreduce(group, call.name, x, options_of(call), in_place=is_in_place(call))

@@ -1,0 +1,101 @@
+"""Alltoall: every rank gets the rows that every other one has for it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ringcomm.arrays import any_adapter_for, arrived
+from ringcomm.collectives.algorithms import linear
+from ringcomm.collectives.recording import perform
+from ringcomm.collectives.schedule import consecutive
+from ringcomm.engine.core.agreement import node_or
+from ringcomm.engine.core.call import Call, require_flag
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import plan
+from ringcomm.engine.operations.base import A, Operation, contiguous, rows_call
+from ringcomm.engine.operations.neutral import no_rows
+from ringcomm.transport.channel import Channel
+
+
+def plan_alltoall(
+    group: Group,
+    name: str | None,
+    x: A,
+    splits: Sequence[int] | None,
+    return_splits: bool,
+) -> Plan[A | tuple[A, list[int]]]:
+    """Plan the exchange of rows between all pairs of ranks."""
+    require_flag("return_splits", return_splits)
+    x = arrived(x)
+    adapter = any_adapter_for(x)
+    call = rows_call("alltoall", name, x, adapter)
+    sent = _splits_of(splits, adapter.shape(x)[0], group.size)
+    return plan(Alltoall(group, call, adapter, x, sent, return_splits))
+
+
+@dataclass(slots=True, eq=False)
+class Alltoall(Operation):
+    """An exchange of rows between all pairs of ranks.
+
+    Attributes:
+        sent: how many of them go to each rank.
+        return_splits: the result is a pair: rows, and how many came from each rank.
+    """
+
+    sent: list[int]
+    return_splits: bool
+    mirrored: ClassVar[dict[str, Any]] = {"return_splits": False}
+
+    def on_host(self) -> Plan[Any]:
+        """Plan it; the ranks exchange their numbers of rows first."""
+        x, adapter, sent = self.x, self.adapter, self.sent
+        shape = adapter.shape(x)
+        width = math.prod(shape[1:])
+        mine = adapter.flat(contiguous(x, adapter))
+
+        async def run(t: Channel) -> Any:
+            algorithm = node_or(linear, t)
+            received = await algorithm.alltoall_counts(sent, t)
+            out = adapter.empty(x, (sum(received), *shape[1:]))
+            outgoing = consecutive([n * width for n in sent])
+            incoming = consecutive([n * width for n in received])
+            await perform(algorithm.alltoall_, t, mine, outgoing, adapter.flat(out), incoming)
+            return (out, received) if self.return_splits else out
+
+        return Plan(self.call, mine.bytes.nbytes, run)
+
+
+def _splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int]:
+    """Return how many rows go to each rank. Raises TypeError, ValueError."""
+    if splits is None:
+        if n_rows % size:
+            raise ValueError(
+                f"alltoall: {n_rows} rows cannot be shared evenly by {size} ranks: pass splits="
+            )
+        return [n_rows // size] * size
+    try:
+        # One more than there are ranks tells enough; 1.5 is refused, not cut.
+        rows = [operator.index(n) for n in itertools.islice(splits, size + 1)]
+    except TypeError as error:
+        raise TypeError(
+            f"alltoall: splits={splits!r} must be {size} integers, one per rank: how many rows go "
+            "to each"
+        ) from error
+    if len(rows) != size or sum(rows) != n_rows or min(rows) < 0:
+        raise ValueError(
+            f"alltoall: splits={rows} must be {size} numbers >= 0, one per rank, with the sum "
+            f"{n_rows}, the rows of x"
+        )
+    return rows
+
+
+def stand_in(group: Group, call: Call) -> Plan[Any]:
+    """Plan the part of a rank that has nothing to contribute: no rows."""
+    none = [0] * group.size
+    return plan_alltoall(group, call.name, no_rows(group, call)[0], none, False)

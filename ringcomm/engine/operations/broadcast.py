@@ -1,0 +1,77 @@
+"""Broadcast: every rank gets root's array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ringcomm.arrays import any_adapter_for, arrived
+from ringcomm.arrays.base import Bytes
+from ringcomm.collectives.algorithms import tree
+from ringcomm.collectives.recording import perform
+from ringcomm.engine.core.agreement import node_or
+from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import plan
+from ringcomm.engine.operations.base import A, Operation, contiguous, root_of, written
+from ringcomm.engine.operations.neutral import is_in_place, require_other_root, undefined
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import NodeCopy
+
+_NO_BYTES: Bytes = np.empty(0, np.uint8)
+
+
+def plan_broadcast(
+    group: Group, name: str | None, x: A, root: int, *, in_place: bool = False
+) -> Plan[A]:
+    """Plan the copy of root's x to all."""
+    x = arrived(x)
+    adapter = any_adapter_for(x)
+    root = root_of(root, group)
+    kind, dtype = "broadcast_" if in_place else "broadcast", adapter.dtype(x).name
+    call = Call(kind, name, None, dtype, adapter.shape(x), root, place=adapter.place)
+    if in_place and group.rank != root:
+        adapter.require_writable(x)
+    return plan(Broadcast(group, call, adapter, x, root, in_place))
+
+
+@dataclass(slots=True, eq=False)
+class Broadcast(Operation):
+    """The copy of root's array to all.
+
+    Attributes:
+        root: whose it is.
+        in_place: x gets the result.
+    """
+
+    root: int
+    in_place: bool
+    mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
+
+    def on_host(self) -> Plan[Any]:
+        """Plan it; in a node it is one step."""
+        x, adapter, root, in_place = self.x, self.adapter, self.root, self.in_place
+        is_root = self.group.rank == root
+        work = contiguous(x, adapter) if in_place else adapter.copy(x)
+        flat = adapter.flat(work)
+
+        def finish(t: Channel | None = None) -> Any:
+            if in_place and not is_root:
+                return written(x, work, adapter, t)
+            return x if in_place else work
+
+        async def run(t: Channel) -> Any:
+            await perform(node_or(tree, t).broadcast_, t, flat, root)
+            return finish(t)
+
+        step = NodeCopy(flat.bytes) if is_root else NodeCopy(_NO_BYTES, [(root, 0, flat.bytes)])
+        return Plan(self.call, flat.bytes.nbytes, run, step, finish)
+
+
+def stand_in(group: Group, call: Call) -> Plan[Any]:
+    """Plan the part of a rank that drops what it gets."""
+    root, x = require_other_root(group, call), undefined(group, call)
+    return plan_broadcast(group, call.name, x, root, in_place=is_in_place(call))

@@ -1,0 +1,170 @@
+"""Several arrays in one call: agreed on at once, and reduced together where dtypes are alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringcomm.arrays import Flat, any_adapter_for, arrived
+from ringcomm.collectives.fusion import Item, plan_fusion
+from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.recording import perform
+from ringcomm.collectives.scaling import scale
+from ringcomm.collectives.schedule import consecutive
+from ringcomm.engine.core.call import Call, reduction_call
+from ringcomm.engine.core.execution import AllDeferred, Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import plan
+from ringcomm.engine.operations.allgather import plan_allgather
+from ringcomm.engine.operations.base import (
+    A,
+    GroupedOperation,
+    contiguous,
+    extent_of,
+    listed,
+    require_one_kind,
+    written,
+)
+from ringcomm.engine.operations.neutral import (
+    is_in_place,
+    neutral_arrays,
+    no_rows,
+    options_of,
+)
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
+from ringcomm.transport.channel import Channel
+
+_MIB = 1 << 20
+
+
+def plan_grouped_allreduce(
+    group: Group,
+    name: str | None,
+    xs: Sequence[A],
+    options: ReductionOptions,
+    *,
+    in_place: bool = False,
+) -> Plan[list[A]]:
+    """Plan an allreduce of several arrays, fused where they share a dtype."""
+    kind = "grouped_allreduce_" if in_place else "grouped_allreduce"
+    xs = arrived(listed(kind, xs))
+    adapters = [any_adapter_for(x) for x in xs]
+    require_one_kind(kind, adapters)
+    pairs = list(zip(xs, adapters, strict=True))
+    calls = [reduction_call(kind, None, options, x, adapter) for x, adapter in pairs]
+    if in_place:
+        if len({id(x) for x in xs}) < len(xs):
+            raise ValueError(f"{kind}: the same array is passed twice: it can be reduced but once")
+        for x, adapter in pairs:
+            adapter.require_writable(x)
+        _require_apart(kind, [extent_of(x, a) for x, a in pairs if a.is_contiguous(x)])
+    call = grouped_call(kind, name, calls)
+    return plan(GroupedAllreduce(group, call, adapters, xs, options, in_place))
+
+
+class GroupedAllreduce(GroupedOperation):
+    """An allreduce of several arrays."""
+
+    __slots__ = ()
+
+    def batches(self, items: Sequence[Item]) -> list[list[int]]:
+        """Return which arrays are reduced as one."""
+        return plan_fusion(items, self.group.engine.settings.fusion_mib * _MIB)
+
+    def on_host(self) -> Plan[Any]:
+        """Plan it; arrays that are reduced as one are copied into one."""
+        options, group, in_place = self.options, self.group, self.in_place
+        pairs = list(zip(self.x, self.adapter, strict=True))
+        stays = in_place and not options.is_scaled
+        work = [contiguous(x, a) if stays else a.copy(x) for x, a in pairs]
+        flats = [a.flat(each) for each, (_, a) in zip(work, pairs, strict=True)]
+        for flat in flats:
+            scale(flat, options.prescale)
+        items = [Item(flat.bytes.nbytes, flat.dtype.name) for flat in flats]
+        batches = self.batches(items)
+        choose = group.engine.selection.algorithm
+
+        async def run(t: Channel) -> list[Any]:
+            for batch in batches:
+                parts = [flats[i] for i in batch]
+                with t.phase("copy"):
+                    fused = parts[0] if len(parts) == 1 else _fused(parts)
+                algorithm = choose("allreduce", fused, t, is_deterministic=options.deterministic)
+                op, factor = options.carried_out(fused.dtype, group.size)
+                await perform(algorithm.allreduce_, t, fused, op=op)
+                scale(fused, factor)
+                if len(parts) > 1:
+                    places = consecutive([part.count for part in parts])
+                    with t.phase("copy"):
+                        for part, place in zip(parts, places, strict=True):
+                            part.bytes[:] = fused[place].bytes
+            if not in_place:
+                return work
+            return [written(x, w, a, t) for (x, a), w in zip(pairs, work, strict=True)]
+
+        return Plan(self.call, sum(item.nbytes for item in items), run)
+
+
+def plan_grouped_allgather(group: Group, name: str | None, xs: Sequence[A]) -> Plan[list[A]]:
+    """Plan several allgathers as one."""
+    kind = "grouped_allgather"
+    return plan_grouped(kind, name, [plan_allgather(group, None, x) for x in listed(kind, xs)])
+
+
+def plan_grouped_reduce_scatter(
+    group: Group, name: str | None, xs: Sequence[A], options: ReductionOptions
+) -> Plan[list[A]]:
+    """Plan several reduce_scatters as one."""
+    kind = "grouped_reduce_scatter"
+    each = [plan_reduce_scatter(group, None, x, options) for x in listed(kind, xs)]
+    return plan_grouped(kind, name, each)
+
+
+def plan_grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
+    """Plan several collectives as one, with one agreement for all of them."""
+    waits = any(each.agrees_first for each in plans)
+
+    async def run(t: Channel) -> Any:
+        results = [await each.run(t) for each in plans]
+        return AllDeferred(results) if waits else results
+
+    call = grouped_call(kind, name, [each.call for each in plans])
+    return Plan(call, sum(each.nbytes for each in plans), run, agrees_first=waits)
+
+
+def grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
+    """Return what all ranks must agree on before several collectives."""
+    members = tuple((call.dtype or "", call.shape or ()) for call in calls)
+    places = {call.place for call in calls}
+    if len(places) > 1:
+        raise TypeError(
+            f"{kind}: some arrays are on a GPU, some in host memory. Pass arrays of one."
+        )
+    options = calls[0].reduction if calls else None
+    place = calls[0].place if calls else None
+    return Call(kind, name, options, members=members, place=place)
+
+
+def _require_apart(kind: str, extents: Sequence[tuple[int, int]]) -> None:
+    """Raise ValueError if two of these (address, nbytes) overlap."""
+    pairs = itertools.pairwise(sorted(extents))
+    if any(at + nbytes > after for (at, nbytes), (after, _) in pairs):
+        raise ValueError(f"{kind}: two of the arrays overlap in memory: it can be reduced but once")
+
+
+def _fused(flats: list[Flat]) -> Flat:
+    return Flat(np.concatenate([flat.bytes for flat in flats]), flats[0].dtype)
+
+
+def stand_in(group: Group, call: Call) -> Plan[Any]:
+    """Plan the part of a rank that has nothing to contribute."""
+    if call.reduction is None:
+        xs = no_rows(group, call)
+        return plan_grouped(call.kind, call.name, [plan_allgather(group, None, x) for x in xs])
+    xs, options = neutral_arrays(group, call), options_of(call)
+    if call.kind == "grouped_reduce_scatter":
+        return plan_grouped_reduce_scatter(group, call.name, xs, options)
+    return plan_grouped_allreduce(group, call.name, xs, options, in_place=is_in_place(call))

@@ -1,0 +1,80 @@
+"""Reduce: one rank gets the reduction of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ringcomm.arrays import any_adapter_for, arrived
+from ringcomm.collectives.algorithms import linear, node
+from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.recording import perform
+from ringcomm.collectives.schedule import chunks
+from ringcomm.engine.core.agreement import node_or
+from ringcomm.engine.core.call import Call, reduction_call
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import plan
+from ringcomm.engine.operations.base import A, root_of, written
+from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
+from ringcomm.engine.operations.reduction import Reduction
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import To
+
+
+def plan_reduce(
+    group: Group,
+    name: str | None,
+    x: A,
+    options: ReductionOptions,
+    root: int,
+    *,
+    in_place: bool = False,
+) -> Plan[Any]:
+    """Plan a reduction whose result root alone gets; in place the others' x is left alone."""
+    x = arrived(x)
+    adapter = any_adapter_for(x)
+    root = root_of(root, group)
+    call = reduction_call("reduce_" if in_place else "reduce", name, options, x, adapter, root)
+    if in_place and group.rank == root:
+        adapter.require_writable(x)
+    return plan(Reduce(group, call, adapter, x, options, in_place, root=root))
+
+
+class Reduce(Reduction):
+    """Any reduction whose result one rank gets."""
+
+    __slots__ = ()
+    to: ClassVar[To] = To.ROOT
+
+    def on_host(self) -> Plan[Any]:
+        """Plan a reduce-scatter, and a gather of its chunks."""
+        x, adapter, group, root = self.x, self.adapter, self.group, self.root
+        options, in_place = self.options, self.in_place
+        is_root = group.rank == root
+        if in_place and not is_root:
+            work = adapter.copy(x)
+            flat = adapter.flat(work)
+        else:
+            work, flat = self.working_copy()
+        choose = group.engine.selection.algorithm
+
+        async def run(t: Channel) -> Any:
+            out = flat if is_root else None
+            algorithm = choose("reduce_scatter", flat, t, is_deterministic=options.deterministic)
+            if algorithm is node:
+                await node.reduce(flat, out, root, t, options.op)
+            else:
+                parts = chunks(flat.count, t.size)
+                own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
+                await perform(node_or(linear, t).gather_, t, out, own, parts, root)
+            if in_place:
+                return written(x, work, adapter, t) if is_root else x
+            return work if is_root else None
+
+        return Plan(self.call, flat.bytes.nbytes, run)
+
+
+def stand_in(group: Group, call: Call) -> Plan[Any]:
+    """Plan the part of a rank that has nothing to contribute."""
+    x, root = neutral_arrays(group, call)[0], call.root or 0
+    return plan_reduce(group, call.name, x, options_of(call), root, in_place=is_in_place(call))

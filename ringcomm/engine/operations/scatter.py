@@ -1,0 +1,91 @@
+"""Scatter: every rank gets its rows of root's array."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ringcomm.arrays import (
+    DTYPES,
+    Array,
+    adapter_for,
+    adapter_of_kind,
+    any_adapter_for,
+    arrived,
+    is_device_kind,
+)
+from ringcomm.collectives.algorithms import linear
+from ringcomm.collectives.recording import perform
+from ringcomm.collectives.schedule import chunks
+from ringcomm.engine.core.agreement import broadcast_bytes, node_or
+from ringcomm.engine.core.call import Call
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.executors.device import device_executor, note_current_gpu
+from ringcomm.engine.operations.base import A, Operation, contiguous, require_rows, root_of
+from ringcomm.engine.operations.neutral import require_other_root
+from ringcomm.transport.channel import Channel
+
+
+def plan_scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
+    """Plan the distribution of root's rows; the others have no array that says where they go."""
+    root = root_of(root, group)
+    call = Call("scatter", name, root=root)
+    if group.rank != root:
+        note_current_gpu(group.engine)  # what comes may be for a GPU
+        return Scatter(group, call, None, None, root, "").on_host()
+    x = arrived(x)
+    adapter = any_adapter_for(x)
+    require_rows(adapter.shape(x), "scatter")
+    made = Scatter(group, call, adapter, x, root, adapter.kind)
+    return made.on_host() if adapter.place is None else device_executor().plan(made)
+
+
+@dataclass(slots=True, eq=False)
+class Scatter(Operation):
+    """The distribution of root's rows.
+
+    Attributes:
+        root: whose rows all get.
+        kind: on root: of the arrays that all get.
+    """
+
+    root: int
+    kind: str
+
+    def on_host(self) -> Plan[Any]:
+        """Plan it; root says first what all get."""
+        group, root, adapter = self.group, self.root, self.adapter
+        whole = None
+        outline = b""
+        if group.rank == root:
+            whole = adapter.flat(contiguous(self.x, adapter))
+            outline = json.dumps([self.kind, whole.dtype.name, adapter.shape(self.x)]).encode()
+
+        async def run(t: Channel) -> Any:
+            kind, dtype_name, shape = json.loads(await broadcast_bytes(outline, root, t))
+            rows = chunks(shape[0], t.size)
+            width = math.prod(shape[1:])
+            mine = rows[t.rank]
+            due = DTYPES[dtype_name], (mine.stop - mine.start, *shape[1:])
+            parts = [slice(part.start * width, part.stop * width) for part in rows]
+
+            async def fill(made: Array) -> None:
+                flat = adapter_for(made).flat(made)
+                await perform(node_or(linear, t).scatter_, t, whole, flat, parts, root)
+
+            if is_device_kind(kind):
+                out, staging = device_executor().make(group, kind, *due)
+                return await staging.bring(t, out=out, fill=fill, finish=lambda: out)
+            out = adapter_of_kind(kind).make(*due)
+            await fill(out)
+            return out
+
+        return Plan(self.call, 0 if whole is None else whole.bytes.nbytes, run)
+
+
+def stand_in(group: Group, call: Call) -> Plan[Any]:
+    """Plan the part of a rank that drops what it gets."""
+    return plan_scatter(group, call.name, None, require_other_root(group, call))
