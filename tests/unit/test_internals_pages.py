@@ -1,10 +1,18 @@
 """Files and functions that CONTRIBUTING.md and docs/internals name exist; so do linked pages."""
 
 import ast
+import itertools
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from harness import run_ranks
+from loopback import LoopbackHub
+
+import ringcomm as rc
+from ringcomm.collectives.select import choose
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/internals").glob("*.md"))]
@@ -53,3 +61,31 @@ def has_heading(path, anchor):
         return path.exists()
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return anchor in {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.long
+def test_an_allreduce_walks_as_the_page_says():
+    walk = (ROOT / "docs/internals/allreduce.md").read_text().partition("\n## The walk")[2]
+    named = FILE.findall(walk.partition("\n## ")[0])
+    steps = [(path, name) for path, name in named if name and path.endswith(".py")]
+    choose.cache_clear()
+
+    def body(rank):
+        calls, x = [], (np.arange(1 << 22) % 8191 * (rank + 1)).astype(np.float32)
+        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code))
+        y = rc.allreduce(x)
+        sys.setprofile(None)
+        assert y[4099] == 4099 * 6
+        return left_out(steps, calls)
+
+    # The first rank that chooses an algorithm does so for all threads, and walks the whole way.
+    assert min(run_ranks(3, body, hub=LoopbackHub(3, (0, 1, 2))), key=len) == []
+
+
+def left_out(steps, calls):
+    """Return the steps that are not among the calls, each after the one before it."""
+    places = ((Path(code.co_filename).as_posix(), code.co_qualname) for code in calls)
+    found = itertools.takewhile(
+        lambda step: any(file.endswith(step[0]) and name == step[1] for file, name in places), steps
+    )
+    return steps[len(list(found)) :]
