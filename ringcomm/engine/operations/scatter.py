@@ -31,12 +31,11 @@ from ringcomm.transport.channel import Channel
 
 def plan_scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
     """Plan the distribution of root's rows; the others have no array that says where they go."""
-    root = root_of(root, group)
+    x, root = arrived(x), root_of(root, group)
     call = Call("scatter", name, root=root)
     if group.rank != root:
         note_current_gpu(group.engine)  # what comes may be for a GPU
         return Scatter(group, call, None, None, root, "").on_host()
-    x = arrived(x)
     adapter = any_adapter_for(x)
     require_rows(adapter.shape(x), "scatter")
     made = Scatter(group, call, adapter, x, root, adapter.kind)
