@@ -597,7 +597,7 @@ class Client:
             try:
                 self.on_ack(sequence, clock)
             except BaseException as error:  # an interrupt half-way, which nothing can mend
-                self._engine.completion.lose(error)
+                self._engine.completion.break_engine(error)
                 raise
             self._taken = sequence
             self.listen()

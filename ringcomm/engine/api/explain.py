@@ -118,7 +118,7 @@ def explain(
         raise ValueError(f"nbytes is {nbytes}; it must be >= 0")
     for_gpu = is_on_gpu(device)
     current = engine()
-    group = current.groups.meant(group)
+    group = current.groups.or_default(group)
     kind = _dtype(dtype)
     checked_options(ReductionOptions(op))
     if collective != "allgather":

@@ -107,7 +107,7 @@ def sendrecv(
             current.completion.result_of(begun[1])
     except BaseException as error:
         for task in begun:
-            current.completion.lose_unless_over(task, error)
+            current.completion.break_unless_over(task, error)
         raise
     return source
 
@@ -212,7 +212,7 @@ class _Side:
     def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:
         """Check the arguments."""
         current = engine()
-        group = current.groups.meant(group)
+        group = current.groups.or_default(group)
         ledger = group.ledger_for(current)
         mailbox = base_of(_MAILBOXES, f"{ledger.group_id}:{int_of('tag', tag)}")
         on_gpu = device_adapter_for(x)

@@ -70,7 +70,7 @@ def empty(
     """
     current = engine()
     for_gpu = is_on_gpu(device)
-    current.groups.meant(group)
+    current.groups.or_default(group)
     name = str(dtype).removeprefix("torch.")
     is_named = name in DTYPES and not isinstance(dtype, type)
     kind = NUMPY.make(DTYPES[name], ()).dtype if is_named else np.dtype(dtype)

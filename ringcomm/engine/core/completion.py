@@ -50,7 +50,7 @@ class Completion:
         self._watch = watch
         self._state = state
         self._pending = pending
-        self.progress = Progress(watch, settings, self._on_over, self.lose)
+        self.progress = Progress(watch, settings, self._on_over, self.break_engine)
         self.dropped = DroppedErrors()
         self._has_warned_of_names = False
 
@@ -76,15 +76,15 @@ class Completion:
             task = begin()
             return self.result_of(task)
         except BaseException as error:
-            self.lose_unless_over(task, error)
+            self.break_unless_over(task, error)
             raise
 
-    def lose_unless_over(self, task: Task | CompletedTask | None, error: BaseException) -> None:
+    def break_unless_over(self, task: Task | CompletedTask | None, error: BaseException) -> None:
         """Break the engine if the wait for a task was interrupted; None: it did not begin."""
         if task is not None and not task.is_over:
-            self.lose(error)
+            self.break_engine(error)
 
-    def lose(self, error: BaseException, label: str = "") -> None:
+    def break_engine(self, error: BaseException, label: str = "") -> None:
         """Break the engine and end all tasks: something was left half done; any thread.
 
         Args:
@@ -92,7 +92,7 @@ class Completion:
             label: of the operation that is to blame; by default that is the oldest one.
         """
         if self._state.break_off(label or self._pending.oldest() or "ringcomm", error):
-            self.progress.lose(self._state.copy_of_error)
+            self.progress.fail_soon(self._state.copy_of_error)
 
     def _wait(self, task: Task, limit_s: float) -> None:
         """Return once the task is over; ask who is missing before giving up on it for now."""
@@ -109,7 +109,7 @@ class Completion:
                 missing = self._watch.peers.missing(task.key, task.members)
         except BaseException as error:  # an interrupt, or the wire broke
             task.is_asked = True
-            self.lose(error)
+            self.break_engine(error)
             raise
         raise CommTimeoutError(
             f"{text} The timeout of this wait is over. It is still under way, and the engine works "

@@ -103,7 +103,7 @@ class Engine(EngineContext):
             )
             result: R = self.completion.result_of(task)
         except BaseException as error:
-            self.completion.lose_unless_over(task, error)
+            self.completion.break_unless_over(task, error)
             raise
         return result
 
@@ -132,7 +132,7 @@ class Engine(EngineContext):
             )
             return Handle(self.completion, task)
         except BaseException as error:
-            self.completion.lose_unless_over(task, error)
+            self.completion.break_unless_over(task, error)
             raise
 
     def join(self, plan: Callable[[Group, Call], Plan[Any]]) -> int:
@@ -185,9 +185,10 @@ class Engine(EngineContext):
                 return None
             return ledger.take_place()
 
-    def lose_place(self, place: int | None, error: BaseException) -> None:
+    def break_at(self, place: int | None, error: BaseException) -> None:
         """Break the engine: what began at this place, or perhaps did (None), was interrupted."""
-        self.completion.lose(error, "an operation" if place is None else f"operation #{place}")
+        which = "an operation" if place is None else f"operation #{place}"
+        self.completion.break_engine(error, which)
 
     def adopt(
         self,
@@ -224,7 +225,7 @@ class Engine(EngineContext):
     ) -> Task | CompletedTask:
         self.state.require_own_process()
         self.state.require_usable()
-        group = self.groups.meant(group)
+        group = self.groups.or_default(group)
         _require_name(name)
         ledger = group.ledger_for(self)
         ready, problem = _try(kind, name, group, plan)
@@ -248,7 +249,7 @@ class Engine(EngineContext):
             self.progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
         except BaseException as error:
             if has_place:  # an interrupt, or no memory: others wait for what was begun here
-                self.completion.lose(error, ready.call.label(ledger.next_place - 1))
+                self.completion.break_engine(error, ready.call.label(ledger.next_place - 1))
             raise
         return task
 
@@ -319,7 +320,7 @@ class Engine(EngineContext):
             self.pending.remove(ticket.key, has_failed=True)
             task.stop()
             task.error, task.is_over = error, True
-            self.completion.lose(error, label)
+            self.completion.break_engine(error, label)
             raise
         return task
 

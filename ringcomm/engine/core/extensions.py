@@ -50,7 +50,7 @@ class Extensions:
         """Keep a value as long as the engine lives, instead of the one before."""
         self._kept[key] = value
 
-    def keep_first(self, key: Extension[T], value: T) -> T:
+    def get_or_keep(self, key: Extension[T], value: T) -> T:
         """Return what is kept under this key: the value if there is none yet."""
         kept: T = self._kept.setdefault(key, value)
         return kept

@@ -59,7 +59,7 @@ class Group:
     def __init__(self, ranks: Iterable[int]) -> None:
         current = engine()
         members = current.groups.default.ranks
-        self._found(current, [members[rank] for rank in _checked(ranks, len(members))])
+        self._create(current, [members[rank] for rank in _checked(ranks, len(members))])
 
     @classmethod
     def of_all(cls, engine: EngineContext) -> Group:
@@ -74,13 +74,13 @@ class Group:
         """Return a group of these ranks of the job, whatever the default group is; see Group."""
         current = engine()
         group = cls.__new__(cls)
-        group._found(current, _checked(ranks, current.job_size))
+        group._create(current, _checked(ranks, current.job_size))
         return group
 
-    def _found(self, engine: Any, ranks: Iterable[int]) -> None:
+    def _create(self, engine: Any, ranks: Iterable[int]) -> None:
         self._join(engine, ranks)
         if self.rank is not None:
-            self._meet(engine, engine.groups.found(self))
+            self._meet(engine, engine.groups.agree_on(self))
 
     def _join(self, engine: EngineContext, ranks: Iterable[int]) -> None:
         self.ranks = Members.of(ranks, engine.job_rank, engine.transport.nodes)

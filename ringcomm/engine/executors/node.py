@@ -77,7 +77,7 @@ class Quick:
                 engine.completion.result_of(task)
         except BaseException as error:
             if task is None or not task.is_over:  # others wait for what was begun here
-                engine.lose_place(place, error)
+                engine.break_at(place, error)
             raise
         if step is None and not is_numpy:
             adapter_for(x).written(x)

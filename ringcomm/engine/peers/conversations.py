@@ -67,7 +67,7 @@ class Conversations:
                 progress.submit(task, is_awaited=is_awaited)
         except BaseException as error:
             if is_begun:
-                self._completion.lose(error, label)
+                self._completion.break_engine(error, label)
             raise
         return task
 

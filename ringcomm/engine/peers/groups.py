@@ -73,7 +73,7 @@ class Groups:
         """How many operations in which all ranks take part this rank has begun."""
         return self._of_all.ledger.tally.n_entered
 
-    def meant(self, group: Group | None) -> Group:
+    def or_default(self, group: Group | None) -> Group:
         """Return the group, or the default one for None. Raises TypeError if it is none."""
         if group is None:
             return self.default
@@ -81,7 +81,7 @@ class Groups:
             raise TypeError(f"group must be a ringcomm.Group or None, not {group!r}")
         return group
 
-    def found(self, group: Group) -> Ledger:
+    def agree_on(self, group: Group) -> Ledger:
         """Return the ledger of a new group, agreed on by its members; blocks.
 
         Raises:

@@ -45,7 +45,7 @@ class Progress:
         watch: the control channel.
         settings: deadlines.
         on_over: see UnderWay; called by the thread that drives.
-        on_lost: called when driving itself has failed: an interrupt, or a wire that is broken.
+        on_broken: called when driving itself has failed: an interrupt, or a wire that is broken.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Progress:
         watch: Watch,
         settings: Settings,
         on_over: Callable[[Task, BaseException | None], None],
-        on_lost: Callable[[BaseException], None],
+        on_broken: Callable[[BaseException], None],
     ) -> None:
         self._peers = watch.peers
         self._transport = watch.transport
         self._loop = watch.transport.loop
         self._on_over = on_over
-        self._on_lost = on_lost
+        self._on_broken = on_broken
         self._turn = Turn(self._transport)
         self._under_way = UnderWay(watch, settings, on_over, self._turn)
         self._is_stopping = False
@@ -186,7 +186,7 @@ class Progress:
         """End every task, those that come too, each with an error of its own; for the driver."""
         self._under_way.fail_all(make)
 
-    def lose(self, make: Callable[[], RingcommError]) -> None:
+    def fail_soon(self, make: Callable[[], RingcommError]) -> None:
         """Make whoever drives next call fail_all(); any thread."""
         self._under_way.failure = make
         with self._turn.lock:
@@ -207,7 +207,7 @@ class Progress:
 
     def close(self) -> None:
         """Forget the engine; nothing is submitted any more."""
-        self._on_over = self._under_way.on_over = self._on_lost = _refuse
+        self._on_over = self._under_way.on_over = self._on_broken = _refuse
         self._under_way.failure = None
 
     def _take_part(self, waiter: Waiter, drive: Callable[[], object]) -> None:
@@ -215,7 +215,7 @@ class Progress:
         try:
             drive()
         except BaseException as error:
-            self._on_lost(error)
+            self._on_broken(error)
             if self._under_way.failure is not None:
                 self.fail_all(self._under_way.failure)
             raise

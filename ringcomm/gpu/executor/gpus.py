@@ -196,7 +196,7 @@ class Gpus:
         found = engine.extensions.get(_GPUS)
         if found is None:
             made = cls(engine, cuda_drivers(engine.settings.nccl))
-            found = engine.extensions.keep_first(_GPUS, made)
+            found = engine.extensions.get_or_keep(_GPUS, made)
             engine.extensions.before_closing(found.close)
         return found
 
