@@ -65,18 +65,18 @@ class Codec(Protocol):
         ...
 
 
-class FramedCodec(ABC):
+class FramedCodec(Codec, ABC):
     """Base of the codecs: the header, and the checks."""
 
     kind: ClassVar[Kind]
 
-    def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:
-        """Return the length of what encode() returns. See Codec."""
+    def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:  # noqa: D102 - inherits it
         header = self._header(count, known_dtype(np.dtype(dtype)))
         return HEADER_NBYTES + self.payload_nbytes(header)
 
-    def encode(self, x: Floats, *, out: Bytes | None = None, draw: int | None = None) -> Bytes:
-        """Return x in fewer bytes. See Codec."""
+    def encode(  # noqa: D102
+        self, x: Floats, *, out: Bytes | None = None, draw: int | None = None
+    ) -> Bytes:
         what = ENCODE[self.kind]
         dtype = dtype_of(x, what)
         header = self._header(x.size, dtype)
@@ -85,8 +85,7 @@ class FramedCodec(ABC):
         header.write(buffer)
         return buffer
 
-    def decode(self, buffer: Buffer, out: Floats) -> Floats:
-        """Overwrite out with what was encoded. See Codec."""
+    def decode(self, buffer: Buffer, out: Floats) -> Floats:  # noqa: D102
         header, payload = open_buffer(buffer, out, {self.kind: self.payload_nbytes})
         self.read(payload, header, out)
         return out
