@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
-from ringcomm.engine.api.forms import complete_doc
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
 from ringcomm.torch.horovod.handles import Handle
@@ -62,15 +62,8 @@ def begin(
 ) -> Handle[Any]:
     """Begin what plan(group, name, *args, **options) plans, and return its handle.
 
-    Args:
-        form: if it is awaited, this returns when it is over.
-        kind: for a rank whose plan() fails; see Engine.execute().
-        name: the user's; None: matched by order in the lane.
-        process_set: whose ranks take part.
-        plan: of ringcomm.engine.operations.
-        args: passed on.
-        lane: see ProcessSet.lane(); `kind` by default.
-        options: passed on.
+    Without a name it is matched by order in the process set's lane, which is `kind` by default. The
+    kind is also for a rank whose plan() fails. If the form is awaited, all is over on return.
     """
     ProcessSet.require(process_set)
     group = process_set.group if name is not None else process_set.lane(lane or kind)
@@ -83,7 +76,14 @@ def begin(
 
 def document(function: F) -> F:
     """Add to a docstring the arguments that it does not list itself; return the function."""
-    function.__doc__ = complete_doc(function, _COMMON)
+    head, returns, tail = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:")
+    if "\nArgs:" not in head:
+        head += "\n\nArgs:"
+    for name in inspect.signature(function).parameters:
+        if name in _COMMON and f"\n    {name}:" not in head:
+            text = f"    {name}: {_COMMON[name]}"
+            head += "\n" + textwrap.fill(text, 96, subsequent_indent=" " * 8)
+    function.__doc__ = head + returns + tail
     return function
 
 
@@ -92,10 +92,8 @@ def in_place_form(
 ) -> Callable[P, R]:
     """Return the form of an operation that overwrites its tensors, and waits.
 
-    Args:
-        body: starts the operation.
-        of: the form that waits and returns new tensors.
-        first_line: of the docstring; the arguments are those of `of`.
+    The body starts the operation. The docstring has a first line of its own, and the arguments of
+    `of`, the form that waits and returns new tensors.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

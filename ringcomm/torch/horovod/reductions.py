@@ -118,9 +118,8 @@ def _grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Tensor]]:
     which = op_of(op, average, stacklevel=4)
-    return Reduction(form, which, prescale_factor, postscale_factor, process_set, name).start_group(
-        tensors
-    )
+    how = Reduction(form, which, prescale_factor, postscale_factor, process_set, name)
+    return how.start_group(tensors)
 
 
 allreduce_async = async_form(_allreduce, allreduce)
