@@ -17,17 +17,10 @@ _CANNOT_START = 127
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child ended.
+    """The end of a child."""
 
-    Attributes:
-        code: its exit code, -N after signal N, 127 if it could not be started; None if it was
-            ended at the deadline.
-        output: stdout and stderr together.
-        seconds: how long it ran.
-    """
-
-    code: int | None
-    output: str
+    code: int | None  # -N after signal N, 127: it could not be started, None: the deadline
+    output: str  # stdout and stderr together
     seconds: float
 
     def last_lines(self, count: int) -> list[str]:

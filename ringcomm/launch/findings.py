@@ -19,19 +19,12 @@ Status = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of check.
+    """One line of check. A note leaves everything usable; a problem does not."""
 
-    Attributes:
-        subject: what was looked at, one of SUBJECTS or "run".
-        status: a note leaves everything usable; a problem does not.
-        found: what there is; only its first line stands beside the subject.
-        fix: the command to type, or what to do, None where there is nothing to mend.
-    """
-
-    subject: str
+    subject: str  # one of SUBJECTS, or "run"
     status: Status
-    found: str
-    fix: str | None = None
+    found: str  # its first line stands beside the subject
+    fix: str | None = None  # the command to type, or what to do
 
 
 def judge(facts: Facts) -> list[Finding]:

@@ -12,17 +12,10 @@ FAMILIES: Final[tuple[Family, ...]] = ("openmpi", "mpich")
 
 @dataclass(frozen=True)
 class Kind:
-    """An MPI implementation.
+    """An MPI implementation; a family understands its launchers, and has one wheel."""
 
-    Attributes:
-        name: as its makers write it ("Open MPI"), or all that it said about itself.
-        version: "5.0.11", empty if it is not known.
-        family: those that understand each other's launchers; also the name of the wheel. None:
-            not known.
-    """
-
-    name: str
-    version: str = ""
+    name: str  # "Open MPI", or all that it said about itself
+    version: str = ""  # "5.0.11"; "" if it is not known
     family: Family | None = None
 
     def __str__(self) -> str:

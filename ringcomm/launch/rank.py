@@ -19,25 +19,15 @@ CALL: Final = "call"
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank's call has ended.
+    """The end of a rank's call."""
 
-    Attributes:
-        result: what was returned, pickled; empty after an error.
-        error: its traceback; empty if there was none.
-        reason: the error in a line.
-        exception: pickled, empty if that is not possible.
-        blames: (rank, reason) of the other rank whose failure was met; None: it failed by itself.
-        is_about_sending: it returned what cannot be pickled, or the call cannot be unpickled.
-        time_s: when, in seconds of this machine's clock.
-    """
-
-    result: bytes = b""
-    error: str = ""
-    reason: str = ""
-    exception: bytes = b""
-    blames: tuple[int, str] | None = None
-    is_about_sending: bool = False
-    time_s: float = 0.0
+    result: bytes = b""  # pickled; empty after an error
+    error: str = ""  # its traceback
+    reason: str = ""  # the error in a line
+    exception: bytes = b""  # pickled, if that is possible
+    blames: tuple[int, str] | None = None  # rank and reason of another rank's failure that it met
+    is_about_sending: bool = False  # the call or the result cannot be pickled
+    time_s: float = 0.0  # of this machine's clock
 
 
 def main(folder: str) -> None:

@@ -35,17 +35,11 @@ _FIRST: Final = ("numpy", "mpi4py", "MPI library", "mpirun", "compiled part", "s
 
 @dataclass(frozen=True)
 class Plan:
-    """How to start ranks.
+    """The command that starts ranks."""
 
-    Attributes:
-        mpirun: the command up to the program, such as `mpirun -np 2`.
-        python: the interpreter.
-        variables: to be added to the environment.
-    """
-
-    mpirun: tuple[str, ...]
+    mpirun: tuple[str, ...]  # up to the program: mpirun -np 2
     python: str
-    variables: Mapping[str, str]
+    variables: Mapping[str, str]  # to be added to the environment
 
 
 def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str]) -> Finding:

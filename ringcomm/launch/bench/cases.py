@@ -13,21 +13,13 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Collective:
-    """How a collective is measured.
-
-    Attributes:
-        is_reduction: it takes an operator.
-        has_in_place: ringcomm has a form that overwrites its argument.
-        has_parts: its buffer consists of one equal part per rank.
-        gives_part: each rank passes in one part, not the whole buffer.
-        takes_part: each rank gets one part, not the whole buffer.
-    """
+    """The shape of a collective."""
 
     is_reduction: bool = False
-    has_in_place: bool = False
-    has_parts: bool = False
-    gives_part: bool = False
-    takes_part: bool = False
+    has_in_place: bool = False  # ringcomm has a form that overwrites its argument
+    has_parts: bool = False  # its buffer consists of one equal part per rank
+    gives_part: bool = False  # each rank passes in one part, not the whole buffer
+    takes_part: bool = False  # each rank gets one part, not the whole buffer
 
 
 COLLECTIVES: Final = {
@@ -47,21 +39,13 @@ COLLECTIVES: Final = {
 
 @dataclass(frozen=True)
 class Case:
-    """One collective on one size of buffer.
+    """One collective on one size of buffer."""
 
-    Attributes:
-        collective: a name of COLLECTIVES; root is rank 0.
-        op: name of an rc.Op; "" where nothing is reduced.
-        dtype: of the elements.
-        count: elements of the whole buffer: those of all ranks' parts, as in nccl-tests.
-        size: ranks.
-    """
-
-    collective: str
-    op: str
+    collective: str  # of COLLECTIVES; root is rank 0
+    op: str  # name of an rc.Op; "" if nothing is reduced
     dtype: np.dtype[Any]
-    count: int
-    size: int
+    count: int  # elements of the whole buffer: of all ranks' parts, as in nccl-tests
+    size: int  # ranks
 
     @property
     def how(self) -> Collective:

@@ -49,19 +49,12 @@ class Bind(Protocol):
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine and its memory.
+    """An engine and its memory."""
 
-    Attributes:
-        engine: its name in the table.
-        buffers: "registered" or "private".
-        bind: makes its calls.
-        send, recv: shape (bytes,), uint8, as large as the largest case.
-    """
-
-    engine: str
-    buffers: str
+    engine: str  # in the table
+    buffers: str  # "registered" or "private"
     bind: Bind
-    send: Array
+    send: Array  # shape (bytes,), uint8, as large as the largest case; so is recv
     recv: Array
 
 

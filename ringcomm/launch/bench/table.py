@@ -8,46 +8,24 @@ from dataclasses import dataclass
 
 @dataclass
 class Row:
-    """One engine, one collective, one size, one form.
+    """One engine, one collective, one size, one form. A wrong result has no times."""
 
-    Attributes:
-        collective: allreduce, ...; of the memcpy line: that of the lines beside it.
-        op: sum, ...; "" where nothing is reduced.
-        dtype: float32, ...
-        nbytes: of the whole buffer, as nccl-tests count it.
-        count: its elements.
-        engine: ringcomm, or memcpy.
-        buffers: "registered" or "private".
-        in_place: the result replaced the argument.
-        wrong: wrong elements of all ranks, before and after timing.
-        time_us: median over batches of a batch's mean call, by the slowest rank; None: not timed,
-            because the result was wrong. So are the other times.
-        call_p50_us: median over single calls, by the slowest rank of each.
-        p99_us: 99th percentile of the same; the longest, if there were fewer than 100.
-        calls: how many single calls.
-        algbw_gbps: nbytes / time, GB/s (1e9).
-        busbw_gbps: the same, comparable with the hardware's whatever the number of ranks.
-        wire_share: least bytes that cross a host's link / time / the measured link; None on one
-            host.
-        algorithm: what ringcomm chose.
-    """
-
-    collective: str
-    op: str
+    collective: str  # of the memcpy line: that of the lines beside it
+    op: str  # "" if nothing is reduced
     dtype: str
-    nbytes: int
+    nbytes: int  # of the whole buffer, as nccl-tests count it
     count: int
     engine: str
-    buffers: str
+    buffers: str  # "registered" or "private"
     in_place: bool
-    wrong: int
-    time_us: float | None = None
-    call_p50_us: float | None = None
-    p99_us: float | None = None
+    wrong: int  # elements of all ranks, before and after timing
+    time_us: float | None = None  # median over batches of a batch's mean call, by the slowest rank
+    call_p50_us: float | None = None  # median over single calls, each by its slowest rank
+    p99_us: float | None = None  # 99th percentile of them; the longest, if there are fewer than 100
     calls: int = 0
-    algbw_gbps: float | None = None
-    busbw_gbps: float | None = None
-    wire_share: float | None = None
+    algbw_gbps: float | None = None  # nbytes / time; 1e9 bytes per second
+    busbw_gbps: float | None = None  # comparable with the hardware's, for any number of ranks
+    wire_share: float | None = None  # of the measured link, by the least bytes that must cross it
     algorithm: str = ""
 
     @property
