@@ -216,7 +216,7 @@ CACHE = [
     Mutation(
         "stale-ranks-keep-the-entry",
         "cache",
-        "engine/core/execution.py",
+        "engine/executors/routes.py",
         """\
             work.ledger.settle(work.ticket, stream, None)
             raise await""",
@@ -560,7 +560,7 @@ NODE = [
     Mutation(
         "turn-kept-after-an-error",
         "order",
-        "engine/core/execution.py",
+        "engine/executors/routes.py",
         """\
         finally:
             end_turn(work.neighbours, ticket)""",

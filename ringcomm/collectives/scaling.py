@@ -23,7 +23,8 @@ def scale(x: Flat, factor: float) -> None:
 
 def _scale(x: Flat, factor: float) -> None:
     if x.dtype.name == "bfloat16":
-        _scale_bfloat16(x.bytes.view(np.uint16), factor)
+        bits = x.bytes.view(np.uint16)
+        bits[:] = to_bfloat16(from_bfloat16(bits) * np.float32(factor))
         return
     values = x.bytes.view(x.dtype.name)
     if x.dtype.name == "float16":
@@ -32,10 +33,6 @@ def _scale(x: Flat, factor: float) -> None:
         values *= values.dtype.type(factor)
     else:
         values[:] = np.trunc(values.astype(np.float64) * factor).astype(values.dtype)
-
-
-def _scale_bfloat16(bits: NDArray[np.uint16], factor: float) -> None:
-    bits[:] = to_bfloat16(from_bfloat16(bits) * np.float32(factor))
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

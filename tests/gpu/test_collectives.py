@@ -18,6 +18,9 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.operations.adasum import plan_adasum
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.into import plan_allgather_into
+from ringcomm.gpu.executor import plans
+from ringcomm.gpu.transports.ipc import IpcMover
+from ringcomm.gpu.transports.nccl import NcclMover
 
 COUNTS = (3, 70_000, 1)
 SCALED = ReductionOptions().scaled(2, 0.5)
@@ -176,16 +179,27 @@ def test_named_operations_may_be_started_in_any_order(tmp_path):
             assert got == {name: 4 * i + 6 for i, name in enumerate("abcdef")}
 
 
-def test_explain_tells_the_transport_and_why(tmp_path):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_each_transport_is_a_route_of_its_own(transport, tmp_path, monkeypatch):
+    taken = set()
+
+    def note(name, carried_out):
+        return lambda *args, **options: taken.add(name) or carried_out(*args, **options)
+
+    monkeypatch.setattr(NcclMover, "phases", note("nccl", NcclMover.phases))
+    monkeypatch.setattr(IpcMover, "phases", note("ipc", IpcMover.phases))
+    monkeypatch.setattr(plans, "through_host", note("staged", plans.through_host))
+
     def body(rank):
         before = str(rc.explain(1 << 20, device="cuda"))
         rc.allreduce(sim.array(np.ones(3)))
         return before, str(rc.explain(1 << 20, device="cuda"))
 
-    before, after = on_gpus(2, body, tmp_path)[1]
+    before, after = on_gpus(2, body, tmp_path, **choose(transport))[1]
+    assert taken == {transport}
     assert before.startswith("arrays on GPUs: not chosen yet")
-    assert after.startswith("arrays on GPUs: ipc, the first that can of nccl, ipc, staged")
-    assert "nccl: no, rank 0: there is no NCCL" in after
+    assert after.startswith(f"arrays on GPUs: {transport}, the first that can of nccl, ipc, staged")
+    assert ("nccl: no, rank 0: there is no NCCL" in after) is (transport != "nccl")
 
 
 def test_what_the_user_wants_and_cannot_be_is_an_error_on_all_ranks(tmp_path):

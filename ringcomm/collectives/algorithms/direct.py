@@ -23,7 +23,8 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SU
     """Return this rank's reduced chunk, a view of x; the rest of x keeps this rank's values."""
     cuts = cut(x, parts, t)
     own = cuts[t.rank]
-    scratch = [_from_all(own[0], t) for _ in own[:AHEAD]]
+    lengths = [0 if rank == t.rank else own[0].count for rank in range(t.size)]
+    scratch = [[t.scratch(own[0], length) for length in lengths] for _ in own[:AHEAD]]
     pipeline = Pipeline(t, AHEAD)
 
     def add(mine: Flat, arrived: list[Flat]) -> None:
@@ -57,8 +58,3 @@ async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
 
 
 allreduce_ = allreduce_of(reduce_scatter_, allgather_)
-
-
-def _from_all(x: Flat, t: Performer) -> list[Flat]:
-    """Return room for what each other rank has in the place of x."""
-    return [t.scratch(x, 0 if rank == t.rank else x.count) for rank in range(t.size)]

@@ -12,10 +12,11 @@ long, which for 2 ranks per host is what direct.py sends.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives import select
 from ringcomm.collectives.algorithms import direct, node, segmented
-from ringcomm.collectives.algorithms.two_phases import TwoPhases
 from ringcomm.collectives.layout import columns, host_of
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.recording import live, perform
@@ -29,8 +30,8 @@ async def allreduce_(
     t: Channel,
     op: Op = SUM,
     *,
-    within: TwoPhases | None = None,
-    across: TwoPhases | None = None,
+    within: ModuleType | None = None,
+    across: ModuleType | None = None,
 ) -> None:
     """Replace x by its reduction over all ranks; all ranks end up with the same bits.
 
@@ -70,4 +71,4 @@ async def allreduce_(
     await perform(within.allgather_, local, x, parts)
 
 
-_ACROSS: dict[str, TwoPhases] = {"direct": direct, "segmented": segmented}
+_ACROSS: dict[str, ModuleType] = {"direct": direct, "segmented": segmented}

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.op import SUM, Op
 from ringcomm.collectives.schedule import chunks
 from ringcomm.transport.performer import Performer
-
-
-class TwoPhases(Protocol):
-    """A module with both: ring, segmented, direct, circulant, node. See ring.py."""
-
-    @property
-    def reduce_scatter_(self) -> Callable[..., Coroutine[Any, Any, Flat]]:
-        """Returns this rank's reduced chunk, a view of x."""
-        ...
-
-    @property
-    def allgather_(self) -> Callable[..., Coroutine[Any, Any, None]]:
-        """Fills x with every rank's chunk."""
-        ...
 
 
 def allreduce_of(

@@ -171,17 +171,11 @@ def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
             sides = _sides(calls, field, sequence, ranks)
             is_named = field == "kind" and calls[0].name is not None
             what_next = _ONE_NAME if is_named else advice
-            if field == "kind" and _is_sparse_beside_dense(calls):
+            starts = {call.kind.partition("allreduce")[0] for call in calls}
+            if field == "kind" and starts >= {"", "sparse_"}:
                 what_next = _ONE_LAYOUT
             return f"{_subject(calls, sequence, field)}: {sides}. {what_next}"
     return f"{calls[0].label(sequence)}: ranks disagree, but not in what they call. Report a bug."
-
-
-def _is_sparse_beside_dense(calls: Sequence[Call]) -> bool:
-    kinds = {call.kind for call in calls}
-    return any(kind.startswith("sparse_") for kind in kinds) and any(
-        kind.startswith("allreduce") for kind in kinds
-    )
 
 
 _ONE_LAYOUT = (

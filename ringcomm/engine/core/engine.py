@@ -12,12 +12,13 @@ from ringcomm._core import NodeStep, StatusPage
 from ringcomm.config import Settings
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.context import EngineContext, Topology
-from ringcomm.engine.core.execution import Execution, Plan, end_turn
+from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import Ledger, Ticket
 from ringcomm.engine.core.pending import PendingOperation
 from ringcomm.engine.core.state import n_forks
+from ringcomm.engine.executors.routes import Routes, end_turn
 from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.peers.joining import Joining
 from ringcomm.engine.peers.whereabouts import Whereabouts
@@ -55,7 +56,7 @@ class Engine(EngineContext):
         watch.groups = self.groups = Groups(watch, Group.of_all(self), talks)
         watch.whereabouts = here = Whereabouts(self.pending, self.extensions, self.groups)
         watch.host = self._joining = Joining(watch, self.pending, self.groups, here, talks)
-        self._execution = Execution(watch, self.selection)
+        self._routes = Routes(watch, self.selection)
 
     @property
     def rank(self) -> int:
@@ -314,7 +315,7 @@ class Engine(EngineContext):
         )
         try:
             self.pending.add(work)
-            task.start(*self._execution.coroutines(work, plan))
+            task.start(*self._routes.coroutines(work, plan))
             self._joining.invite(work)
         except BaseException as error:  # its place is taken, and others will wait for it
             self.pending.remove(ticket.key, has_failed=True)

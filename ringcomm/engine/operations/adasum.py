@@ -113,7 +113,7 @@ async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector
     n_paired = 1 << (t.size.bit_length() - 1)  # the largest power of two
     n_beyond = t.size - n_paired
     if t.rank >= n_paired:
-        await t.wait(t.isend(_bytes(mine), t.rank - n_paired))
+        await t.wait(t.isend(mine.view(np.uint8), t.rank - n_paired))
         return await _receive(mine, t.rank - n_paired, t)
     if t.rank < n_beyond:
         mine = combine(mine, await _receive(mine, t.rank + n_paired, t), parts)
@@ -121,19 +121,19 @@ async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector
     while distance < n_paired:
         other = t.rank ^ distance
         theirs = np.empty_like(mine)
-        await t.wait(t.isend(_bytes(mine), other), t.irecv(_bytes(theirs), other))
+        await t.wait(t.isend(mine.view(np.uint8), other), t.irecv(theirs.view(np.uint8), other))
         first, second = (mine, theirs) if t.rank < other else (theirs, mine)
         with t.phase("reduce"):
             mine = combine(first, second, parts)
         distance *= 2
     if t.rank < n_beyond:
-        await t.wait(t.isend(_bytes(mine), t.rank + n_paired))
+        await t.wait(t.isend(mine.view(np.uint8), t.rank + n_paired))
     return mine
 
 
 async def _receive(like: _Vector, source: int, t: Channel) -> _Vector:
     theirs = np.empty_like(like)
-    await t.wait(t.irecv(_bytes(theirs), source))
+    await t.wait(t.irecv(theirs.view(np.uint8), source))
     return theirs
 
 
@@ -143,22 +143,14 @@ def combine(a: _Vector, b: _Vector, parts: Sequence[slice]) -> _Vector:
     with StandardFloats():
         for part in parts:
             x, y = a[part], b[part]
-            dot, xx, yy = (float(np.dot(u, v)) for u, v in _pairs(x, y))
+            u, v = x.astype(np.float64), y.astype(np.float64)
+            dot, xx, yy = float(np.dot(u, v)), float(np.dot(u, u)), float(np.dot(v, v))
             total[part] = x * a.dtype.type(_share(dot, xx)) + y * a.dtype.type(_share(dot, yy))
     return total
 
 
-def _pairs(x: _Vector, y: _Vector) -> list[tuple[_Vector, _Vector]]:
-    u, v = x.astype(np.float64), y.astype(np.float64)
-    return [(u, v), (u, u), (v, v)]
-
-
 def _share(dot: float, square: float) -> float:
     return 1.0 if square == 0 else 1 - dot / (2 * square)
-
-
-def _bytes(x: _Vector) -> NDArray[np.uint8]:
-    return x.view(np.uint8)
 
 
 def _read(flat: Flat, wide: type) -> _Vector:

@@ -60,7 +60,11 @@ def plan_grouped_allreduce(
             raise ValueError(f"{kind}: the same array is passed twice: it can be reduced but once")
         for x, adapter in pairs:
             adapter.require_writable(x)
-        _require_apart(kind, [extent_of(x, a) for x, a in pairs if a.is_contiguous(x)])
+        extents = sorted(extent_of(x, a) for x, a in pairs if a.is_contiguous(x))
+        if any(at + nbytes > after for (at, nbytes), (after, _) in itertools.pairwise(extents)):
+            raise ValueError(
+                f"{kind}: two of the arrays overlap in memory: it can be reduced but once"
+            )
     call = grouped_call(kind, name, calls)
     return plan(GroupedAllreduce(group, call, adapters, xs, options, in_place))
 
@@ -90,8 +94,10 @@ class GroupedAllreduce(GroupedOperation):
         async def run(t: Channel) -> list[Any]:
             for batch in batches:
                 parts = [flats[i] for i in batch]
-                with t.phase("copy"):
-                    fused = parts[0] if len(parts) == 1 else _fused(parts)
+                fused = parts[0]
+                if len(parts) > 1:
+                    with t.phase("copy"):
+                        fused = Flat(np.concatenate([part.bytes for part in parts]), fused.dtype)
                 algorithm = choose("allreduce", fused, t, is_deterministic=options.deterministic)
                 op, factor = options.carried_out(fused.dtype, group.size)
                 await perform(algorithm.allreduce_, t, fused, op=op)
@@ -146,17 +152,6 @@ def grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
     options = calls[0].reduction if calls else None
     place = calls[0].place if calls else None
     return Call(kind, name, options, members=members, place=place)
-
-
-def _require_apart(kind: str, extents: Sequence[tuple[int, int]]) -> None:
-    """Raise ValueError if two of these (address, nbytes) overlap."""
-    pairs = itertools.pairwise(sorted(extents))
-    if any(at + nbytes > after for (at, nbytes), (after, _) in pairs):
-        raise ValueError(f"{kind}: two of the arrays overlap in memory: it can be reduced but once")
-
-
-def _fused(flats: list[Flat]) -> Flat:
-    return Flat(np.concatenate([flat.bytes for flat in flats]), flats[0].dtype)
 
 
 def stand_in(group: Group, call: Call) -> Plan[Any]:

@@ -1,0 +1,178 @@
+"""All ways that an operation can go, and the choice among those of a task.
+
+How an operation begins, how its ranks agree and how the data moves are chosen one after another.
+Each route, when it is taken, and what carries it out:
+
+    short call             blocking allreduce_() without a name, known in its node; see below
+                           engine.executors.node::Quick.allreduce_
+    node step              its plan is one step in shared memory, and it is next
+                           engine.core.engine::Engine._take_step
+    conversation           send(), recv(), join(): no collective
+                           engine.peers.conversations::Conversations.begin
+    stand-in               a collective of others, once this rank has called join()
+                           engine.executors.stand_in::plan_stand_in
+    met and run            other tasks in shared memory, unnamed or agreed on before
+                           engine.executors.routes::Routes._meet_and_run
+    agreed and run         other tasks
+                           engine.executors.routes::Routes._agree_and_run
+    cached and run beside  a name that was agreed on before, if no GPU waits for it
+                           engine.executors.routes::Routes._run_beside
+    recorded schedule      messages, where C++ can send them
+                           transport.channel::Channel.run
+    Python coroutine       other messages
+                           transport.channel::Channel.isend
+    nccl                   arrays on GPUs, where all ranks have NCCL
+                           gpu.transports.nccl::NcclMover.phases
+    ipc                    arrays on GPUs of one node
+                           gpu.transports.ipc::IpcMover.phases
+    staged                 other arrays on GPUs: through host memory
+                           gpu.executor.staged::through_host
+
+A short call or a node step that is not over in a moment, for a rank is late, becomes a task.
+unit/test_routes.py::test_each_route_is_taken_when_the_table_says_so shows each, those of GPUs
+gpu/test_collectives.py::test_each_transport_is_a_route_of_its_own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ringcomm.engine.core.agreement import agree, mismatch
+from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.ledger import Ticket
+from ringcomm.engine.core.pending import PendingOperation
+from ringcomm.engine.core.selection import Selection
+from ringcomm.engine.progress.task import TaskCoroutine
+from ringcomm.errors import MismatchError
+from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
+from ringcomm.transport.header import CALLS, DATA
+from ringcomm.transport.node.shm import NodeTeam
+from ringcomm.transport.watch import Watch
+
+# How long who waits for an operation stays in C++ before it looks at anything else.
+_LINGER_S = 1e-3
+_NEVER = Until(lambda: False)
+
+
+class Routes:
+    """Turns the plans of tasks into coroutines."""
+
+    def __init__(self, watch: Watch, selection: Selection) -> None:
+        self._watch = watch
+        self._selection = selection
+
+    def coroutines(self, work: PendingOperation, plan: Plan[Any]) -> tuple[TaskCoroutine, ...]:
+        """Return how to carry out a plan: agree first, or beside it if all did so before."""
+        ledger, ticket = work.ledger, work.ticket
+        assert ledger is not None
+        fingerprint = plan.call.fingerprint
+        if work.team is not None and (ticket.name is None or ledger.is_cached(ticket)):
+            return (self._meet_and_run(work, plan, fingerprint),)
+        stream = ledger.cached_stream(ticket, fingerprint)
+        if stream is None or work.problem is not None or plan.agrees_first:
+            return (self._agree_and_run(work, plan, fingerprint),)
+        run = self._run_beside(plan, self._channel(work, stream, DATA, fingerprint))
+        return run, self._agree_beside(work, plan, fingerprint, stream)
+
+    async def _meet_and_run(self, work: PendingOperation, plan: Plan[Any], fingerprint: int) -> Any:
+        """Agree in shared memory, with the first thing that the operation does there."""
+        ledger, ticket, team = work.ledger, work.ticket, work.team
+        assert ledger is not None
+        assert team is not None
+        stream = ledger.proposal(ticket)
+        t = self._channel(work, stream, DATA, fingerprint)
+        await _take_turn(team, ticket)
+        try:
+            if self._selection.leaves_memory:
+                await t.meet()
+            result = None if work.problem is not None else await plan.run(t)
+            if not t.has_met:
+                await t.meet()
+        except Disagreement:
+            pass
+        else:
+            if work.problem is not None:
+                raise work.problem
+            return result
+        finally:
+            end_turn(team, ticket)
+        ledger.settle(ticket, stream, None)
+        raise await self._mismatch(work, plan, stream, has_moved=False)
+
+    async def _agree_and_run(
+        self, work: PendingOperation, plan: Plan[Any], fingerprint: int
+    ) -> Any:
+        ledger, ticket = work.ledger, work.ticket
+        assert ledger is not None
+        talk = self._channel(work, 0, CALLS)
+        has_moved = ledger.is_cached(ticket)  # other ranks may take this for what was agreed on
+        verdict = await agree(fingerprint, ledger.proposal(ticket), talk)
+        is_good = verdict.is_agreed and work.problem is None
+        ledger.settle(ticket, verdict.value, fingerprint if is_good else None)
+        await _take_turn(work.neighbours, ticket)  # also where nothing will be done with it
+        try:
+            if not verdict.is_agreed:
+                raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
+            if work.problem is not None:
+                raise work.problem
+            return await plan.run(self._channel(work, verdict.value, DATA, fingerprint))
+        finally:
+            end_turn(work.neighbours, ticket)
+
+    async def _run_beside(self, plan: Plan[Any], t: Channel) -> Any:
+        """Carry out what all ranks agreed on before, while they agree anew."""
+        with contextlib.suppress(Disagreement):
+            return await plan.run(t)
+        await Wait((_NEVER,))  # the agreement that goes on beside says what is wrong
+
+    async def _agree_beside(
+        self, work: PendingOperation, plan: Plan[Any], fingerprint: int, stream: int
+    ) -> None:
+        """Agree while the data moves; a rank that does not agree poisons what has moved."""
+        assert work.ledger is not None
+        verdict = await agree(fingerprint, stream, self._channel(work, 0, CALLS))
+        if not verdict.is_agreed:
+            work.ledger.settle(work.ticket, stream, None)
+            raise await self._mismatch(work, plan, stream, has_moved=True)
+
+    async def _mismatch(
+        self, work: PendingOperation, plan: Plan[Any], stream: int, *, has_moved: bool
+    ) -> MismatchError:
+        talk = self._channel(work, stream, CALLS)
+        error = await mismatch(plan.call, work.ticket.number, talk, has_moved=has_moved)
+        error.__cause__ = work.problem
+        return error
+
+    def _channel(
+        self, work: PendingOperation, stream: int, channel: int, fingerprint: int | None = None
+    ) -> Channel:
+        """Return a view of the wire; with a fingerprint, of the node's memory, too."""
+        assert work.ledger is not None
+        slot = None if fingerprint is None else work.ledger.slot(work.ticket, stream)
+        made = Channel(
+            self._watch,
+            work.task.key,
+            work.task.members,
+            context=work.ledger.context,
+            stream=stream,
+            channel=channel,
+            phases=work.lane,
+            slot=slot,
+            fingerprint=fingerprint or 0,
+        )
+        made.linger_s = _LINGER_S if work.is_awaited else 0.0
+        work.task.channels.append(made)
+        return made
+
+
+async def _take_turn(team: NodeTeam | None, ticket: Ticket) -> None:
+    """Wait until the slot of an unnamed operation is free; a name has its own."""
+    if team is not None and ticket.name is None and not team.is_turn_of(ticket.number):
+        await Wait((Until(lambda: team.is_turn_of(ticket.number)),))
+
+
+def end_turn(team: NodeTeam | None, ticket: Ticket) -> None:
+    """Leave the slot of an unnamed operation to the next one."""
+    if team is not None and ticket.name is None:
+        team.end_turn(ticket.number)

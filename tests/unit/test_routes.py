@@ -1,0 +1,111 @@
+"""The table of routes: each is taken when it says so, and it lists all of them."""
+
+import ast
+import importlib
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty import Faults
+from harness import run_ranks
+
+import ringcomm as rc
+from ringcomm.config import GPU_TRANSPORTS
+from ringcomm.engine.executors import routes
+
+ROUTES = dict(re.findall(r"^    (\S+(?: \S+)*)  .*\n +(\S+::\S+)$", routes.__doc__, re.MULTILINE))
+ENGINE = Path(routes.__file__).parent.parent
+X = np.arange(5000.0)
+CASES = {
+    "short call": ("node", lambda _: rc.allreduce_(X.copy()), set()),
+    "node step": ("node", lambda _: rc.broadcast_(X.copy()), set()),
+    "met and run": ("node", lambda _: rc.allgather(X), set()),
+    "agreed and run": ("messages", lambda _: rc.allreduce_(X.copy()), {"recorded schedule"}),
+    "cached and run beside": (
+        "messages",
+        lambda _: rc.allreduce(X, name="known"),
+        {"recorded schedule"},
+    ),
+    "recorded schedule": ("messages", lambda _: rc.broadcast(X), {"agreed and run"}),
+    "Python coroutine": ("faulty", lambda _: rc.allreduce(X), {"agreed and run"}),
+    "conversation": (
+        "messages",
+        lambda r: rc.sendrecv(X, 1 - r, np.empty_like(X), 1 - r),
+        {"Python coroutine"},
+    ),
+    "stand-in": (
+        "messages",
+        lambda r: rc.join() if r else (rc.allreduce(X), rc.join()),
+        {"conversation", "agreed and run", "recorded schedule"},
+    ),
+}
+
+
+def found(by):
+    """Return the owner of a function that the table names, and the function's name."""
+    module, _, path = by.partition("::")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(f"ringcomm.{module}")
+    for each in owners:
+        owner = getattr(owner, each)
+    return owner, name
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Return the set of the routes that are taken from now on."""
+    noted = set()
+
+    def noting(route, function):
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            if result is not False:  # a short call that is not open
+                noted.add(route)
+            return result
+
+        return call
+
+    for route, by in ROUTES.items():
+        owner, name = found(by)
+        monkeypatch.setattr(owner, name, noting(route, getattr(owner, name)))
+    stand_in = importlib.import_module("ringcomm.engine.executors.stand_in").plan_stand_in
+    monkeypatch.setattr(f"{rc.join.__module__}.plan_stand_in", stand_in)
+    return noted
+
+
+@pytest.mark.parametrize("route", CASES)
+def test_each_route_is_taken_when_the_table_says_so(route, taken, monkeypatch):
+    where, operation, others = CASES[route]
+    monkeypatch.setattr("harness.wire", "node" if where == "node" else "messages")
+    begun = threading.Barrier(2)
+
+    def body(rank):
+        operation(rank)  # what is known, or agreed on, it is from the second time on
+        begun.wait(60)
+        taken.clear()
+        begun.wait(60)
+        operation(rank)
+
+    run_ranks(2, body, faults={r: Faults() for r in range(2)} if where == "faulty" else None)
+    late = {"met and run"} if where == "node" else set()
+    assert {route} | others <= taken <= {route} | others | late
+
+
+def test_the_table_lists_all_routes():
+    assert ROUTES.keys() == CASES.keys() | set(GPU_TRANSPORTS)
+    (choice,) = [
+        node
+        for node in ast.walk(ast.parse(Path(routes.__file__).read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "coroutines"
+    ]
+    ways = set(re.findall(r"self\.(_\w+)\(", ast.unparse(choice))) - {"_channel", "_agree_beside"}
+    assert {f"engine.executors.routes::Routes.{way}" for way in ways} <= set(ROUTES.values())
+    makers = {
+        path.stem
+        for path in ENGINE.rglob("*.py")
+        if re.search(r"(?<!class )\b(Completed)?Task\(", path.read_text())
+    }
+    # extensions.py watches over what the launch of a GPU has left on its stream.
+    assert makers == {"engine", "conversations", "extensions"}
