@@ -16,7 +16,7 @@ from ringcomm.torch.horovod.reduce_op import AnyOp, op_of
 from ringcomm.torch.optim.adasum import with_adasum
 from ringcomm.torch.optim.averaging import AveragingOptimizer, with_averaging
 from ringcomm.torch.optim.options import (
-    ReductionOptions,
+    GradientOptions,
     groups_of,
     require_mean,
     require_own,
@@ -118,7 +118,7 @@ def DistributedOptimizer(
     named = named_in_order(optimizer, given)
     op = op_of(op, None)
     if isinstance(op, Op):
-        options = ReductionOptions(
+        options = GradientOptions(
             op,
             compression,
             float(gradient_predivide_factor),

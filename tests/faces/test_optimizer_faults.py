@@ -21,7 +21,7 @@ from training import (
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.torch.optim.options import ReductionOptions
+from ringcomm.torch.optim.options import GradientOptions
 
 UNSENT = Settings(timeout_s=120, fusion_mib=1)  # one bucket: nothing leaves before all is there
 
@@ -236,10 +236,10 @@ def test_a_bucket_that_ranks_send_otherwise_is_named_and_training_can_go_on():
         optimizer = wrap(model)
         mine = share(batches, rank, 2)
         fit(model, optimizer, mine[:2])
-        optimizer._reducer.options = ReductionOptions(rc.SUM if rank else rc.AVERAGE)
+        optimizer._reducer.options = GradientOptions(rc.SUM if rank else rc.AVERAGE)
         with pytest.raises(rc.MismatchError, match=r"gradients of \d"):
             mse_loss(model(mine[2][0]), mine[2][1]).backward()
-        optimizer._reducer.options = ReductionOptions(rc.AVERAGE)
+        optimizer._reducer.options = GradientOptions(rc.AVERAGE)
         with pytest.raises(rc.RingcommError, match="zero_grad"):
             optimizer.step()
         fit(model, optimizer, mine[2:])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
-import textwrap
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
+from ringcomm.engine.api.forms import complete_doc
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
 from ringcomm.torch.horovod.handles import Handle
@@ -76,14 +75,7 @@ def begin(
 
 def document(function: F) -> F:
     """Add to a docstring the arguments that it does not list itself; return the function."""
-    head, returns, tail = inspect.cleandoc(function.__doc__ or "").partition("\n\nReturns:")
-    if "\nArgs:" not in head:
-        head += "\n\nArgs:"
-    for name in inspect.signature(function).parameters:
-        if name in _COMMON and f"\n    {name}:" not in head:
-            text = f"    {name}: {_COMMON[name]}"
-            head += "\n" + textwrap.fill(text, 96, subsequent_indent=" " * 8)
-    function.__doc__ = head + returns + tail
+    function.__doc__ = complete_doc(function, _COMMON)
     return function
 
 
@@ -131,8 +123,7 @@ def _present(
     call.__name__ = call.__qualname__ = name
     call.__module__ = body.__module__
     call.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
-    _, gap, arguments = (of.__doc__ or "").partition("\n\nArgs:")
-    for lacking in inspect.signature(of).parameters.keys() - signature.parameters.keys():
-        arguments = re.sub(rf"\n    {lacking}:.*(\n {{8}}.*)*", "", arguments)
-    call.__doc__ = beginning + gap + arguments
-    return call
+    if of.__doc__ is not None:  # python -OO
+        _, gap, arguments = of.__doc__.partition("\n\nArgs:")
+        call.__doc__ = beginning + gap + arguments
+    return document(call)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ringcomm.engine.api.world import engine
 from ringcomm.errors import NotInitializedError
-from ringcomm.torch.optim.options import ReductionOptions
+from ringcomm.torch.optim.options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import derive, underlying
 
@@ -195,7 +195,7 @@ def _warn_of_synchronize() -> None:
 
 
 def _rewrap(
-    optimizer: Optimizer, names: Sequence[str], options: ReductionOptions, passes: int
+    optimizer: Optimizer, names: Sequence[str], options: GradientOptions, passes: int
 ) -> Optimizer:
     """Make a DistributedOptimizer of a copy."""
     try:

@@ -14,7 +14,7 @@ from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.buckets import MIB, Bucket, Scaling, make_buckets
 from ringcomm.torch.optim.fusion_tuner import FusionTuner
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
-from ringcomm.torch.optim.options import ReductionOptions
+from ringcomm.torch.optim.options import GradientOptions
 from ringcomm.torch.optim.presence import SPARSE, Presence, ready_order
 
 
@@ -44,13 +44,13 @@ class BucketPlan:
         tuner = self._tuner
         return (engine().settings.fusion_mib if tuner is None else tuner.mib) * MIB
 
-    def buckets_for(self, options: ReductionOptions) -> list[Bucket]:
+    def buckets_for(self, options: GradientOptions) -> list[Bucket]:
         """Return the buckets; makes them if there are none."""
         if self.buckets is None:
             self.buckets = self._make_buckets(options)
         return self.buckets
 
-    def expect_all(self, options: ReductionOptions) -> None:
+    def expect_all(self, options: GradientOptions) -> None:
         """Expect every gradient anew, at the beginning of a pass."""
         self._full.clear()
         for bucket in self.buckets_for(options):
@@ -75,7 +75,7 @@ class BucketPlan:
                 self._slots[member.index].state = GradientState.SENT
         self._full.clear()
 
-    def learn(self, presence: Presence, options: ReductionOptions) -> CollectiveTask[None]:
+    def learn(self, presence: Presence, options: GradientOptions) -> CollectiveTask[None]:
         """Remember which gradients are sparse, and their order. Collective in the first step."""
         sparse = {index for index, code in enumerate(presence.codes) if code & SPARSE}
         if not sparse <= self._sparse:
@@ -88,7 +88,7 @@ class BucketPlan:
             yield handle
             self._order = handle.wait()[0].tolist()  # of the first that is not in join()
 
-    def note_step(self, options: ReductionOptions) -> None:
+    def note_step(self, options: GradientOptions) -> None:
         """Go by the order of readiness after the first step; try another size if it is time to."""
         if self._fired is not None and self._order is not None:
             self._fired = None
@@ -112,7 +112,7 @@ class BucketPlan:
         for slot in self._slots:
             slot.place(None, None)
 
-    def _tune(self, tuner: FusionTuner, options: ReductionOptions) -> None:
+    def _tune(self, tuner: FusionTuner, options: GradientOptions) -> None:
         """Go on to the next bucket size if it is time to. Collective at the end of the trials."""
         now, before = time.monotonic(), self._step_ended_at
         self._step_ended_at = now
@@ -123,7 +123,7 @@ class BucketPlan:
                 tuner.mib = next(mib for mib in chosen if mib is not None)  # None: in join()
             self.drop()
 
-    def _make_buckets(self, options: ReductionOptions) -> list[Bucket]:
+    def _make_buckets(self, options: GradientOptions) -> list[Bucket]:
         order = self._order if self._fired is None else None
         indices = [
             index

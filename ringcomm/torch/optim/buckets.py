@@ -17,7 +17,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.streams import Streams
-from ringcomm.torch.optim.options import ReductionOptions
+from ringcomm.torch.optim.options import GradientOptions
 
 MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -41,7 +41,7 @@ def plan_buckets(
 class Scaling:
     """Options of one step's reduction; samples: how many this rank's gradient is the mean of."""
 
-    options: ReductionOptions
+    options: GradientOptions
     samples: float | None = None
 
     @property

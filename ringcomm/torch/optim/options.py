@@ -23,7 +23,7 @@ _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class ReductionOptions:
+class GradientOptions:
     """Arguments of DistributedOptimizer; ValueError: out of range, or they do not fit together."""
 
     op: Op = AVERAGE
@@ -133,7 +133,7 @@ def require_passes(n: object) -> None:
         raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
 
 
-def require_own(options: ReductionOptions, own: Named, known: Named) -> None:
+def require_own(options: GradientOptions, own: Named, known: Named) -> None:
     """Raise ValueError if groups have a parameter that is not its own; names are in `known`."""
     if isinstance(options.groups, int):
         return

@@ -31,7 +31,7 @@ from ringcomm.torch.optim.bucket_plan import BucketPlan
 from ringcomm.torch.optim.buckets import Scaling
 from ringcomm.torch.optim.exchange import Exchange
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
-from ringcomm.torch.optim.options import ReductionOptions, require_passes
+from ringcomm.torch.optim.options import GradientOptions, require_passes
 
 P = ParamSpec("P")
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -50,7 +50,7 @@ class GradientReducer:
     def __init__(
         self,
         named_parameters: Named,
-        options: ReductionOptions,
+        options: GradientOptions,
         passes_per_step: int,
         known: Named = (),
     ) -> None:
