@@ -8,17 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """Something to be reduced.
-
-    Attributes:
-        nbytes: its size.
-        key: what must be alike to share a message: dtype, operator, group.
-        is_barrier: nothing after it may share a message with anything before it.
-    """
+    """Something to be reduced."""
 
     nbytes: int
-    key: object
-    is_barrier: bool = False
+    key: object  # alike for items that may share a message: dtype, operator, group
+    is_barrier: bool = False  # nothing after it may share a message with anything before it
 
 
 def plan_fusion(items: Sequence[Item], max_nbytes: float) -> list[list[int]]:

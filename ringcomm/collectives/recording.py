@@ -56,17 +56,11 @@ async def perform(
 
 @dataclass(frozen=True)
 class Recording:
-    """The actions of one rank in an algorithm, for arguments of certain sizes.
-
-    Attributes:
-        schedule: its steps; they number the ranks that it speaks with.
-        peers: those ranks.
-        result: what it returned, on paper.
-    """
+    """The actions of one rank in an algorithm, for arguments of certain sizes."""
 
     schedule: Schedule
-    peers: tuple[int, ...]
-    result: Flat | None
+    peers: tuple[int, ...]  # the ranks that it speaks with, as the schedule numbers them
+    result: Flat | None  # on paper
 
     def result_within(self, buffers: list[Bytes]) -> Flat | None:
         """Return the result for these arguments."""

@@ -22,45 +22,29 @@ from ringcomm.collectives.table import Table
 
 @dataclass(frozen=True)
 class Case:
-    """A collective to be carried out, as far as the choice depends on it.
+    """A collective to be carried out, as far as the choice depends on it."""
 
-    Attributes:
-        collective: "allreduce", "reduce_scatter" or "allgather".
-        nbytes: of the whole buffer.
-        dtype: of its elements.
-        nodes: of each rank of the group: a number that tells its host from others.
-        is_deterministic: elements must be reduced in rank order.
-        shares_memory: all ranks of the group map each other's memory.
-    """
-
-    collective: str
-    nbytes: int
+    collective: str  # "allreduce", "reduce_scatter" or "allgather"
+    nbytes: int  # of the whole buffer
     dtype: DType
-    nodes: tuple[int, ...]
-    is_deterministic: bool = False
-    shares_memory: bool = False
+    nodes: tuple[int, ...]  # of each rank of the group: a number that tells its host from others
+    is_deterministic: bool = False  # elements are reduced in rank order
+    shares_memory: bool = False  # all ranks of the group map each other's memory
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, and why.
+    """An algorithm, and why: the user forced it, it is the fastest, or nothing else fits.
 
-    Attributes:
-        algorithm: its name.
-        why: the user "forced" it, it was the fastest "measured" or "estimated", it is the "only"
-            one, or the ranks share "memory", which nothing else comes near.
-        seconds: what each algorithm that fits takes, as measured or estimated, fastest first.
-        unfit: why the others do not fit.
-        overruled: the algorithm that the user wanted although it does not fit, else "".
-        is_measured: `seconds` are no estimate.
+    "memory": the ranks share memory, which nothing else comes near.
     """
 
     algorithm: str
     why: Literal["forced", "measured", "estimated", "only", "memory"]
-    seconds: dict[str, float]
-    unfit: dict[str, str]
-    overruled: str = ""
-    is_measured: bool = False
+    seconds: dict[str, float]  # of each algorithm that fits, the fastest first
+    unfit: dict[str, str]  # why the others do not fit
+    overruled: str = ""  # the algorithm that the user wanted although it does not fit
+    is_measured: bool = False  # `seconds` are no estimate
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,21 +101,13 @@ CROWD = 0.01  # each further rank that sends to one at a time slows its wire (a 
 
 
 class Effort(NamedTuple):
-    """Cost of one phase, a reduce-scatter or an allgather.
+    """Cost of one phase, a reduce-scatter or an allgather; bytes as fractions of the buffer."""
 
-    Attributes:
-        rounds: that wait for each other.
-        messages: that a rank sends and receives.
-        wire: bytes that leave the busiest host, as a fraction of the buffer.
-        memory: bytes that move within the busiest host, likewise.
-        reduced: bytes that a rank reduces while its wire rests, likewise; in a reduce-scatter only.
-    """
-
-    rounds: float
-    messages: float
-    wire: float
-    memory: float
-    reduced: float
+    rounds: float  # that wait for each other
+    messages: float  # that a rank sends and receives
+    wire: float  # bytes that leave the busiest host
+    memory: float  # bytes that move within the busiest host
+    reduced: float  # bytes that a rank reduces while its wire rests; in a reduce-scatter only
 
 
 def _moving(effort: Effort, case: Case) -> float:

@@ -14,18 +14,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Seconds by collective, nbytes and algorithm.
+    """Seconds by collective, nbytes (ascending) and algorithm."""
 
-    Attributes:
-        layout: of ranks over hosts, see layout.describe().
-        implementation: the MPI library.
-        version: of ringcomm.
-        seconds: for each collective: for each nbytes, ascending: for each algorithm.
-    """
-
-    layout: str
-    implementation: str
-    version: str
+    layout: str  # of ranks over hosts, see layout.describe()
+    implementation: str  # the MPI library
+    version: str  # of ringcomm
     seconds: Mapping[str, Mapping[int, Mapping[str, float]]]
 
     def at(self, collective: str, nbytes: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What of the GPU stack is here, and what is missing: facts in, a line for each gap out. Pure.
+"""Judges the GPU software of this machine: facts in, a line for each gap out. Pure.
 
 The stack is NVIDIA's driver with its GPUs, cupy, what cupy compiles kernels with, and NCCL.
 """
@@ -23,92 +23,56 @@ OLDEST_CUDA: Final = 12000
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that this process may use.
+    """A GPU that this process may use."""
 
-    Attributes:
-        name: "NVIDIA H200".
-        uuid: the same in every process; that of the part if the GPU is divided (MIG).
-        nbytes: its memory.
-        capability: what it computes, (9, 0).
-    """
-
-    name: str
-    uuid: str
+    name: str  # "NVIDIA H200"
+    uuid: str  # the same in every process; that of the part if the GPU is divided (MIG)
     nbytes: int
     capability: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """NVIDIA's driver.
+    """NVIDIA's driver."""
 
-    Attributes:
-        is_loaded: libcuda.so.1 is.
-        error: why it is not, empty if there is none.
-        release: of the kernel module, "580.65.06"; empty if it is not loaded, or not known.
-        cuda: the newest CUDA that the driver serves, 13000.
-        init_code: what cuInit returned, 0 if the driver started.
-        init_error: its name, "CUDA_ERROR_NO_DEVICE".
-        visible: CUDA_VISIBLE_DEVICES, None if it is not set.
-        gpus: those that are visible.
-    """
-
-    is_loaded: bool = False
-    error: str = ""
-    release: str = ""
-    cuda: int = 0
-    init_code: int = 0
-    init_error: str = ""
-    visible: str | None = None
-    gpus: tuple[Gpu, ...] = ()
+    is_loaded: bool = False  # libcuda.so.1
+    error: str = ""  # why it is not; "" if there is none
+    release: str = ""  # of the kernel module, "580.65.06"; "" if it is not known
+    cuda: int = 0  # the newest CUDA that the driver serves, 13000
+    init_code: int = 0  # of cuInit; 0 if the driver started
+    init_error: str = ""  # its name, "CUDA_ERROR_NO_DEVICE"
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES
+    gpus: tuple[Gpu, ...] = ()  # those that are visible
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cupy:
-    """The cupy that `import cupy` gives.
+    """The cupy that `import cupy` gives."""
 
-    Attributes:
-        version: empty if it cannot be imported.
-        error: why it cannot, empty if it is not installed.
-        cuda: the CUDA that it was built with, 13020.
-        nvrtc: version of the compiler that it finds, "13.0"; empty if it finds none.
-        has_headers: it finds CUDA's headers, which it shows the compiler.
-    """
-
-    version: str = ""
-    error: str = ""
-    cuda: int = 0
-    nvrtc: str = ""
-    has_headers: bool = False
+    version: str = ""  # "" if it cannot be imported
+    error: str = ""  # why it cannot; "" if it is not installed
+    cuda: int = 0  # with which it was built, 13020
+    nvrtc: str = ""  # version of the compiler that it finds, "13.0"
+    has_headers: bool = False  # of CUDA, for the compiler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nccl:
-    """The NCCL that cupy uses.
+    """The NCCL that cupy uses."""
 
-    Attributes:
-        version: as a number, 22703; 0 if cupy cannot use one.
-        error: why it cannot, empty if there is none.
-        paths: every libnccl that is loaded in this process, cupy's or not.
-    """
-
-    version: int = 0
-    error: str = ""
-    paths: tuple[str, ...] = ()
+    version: int = 0  # 22703; 0 if cupy cannot use one
+    error: str = ""  # why it cannot; "" if there is none
+    paths: tuple[str, ...] = ()  # every libnccl that is loaded in this process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """What one process found; probing.probe() makes it. Without arguments: nothing is here.
-
-    Attributes:
-        wheels: those of CUPY_WHEELS and NCCL_WHEELS that are installed, with their versions.
-    """
+    """The GPU software that probing.probe() finds. Without arguments: nothing is here."""
 
     driver: Driver = field(default_factory=Driver)
     cupy: Cupy = field(default_factory=Cupy)
     nccl: Nccl = field(default_factory=Nccl)
-    wheels: Mapping[str, str] = field(default_factory=dict)
+    wheels: Mapping[str, str] = field(default_factory=dict)  # of CUPY_WHEELS, NCCL_WHEELS: versions
 
     @property
     def is_absent(self) -> bool:
@@ -138,15 +102,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Problem:
-    """A gap in the stack.
-
-    Attributes:
-        what: is wrong.
-        remedy: what to type, or to do.
-    """
+    """A gap in the stack."""
 
     what: str
-    remedy: str
+    remedy: str  # what to type, or to do
 
     def __str__(self) -> str:
         return f"{self.what}: {self.remedy}"
