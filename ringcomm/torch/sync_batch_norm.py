@@ -180,21 +180,24 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            return _gradients(ctx, dy)
         (x, mean, inverse), weight = ctx.saved_tensors, _weight_of(ctx)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        axes = _all_but_channels(x)
-        dy = dy.to(mean.dtype)
+        axes, dy = _all_but_channels(x), dy.to(mean.dtype)
         deviation = x - _per_channel(mean, x)
+        is_graph = torch.is_grad_enabled()  # create_graph=True: no operation in place
+        if is_graph:
+            deviation, inverse = _differentiable(ctx, deviation)
         sum_dy = dy.sum(axes)
         sum_product = (dy * deviation).sum(axes)
         dx = None
         if needs_x:
             mean_dy, mean_product = _means(sum_dy, sum_product, ctx.count, ctx.group)
-            scale = inverse if weight is None else inverse * weight
-            dx = deviation.mul_(_per_channel(-inverse.square() * mean_product, x))
-            dx = dx.add_(dy).sub_(_per_channel(mean_dy, x)).mul_(_per_channel(scale, x)).to(x.dtype)
+            slope = _per_channel(-inverse.square() * mean_product, x)
+            dx = deviation * slope + dy if is_graph else deviation.mul_(slope).add_(dy)
+            shift = _per_channel(mean_dy, x)
+            scale = _per_channel(inverse if weight is None else inverse * weight, x)
+            dx = (dx - shift) * scale if is_graph else dx.sub_(shift).mul_(scale)
+            dx = dx.to(x.dtype)
         d_weight = (sum_product * inverse).to(weight.dtype) if needs_weight else None
         return dx, d_weight, sum_dy.to(weight.dtype) if needs_bias else None, None, None
 
@@ -209,31 +212,17 @@ def _weight_of(ctx: Any) -> Any:
     return weight
 
 
-def _gradients(ctx: Any, dy: Tensor) -> Any:
-    """Return what backward() returns, by operations that can be differentiated again.
+def _differentiable(ctx: Any, centred: Tensor) -> tuple[Tensor, Tensor]:
+    """Return deviation and inverse anew, by operations that can be differentiated again.
 
-    Mean and deviation are functions of all ranks' inputs, so they are computed anew.
+    Mean and deviation are functions of all ranks' inputs. `centred` is the input less the mean as a
+    constant, so that a mean that is large beside its deviation does not cancel.
     """
-    (x, known_mean, _), weight = ctx.saved_tensors, _weight_of(ctx)
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    axes, count, group = _all_but_channels(x), ctx.count, ctx.group
-    dy, centred = dy.to(known_mean.dtype), x - _per_channel(known_mean, x)
-    # Apart from known_mean, so that a mean that is large beside its deviation does not cancel.
+    axes, count, group = _all_but_channels(centred), ctx.count, ctx.group
     shift = _sum_over_ranks(centred.sum(axes), group) / count
-    deviation = centred - _per_channel(shift, x)
+    deviation = centred - _per_channel(shift, centred)
     squares = _sum_over_ranks(deviation.square().sum(axes), group)
-    inverse = (squares / count + ctx.eps).rsqrt()
-    sum_dy, sum_product = dy.sum(axes), (dy * deviation).sum(axes)
-    dx = None
-    if needs_x:
-        mean_dy, mean_product = _means(sum_dy, sum_product, count, group)
-        scale = inverse if weight is None else inverse * weight
-        slope = _per_channel(inverse.square() * mean_product, x)
-        dx = (dy - _per_channel(mean_dy, x) - deviation * slope) * _per_channel(scale, x)
-        dx = dx.to(x.dtype)
-    d_weight = (sum_product * inverse).to(weight.dtype) if needs_weight else None
-    d_bias = sum_dy.to(weight.dtype) if needs_bias else None
-    return dx, d_weight, d_bias, None, None
+    return deviation, (squares / count + ctx.eps).rsqrt()
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+
+from ringcomm.engine.core import handle as engine
 
 R = TypeVar("R")
-
-
-class Part(Protocol):
-    """A handle of the engine, or one of this module."""
-
-    def done(self) -> bool:
-        """Return True once wait() would not block."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Return the result."""
-        ...
 
 
 class Handle(Generic[R]):
@@ -28,7 +18,9 @@ class Handle(Generic[R]):
         finish: turns their results into the operation's; called at most once.
     """
 
-    def __init__(self, parts: Sequence[Part], finish: Callable[..., R]) -> None:
+    def __init__(
+        self, parts: Sequence[engine.Handle[Any] | Handle[Any]], finish: Callable[..., R]
+    ) -> None:
         self._parts = tuple(parts)
         self._finish: Callable[..., R] | None = finish
         self._result: R | None = None

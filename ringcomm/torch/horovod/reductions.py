@@ -55,9 +55,8 @@ def allreduce(
     Args:
         tensor: any shape; the same shape and dtype on every rank.
     """
-    how = Reduction(
-        AWAITED, op_of(op, average), prescale_factor, postscale_factor, process_set, name
-    )
+    which = op_of(op, average)
+    how = Reduction(AWAITED, which, prescale_factor, postscale_factor, process_set, name)
     (result,) = _apply(lambda xs: [how.start(xs[0]).wait()], how.backward, [tensor], compression)
     return result
 
@@ -81,9 +80,8 @@ def grouped_allreduce(
         tensors: a list, of the same shapes and dtypes on every rank.
     """
     xs = autograd_functions.tensor_list(tensors)
-    how = Reduction(
-        AWAITED, op_of(op, average), prescale_factor, postscale_factor, process_set, name
-    )
+    which = op_of(op, average)
+    how = Reduction(AWAITED, which, prescale_factor, postscale_factor, process_set, name)
     return _apply(lambda xs: how.start_group(xs).wait(), how.backward, xs, compression)
 
 

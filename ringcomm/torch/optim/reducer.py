@@ -203,7 +203,7 @@ class GradientReducer:
             self._replan()
         if not self._agreement.is_begun:
             name = f"parameters{self.suffix}"
-            self._agreement.begin(_outline(self), _named(self), name, self.options.group)
+            self._agreement.begin(_summary(self), _named(self), name, self.options.group)
         self.plan.expect_all(self.options)
 
     def _enrol(self) -> None:
@@ -313,7 +313,7 @@ def _exchange(reducer: GradientReducer) -> Exchange:
     )
 
 
-def _outline(reducer: GradientReducer) -> OptimizerSummary:
+def _summary(reducer: GradientReducer) -> OptimizerSummary:
     """Return what all ranks must have alike."""
     settings = {
         **reducer.options.summary([slot.parameter for slot in reducer.slots]),
