@@ -76,7 +76,7 @@ ORDER = [
         "few-unnamed-streams",
         "order",
         "engine/core/ledger.py",
-        "return ticket.number % _UNNAMED",
+        "return ticket.number % self._n_unnamed",
         "return ticket.number % 8",
         "with more than 8 unnamed operations in flight one may get the data of another",
         ("unit/test_ledger.py",),
@@ -196,8 +196,8 @@ CACHE = [
         "poisoned-name-keeps-its-stream",
         "cache",
         "engine/core/ledger.py",
-        "is_lasting = stream < _FIRST_PASSING and not is_spoiled",
-        "is_lasting = stream < _FIRST_PASSING",
+        "is_lasting = stream < self._first_passing and not is_spoiled",
+        "is_lasting = stream < self._first_passing",
         "after a mismatch a name's next call receives what was left on the wire",
         ("unit/test_ledger.py", "unit/test_async.py"),
     ),
@@ -248,9 +248,7 @@ CACHE = [
         "cache",
         "engine/core/ledger.py",
         """\
-        self._next_passing = _FIRST_PASSING + (stream + 1 - _FIRST_PASSING) % (
-            N_STREAMS - _FIRST_PASSING
-        )
+        self._next_passing = self._first_passing + (stream + 1 - self._first_passing) % n_passing
 """,
         "",
         "beyond 4096 names, operations in flight take each other's data",

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from ringcomm.transport.base import ANY_SOURCE, Arrived, WireFault
-from ringcomm.transport.header import N_CONTEXTS, N_STREAMS, tag_of
 
 DEADLINE_S = 10
 
@@ -53,7 +52,8 @@ def tags_are_channels_of_their_own(t):
 
 def a_message_with_the_largest_tag_arrives(t):
     left, right = (t.rank - 1) % t.size, (t.rank + 1) % t.size
-    out, last = np.empty(8, np.uint8), min(t.largest_tag, tag_of(N_CONTEXTS - 1, N_STREAMS - 1, 3))
+    out, tags = np.empty(8, np.uint8), t.tags
+    last = tags.tag(tags.n_contexts - 1, tags.n_streams - 1, 3)
     finish(t, t.irecv(out, left, last), t.isend(sample(8, t.rank), right, last))
     assert np.array_equal(out, sample(8, left))
 

@@ -16,9 +16,9 @@ from ringcomm import _core
 from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Arrived, Died, Event, Request
-from ringcomm.transport.header import N_CONTEXTS, TAGS_PER_GROUP
 from ringcomm.transport.mail import Letter, Mail, require_fit
 from ringcomm.transport.node.shm import SharedNode
+from ringcomm.transport.tags import WIDEST
 
 _ARENA = 5 << 30
 
@@ -95,7 +95,7 @@ class LoopbackTransport:
 
     is_threaded = True
     implementation = "threads"
-    largest_tag = N_CONTEXTS * TAGS_PER_GROUP - 1
+    tags = WIDEST
     ring_epoch = 0
     incarnation = 0
 
@@ -121,8 +121,8 @@ class LoopbackTransport:
         return message
 
     def _checked(self, tag: int) -> int:
-        if not 0 <= tag <= self.largest_tag:  # as MPI does
-            raise ValueError(f"tag {tag}: there are tags up to {self.largest_tag}")
+        if not 0 <= tag <= self.tags.largest_tag:  # as MPI does
+            raise ValueError(f"tag {tag}: there are tags up to {self.tags.largest_tag}")
         return tag
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:

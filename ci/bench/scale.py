@@ -22,6 +22,7 @@ from ringcomm.transport.base import Arrived
 from ringcomm.transport.header import Header, Kind
 from ringcomm.transport.members import ranges_of, ranks_in
 from ringcomm.transport.mpi import Place
+from ringcomm.transport.tags import WIDEST
 
 SIZES = (64, 1024, 16384)
 _WARM_UP, _REPEATS = 3, 15
@@ -66,7 +67,7 @@ class Mirror:
     """
 
     implementation = "a simulation"
-    largest_tag = (1 << 28) - 1
+    tags = WIDEST
     is_threaded = False
     node = None
     ring_epoch = incarnation = 0

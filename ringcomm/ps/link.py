@@ -28,8 +28,8 @@ from ringcomm.ps.frames import (
 )
 from ringcomm.ps.long_frames import Joiner, pieces
 from ringcomm.transport.base import Request, Transport
-from ringcomm.transport.header import N_STREAMS, P2P, tag_of
 from ringcomm.transport.mail import LETTER_MAX, Mail
+from ringcomm.transport.tags import P2P
 
 if TYPE_CHECKING:
     from ringcomm.ps.dense import DensePartition
@@ -139,7 +139,8 @@ class Link:
         if node is not None and node.memory.holds(body):
             header = header._replace(where=Where.SHARED, place=node.offset_of(body))
         else:
-            tag = tag_of(self._context, next(self._streams) % N_STREAMS, P2P)
+            tags = self._transport.tags
+            tag = tags.tag(self._context, next(self._streams) % tags.n_streams, P2P)
             header = header._replace(where=Where.MESSAGE, place=tag)
             self._bodies.append(_Later(self._transport, body, dest, tag))
         self._put(dest, packed(header._replace(n_body=body.nbytes), meta))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ringcomm._core import Loop
     from ringcomm.transport.mail import Mail
     from ringcomm.transport.node.shm import SharedNode
+    from ringcomm.transport.tags import TagLayout
 
 ANY_SOURCE = -1
 WireFault = _core.WireFault  # the wire refused an operation: a hint that a peer died
@@ -72,7 +73,7 @@ class Transport(Protocol):
     size: int
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
     implementation: str  # what carries the messages: "Open MPI v5.0.11"
-    largest_tag: int  # of a message
+    tags: TagLayout  # alike on all ranks
     is_threaded: bool  # more than one thread may use it, one at a time
     runner: _core.Runner | None  # carries out recorded algorithms without Python, if the wire can
     ring_epoch: int  # version of the membership

@@ -17,12 +17,13 @@ from ringcomm import _core
 from ringcomm._core import NodeStep
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, Request, Transport, WireFault
-from ringcomm.transport.header import DATA, Kind, tag_of
+from ringcomm.transport.header import Kind
 from ringcomm.transport.members import Members
 from ringcomm.transport.node.shm import StepRequest
 from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.performer import Performer, Reduction
 from ringcomm.transport.running import Running
+from ringcomm.transport.tags import DATA
 from ringcomm.transport.watch import Letter, Watch
 
 
@@ -110,7 +111,7 @@ class Channel(Performer):
         assert self.members.place is not None
         self.rank, self.size = self.members.place, len(members)
         self.key = key
-        self.tag = tag_of(context, stream, channel)
+        self.tag = self.transport.tags.tag(context, stream, channel)
         self.awaited: tuple[int, ...] = ()
         self._watch = watch
         self._phases = phases

@@ -6,11 +6,6 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-# What a message holds: payload of a collective, calls, payload of send(), what makes a group.
-DATA, CALLS, P2P, GROUPS = 0, 1, 2, 3
-N_CONTEXTS, N_STREAMS = 1 << 10, 1 << 16
-TAGS_PER_GROUP = N_STREAMS << 2  # a tag holds the context, the stream, and two bits of channel
-
 _FORMAT = struct.Struct("<HBBIIIQQQ")
 NBYTES = _FORMAT.size  # 40
 TEXT_MAX = 3000  # bytes of what News passes on; ranks follow, and a control message has 4096
@@ -106,19 +101,3 @@ class Header:
             round_,
         )
         return header, message[NBYTES:].decode(errors="replace")
-
-
-def tag_of(context: int, stream: int, channel: int) -> int:
-    """Return the tag of a message, 28 bits, which is what MPICH has over libfabric.
-
-    Args:
-        context: of the group, below contexts_within() what the wire offers.
-        stream: of the operation among those in flight, below N_STREAMS.
-        channel: DATA, CALLS, P2P or GROUPS.
-    """
-    return context * TAGS_PER_GROUP | (stream << 2) | channel
-
-
-def contexts_within(largest_tag: int) -> int:
-    """Return how many groups have tags of their own at a time, that of all ranks among them."""
-    return min(N_CONTEXTS, (largest_tag + 1) // TAGS_PER_GROUP)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ringcomm._core import WireFault
 from ringcomm.errors import RingcommError
@@ -37,35 +37,10 @@ def require_fit(data: bytes, dest: int) -> None:
         )
 
 
-class Mail(Protocol):
+class Mail:
     """A channel of letters between all ranks. Those of one sender arrive in order.
 
     Nothing blocks. For one thread at a time, like the Transport that it belongs to.
-    """
-
-    def send(self, dest: int, data: bytes) -> None:
-        """Send at most LETTER_MAX bytes, else RingcommError; to a dead rank, nothing.
-
-        Raises WireFault.
-        """
-        ...
-
-    def collect(self) -> list[Letter]:
-        """Return what has arrived since the last call. Raises WireFault."""
-        ...
-
-    @property
-    def n_unsent(self) -> int:
-        """How many letters the wire has not taken yet."""
-        ...
-
-    def close(self) -> None:
-        """Give up what is waited for; nothing is sent or collected any more."""
-        ...
-
-
-class MpiMail:
-    """Mail over a tag of an MPI communicator.
 
     Args:
         mpi: the module mpi4py.MPI.
@@ -89,7 +64,7 @@ class MpiMail:
         return self._comm.Irecv([buffer, self._mpi.BYTE], self._mpi.ANY_SOURCE, self._tag)
 
     def send(self, dest: int, data: bytes) -> None:
-        """Send a letter."""
+        """Send at most LETTER_MAX bytes, else RingcommError; to a dead rank, nothing."""
         require_fit(data, dest)
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], dest, self._tag)
@@ -115,7 +90,7 @@ class MpiMail:
 
     @property
     def n_unsent(self) -> int:
-        """How many are under way."""
+        """How many letters the wire has not taken yet."""
         return len(self._unsent)
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ from ringcomm.transport.base import (
     Request,
     WireFault,
 )
-from ringcomm.transport.mail import Mail, MpiMail
-from ringcomm.transport.mpi_library import largest_tag_of, runner_over
+from ringcomm.transport.mail import Mail
+from ringcomm.transport.mpi_library import agreed_tags, runner_over
 from ringcomm.transport.news import DIRECT
 from ringcomm.transport.node.meeting import meet
 from ringcomm.transport.node.neighbours import Neighbours, Offer
@@ -118,7 +118,7 @@ class MpiTransport:
         nodes: of each rank: the lowest rank of its node.
         node: the memory that this rank shares with its node, if it does.
         implementation: name and version of the MPI library.
-        largest_tag: that MPI takes.
+        tags: their layout, as wide as the libraries of all ranks allow.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
         ring_epoch: how many transports this process has had before on the same ranks.
@@ -129,10 +129,10 @@ class MpiTransport:
 
     def __init__(self, mpi: Any, comm: MPI.Comm | None = None, *, is_native: bool = True) -> None:
         self._mpi = mpi
-        self.largest_tag = largest_tag_of(mpi)
         self._is_of_world = comm is None
         parent = mpi.COMM_WORLD if comm is None else comm
         self._data: MPI.Comm = parent.Dup()
+        self.tags = agreed_tags(mpi, self._data)
         self._control, self.ring_epoch = self._make_control(comm)
         for each in (mpi.COMM_SELF, self._data, self._control):
             each.Set_errhandler(mpi.ERRORS_RETURN)
@@ -145,7 +145,7 @@ class MpiTransport:
         self._status = mpi.Status()
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
         self._outbox_lock = threading.Lock()
-        self._mail: MpiMail | None = None
+        self._mail: Mail | None = None
         self._dead: set[int] = set()
         self.runner = runner_over(mpi, self._data, _SEGMENT) if is_native else None
         self._settle()
@@ -275,7 +275,7 @@ class MpiTransport:
     def mail(self) -> Mail:
         """Return the channel of letters; letters that come before this call are kept by MPI."""
         if self._mail is None:
-            self._mail = MpiMail(self._mpi, self._control, _FIRST_MAIL_TAG + self.ring_epoch)
+            self._mail = Mail(self._mpi, self._control, _FIRST_MAIL_TAG + self.ring_epoch)
         return self._mail
 
     def poll(self) -> list[Event]:

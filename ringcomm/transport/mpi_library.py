@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm import _core, launched
 from ringcomm._core import Watchdog
 from ringcomm.errors import ConfigError
-from ringcomm.transport.header import TAGS_PER_GROUP, contexts_within
+from ringcomm.transport.tags import TagLayout
 
 if TYPE_CHECKING:
     from mpi4py import MPI as MPI  # noqa: PLC0414 - for the annotations of other modules
@@ -123,23 +123,14 @@ def refuse_silent_singleton(world_size: int) -> None:
     )
 
 
-def largest_tag_of(mpi: Any) -> int:
-    """Return the largest tag of a message that MPI takes.
-
-    Args:
-        mpi: the module mpi4py.MPI.
+def agreed_tags(mpi: Any, comm: MPI.Comm) -> TagLayout:
+    """Return the layout of tags that fits the libraries of all ranks of `comm`; collective.
 
     Raises:
-        ConfigError: it has too few for a job of one group.
+        ConfigError: one of them has too few, on all ranks.
     """
-    largest = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
-    if contexts_within(largest) == 0:
-        raise ConfigError(
-            f"ringcomm.init needs message tags up to {TAGS_PER_GROUP - 1}, and this MPI library "
-            f"has tags up to {largest} (TAG_UB). Let it use another of its transports: with Open "
-            "MPI, `mpirun --mca pml ob1`"
-        )
-    return largest
+    mine = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+    return TagLayout.within(comm.allreduce(mine, op=mpi.MIN))
 
 
 def runner_over(mpi: Any, comm: MPI.Comm, segment_nbytes: int) -> _core.Runner:

@@ -6,8 +6,9 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Transport
 from ringcomm.transport.header import LETTERS, OF_NEWS, TEXT_MAX, Header, Kind, cut
@@ -15,19 +16,8 @@ from ringcomm.transport.members import ranks_in
 from ringcomm.transport.news import Fact, News
 from ringcomm.transport.peers import GaveUp, PeerTable
 
-
-class Whereabouts(Protocol):
-    """What this rank is doing, to answer those who ask."""
-
-    def has_entered(self, key: int, base: int, number: int) -> bool:
-        """Return True if this rank is, or was, in that operation: the number-th of `base`."""
-        ...
-
-    def is_in(self) -> str:
-        """Return "allreduce[w]", or "" for no operation."""
-        ...
-
-
+# Takes notice of a message: of whom it is, its header and text.
+Listener = Callable[[int, Header, str], None]
 _Address = tuple[Kind, int, int]  # kind, key and round
 _Boxes = dict[_Address, deque[tuple[int, Header, str]]]
 
@@ -61,48 +51,22 @@ class Letter:
         """Do nothing: nobody else writes into a letter."""
 
 
-class Host(Protocol):
-    """Takes notice of ranks that have joined; see ringcomm.engine.peers.joining."""
-
-    def hear_joined(self, source: int, header: Header) -> None:
-        """Rank `source` has joined, or knows that all have."""
-        ...
-
-    def hear_invite(self, source: int, header: Header, text: str) -> None:
-        """Rank `source` has begun an operation that this rank is a member of."""
-        ...
-
-
-class Members(Protocol):
-    """Keeps account of groups that their members drop, see ringcomm.engine.peers.groups."""
-
-    def poll(self) -> None:
-        """Tell the others what this rank has dropped."""
-        ...
-
-    def hear_dropped(self, header: Header) -> None:
-        """Other members have dropped a group."""
-        ...
-
-
 class Watch:
     """Feeds one PeerTable, and the letter boxes, from the control channel and the deaths seen.
 
     Attributes:
         peers: what is known.
         own_failure: set when another thread of this rank failed; whoever waits stops.
-        whereabouts: answers those who ask where this rank is.
-        host: is told of ranks that have joined.
-        groups: keeps account of groups that their members drop.
+        listeners: by kind, for messages of which this takes no notice itself.
+        before_poll: called before each look.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.peers = PeerTable(transport.rank, transport.size)
         self.own_failure: str | None = None
-        self.whereabouts: Whereabouts | None = None
-        self.host: Host | None = None
-        self.groups: Members | None = None
+        self.listeners: dict[Kind, Listener] = {}
+        self.before_poll: Callable[[], None] | None = None
         self._left: str | None = None
         self._news = News(transport.rank, transport.size)
         self._lock = threading.Lock()  # of the news
@@ -110,8 +74,8 @@ class Watch:
 
     def poll(self) -> None:
         """Take in what has happened; never blocks."""
-        if self.groups is not None:
-            self.groups.poll()
+        if self.before_poll is not None:
+            self.before_poll()
         for event in self.transport.poll():
             if isinstance(event, Died):
                 self._forward(event)
@@ -198,18 +162,14 @@ class Watch:
         kind, peers, source = header.kind, self.peers, event.source
         if kind in LETTERS:
             self._deliver(source, header, text)
-        elif kind is Kind.ASK:
-            self._answer(source, header)
         elif kind is Kind.HERE:
             peers.note_entered(source, header.key)
         elif kind is Kind.ELSEWHERE:
             peers.note_elsewhere(source, header.key, text)
         elif kind in OF_NEWS:
             self._hear_news(header, text)
-        elif kind in (Kind.JOINED, Kind.INVITE):
-            self._hear_of_join(source, header, text)
-        elif kind is Kind.DROPPED and self.groups is not None:
-            self.groups.hear_dropped(header)
+        elif kind in self.listeners:
+            self.listeners[kind](source, header, text)
 
     def _hear_news(self, header: Header, message: str) -> None:
         text, _, ranges = message.rpartition("\n")
@@ -236,14 +196,6 @@ class Watch:
         with self._lock:
             self._news.lose(rank, time.monotonic())
 
-    def _hear_of_join(self, source: int, header: Header, text: str) -> None:
-        if self.host is None:
-            return
-        if header.kind is Kind.JOINED:
-            self.host.hear_joined(source, header)
-        else:
-            self.host.hear_invite(source, header, text)
-
     def _deliver(self, source: int, header: Header, text: str) -> None:
         box = self._boxes.setdefault((header.kind, header.key, header.round), deque())
         box.append((source, header, text))
@@ -254,11 +206,3 @@ class Watch:
         """This rank completed all it had entered, so whoever sends it this waits in vain."""
         assert self._left is not None
         self._announce(Fact(Kind.ABSENT, self._left, key=key))
-
-    def _answer(self, source: int, ask: Header) -> None:
-        if self.whereabouts is None:
-            return
-        if self.whereabouts.has_entered(ask.key, ask.fingerprint, ask.value):
-            self.tell(source, Kind.HERE, key=ask.key)
-        else:
-            self.tell(source, Kind.ELSEWHERE, self.whereabouts.is_in(), key=ask.key)

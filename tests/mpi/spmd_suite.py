@@ -3,6 +3,7 @@
 LAYOUT, if set, names the host that each rank is to be on.
 """
 
+import dataclasses
 import os
 import random
 import re
@@ -22,7 +23,6 @@ import ringcomm as rc
 from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.api import world
-from ringcomm.engine.peers import groups
 from ringcomm.transport import mpi as mpi_transport
 from ringcomm.transport.base import WireFault
 
@@ -207,7 +207,8 @@ def test_random_programs_with_groups_and_asynchronous_operations(seed):
 
 
 def test_contexts_of_dropped_groups_are_used_again(monkeypatch):
-    monkeypatch.setattr(groups, "contexts_within", lambda _: 8)
+    wire = world.engine().transport
+    monkeypatch.setattr(wire, "tags", dataclasses.replace(wire.tags, n_contexts=8))
     before, ranks = [], list(range(rc.size()))
     for index in range(60):
         group = rc.Group(ranks if index % 2 else ranks[::-1])

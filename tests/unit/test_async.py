@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from harness import outcomes, run_ranks
+from loopback import LoopbackTransport
 
 import ringcomm as rc
 from ringcomm.config import Settings
@@ -17,6 +18,7 @@ from ringcomm.engine.core import ledger
 from ringcomm.engine.core.current import serve_thread
 from ringcomm.engine.core.lifecycle import leave, stop
 from ringcomm.engine.progress.loop import Progress
+from ringcomm.transport.tags import TagLayout
 
 X = np.arange(12.0).reshape(6, 2)
 FORMS = {
@@ -360,8 +362,8 @@ def test_poison_says_that_what_was_to_be_overwritten_is_undefined():
 
 
 def test_more_names_than_are_cached_are_right_and_warned_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(ledger, "MAX_CACHED", 4)
-    monkeypatch.setattr(ledger, "_FIRST_PASSING", ledger._UNNAMED + 4)
+    monkeypatch.setattr(LoopbackTransport, "tags", TagLayout((1 << 28) - 1, 16, n_streams=64))
+    monkeypatch.setattr(ledger, "N_NAMED", 4)
 
     def body(rank):
         names = [f"n{i}" for i in range(10)]
@@ -421,7 +423,7 @@ def test_a_timeout_ends_every_operation_under_way_with_the_same_error():
 
 
 def test_too_many_pending_operations_are_refused(monkeypatch):
-    monkeypatch.setattr("ringcomm.engine.core.pending.MAX_PENDING", 3)
+    monkeypatch.setattr(LoopbackTransport, "tags", TagLayout((1 << 28) - 1, 16, n_streams=12))
     refused = threading.Event()
 
     def body(rank):

@@ -16,8 +16,8 @@ from ringcomm.config import Settings
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import leave
 from ringcomm.engine.peers import groups
-from ringcomm.transport.header import N_STREAMS, TAGS_PER_GROUP, contexts_within, tag_of
-from ringcomm.transport.mpi_library import largest_tag_of
+from ringcomm.transport.mpi_library import agreed_tags
+from ringcomm.transport.tags import TagLayout
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -222,7 +222,7 @@ def test_a_group_cannot_be_sent_or_used_by_another_engine():
 
 
 def test_groups_in_use_are_as_many_as_there_are_contexts(monkeypatch):
-    monkeypatch.setattr(LoopbackTransport, "largest_tag", 3 * TAGS_PER_GROUP + 1000)
+    monkeypatch.setattr(LoopbackTransport, "tags", TagLayout(787432, 3, 1 << 16))
     monkeypatch.setattr(groups, "_PAUSE_S", 0.01)
 
     def refuse():
@@ -246,7 +246,7 @@ def test_groups_in_use_are_as_many_as_there_are_contexts(monkeypatch):
 
 def test_a_context_is_used_again_and_nothing_of_its_last_group_is_left(monkeypatch):
     """Few contexts, so each is used again all the time; operations outlast the references."""
-    monkeypatch.setattr(LoopbackTransport, "largest_tag", 16 * TAGS_PER_GROUP - 1)
+    monkeypatch.setattr(LoopbackTransport, "tags", TagLayout((1 << 22) - 1, 16, 1 << 16))
     ranks = ([0, 1, 2], [2, 0], [1, 2], [1, 0, 2], [0, 1], [0])
     n_groups = at_length(5000, 600)
 
@@ -305,22 +305,64 @@ def test_a_context_is_not_used_again_after_a_mismatch_that_left_messages():
 
 
 @pytest.mark.parametrize(
-    ("largest_tag", "expected"),
-    [(2**31 - 1, 1024), (2**28 - 1, 1024), (2**23 - 1, 32), (2**18, 1), (2**18 - 2, 0)],
+    ("largest_tag", "n_contexts", "n_streams"),
+    [
+        (2**31 - 1, 1024, 1 << 16),
+        (2**28 - 1, 1024, 1 << 16),
+        (2**23 - 1, 256, 1 << 13),
+        (3 * 2**20, 384, 1 << 11),
+        (2**15 - 1, 32, 1 << 8),
+    ],
 )
-def test_every_context_has_its_tags_within_what_the_wire_has(largest_tag, expected):
-    assert contexts_within(largest_tag) == expected
-    if expected:
-        assert tag_of(expected - 1, N_STREAMS - 1, 3) <= largest_tag
+def test_the_wire_decides_how_a_tag_is_divided(largest_tag, n_contexts, n_streams):
+    tags = TagLayout.within(largest_tag)
+    assert (tags.n_contexts, tags.n_streams) == (n_contexts, n_streams)
+    assert tags.tag(n_contexts - 1, n_streams - 1, 3) <= largest_tag
+    made = {tags.tag(c, s, k) for c in (0, 1, 31) for s in (0, 1, n_streams - 1) for k in range(4)}
+    assert len(made) == 36
 
 
-def test_an_mpi_library_with_too_few_tags_is_refused():
+def test_the_fewest_tags_of_all_ranks_count_and_too_few_are_refused():
     class World:
         def Get_attr(self, key):
-            return {"TAG_UB": 32767}[key]
+            return {"TAG_UB": 2**31 - 1}[key]
 
-    with pytest.raises(rc.ConfigError, match=r"needs message tags up to 262143.* up to 32767"):
-        largest_tag_of(SimpleNamespace(COMM_WORLD=World(), TAG_UB="TAG_UB"))
+        def allreduce(self, mine, op):
+            return op(mine, fewest)
+
+    mpi = SimpleNamespace(COMM_WORLD=World(), TAG_UB="TAG_UB", MIN=min)
+    fewest = 2**23 - 1
+    assert agreed_tags(mpi, mpi.COMM_WORLD) == TagLayout.within(2**23 - 1)
+    fewest = 32766
+    with pytest.raises(rc.ConfigError, match=r"needs message tags up to 32767.* up to 32766 \(TAG"):
+        agreed_tags(mpi, mpi.COMM_WORLD)
+
+
+def test_all_goes_well_with_as_few_tags_as_mpi_must_have(monkeypatch):
+    """Names and operations in flight are more than there are streams for."""
+    monkeypatch.setattr(LoopbackTransport, "tags", TagLayout.within(2**15 - 1))
+
+    def body(rank):
+        lanes = [rc.Group([1, 0]), None]
+        sums = []
+        for turn in range(3):
+            handles = [
+                rc.allreduce_async(np.full(7, 1000.0 * turn + i + rank), group=lane, name=name)
+                for i in range(15)
+                for lane in lanes
+                for name in (None, f"{turn} {i}" if i % 2 else f"{i}")
+            ]
+            assert len(handles) == 60
+            sums += [handle.wait()[3] for handle in handles]
+            peer = np.empty(2, int)
+            rc.sendrecv(np.array([turn, rank]), dest=1 - rank, out=peer, source=1 - rank)
+            sums.append(float(peer[0]))
+        return sums
+
+    expected = []
+    for turn in range(3):
+        expected += [2 * (1000.0 * turn + i) + 1 for i in range(15) for _ in range(4)] + [turn]
+    assert run_ranks(2, body) == [expected] * 2
 
 
 def test_who_leaves_one_group_does_not_hinder_another_of_the_same_context():

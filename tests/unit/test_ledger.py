@@ -2,12 +2,12 @@
 
 import pytest
 
-from ringcomm.engine.core import ledger
 from ringcomm.engine.core.ledger import Ledger, Ticket, base_of
+from ringcomm.transport.tags import WIDEST, TagLayout
 
 
-def pair():
-    return Ledger(3, is_first=True), Ledger(3, is_first=False)
+def pair(tags=WIDEST):
+    return Ledger(3, is_first=True, tags=tags), Ledger(3, is_first=False, tags=tags)
 
 
 def settle(ledgers, tickets, fingerprint):
@@ -35,10 +35,10 @@ def test_unnamed_operations_are_numbered_and_have_streams_of_their_own():
 def test_unnamed_operations_in_flight_on_any_two_ranks_share_no_stream():
     """One rank may be as many operations ahead of another as may be pending."""
     first, _ = pair()
-    tickets = [first.enter(None) for _ in range(2 * ledger.MAX_PENDING)]
+    tickets = [first.enter(None) for _ in range(2 * WIDEST.n_streams // 4)]
     streams = {first.proposal(t) for t in tickets}
     assert len(streams) == len(tickets)
-    assert max(streams) < ledger._UNNAMED
+    assert max(streams) < WIDEST.n_streams // 2
 
 
 def test_names_get_the_same_stream_on_all_ranks_whatever_their_order():
@@ -99,14 +99,13 @@ def test_a_mismatch_before_anything_moved_wastes_no_stream():
     assert ledgers[0].cached_stream(ledgers[0].enter("a"), 77) == stream
 
 
-def test_names_beyond_the_limit_are_remembered_by_nobody(monkeypatch):
-    monkeypatch.setattr(ledger, "_FIRST_PASSING", ledger._UNNAMED + 2)
-    ledgers = first, second = pair()
+def test_names_beyond_the_limit_are_remembered_by_nobody():
+    ledgers = first, second = pair(TagLayout(0, 1, n_streams=8))
     agree(ledgers, "a")
     agree(ledgers, "b")
     assert not first.has_overflown
-    streams = {agree(ledgers, f"passing {i}") for i in range(5)}
-    assert len(streams) == 5
+    streams = [agree(ledgers, f"passing {i}") for i in range(5)]
+    assert streams == [6, 7, 6, 7, 6]
     assert first.has_overflown
     assert second.has_overflown
     assert len(first._entries) == 2
@@ -141,4 +140,4 @@ def test_a_name_that_comes_once_is_not_kept_and_has_a_stream_that_passes():
     assert not first.is_cached(tickets[0])
     assert first.cached_stream(second.enter("once", is_once=True), 77) is None
     assert not first.has_overflown
-    assert agree(ledgers, "kept") == ledger._UNNAMED  # no name before it has taken room
+    assert agree(ledgers, "kept") == WIDEST.n_streams // 2  # no name before it has taken room

@@ -2,6 +2,7 @@
 
 from loopback import LoopbackHub
 
+from ringcomm.engine.peers.whereabouts import Whereabouts
 from ringcomm.transport import news
 from ringcomm.transport.base import ANY_SOURCE, Arrived, Died
 from ringcomm.transport.header import Header, Kind
@@ -25,15 +26,18 @@ class Recorder:
 
 
 class Somewhere:
-    def has_entered(self, key, base, number):
-        return (key, base, number) == (5, 50, 500)
+    def __contains__(self, key):
+        return False
 
-    def is_in(self):
+    def has_entered(self, base, number):
+        return (base, number) == (50, 500)
+
+    def oldest(self):
         return "barrier #3"
 
 
 def asked(key):
-    return Arrived(1, Header(Kind.ASK, 7, 0, key, fingerprint=50, value=500).pack())
+    return Arrived(1, Header(Kind.ASK, 7, 0, key, fingerprint=10 * key, value=500).pack())
 
 
 def agreed(source, key):
@@ -44,7 +48,7 @@ def hear(*events):
     transport = Recorder()
     transport.events = list(events)
     watch = Watch(transport)
-    watch.whereabouts = Somewhere()
+    Whereabouts(watch, Somewhere(), Somewhere(), Somewhere())
     watch.poll()
     return watch, transport
 

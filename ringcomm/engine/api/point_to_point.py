@@ -34,7 +34,8 @@ from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.transport.base import ANY_SOURCE
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.header import N_STREAMS, P2P, Kind
+from ringcomm.transport.header import Kind
+from ringcomm.transport.tags import P2P
 from ringcomm.transport.watch import Watch
 
 _MAILBOXES = 1 << 33  # no id of a group: names of (group, tag)
@@ -244,7 +245,7 @@ class _Side:
             task.key,
             self.group.ranks,
             context=self.context,
-            stream=serial % N_STREAMS,
+            stream=serial % self.watch.transport.tags.n_streams,
             channel=P2P,
         )
         task.channels.append(channel)

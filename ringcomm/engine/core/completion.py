@@ -10,7 +10,6 @@ from typing import Any
 
 from ringcomm.config import Settings
 from ringcomm.engine.core.execution import Deferred
-from ringcomm.engine.core.ledger import MAX_CACHED
 from ringcomm.engine.core.pending import Pending, PendingOperation
 from ringcomm.engine.core.state import EngineState
 from ringcomm.engine.progress.deadlines import ANSWER_S, ask_around, describe_wait
@@ -125,7 +124,7 @@ class Completion:
                 if work.ledger is not None:
                     work.ledger.finish(work.ticket)
                     if work.ledger.has_overflown and not self._has_warned_of_names:
-                        self._warn_of_names()
+                        self._warn_of_names(work.ledger.n_cached)
                 is_fatal = error is not None and not _is_harmless(work, error)
                 if work.lane is not None:
                     work.lane.end(_outcome(work, error, is_fatal=is_fatal))
@@ -140,13 +139,13 @@ class Completion:
         elif task.is_dropped and error is not None:
             self.dropped.warn(error)
 
-    def _warn_of_names(self) -> None:
+    def _warn_of_names(self, n_cached: int) -> None:
         self._has_warned_of_names = True
         if self._watch.transport.rank == 0:
             _log.warning(
                 "more than %d names are in use: further ones cost a round of agreement each time. "
                 "Names that are new in every call, with a step number in them, do that.",
-                MAX_CACHED,
+                n_cached,
             )
 
 

@@ -65,7 +65,8 @@ class EngineContext:
         self.page = page
         self.state = EngineState(self.watch)
         timeline = Timeline(settings.timeline, self.job_rank) if settings.timeline else None
-        self.pending = Pending(page, timeline)
+        # So that two ranks never have operations of one stream in flight.
+        self.pending = Pending(page, timeline, transport.tags.n_streams // 4)
         self.completion = Completion(self.watch, settings, self.state, self.pending)
         self.progress = self.completion.progress
         self.conversations = Conversations(self.job_rank, self.state, self.pending, self.completion)

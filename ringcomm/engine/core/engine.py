@@ -53,9 +53,9 @@ class Engine(EngineContext):
     ) -> None:
         super().__init__(transport, settings, topology, page)
         watch, talks = self.watch, self.conversations
-        watch.groups = self.groups = Groups(watch, Group.of_all(self), talks)
-        watch.whereabouts = here = Whereabouts(self.pending, self.extensions, self.groups)
-        watch.host = self._joining = Joining(watch, self.pending, self.groups, here, talks)
+        self.groups = Groups(watch, Group.of_all(self), talks)
+        here = Whereabouts(watch, self.pending, self.extensions, self.groups)
+        self._joining = Joining(watch, self.pending, self.groups, here, talks)
         self._routes = Routes(watch, self.selection)
 
     @property

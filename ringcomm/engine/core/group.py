@@ -66,7 +66,7 @@ class Group:
         """Return the group of all ranks of the job, which needs no agreement."""
         group = cls.__new__(cls)
         group._join(engine, range(engine.job_size))
-        group._meet(engine, Ledger(0, is_first=engine.job_rank == 0))
+        group._meet(engine, Ledger(0, is_first=engine.job_rank == 0, tags=engine.transport.tags))
         return group
 
     @classmethod

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringcomm.transport.header import N_STREAMS
 from ringcomm.transport.node import N_NAMED, N_UNNAMED
+from ringcomm.transport.tags import WIDEST, TagLayout
 
-MAX_PENDING = N_STREAMS // 4  # so that two ranks never have operations of one stream in flight
-MAX_CACHED = N_NAMED
 NO_GROUP = 1 << 32  # stands for the id of a group in what is no operation of one
-_UNNAMED = N_STREAMS // 2  # streams below are for unnamed operations, by their place
-_FIRST_PASSING = _UNNAMED + MAX_CACHED  # streams from here on are for names that are not cached
 _ODD = 0x9E3779B97F4A7C15
 
 
@@ -66,14 +62,23 @@ class Ledger:
         is_first: this rank is the group's rank 0, which hands out the streams of names.
         context: of the group's messages and of its window of shared memory.
         tally: counts what this rank begins; None: a new one.
+        tags: whose streams there are: half of them for unnamed operations, by their place, then
+            those of names that are cached, then those of other names.
 
     Attributes:
+        n_cached: how many names are.
         next_place: of the next unnamed operation.
         is_spoiled: messages that nobody will take may be under way in this context.
     """
 
     def __init__(
-        self, group_id: int, *, is_first: bool, context: int = 0, tally: Tally | None = None
+        self,
+        group_id: int,
+        *,
+        is_first: bool,
+        context: int = 0,
+        tally: Tally | None = None,
+        tags: TagLayout = WIDEST,
     ) -> None:
         self.group_id = group_id
         self.context = context
@@ -86,8 +91,11 @@ class Ledger:
         self._bases: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._pending: set[str] = set()
-        self._next_cached = _UNNAMED
-        self._next_passing = _FIRST_PASSING
+        self._n_streams, self._n_unnamed = tags.n_streams, tags.n_streams // 2
+        self.n_cached = min(N_NAMED, tags.n_streams // 4)
+        self._first_passing = self._n_unnamed + self.n_cached
+        self._next_cached = self._n_unnamed
+        self._next_passing = self._first_passing
         self.has_overflown = False
 
     def enter(self, name: str | None, *, is_once: bool = False) -> Ticket:
@@ -162,7 +170,7 @@ class Ledger:
     def proposal(self, ticket: Ticket) -> int:
         """Return the stream that this rank proposes; the largest of all ranks' is taken."""
         if ticket.name is None:
-            return ticket.number % _UNNAMED
+            return ticket.number % self._n_unnamed
         if ticket.is_once:
             return self._new_passing() if self._is_first else 0
         entry = self._entries.get(ticket.name)
@@ -174,9 +182,9 @@ class Ledger:
         """Return where in shared memory the ranks meet; None for a stream that does not last."""
         if ticket.name is None:
             return ticket.number % N_UNNAMED
-        if not _UNNAMED <= stream < _FIRST_PASSING:
+        if not self._n_unnamed <= stream < self._first_passing:
             return None
-        return N_UNNAMED + stream - _UNNAMED
+        return N_UNNAMED + stream - self._n_unnamed
 
     def settle(self, ticket: Ticket, stream: int, fingerprint: int | None) -> None:
         """All ranks have taken `stream`; they agreed on a call, or on none (None).
@@ -188,7 +196,7 @@ class Ledger:
             return
         entry = self._entries.get(ticket.name)
         if entry is None:
-            if stream >= _FIRST_PASSING:
+            if stream >= self._first_passing:
                 self.has_overflown = True
                 return
             entry = self._entries[ticket.name] = _KnownName()
@@ -196,7 +204,7 @@ class Ledger:
             self._names[ticket.base] = ticket.name
         is_spoiled = fingerprint is None and entry.fingerprint is not None
         self.is_spoiled |= is_spoiled
-        is_lasting = stream < _FIRST_PASSING and not is_spoiled
+        is_lasting = stream < self._first_passing and not is_spoiled
         entry.stream = stream if is_lasting else None
         entry.fingerprint = fingerprint if is_lasting else None
 
@@ -208,16 +216,15 @@ class Ledger:
         return name is not None and number <= self._entries[name].number
 
     def _new_stream(self) -> int:
-        if self._next_cached < _FIRST_PASSING:
+        if self._next_cached < self._first_passing:
             self._next_cached += 1
             return self._next_cached - 1
         return self._new_passing()
 
     def _new_passing(self) -> int:
         stream = self._next_passing
-        self._next_passing = _FIRST_PASSING + (stream + 1 - _FIRST_PASSING) % (
-            N_STREAMS - _FIRST_PASSING
-        )
+        n_passing = self._n_streams - self._first_passing
+        self._next_passing = self._first_passing + (stream + 1 - self._first_passing) % n_passing
         return stream
 
 

@@ -103,8 +103,8 @@ def close(engine: Engine, *, is_clean: bool) -> None:
     engine.extensions.close(is_clean=is_clean)
     engine.transport.close(is_clean=is_clean)
     engine.groups.default.quick = None
-    watch = engine.watch  # no cycle may keep the page's descriptor
-    watch.whereabouts = watch.host = watch.groups = None
+    engine.watch.listeners.clear()  # no cycle may keep the page's descriptor
+    engine.watch.before_poll = None
     engine.progress.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ringcomm._core import StatusPage
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.ledger import MAX_PENDING, Ledger, Ticket
+from ringcomm.engine.core.ledger import Ledger, Ticket
 from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.timeline import Lane, Timeline
 from ringcomm.errors import RingcommError
@@ -39,13 +39,15 @@ class Pending:
     Args:
         page: of this rank, or None.
         timeline: where they are recorded, or None.
+        limit: how many there may be.
 
     Attributes:
         lock: held by whoever adds and removes operations, or enters them in a ledger.
     """
 
-    def __init__(self, page: StatusPage | None, timeline: Timeline | None) -> None:
+    def __init__(self, page: StatusPage | None, timeline: Timeline | None, limit: int) -> None:
         self._page = page
+        self._limit = limit
         self.timeline = timeline
         self.lock = threading.Lock()
         self._operations: dict[int, PendingOperation] = {}
@@ -72,7 +74,7 @@ class Pending:
 
     def require_room(self, rank: int) -> None:
         """Raise RingcommError if as many are pending as there may be."""
-        if len(self._operations) >= MAX_PENDING:
+        if len(self._operations) >= self._limit:
             raise RingcommError(
                 f"{len(self._operations)} operations are pending on rank {rank}, which is the "
                 "limit: wait for some of their handles first"

@@ -46,8 +46,8 @@ from ringcomm.engine.core.selection import Selection
 from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
-from ringcomm.transport.header import CALLS, DATA
 from ringcomm.transport.node.shm import NodeTeam
+from ringcomm.transport.tags import CALLS, DATA
 from ringcomm.transport.watch import Watch
 
 # How long who waits for an operation stays in C++ before it looks at anything else.

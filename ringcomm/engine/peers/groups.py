@@ -24,7 +24,8 @@ from ringcomm.engine.peers.conversations import Conversations
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
 from ringcomm.transport.channel import Channel, Until, Wait
-from ringcomm.transport.header import GROUPS, Header, Kind, contexts_within
+from ringcomm.transport.header import Header, Kind
+from ringcomm.transport.tags import GROUPS
 from ringcomm.transport.watch import Watch
 
 _ATTEMPTS = 12  # to find a free context, while news of groups that are over comes in
@@ -64,6 +65,7 @@ class Groups:
         self.ledgers = {0: of_all.ledger}
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._members: dict[int, _Member] = {}
+        watch.listeners[Kind.DROPPED], watch.before_poll = self._hear_dropped, self._poll
         self._contexts = 1  # bit c: context c is in use
         self._heard: dict[int, set[int]] = {}  # by id: rounds of which it has heard
         self._dropped: deque[int] = deque()  # ids, from whichever thread collects garbage
@@ -96,7 +98,9 @@ class Groups:
                     break
                 gc.collect()  # a group that is part of a cycle is dropped only by this
             else:
-                raise RingcommError(_too_many(group, n_in_use, self._watch.transport.largest_tag))
+                raise RingcommError(
+                    _too_many(group, n_in_use, self._watch.transport.tags.largest_tag)
+                )
         self._groups[ledger.group_id] = group
         weakref.finalize(group, self._dropped.append, ledger.group_id).atexit = False
         return ledger
@@ -115,8 +119,8 @@ class Groups:
         """Return True if this rank is, or was, in that operation; see Whereabouts."""
         return any(ledger.has_entered(base, number) for ledger in list(self.ledgers.values()))
 
-    def poll(self) -> None:
-        """Tell the other members of groups that this rank has dropped; see Members."""
+    def _poll(self) -> None:
+        """Tell the other members of groups that this rank has dropped."""
         while self._dropped and not self._watch.has_left:
             group_id = self._dropped.popleft()
             member = self._members[group_id]
@@ -125,8 +129,7 @@ class Groups:
                 self._tell(group_id, member)
                 self._advance(group_id, member)
 
-    def hear_dropped(self, header: Header) -> None:
-        """See Members."""
+    def _hear_dropped(self, _: int, header: Header, __: str) -> None:
         self._heard.setdefault(header.key, set()).add(header.round)
         member = self._members.get(header.key)
         if member is not None and member.is_dropped and not self._watch.has_left:
@@ -153,7 +156,7 @@ class Groups:
         if pause_s:
             end = time.monotonic() + pause_s
             await Wait((Until(lambda: time.monotonic() >= end),))
-        self.poll()
+        self._poll()
         talk = Channel(self._watch, task.key, task.members)
         task.channels.append(talk)
         verdict = await agree(call.fingerprint, self._next_id, talk, in_use=self._contexts)
@@ -162,7 +165,7 @@ class Groups:
             task.channels.append(calls)
             raise await mismatch(call, number, calls)
         context = (~verdict.in_use & (verdict.in_use + 1)).bit_length() - 1  # the lowest free one
-        if context >= contexts_within(self._watch.transport.largest_tag):
+        if context >= self._watch.transport.tags.n_contexts:
             return None, verdict.in_use.bit_count()
         ledger = self._take(group, verdict.value, context)
         return ledger, verdict.in_use.bit_count()
@@ -170,7 +173,8 @@ class Groups:
     def _take(self, group: Group, group_id: int, context: int) -> Ledger:
         is_of_all = group.size == self._watch.transport.size
         tally = self._of_all.ledger.tally if is_of_all else Tally()
-        ledger = Ledger(group_id, context=context, is_first=group.rank == 0, tally=tally)
+        tags = self._watch.transport.tags
+        ledger = Ledger(group_id, context=context, is_first=group.rank == 0, tally=tally, tags=tags)
         steps = tuple(dissemination_steps(group.index, group.size))
         ranks = group.ranks
         steps = tuple((ranks[dest], ranks[source]) for dest, source in steps)

@@ -56,6 +56,8 @@ class Joining:
         here: Whereabouts,
         talks: Conversations,
     ) -> None:
+        watch.listeners[Kind.JOINED] = self._hear_joined
+        watch.listeners[Kind.INVITE] = self._hear_invite
         self._watch = watch
         self._me, self._size = watch.transport.rank, watch.transport.size
         self._pending, self._groups = pending, groups
@@ -90,16 +92,14 @@ class Joining:
         if self.has_guests and work.ledger is not None:
             self._invite(work, self._guests(work.task.members))
 
-    def hear_joined(self, source: int, header: Header) -> None:
-        """See Host."""
+    def _hear_joined(self, source: int, header: Header, _: str) -> None:
         if header.flag:
             self._sealed.setdefault(header.value, set()).add(source)
             return
         with self._pending.lock:
             self._note(source, header.value, (header.fingerprint, header.key))
 
-    def hear_invite(self, source: int, header: Header, text: str) -> None:
-        """See Host."""
+    def _hear_invite(self, source: int, header: Header, text: str) -> None:
         parts = self._parts.setdefault((source, header.key), [])
         parts.append(text)
         if header.flag:
