@@ -49,19 +49,15 @@ class Request(NamedTuple, Generic[R]):
     args: tuple[Any, ...] = ()
     borrows: bool = False
 
-    def execute(self, **form: bool) -> R:
-        """Carry it out; return the result."""
+    def execute(self, mark: str = "", **form: bool) -> R:
+        """Carry it out; return the result. `mark` follows the kind."""
         kind, name, group, plan, args, _ = self
-        return engine().execute(kind, name, lambda g: plan(g, name, *args, **form), group)
+        return engine().execute(kind + mark, name, lambda g: plan(g, name, *args, **form), group)
 
-    def start(self, **form: bool) -> Handle[R]:
-        """Begin it."""
+    def start(self, mark: str = "", **form: bool) -> Handle[R]:
+        """Begin it; see execute()."""
         kind, name, group, plan, args, _ = self
-        return engine().start(kind, name, lambda g: plan(g, name, *args, **form), group)
-
-    def in_place(self) -> Request[R]:
-        """Return it under the name of that form."""
-        return self._replace(kind=f"{self.kind}_")
+        return engine().start(kind + mark, name, lambda g: plan(g, name, *args, **form), group)
 
 
 def blocking(declaration: Callable[P, Request[R]]) -> Callable[P, R]:
@@ -86,7 +82,7 @@ def in_place(form: Callable[P, R], summary: str, returns: str = "x itself.") -> 
     declaration = vars(form)["declaration"]
 
     def overwrite(*args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = declaration(*args, **kwargs).in_place().execute(in_place=True)
+        result: R = declaration(*args, **kwargs).execute("_", in_place=True)
         return result
 
     doc = _in_place_doc(form.__doc__, summary, returns)
@@ -102,7 +98,7 @@ def started(form: Callable[P, R]) -> Callable[P, Handle[R]]:
     def start(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         request: Request[R] = declaration(*args, **kwargs)
         if is_in_place:
-            return request.in_place().start(in_place=True)
+            return request.start("_", in_place=True)
         return request.start()
 
     base = form.__name__
