@@ -335,7 +335,7 @@ FAULT = [
     Mutation(
         "verdict-before-the-last-look",
         "fault",
-        "engine/progress/under_way.py",
+        "engine/progress/task_set.py",
         "self._finish(task, None if self._completes(task) else error)",
         "self._finish(task, error)",
         "an operation that all ranks had completed fails where one of them dies soon after",
@@ -386,7 +386,7 @@ FAULT = [
     Mutation(
         "refusal-is-the-end",
         "fault",
-        "engine/progress/under_way.py",
+        "engine/progress/task_set.py",
         "task.fault_until = time.monotonic() + _CONFIRM_S",
         "task.fault_until = time.monotonic()",
         "a death that the wire notices first is told as a refused message, without the rank",

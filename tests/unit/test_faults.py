@@ -488,7 +488,7 @@ def test_an_error_in_mid_operation_breaks_the_engine_and_tells_the_others(error)
 
 
 def test_a_message_that_the_wire_refuses_is_told_to_all(monkeypatch):
-    monkeypatch.setattr("ringcomm.engine.progress.under_way._CONFIRM_S", 0.1)
+    monkeypatch.setattr("ringcomm.engine.progress.task_set._CONFIRM_S", 0.1)
 
     def body(rank):
         start = time.monotonic()

@@ -9,7 +9,7 @@ from ringcomm.engine.core.ledger import Ticket
 from ringcomm.engine.core.pending import Pending, PendingOperation
 from ringcomm.engine.progress.loop import Progress
 from ringcomm.engine.progress.task import Task, TaskCoroutine
-from ringcomm.engine.progress.under_way import Service
+from ringcomm.engine.progress.task_set import Service
 from ringcomm.errors import RingcommError
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from functools import partial
 
 from ringcomm.config import Settings
 from ringcomm.engine.progress.task import Task
+from ringcomm.engine.progress.task_set import Service, TaskSet
 from ringcomm.engine.progress.turn import Turn, Waiter
-from ringcomm.engine.progress.under_way import Service, UnderWay
 from ringcomm.errors import RingcommError
 from ringcomm.transport.watch import Watch
 
@@ -44,7 +44,7 @@ class Progress:
     Args:
         watch: the control channel.
         settings: deadlines.
-        on_over: see UnderWay; called by the thread that drives.
+        on_over: see TaskSet; called by the thread that drives.
         on_broken: called when driving itself has failed: an interrupt, or a wire that is broken.
     """
 
@@ -61,13 +61,13 @@ class Progress:
         self._on_over = on_over
         self._on_broken = on_broken
         self._turn = Turn(self._transport)
-        self._under_way = UnderWay(watch, settings, on_over, self._turn)
+        self._tasks = TaskSet(watch, settings, on_over, self._turn)
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task, *, is_awaited: bool) -> None:
         """Begin a task; any thread. If this thread is going to wait for it, no other is woken."""
-        self._under_way.inbox.append(task)
+        self._tasks.inbox.append(task)
         if task.waits_in_cpp:
             return  # it advances there, which wakes who is to take note of its end
         with self._turn.lock:
@@ -97,7 +97,7 @@ class Progress:
 
     def attach(self, service: Service) -> None:
         """Poll a service in the loop, too; its errors end everything, as a broken wire does."""
-        self._under_way.services = (*self._under_way.services, service)
+        self._tasks.services = (*self._tasks.services, service)
 
     def nudge(self) -> None:
         """Poll the services: at once in this thread if nobody drives, else soon.
@@ -111,7 +111,7 @@ class Progress:
                 self._turn.notify_watchers()
                 return
             self._turn.driver = waiter
-        self._take_part(waiter, self._under_way.advance)
+        self._take_part(waiter, self._tasks.advance)
 
     def work_in_background(self) -> None:
         """From now on tasks advance while nobody waits, if the wire allows a second thread."""
@@ -143,9 +143,9 @@ class Progress:
             return task.is_over
         finally:
             try:
-                turn.give_back(waiter, self._under_way.waits_in_cpp)
+                turn.give_back(waiter, self._tasks.waits_in_cpp)
             finally:  # again, for an interrupt may have ended the first
-                turn.give_back(waiter, self._under_way.waits_in_cpp)
+                turn.give_back(waiter, self._tasks.waits_in_cpp)
 
     def run_until(
         self,
@@ -175,7 +175,7 @@ class Progress:
                 drive = partial(self._drive, _or_late(is_enough, deadline), _SPINS)
                 self._take_part(waiter, drive)
         finally:
-            turn.give_back(waiter, self._under_way.waits_in_cpp)
+            turn.give_back(waiter, self._tasks.waits_in_cpp)
 
     @property
     def is_own_turn(self) -> bool:
@@ -184,11 +184,11 @@ class Progress:
 
     def fail_all(self, make: Callable[[], RingcommError]) -> None:
         """End every task, those that come too, each with an error of its own; for the driver."""
-        self._under_way.fail_all(make)
+        self._tasks.fail_all(make)
 
     def fail_soon(self, make: Callable[[], RingcommError]) -> None:
         """Make whoever drives next call fail_all(); any thread."""
-        self._under_way.failure = make
+        self._tasks.failure = make
         with self._turn.lock:
             self._turn.wake_driver()
             self._turn.lock.notify_all()
@@ -201,14 +201,14 @@ class Progress:
         self._turn.wake_driver()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
-        self._under_way.failure = make
+        self._tasks.failure = make
         if self._turn.driver is None:
             self.fail_all(make)
 
     def close(self) -> None:
         """Forget the engine; nothing is submitted any more."""
-        self._on_over = self._under_way.on_over = self._on_broken = _refuse
-        self._under_way.failure = None
+        self._on_over = self._tasks.on_over = self._on_broken = _refuse
+        self._tasks.failure = None
 
     def _take_part(self, waiter: Waiter, drive: Callable[[], object]) -> None:
         """Drive; the turn is this thread's, and is given back."""
@@ -216,18 +216,18 @@ class Progress:
             drive()
         except BaseException as error:
             self._on_broken(error)
-            if self._under_way.failure is not None:
-                self.fail_all(self._under_way.failure)
+            if self._tasks.failure is not None:
+                self.fail_all(self._tasks.failure)
             raise
         finally:
-            self._turn.give_back(waiter, self._under_way.waits_in_cpp, waits_on=True)
+            self._turn.give_back(waiter, self._tasks.waits_in_cpp, waits_on=True)
 
     def _run(self) -> None:
         """Drive while there is something to do and nobody who waits does it."""
         waiter, looked_at, turn = Waiter(), -math.inf, self._turn
         while True:
             with turn.lock:
-                is_mine = self._under_way.has_work and not (turn.driver or turn.waiting)
+                is_mine = self._tasks.has_work and not (turn.driver or turn.waiting)
                 is_idle = not (self._is_stopping or is_mine)
             if is_idle:
                 self._loop.await_news(_IDLE_LOOK_S)
@@ -249,28 +249,28 @@ class Progress:
     def _is_done(self, looks: Iterator[int]) -> bool:
         if next(looks) == 0:
             return False
-        return not self._under_way.has_work or bool(self._turn.waiting) or self._is_stopping
+        return not self._tasks.has_work or bool(self._turn.waiting) or self._is_stopping
 
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
         turns, polls, nap, moved_at = 0, 0, _NAP_S, time.monotonic()
-        if self._is_in_cpp and self._under_way.waits_in_cpp():
+        if self._is_in_cpp and self._tasks.waits_in_cpp():
             self._park(_LONG_NAP_S, is_background=spins == _BACKGROUND_SPINS)  # often it is enough
         while not is_enough():
             turns += 1
-            if turns % _LOOK_EVERY and self._under_way.take_news():
+            if turns % _LOOK_EVERY and self._tasks.take_news():
                 polls, nap, moved_at = 0, _NAP_S, time.monotonic()
                 continue
             most = _CPP_SPINS if self._is_in_cpp else spins
             began_at = time.thread_time() if polls + 1 >= most else math.inf
-            has_moved = self._under_way.advance()
+            has_moved = self._tasks.advance()
             now = time.monotonic()
             if has_moved:
                 polls, nap, moved_at = 0, _NAP_S, now
             polls += 1
-            is_in_cpp = self._under_way.waits_in_cpp()
+            is_in_cpp = self._tasks.waits_in_cpp()
             is_slow = polls >= most
             if (is_slow and turns > 1) or turns % _LOOK_EVERY == 0:
-                self._under_way.look_around(now)
+                self._tasks.look_around(now)
             if is_slow:
                 # What moved is work, and while others had the core nothing was looked at.
                 look_s = 0.0 if has_moved else time.thread_time() - began_at

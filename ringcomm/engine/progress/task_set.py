@@ -1,4 +1,4 @@
-"""The tasks that are under way, and the services beside them: what a look at all of them does."""
+"""The tasks that are under way and the services beside them, advanced all together."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Service(Protocol):
         """True while something is awaited, so that polls must not cease."""
 
 
-class UnderWay:
-    """Tasks and services, for the thread whose turn it is; any thread may add to them.
+class TaskSet:
+    """Tasks and services, for the thread that drives; any thread may add to them.
 
     Attributes:
         on_over: called once per task with its error or None; it sets task.is_over.
