@@ -11,6 +11,8 @@ from ringcomm.errors import RingcommError
 from ringcomm.torch.backward.autograd import Hooks, Listener
 from ringcomm.torch.backward.registry import Numbered, claim, release
 
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
 
 class Slot:
     """A parameter, by its place among the optimizer's; has_hooks: hooks tell of its gradients."""

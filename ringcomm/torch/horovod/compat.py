@@ -15,15 +15,7 @@ from ringcomm.torch.horovod import data_collectives, job, reductions
 
 T = TypeVar("T")
 
-_BUILT: Final = {
-    "mpi_built": job.mpi_built,
-    "gloo_built": job.gloo_built,
-    "nccl_built": job.nccl_built,
-    "cuda_built": job.cuda_built,
-    "rocm_built": job.rocm_built,
-    "ddl_built": job.ddl_built,
-    "ccl_built": job.ccl_built,
-}
+_BUILT: Final = ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl")
 
 
 class HorovodVersionMismatchError(ImportError):
@@ -44,18 +36,12 @@ class HorovodVersionMismatchError(ImportError):
 def util() -> dict[str, Any]:
     """Return what horovod.common.util holds, as far as scripts use it."""
     functions = (
-        check_extension,
-        check_installed_version,
-        env,
-        extension_available,
-        gpu_available,
-        is_iterable,
-        is_version_greater_equal_than,
-        num_rank_is_power_2,
-        split_list,
-    )
+        check_extension, check_installed_version, env, extension_available, gpu_available,
+        is_iterable, is_version_greater_equal_than, num_rank_is_power_2, split_list,
+    )  # fmt: skip
     names = {each.__name__: each for each in functions}
-    return names | {k: _with_verbose(f) for k, f in _BUILT.items()}
+    built = [f"{each}_built" for each in _BUILT]
+    return names | {name: _with_verbose(getattr(job, name)) for name in built}
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:

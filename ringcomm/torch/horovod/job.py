@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ringcomm import config
@@ -74,24 +75,22 @@ def mpi_threads_supported() -> bool:
     return engine().transport.is_threaded
 
 
-def mpi_built() -> bool:
-    """Return True: MPI is what this library stands on."""
-    return True
+def _always(name: str, answer: bool, why: str) -> Callable[[], bool]:
+    def asked() -> bool:
+        return answer
+
+    asked.__name__ = asked.__qualname__ = name
+    asked.__doc__ = f"Return {answer}: {why}."
+    return asked
 
 
-def mpi_enabled() -> bool:
-    """Return True: MPI carries the messages."""
-    return True
-
-
-def gloo_built() -> bool:
-    """Return False: gloo is not used."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Return False: gloo is not used."""
-    return False
+mpi_built = _always("mpi_built", True, "MPI is what this library stands on")
+mpi_enabled = _always("mpi_enabled", True, "MPI carries the messages")
+gloo_built = _always("gloo_built", False, "gloo is not used")
+gloo_enabled = _always("gloo_enabled", False, "gloo is not used")
+rocm_built = _always("rocm_built", False, "GPUs are NVIDIA's")
+ddl_built = _always("ddl_built", False, "DDL is not used")
+ccl_built = _always("ccl_built", False, "oneCCL is not used")
 
 
 def nccl_built() -> int:
@@ -124,18 +123,3 @@ def _drivers(nccl: str = "cupy") -> Drivers:
     from ringcomm.gpu.executor.gpus import cuda_drivers
 
     return cuda_drivers(nccl)
-
-
-def rocm_built() -> bool:
-    """Return False: GPUs are NVIDIA's."""
-    return False
-
-
-def ddl_built() -> bool:
-    """Return False: DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
-    return False

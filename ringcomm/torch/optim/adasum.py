@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.torch.backward.parameters import Named
 from ringcomm.torch.horovod.process_sets import ProcessSet
 from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
@@ -22,12 +23,12 @@ _OURS = ("_named", "_compression", "_process_set", "_weights", "_sync_weights", 
 
 def with_adasum(
     optimizer: T,
-    named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    named_parameters: Named,
     compression: Any,
     process_set: ProcessSet,
     *,
     sync_weights: bool = True,
-    known: Sequence[tuple[str, torch.nn.Parameter]] = (),
+    known: Named = (),
 ) -> T:
     """Return `optimizer` with the change that each step() makes combined over all ranks."""
     attributes = {

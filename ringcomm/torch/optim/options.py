@@ -15,10 +15,10 @@ from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
+from ringcomm.torch.backward.parameters import Named
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
 _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
 
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ParamSpec
-
-import torch
 
 from ringcomm.arrays import any_adapter_for
 from ringcomm.collectives.op import AVERAGE, Op
@@ -23,7 +21,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.consistency_check import OptimizerSummary
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask, finish_together
-from ringcomm.torch.backward.parameters import ParameterHooks, without_hooks
+from ringcomm.torch.backward.parameters import Named, ParameterHooks, without_hooks
 from ringcomm.torch.backward.passes import Passes
 from ringcomm.torch.backward.registry import enrol, note_samples
 from ringcomm.torch.optim.agreement import Agreement
@@ -34,7 +32,6 @@ from ringcomm.torch.optim.gradient import GradientSlot, GradientState
 from ringcomm.torch.optim.options import GradientOptions, require_passes
 
 P = ParamSpec("P")
-Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 class GradientReducer:

@@ -8,7 +8,7 @@ step() (server_step.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ParamSpec
 
 import torch
@@ -17,7 +17,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.job import session
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
 from ringcomm.torch.backward.cooperative_finish import CollectiveTask
-from ringcomm.torch.backward.parameters import ParameterHooks, without_hooks
+from ringcomm.torch.backward.parameters import Named, ParameterHooks, without_hooks
 from ringcomm.torch.backward.passes import Passes
 from ringcomm.torch.backward.registry import enrol, note_samples
 from ringcomm.torch.optim.options import require_passes
@@ -30,7 +30,6 @@ from ringcomm.torch.ps.server_step import ServerStep
 from ringcomm.torch.ps.steps import count_step
 
 P = ParamSpec("P")
-Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 class Feeder:
