@@ -16,16 +16,10 @@ class Item:
 
 
 def plan_fusion(items: Sequence[Item], max_nbytes: float) -> list[list[int]]:
-    """Return the indices of the items that share a message, message by message.
+    """Return the indices of the items that share a message, without those of barriers.
 
-    Args:
-        items: in the order in which they are wanted.
-        max_nbytes: a message is closed when the next item would take it beyond; an item that is
-            larger has a message of its own.
-
-    Returns:
-        Every index but those of barriers once, ascending within a message; messages in the order
-        of their first item.
+    They ascend within a message; messages are in the order of their first items. A larger item than
+    max_nbytes has a message of its own.
     """
     batches: list[list[int]] = []
     open_by_key: dict[object, tuple[list[int], int]] = {}

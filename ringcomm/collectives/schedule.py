@@ -66,12 +66,7 @@ NODE_SEGMENT_NBYTES = 1 << 20
 
 
 def segment_count(nbytes: int, nodes: Sequence[int]) -> int:
-    """Return in how many segments a chunk travels.
-
-    Args:
-        nbytes: of the longest chunk.
-        nodes: of each rank: a number that tells its host from others.
-    """
+    """Return in how many segments chunks travel, of which the longest has `nbytes`."""
     limit = WIRE_SEGMENT_NBYTES if len(set(nodes)) > 1 else NODE_SEGMENT_NBYTES
     return max(1, -(-nbytes // limit))
 

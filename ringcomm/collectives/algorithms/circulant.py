@@ -15,14 +15,7 @@ from ringcomm.transport.performer import Performer
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
-    """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced.
-
-    Args:
-        x: same count and dtype on every rank; not 16-bit floats. Overwritten.
-        parts: the chunks, one per rank, alike on every rank, without gaps.
-        t: all ranks.
-        op: the operator.
-    """
+    """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced."""
     for distance, n_chunks in circulant_hops(t.size):
         dest, source = (t.rank + distance) % t.size, (t.rank - distance) % t.size
         growing = _stretches(x, parts, t.rank, n_chunks)

@@ -11,15 +11,7 @@ from ringcomm.transport.performer import Performer
 
 
 async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Performer) -> None:
-    """Fill root's x with every rank's `own`; parts[r] is the place of rank r's.
-
-    Args:
-        x: on root; its own part must be in its place. Not looked at elsewhere.
-        own: what this rank gives.
-        parts: one per rank, alike on every rank.
-        root: who gets them.
-        t: all ranks; root has size - 1 messages in flight.
-    """
+    """Fill root's x, whose own part is in its place, with every rank's `own`, at parts[rank]."""
     if t.rank != root:
         await t.wait(t.isend(own.bytes, root))
         return

@@ -1,7 +1,7 @@
 """Inside a node: every rank reads what the others have brought, in shared memory.
 
 The same functions as in ring.py, direct.py, tree.py and linear.py, carried out by C++
-(csrc/shm/step.hpp). Sums are in rank order, in float32 for 16-bit floats, and every element is
+(csrc/shm/node_step.hpp). Sums are in rank order, in float32 for 16-bit floats, and every element is
 computed once or by every rank in the same way: the same bits on all ranks, whatever the buffers.
 """
 

@@ -21,12 +21,7 @@ def cut(x: Flat, parts: list[slice], t: Performer) -> list[list[Flat]]:
 
 
 class Pipeline:
-    """Messages under way, completed in the order in which they were started.
-
-    Args:
-        t: what carries them.
-        depth: how many steps may be under way.
-    """
+    """Messages under way, completed in the order of their start; at most `depth` steps."""
 
     def __init__(self, t: Performer, depth: int) -> None:
         self._t = t
