@@ -1,5 +1,7 @@
 """Thousands of operations may be pending: each costs what one of a few does."""
 
+import threading
+
 import numpy as np
 import pytest
 from harness import outcomes, run_ranks
@@ -57,14 +59,18 @@ def errors_of(handles):
 
 
 def test_those_that_wait_for_others_fail_with_them(wire):
+    all_have_begun = threading.Barrier(N_RANKS)
+
     def body(rank):
         handles = [rc.allreduce_async(np.ones(3)) for _ in range(3 * UNDER_WAY_MAX)]
         if rank == 1:
             for handle in handles:
                 handle.wait()
+            all_have_begun.wait(60)
             raise ZeroDivisionError
         # One more than rank 1 has begun: it cannot complete.
         handles += [rc.allreduce_async(np.ones(3)) for _ in range(3 * UNDER_WAY_MAX)]
+        all_have_begun.wait(60)
         with pytest.raises(PeerFailedError, match="ZeroDivisionError"):
             handles[-1].wait()
         return all(handle.done() for handle in handles), errors_of(handles)
