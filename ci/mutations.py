@@ -235,6 +235,15 @@ CACHE = [
         ("unit/test_collectives.py", "unit/test_async.py"),
     ),
     Mutation(
+        "who-does-not-wait-lends-too",
+        "cache",
+        "engine/api/forms.py",
+        "return request.start()",
+        "return request.start(is_borrowed=True) if request.borrows else request.start()",
+        "what is done to x after allreduce_async(x) is in the sums of other ranks",
+        ("unit/test_async.py",),
+    ),
+    Mutation(
         "deterministic-is-not-compared",
         "cache",
         "engine/core/call.py",
@@ -257,6 +266,24 @@ CACHE = [
 ]
 
 DTYPE = [
+    Mutation(
+        "who-joined-adds-zero-to-all",
+        "dtype",
+        "engine/operations/neutral.py",
+        "_neutral_value(dtype, options_of(call).op)",
+        "0",
+        "a rank that has joined changes every PRODUCT to 0, and many a MIN and MAX",
+        ("unit/test_join.py",),
+    ),
+    Mutation(
+        "factors-are-lost-on-a-gpu",
+        "dtype",
+        "gpu/executor/plans.py",
+        '_NO_FACTORS if options.is_scaled else "",\n        is_elementwise',
+        '"",\n        is_elementwise',
+        "prescale and postscale count for arrays in host memory alone",
+        ("gpu/test_collectives.py",),
+    ),
     Mutation(
         "fusion-by-width",
         "dtype",

@@ -23,7 +23,7 @@ from ringcomm.gpu.transports.ipc import IpcMover
 from ringcomm.gpu.transports.nccl import NcclMover
 
 COUNTS = (3, 70_000, 1)
-SCALED = ReductionOptions().scaled(2, 0.5)
+SCALED = ReductionOptions().scaled(2, 0.25)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -71,7 +71,7 @@ def test_scaled_and_grouped_reductions(transport, tmp_path):
         assert totals[3].tolist() == [3] * 5
         assert rows[0].tolist() == (3 * np.arange(6) + 3)[2 * rank : 2 * rank + 2].tolist()
         assert every[0].tolist() == [[1, 1], [2, 2], [2, 2]]
-        assert np.array_equal(scaled[0], total_of(3, COUNTS[0]))
+        assert np.array_equal(scaled[0], total_of(3, COUNTS[0]) / 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
