@@ -57,18 +57,11 @@ _BY_NUMBER = {int(kind): kind for kind in Kind}
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The fields of a header.
-
-    Attributes:
-        kind: the codec.
-        dtype: of the array that was encoded.
-        parameter: Int8: elements per block; TopK: elements sent; else 0.
-        count: elements of the array.
-    """
+    """The fields of a header."""
 
     kind: Kind
-    dtype: DType
-    parameter: int
+    dtype: DType  # of the array that was encoded
+    parameter: int  # Int8: elements per block; TopK: elements sent; else 0
     count: int
 
     def write(self, buffer: Bytes) -> None:

@@ -45,29 +45,17 @@ def cut(text: str, nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """40 bytes, little-endian.
+    """40 bytes, little-endian."""
 
-    Attributes:
-        kind: what it announces.
-        ring_epoch: version of the membership; a message of an older one is dropped.
-        incarnation: life of the sender.
-        key: 64 bits that name an operation, alike on all ranks.
-        fingerprint: 64-bit hash of what the sender does in that operation.
-        value: see Kind.
-        about: the rank it speaks of.
-        flag: see Kind.
-        round: of an agreement, or of the news that a group is over.
-    """
-
-    kind: Kind
-    ring_epoch: int
-    incarnation: int
-    key: int = 0
-    fingerprint: int = 0
-    value: int = 0
-    about: int = 0
-    flag: bool = False
-    round: int = 0
+    kind: Kind  # what it announces
+    ring_epoch: int  # version of the membership; a message of an older one is dropped
+    incarnation: int  # life of the sender
+    key: int = 0  # 64 bits that name an operation, alike on all ranks
+    fingerprint: int = 0  # 64-bit hash of what the sender does in that operation
+    value: int = 0  # see Kind
+    about: int = 0  # the rank it speaks of
+    flag: bool = False  # see Kind
+    round: int = 0  # of an agreement, or of the news that a group is over
 
     def pack(self, text: str = "") -> bytes:
         """Return the wire form, followed by text."""

@@ -38,19 +38,12 @@ _FUNCTIONS = (
 
 @dataclass(frozen=True)
 class Started:
-    """Result of start_mpi().
+    """Result of start_mpi()."""
 
-    Attributes:
-        mpi: the module mpi4py.MPI.
-        was_early: MPI was imported before ringcomm could set it up.
-        settings: environment settings that were made; in vain if was_early.
-        is_ours_to_finalize: nobody else will call MPI_Finalize at exit.
-    """
-
-    mpi: Any
-    was_early: bool
-    settings: list[str]
-    is_ours_to_finalize: bool
+    mpi: Any  # the module mpi4py.MPI
+    was_early: bool  # MPI was imported before ringcomm could set it up
+    settings: list[str]  # environment settings that were made; in vain if was_early
+    is_ours_to_finalize: bool  # nobody else will call MPI_Finalize at exit
 
 
 def start_mpi() -> Started:

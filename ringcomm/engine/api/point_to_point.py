@@ -162,19 +162,12 @@ def recv_async(
 
 
 class _Form(NamedTuple):
-    """How a message is sent or received.
+    """How a message is sent or received."""
 
-    Attributes:
-        may_be_self: the other rank may be this one.
-        is_awaited: the caller waits.
-        timeout_s: deadline, in seconds; None: RINGCOMM_TIMEOUT_S.
-        by_count: arrays fit if they have as many elements.
-    """
-
-    may_be_self: bool = True
-    is_awaited: bool = True
-    timeout_s: float | None = None
-    by_count: bool = False
+    may_be_self: bool = True  # the other rank may be this one
+    is_awaited: bool = True  # the caller waits
+    timeout_s: float | None = None  # deadline, in seconds; None: RINGCOMM_TIMEOUT_S
+    by_count: bool = False  # arrays fit if they have as many elements
 
     def begin(
         self,
@@ -189,25 +182,15 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True)
 class _Side:
-    """This rank's side of a conversation.
+    """This rank's side of a conversation."""
 
-    Attributes:
-        watch: the control channel.
-        group: in which the ranks are numbered.
-        context: of the group's messages.
-        mailbox: 64 bits for the group and the tag.
-        adapter: of the array that is sent or received.
-        staging: what moves it through host memory, if it is on a GPU.
-        by_count: arrays fit if they have as many elements.
-    """
-
-    watch: Watch
-    group: Group
-    context: int
-    mailbox: int
-    adapter: AnyAdapter
-    staging: Staging | None
-    by_count: bool
+    watch: Watch  # the control channel
+    group: Group  # in which the ranks are numbered
+    context: int  # of the group's messages
+    mailbox: int  # 64 bits for the group and the tag
+    adapter: AnyAdapter  # of the array that is sent or received
+    staging: Staging | None  # what moves it through host memory, if it is on a GPU
+    by_count: bool  # arrays fit if they have as many elements
 
     @classmethod
     def of(cls, x: Array, tag: int, group: Group | None, *, by_count: bool) -> _Side:

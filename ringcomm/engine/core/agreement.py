@@ -23,17 +23,11 @@ from ringcomm.transport.header import Kind
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks know after a round: the same on each.
+    """What all ranks know after a round: the same on each."""
 
-    Attributes:
-        is_agreed: all make the same call.
-        value: the largest that was proposed.
-        in_use: the bits that any rank has set.
-    """
-
-    is_agreed: bool
-    value: int
-    in_use: int
+    is_agreed: bool  # all make the same call
+    value: int  # the largest that was proposed
+    in_use: int  # the bits that any rank has set
 
 
 async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0) -> Verdict:

@@ -38,13 +38,9 @@ def _gathering(kind: str, group: Group, name: str | None, x: Any, root: int | No
 
 @dataclass(slots=True, eq=False)
 class Gathering(Operation):
-    """All ranks' rows, one after another.
+    """All ranks' rows, one after another."""
 
-    Attributes:
-        root: who gets them; None: all.
-    """
-
-    root: int | None
+    root: int | None  # who gets them; None: all
 
     def on_host(self) -> Plan[Any]:
         """Plan it; the ranks exchange their numbers of rows first."""

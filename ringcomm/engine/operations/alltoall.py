@@ -41,15 +41,10 @@ def plan_alltoall(
 
 @dataclass(slots=True, eq=False)
 class Alltoall(Operation):
-    """An exchange of rows between all pairs of ranks.
+    """An exchange of rows between all pairs of ranks."""
 
-    Attributes:
-        sent: how many of them go to each rank.
-        return_splits: the result is a pair: rows, and how many came from each rank.
-    """
-
-    sent: list[int]
-    return_splits: bool
+    sent: list[int]  # how many of them go to each rank
+    return_splits: bool  # the result is a pair: rows, and how many came from each rank
     mirrored: ClassVar[dict[str, Any]] = {"return_splits": False}
 
     def on_host(self) -> Plan[Any]:

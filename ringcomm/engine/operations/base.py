@@ -23,21 +23,13 @@ A = TypeVar("A", bound=Any)
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A collective whose arguments are checked, in host memory and on a GPU alike.
+    """A collective whose arguments are checked, in host memory and on a GPU alike."""
 
-    Attributes:
-        group: who takes part.
-        call: what all ranks must agree on.
-        adapter: of its arrays: an ArrayAdapter in on_host(), a DeviceAdapter on a GPU.
-        x: its array; a list, if it takes several.
-        mirrored: what is set besides in on_mirrors().
-    """
-
-    group: Group
-    call: Call
-    adapter: Any
-    x: Any
-    mirrored: ClassVar[dict[str, Any]] = {}
+    group: Group  # who takes part
+    call: Call  # what all ranks must agree on
+    adapter: Any  # of its arrays: an ArrayAdapter in on_host(), a DeviceAdapter on a GPU
+    x: Any  # its array; a list, if it takes several
+    mirrored: ClassVar[dict[str, Any]] = {}  # what is set besides in on_mirrors()
 
     def on_host(self) -> Plan[Any]:
         """Return how it is carried out in host memory. What it may not read later is copied now."""
@@ -50,15 +42,10 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class GroupedOperation(Operation):
-    """A reduction of several arrays; `adapter` is a list, with that of each.
+    """A reduction of several arrays; `adapter` is a list, with that of each."""
 
-    Attributes:
-        options: how they are reduced.
-        in_place: they get the results.
-    """
-
-    options: ReductionOptions
-    in_place: bool
+    options: ReductionOptions  # how they are reduced
+    in_place: bool  # they get the results
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
         """Return how mirrors of the arrays are reduced."""

@@ -40,15 +40,10 @@ def plan_broadcast(
 
 @dataclass(slots=True, eq=False)
 class Broadcast(Operation):
-    """The copy of root's array to all.
+    """The copy of root's array to all."""
 
-    Attributes:
-        root: whose it is.
-        in_place: x gets the result.
-    """
-
-    root: int
-    in_place: bool
+    root: int  # whose it is
+    in_place: bool  # x gets the result
     mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
 
     def on_host(self) -> Plan[Any]:

@@ -67,15 +67,10 @@ def plan_allgather_into(
 
 @dataclass(slots=True, eq=False)
 class AllgatherInto(Operation):
-    """An allgather into memory of the caller.
+    """An allgather into memory of the caller."""
 
-    Attributes:
-        out: gets all ranks' elements.
-        parts: which elements of `out` are whose.
-    """
-
-    out: Any
-    parts: list[slice]
+    out: Any  # gets all ranks' elements
+    parts: list[slice]  # which elements of `out` are whose
 
     def on_host(self) -> Plan[Any]:
         """Plan it; in a node it is one step."""

@@ -44,15 +44,10 @@ def plan_scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan
 
 @dataclass(slots=True, eq=False)
 class Scatter(Operation):
-    """The distribution of root's rows.
+    """The distribution of root's rows."""
 
-    Attributes:
-        root: whose rows all get.
-        kind: on root: of the arrays that all get.
-    """
-
-    root: int
-    kind: str
+    root: int  # whose rows all get
+    kind: str  # on root: of the arrays that all get
 
     def on_host(self) -> Plan[Any]:
         """Plan it; root says first what all get."""

@@ -34,15 +34,10 @@ _NOT_AWAITED: Final = (
 
 
 class Form(NamedTuple):
-    """A way to call an operation.
+    """A way to call an operation."""
 
-    Attributes:
-        in_place: the result overwrites the tensors.
-        is_awaited: the caller waits, so that the engine can take its shorter way there.
-    """
-
-    in_place: bool = False
-    is_awaited: bool = False
+    in_place: bool = False  # the result overwrites the tensors
+    is_awaited: bool = False  # the caller waits, so that the engine can take its shorter way there
 
 
 AWAITED: Final = Form(is_awaited=True)

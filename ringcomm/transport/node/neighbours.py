@@ -15,23 +15,14 @@ from ringcomm.status.guardian import Ward
 
 @dataclass(frozen=True)
 class Offer:
-    """The files that a rank lets the others of its host open, by its own descriptors.
+    """The files that a rank lets the others of its host open, by its own descriptors."""
 
-    Attributes:
-        pid: of the rank.
-        nonce: tells its pages from those of a recycled pid; a secret of the job.
-        page: its status page.
-        lifeline: hangs up when it dies.
-        board: its flags in shared memory; -1: it shares none.
-        arena: the data.
-    """
-
-    pid: int
-    nonce: int
-    page: int
-    lifeline: int
-    board: int = -1
-    arena: int = -1
+    pid: int  # of the rank
+    nonce: int  # tells its pages from those of a recycled pid; a secret of the job
+    page: int  # its status page
+    lifeline: int  # hangs up when it dies
+    board: int = -1  # its flags in shared memory; -1: it shares none
+    arena: int = -1  # the data
 
     @property
     def descriptors(self) -> list[int]:
