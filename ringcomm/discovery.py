@@ -7,7 +7,8 @@ a process group or an init_method of ringcomm is first used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 
@@ -21,9 +22,10 @@ def register() -> None:
     dist: Any = distributed  # its stubs leave names out
     if not dist.is_available() or hasattr(dist.Backend, "RINGCOMM"):
         return
-    dist.Backend.register_backend("ringcomm", _make, extended_api=True, devices=["cpu"])
-    dist.register_rendezvous_handler("mpi", _by_mpi)
-    dist.register_rendezvous_handler("mpi-nosock", _without_sockets)
+    make = _later("entry", "make")
+    dist.Backend.register_backend("ringcomm", make, extended_api=True, devices=["cpu"])
+    dist.register_rendezvous_handler("mpi", _later("rendezvous", "by_mpi"))
+    dist.register_rendezvous_handler("mpi-nosock", _later("rendezvous", "without_sockets"))
 
 
 def register_quietly() -> None:
@@ -44,19 +46,11 @@ def register_quietly() -> None:
         )
 
 
-def _make(options: Any, own_options: Any = None) -> Any:
-    from ringcomm.torch.distributed.entry import make
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of ringcomm.torch.distributed that is imported when it is called."""
 
-    return make(options, own_options)
+    def call(*args: Any, **options: Any) -> Any:
+        home = import_module(f"ringcomm.torch.distributed.{module}")
+        return getattr(home, name)(*args, **options)
 
-
-def _by_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from ringcomm.torch.distributed.rendezvous import by_mpi
-
-    return by_mpi(url, **options)
-
-
-def _without_sockets(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from ringcomm.torch.distributed.rendezvous import without_sockets
-
-    return without_sockets(url, **options)
+    return call

@@ -49,12 +49,6 @@ LOSES_WORKS: Final = VERSION < (2, 7)
 DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
 
 
-def _rendezvous_handlers() -> dict[str, Any]:
-    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
-
-    return handlers
-
-
 # --- frames that torch.compile must not trace -----------------------------------------------------
 def untraced(method: F, *, with_callees: bool = True) -> F:
     """Return `method` such that torch.compile runs it, and all that it calls, as they are.
@@ -96,22 +90,10 @@ _is_profiling = _internal.autograd._profiler_enabled
 
 
 # --- finding the backend, and each other ----------------------------------------------------------
-def register_backend(name: str, make: Callable[..., Any]) -> None:
-    """Make init_process_group(name) call make(options, its own options); once."""
-    if name.upper() in c10d.Backend._plugins:
-        return
-    c10d.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
-
-
-def register_rendezvous(scheme: str, handler: Rendezvous) -> None:
-    """Make init_method="<scheme>://" call `handler`; once."""
-    if scheme not in _rendezvous_handlers():
-        c10d.register_rendezvous_handler(scheme, handler)
-
-
 def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> None:
     """Wrap a rendezvous handler of torch; once."""
-    handlers = _rendezvous_handlers()
+    from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
     if not hasattr(handlers[scheme], "is_wrapped_by_ringcomm"):
         wrapped: Any = wrap(handlers[scheme])
         wrapped.is_wrapped_by_ringcomm = True

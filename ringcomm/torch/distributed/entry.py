@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from ringcomm import discovery
 from ringcomm.engine.api.world import init, rank, size
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import ConfigError
@@ -30,8 +31,8 @@ def register() -> None:
 
     `import ringcomm.torch` does it; entry points do it where torch looks them up.
     """
-    compat.register_backend(BACKEND, make)
-    rendezvous.register()
+    discovery.register()
+    compat.wrap_rendezvous("env", rendezvous.wrap_env)
 
 
 def init_process_group(backend: str = BACKEND, **options: Any) -> None:

@@ -27,13 +27,6 @@ _kept: list[MpiStore] = []  # where C++ alone holds one, its methods in Python a
 Found = Iterator[tuple[Any, int, int]]
 
 
-def register() -> None:
-    """Make the init_methods known to torch.distributed; starts no MPI."""
-    compat.register_rendezvous("mpi", by_mpi)
-    compat.register_rendezvous("mpi-nosock", without_sockets)
-    compat.wrap_rendezvous("env", _wrap_env)
-
-
 def by_mpi(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
     """Yield a TCPStore that rank 0 serves on a free port; MPI tells the others where."""
     _start(url)
@@ -49,7 +42,7 @@ def without_sockets(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: 
     raise RuntimeError("mpi-nosock:// cannot bring ranks together again: start the job anew")
 
 
-def _wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
+def wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
     """Return a handler of env:// that asks MPI where mpirun set none of torch's variables."""
 
     def handle(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **more: Any) -> Found:
