@@ -38,6 +38,13 @@ def test_what_a_page_links_to_is_there(page):
     ] == []
 
 
+def test_the_architecture_fits_a_page():
+    architecture, _, rest = PAGES[0].read_text().partition("## Glossary\n")
+    terms = re.findall(r"^\| ", rest.partition("\n## ")[0], re.MULTILINE)
+    assert len(architecture.splitlines()) <= 80
+    assert len(terms) - 1 <= 30
+
+
 def is_there(path, name):
     """Return True if the file is there and defines the name, which may be Class.method."""
     if not path.is_file() or not name:
