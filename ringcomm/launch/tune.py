@@ -1,4 +1,4 @@
-"""`mpirun -np N ringcomm tune`: measure every algorithm here, so that the choice need not guess."""
+"""`mpirun -np N ringcomm tune`: measures every algorithm on the ranks and hosts of this job."""
 
 from __future__ import annotations
 
@@ -34,11 +34,7 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 50  # of each algorithm and size
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure on this job's ranks, print the table and write it on rank 0.
-
-    Returns:
-        0; 2 for one rank, which has nobody to meet.
-    """
+    """Measure on this job's ranks, print and write the table; return 0, or 2 for a single rank."""
     args = _parser().parse_args(argv)
     rc.init()
     if rc.size() == 1:
