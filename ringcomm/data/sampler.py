@@ -141,9 +141,7 @@ class ShardedSampler:
             "taken": taken,
             "rank": self.rank,
             "size": self.size,
-            "samples": self.n,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
+            **self._arguments_of_order,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -161,8 +159,7 @@ class ShardedSampler:
         if not isinstance(state, Mapping):
             _require_complete(states)
         first = states[0]
-        mine = {"samples": self.n, "shuffle": self.shuffle, "seed": self.seed}
-        for what, value in mine.items():
+        for what, value in self._arguments_of_order.items():
             if first[what] != value:
                 raise ValueError(
                     f"ShardedSampler: the state has {what}={first[what]}, this sampler {value}: "
@@ -210,16 +207,15 @@ class ShardedSampler:
         left = n_remaining(self.n, () if is_over else self._phases)
         return share_length(left, rank, self.size, self.remainder)
 
+    @property
+    def _arguments_of_order(self) -> dict[str, Any]:
+        """All that the order of an epoch is a function of."""
+        return {"samples": self.n, "shuffle": self.shuffle, "seed": self.seed}
+
     def _compare(self, batching: Mapping[str, Any]) -> None:
-        mine = {
-            "samples": self.n,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "remainder": self.remainder,
-            "epoch": self._epoch,
-            "phases": tuple(map(tuple, self._phases)),
-        }
-        require_alike({**mine, **batching}, self.rank, self.size)
+        phases = tuple(map(tuple, self._phases))
+        mine = {"remainder": self.remainder, "epoch": self._epoch, "phases": phases}
+        require_alike({**self._arguments_of_order, **mine, **batching}, self.rank, self.size)
         self._is_compared = True
 
     def _set(self, epoch: int, phases: Phases) -> None:

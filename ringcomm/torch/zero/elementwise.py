@@ -8,18 +8,9 @@ from torch import optim
 from torch.optim import Optimizer
 
 _KNOWN: Final = (
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-)
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
