@@ -72,11 +72,6 @@ class ProcessSet:
         return engine().rank in self._known_ranks()
 
     @property
-    def is_of_comm(self) -> bool:
-        """True if it was made of a communicator."""
-        return self.mpi_comm is not None
-
-    @property
     def group(self) -> Group:
         """The engine's group of these ranks."""
         return self.lane("allreduce")
@@ -119,14 +114,14 @@ class _Registry:
     """The process sets of one engine, by id."""
 
     def __init__(self) -> None:
-        self._sets: dict[int, ProcessSet] = {}
+        self.sets: dict[int, ProcessSet] = {}
         self._lanes: dict[int, dict[str, Group]] = {}
         self._next_id = 0
 
     def lanes(self, which: ProcessSet) -> dict[str, Group]:
         """Return the groups in which operations on a process set are matched, by their kind."""
         number = which.process_set_id
-        if number is not None and self._sets.get(number) is not which:  # of an earlier init()
+        if number is not None and self.sets.get(number) is not which:  # of an earlier init()
             known = self.of_ranks(which._known_ranks())
             number = None if known is None else known.process_set_id
         if number is None:
@@ -136,7 +131,7 @@ class _Registry:
     def add(self, which: ProcessSet) -> ProcessSet:
         """Number a process set, whose ranks no other one in use has, and all parts of a split."""
         mine = tuple(which.resolve())
-        parts = _agreed("add", mine, is_comm=which.is_of_comm) if self._sets else [mine]
+        parts = _agreed("add", mine, is_comm=which.mpi_comm is not None) if self.sets else [mine]
         known = next((each for part in parts if (each := self.of_ranks(part))), None)
         if known is not None:
             raise _InUseError(known)
@@ -150,32 +145,28 @@ class _Registry:
         is_member = group.rank is not None
         lanes = {kind: Group(ranks) if is_member else group for kind in KINDS}
         self._lanes[self._next_id] = lanes | {"allreduce": group}
-        self._sets[self._next_id] = which
+        self.sets[self._next_id] = which
         which.process_set_id, self._next_id = self._next_id, self._next_id + 1
 
     def has(self, which: ProcessSet) -> bool:
         """Return True if this very process set is in use."""
         number = which.process_set_id
-        return number is not None and self._sets.get(number) is which
+        return number is not None and self.sets.get(number) is which
 
     def of_ranks(self, ranks: Sequence[int]) -> ProcessSet | None:
         """Return the one in use that has these ranks."""
-        return next((each for each in self._sets.values() if each.resolve() == list(ranks)), None)
+        return next((each for each in self.sets.values() if each.resolve() == list(ranks)), None)
 
     def remove(self, which: ProcessSet) -> bool:
         """Forget a process set, and return True; False: it is the global one, or not in use."""
         number = which.process_set_id
-        if not number or number not in self._sets:
+        if not number or number not in self.sets:
             return False
         _agreed("remove", tuple(which.resolve()))  # and no rank may still need it
-        known = self._sets.pop(number)
+        known = self.sets.pop(number)
         del self._lanes[number]
         known.process_set_id = known.ranks = None
         return True
-
-    def by_id(self) -> dict[int, ProcessSet]:
-        """Return those in use."""
-        return dict(sorted(self._sets.items()))
 
 
 class _InUseError(ValueError):
@@ -253,12 +244,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of each process set in use, by id."""
-    return {number: each.resolve() for number, each in _registry().by_id().items()}
+    return {number: each.resolve() for number, each in _registry().sets.items()}
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
     """Return the process set of this id. Raises ValueError if there is none."""
-    known = _registry().by_id()
+    known = _registry().sets
     if process_set_id not in known:
         raise ValueError(f"no process set has the id {process_set_id}; known: {list(known)}")
     return known[process_set_id]
@@ -284,5 +275,5 @@ def _registry() -> _Registry:
     if registry is None:
         registry = _registries[current] = _Registry()
         registry.add(global_process_set)
-        registry.by_id()[0].ranks = list(range(current.size))
+        registry.sets[0].ranks = list(range(current.size))
     return registry
