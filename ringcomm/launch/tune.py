@@ -15,6 +15,7 @@ import ringcomm as rc
 from ringcomm._version import __version__
 from ringcomm.arrays import DTYPES, Flat
 from ringcomm.collectives.layout import describe
+from ringcomm.collectives.recording import perform
 from ringcomm.collectives.schedule import chunks
 from ringcomm.collectives.select import Case, choose
 from ringcomm.collectives.table import Table
@@ -117,11 +118,11 @@ def _seconds(collective: str, name: str, x: Flat) -> float:
     async def run(t: Channel) -> float:
         start = time.perf_counter()
         if collective == "allreduce":
-            await module.allreduce_(x, t, rc.SUM)
+            await perform(module.allreduce_, t, x, op=rc.SUM)
         elif collective == "reduce_scatter":
-            await module.reduce_scatter_(x, parts, t, rc.SUM)
+            await perform(module.reduce_scatter_, t, x, parts, op=rc.SUM)
         else:
-            await module.allgather_(x, parts, t)
+            await perform(module.allgather_, t, x, parts)
         return time.perf_counter() - start
 
     call = Call(f"tune {collective} by {name}", shape=(x.count,))

@@ -3,6 +3,7 @@
 import json
 import logging
 
+import numpy as np
 import pytest
 from harness import outcomes, run_ranks
 from loopback import LoopbackHub
@@ -10,11 +11,14 @@ from loopback import LoopbackHub
 import ringcomm as rc
 from ringcomm import config
 from ringcomm._version import __version__
+from ringcomm.arrays import DTYPES, Flat
 from ringcomm.collectives.table import Table
 from ringcomm.config import Settings
 from ringcomm.engine.api import tuning
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import meet
+from ringcomm.launch import tune
+from ringcomm.transport.channel import Channel
 
 TIMES = {"allreduce": {1000: {"ring": 1.0, "direct": 3.0}, 2000: {"ring": 2.0, "direct": 1.0}}}
 TABLE = Table("2 hosts x 1 rank", "threads", __version__, TIMES)
@@ -156,3 +160,17 @@ def test_versions_that_differ_are_the_same_error_on_every_rank():
     results = outcomes(2, lambda rank: meet(engine(), f"1.{rank}"))
     assert len({str(result) for result in results}) == 1
     assert "rank 0 came with ringcomm 1.0, rank 1 came with ringcomm 1.1" in str(results[0])
+
+
+@pytest.mark.parametrize("collective", config.COLLECTIVES)
+def test_what_is_measured_goes_as_operations_do(collective, monkeypatch):
+    """Without Python, where the algorithm can be recorded."""
+    schedules, run = [], Channel.run
+    monkeypatch.setattr(Channel, "run", lambda *a: schedules.append(a[1]) or run(*a))
+    x = [Flat(np.zeros(4 * 6133, np.uint8), DTYPES["float32"]) for _ in range(3)]
+
+    def body(rank):
+        return tune._seconds(collective, "ring", x[rank])
+
+    assert min(run_ranks(3, body, hub=LoopbackHub(3, (0, 1, 2)))) > 0
+    assert len(schedules) == 3
