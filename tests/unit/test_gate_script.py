@@ -84,7 +84,7 @@ def run_gate(folder, broken, *arguments, silent="-none-"):
 def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     done = run_gate(tmp_path, "nothing is broken")
     assert done.returncode == 0, done
-    assert "all 14 steps passed" in done.stdout
+    assert "all 15 steps passed" in done.stdout
     lines = done.stdout.splitlines()
     beside = lines.index("jobs  | == pytest with MPICH")
     assert any(line.startswith("jobs  | called") for line in lines[beside:])

@@ -146,9 +146,8 @@ def reduce_(
         x: any shape, also empty and 0-d; same shape and dtype on every rank.
         root: the rank whose x gets it.
     """
-    options = ReductionOptions(op, deterministic)
-    plan = partial(plan_reduce, in_place=True)
-    return Request("reduce_", name, group, plan, (x, options, root))
+    args = (x, ReductionOptions(op, deterministic), root)
+    return Request("reduce_", name, group, partial(plan_reduce, in_place=True), args)
 
 
 @blocking
@@ -335,9 +334,8 @@ def grouped_reduce_scatter(
     deterministic: bool = False,
 ) -> Request[list[A]]:
     """Return reduce_scatter() of each of xs, agreed on at once."""
-    options = ReductionOptions(op, deterministic)
-    plan = plan_grouped_reduce_scatter
-    return Request("grouped_reduce_scatter", name, group, plan, (xs, options))
+    plan, args = plan_grouped_reduce_scatter, (xs, ReductionOptions(op, deterministic))
+    return Request("grouped_reduce_scatter", name, group, plan, args)
 
 
 def broadcast_object(

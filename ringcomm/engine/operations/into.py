@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def plan_allgather_into(
             f"{kind}: x has {source.count} elements, and this rank is to give {counts[group.index]}"
         )
     call = _call_of(kind, name, None, source.dtype.name, tuple(counts), place=adapter.place)
-    return plan(AllgatherInto(group, call, adapter, x, out, parts))
+    return plan(AllgatherInto(group, call, adapter, x, out, target, source, parts))
 
 
 @dataclass(slots=True, eq=False)
@@ -70,19 +70,20 @@ class AllgatherInto(Operation):
     """An allgather into memory of the caller."""
 
     out: Any  # gets all ranks' elements
+    target: Any  # its memory, a Flat or a Span
+    source: Any  # that of x
     parts: list[slice]  # which elements of `out` are whose
 
     def on_host(self) -> Plan[Any]:
         """Plan it; in a node it is one step."""
         group, adapter, out, parts = self.group, self.adapter, self.out, self.parts
-        target, source = adapter.flat(out), adapter_for(self.x).flat(self.x)
+        target, source = self.target, self.source
         own = target[parts[group.index]]
         if own.bytes.ctypes.data != source.bytes.ctypes.data:
             own.bytes[:] = source.bytes
         choose = group.engine.selection.algorithm
 
-        def finish(t: Channel | None = None) -> Any:
-            del t
+        def finish(_: Channel | None = None) -> Any:
             adapter.written(out)
             return out
 
@@ -97,7 +98,8 @@ class AllgatherInto(Operation):
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
         """Return how a mirror of `out` is filled."""
         out, x = mirrors
-        return AllgatherInto(self.group, self.call, MIRROR, x, out, self.parts).on_host()
+        flats = {"target": out.flat, "source": x.flat}
+        return replace(self, adapter=MIRROR, out=out, x=x, **flats).on_host()
 
 
 def plan_reduce_scatter_into(
@@ -133,8 +135,7 @@ def plan_reduce_scatter_into(
     is_apart = not overlap(source, target) or is_same(source[parts[group.index]], target)
     made = target if is_apart else target.like(target.count)
 
-    def finish(t: Channel | None = None) -> A:
-        del t
+    def finish(_: Channel | None = None) -> A:
         if made is not target:
             target.bytes[:] = made.bytes
         adapter.written(out)

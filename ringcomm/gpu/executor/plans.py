@@ -223,7 +223,7 @@ def _gathering(o: Gathering) -> Plan[Any]:
 @plan.register
 def _allgather_into(o: AllgatherInto) -> Plan[Any]:
     out, x, adapter, group, parts = o.out, o.x, o.adapter, o.group, o.parts
-    target, source = adapter.span(out), adapter.span(x)
+    target, source = o.target, o.source
     item = source.dtype.itemsize
     pulls = tuple(
         Pull(r, d, 0, (parts[r].stop - parts[r].start) * item, parts[r].start * item)
