@@ -74,12 +74,12 @@ class SimulatedGpu:
 
     Attributes:
         failure: what a stream has raised; None: nothing.
-        room: bytes of tables for packing.
         n_done: entries of streams that have been carried out.
         longest: the most entries that a stream has had.
         n_updates: launches of the kernel that updates.
         n_packs: of the one that packs.
         n_queries: how often it was asked for an event.
+        registered: addresses of host memory that it reaches.
     """
 
     name = "simulated GPU"
@@ -108,11 +108,11 @@ class SimulatedGpu:
         self._streams = {0: deque()}
         self._recorded, self._reached = {}, {}
         self._mapped, self._files, self.pool = {}, [], {}
+        self.registered, self._freed = set(), set()
         self._is_closed = False
         self._is_frozen = False
         self.failure = None
-        self._layouts, self._tables = Layouts(self._write_table), []
-        self.room = 1 << 20
+        self.set_room(1 << 20)
         self.n_done = self.longest = self.n_updates = self.n_packs = self.n_queries = 0
         self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
         self._thread.start()
@@ -133,6 +133,16 @@ class SimulatedGpu:
         with self._lock:
             self._recorded[handle] = self._reached[handle] = 0
         return handle
+
+    def free_stream(self, stream):
+        with self._lock:
+            self._freed.add(stream)  # as CUDA does, once it is through
+            self._drop_freed()
+
+    def _drop_freed(self):
+        for stream in [each for each in self._freed if not self._streams[each]]:
+            self._freed.remove(stream)
+            del self._streams[stream]
 
     def free_event(self, event):
         pass  # a later use of it is looked up, and works: CUDA defers the end of an event, too
@@ -187,11 +197,10 @@ class SimulatedGpu:
             self.give(stream, work)
         return launches is not None
 
-    def _write_table(self, table):
-        if sum(each.nbytes for each in self._tables) + table.nbytes > self.room:
-            return None
-        self._tables.append(table)
-        return table.ctypes.data
+    def set_room(self, nbytes):
+        """Give tables for packing this much room."""
+        self._room = np.empty(nbytes, np.uint8)
+        self._layouts = Layouts(self._room, self._room.ctypes.data)
 
     def allocate(self, nbytes):
         file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)
@@ -217,10 +226,11 @@ class SimulatedGpu:
 
     def register(self, memory):
         assert memory.ctypes.data % 4096 == 0, "only whole pages can be registered"
+        self.registered.add(memory.ctypes.data)
         return memory.ctypes.data
 
     def unregister(self, memory):
-        pass
+        self.registered.remove(memory.ctypes.data)
 
     def write_value(self, stream, address, value):
         assert self.has_stream_values
@@ -253,7 +263,8 @@ class SimulatedGpu:
             return
         with self._lock:
             if not self._is_closed:
-                queue = self._streams[stream]
+                # Who synchronizes the GPU may look at a stream that is freed meanwhile.
+                queue = self._streams.get(stream, self._streams[0])
                 queue.append((is_ready, action))
                 self.longest = max(self.longest, len(queue))
                 self._lock.notify_all()
@@ -302,7 +313,9 @@ class SimulatedGpu:
             except BaseException as error:
                 self.failure = error
                 return
-            queue.popleft()
+            with self._lock:
+                queue.popleft()
+                self._drop_freed()
             self.n_done += 1
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,10 @@ class FakeCommunicator:
             assert time.monotonic() < deadline, "not all ranks connect"
             time.sleep(_IDLE_S)  # files of other processes
 
+    def call(self, function, *arguments):
+        name = re.sub(r"\B(?=[A-Z])", "_", function.removeprefix("nccl")).lower()
+        getattr(self, name)(*arguments)
+
     def all_reduce(self, source, target, count, dtype, op, stream):
         def work(calls):
             return [(target, self._reduced(calls, 0, count, dtype, op))]
@@ -84,16 +89,16 @@ class FakeCommunicator:
 
         self._call("broadcast", (count, dtype, root), source, count, dtype, work, stream)
 
-    def begin_group(self):
+    def group_start(self):
         self._group = []
 
     def send(self, source, count, dtype, peer, stream):
         self._add("send", source, count, dtype, peer, stream)
 
-    def receive(self, target, count, dtype, peer, stream):
+    def recv(self, target, count, dtype, peer, stream):
         self._add("receive", target, count, dtype, peer, stream)
 
-    def end_group(self):
+    def group_end(self):
         entries, self._group = self._group, None
         stream = entries[0][-1] if entries else 0
         mine = [(kind, peer, n) for kind, _, n, peer, _ in entries]
@@ -111,10 +116,10 @@ class FakeCommunicator:
 
         self._enqueue("group", mine, sources, work, stream, is_alike=False)
 
-    def abort(self):
+    def comm_abort(self):
         self.is_aborted = True
 
-    def destroy(self):
+    def comm_destroy(self):
         pass
 
     def _add(self, kind, address, count, dtype, peer, stream):

@@ -44,7 +44,12 @@ def probe() -> Stack:
         warnings.simplefilter("ignore")  # what cupy warns of stands in the result
         cupy = _cupy()
         nccl = _nccl() if cupy.version else Nccl()
-    return Stack(driver=_driver(), cupy=cupy, nccl=_with_paths(nccl), wheels=_wheels())
+    return Stack(
+        driver=_driver(),
+        cupy=cupy,
+        nccl=replace(nccl, paths=nccl_paths(loaded())),
+        wheels=_wheels(),
+    )
 
 
 def _cupy() -> Cupy:
@@ -97,10 +102,6 @@ def _nccl() -> Nccl:
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
         text = str(error)
         return Nccl(error="" if _is_absent("libnccl.so.2", text) else text)
-
-
-def _with_paths(nccl: Nccl) -> Nccl:
-    return replace(nccl, paths=nccl_paths(loaded()))
 
 
 def loaded() -> str:

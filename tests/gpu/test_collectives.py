@@ -1,5 +1,6 @@
 """Collectives on arrays of simulated GPUs: the real engine, ranks as threads or as processes."""
 
+import time
 from functools import partial
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import simulated_gpu as sim
 from gpu_ranks import TRANSPORTS, choose, on_gpus
 from harness import at_length
+from loopback import LoopbackTransport
 from programs import make_program, run_program
 from samples import total as total_of
 from samples import whole_numbers
+from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
 from ringcomm.collectives.op import ReductionOptions
@@ -19,8 +22,10 @@ from ringcomm.engine.operations.adasum import plan_adasum
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.into import plan_allgather_into
 from ringcomm.gpu.executor import plans
-from ringcomm.gpu.transports.ipc import IpcMover
-from ringcomm.gpu.transports.nccl import NcclMover
+from ringcomm.gpu.executor.gpus import Gpus
+from ringcomm.gpu.transports.ipc import IpcTransport
+from ringcomm.gpu.transports.nccl import NcclTransport
+from ringcomm.transport.tags import TagLayout
 
 COUNTS = (3, 70_000, 1)
 SCALED = ReductionOptions().scaled(2, 0.25)
@@ -186,8 +191,8 @@ def test_each_transport_is_a_route_of_its_own(transport, tmp_path, monkeypatch):
     def note(name, carried_out):
         return lambda *args, **options: taken.add(name) or carried_out(*args, **options)
 
-    monkeypatch.setattr(NcclMover, "phases", note("nccl", NcclMover.phases))
-    monkeypatch.setattr(IpcMover, "phases", note("ipc", IpcMover.phases))
+    monkeypatch.setattr(NcclTransport, "phases", note("nccl", NcclTransport.phases))
+    monkeypatch.setattr(IpcTransport, "phases", note("ipc", IpcTransport.phases))
     monkeypatch.setattr(plans, "through_host", note("staged", plans.through_host))
 
     def body(rank):
@@ -231,3 +236,43 @@ def test_allgather_into_fills_what_is_passed(is_own_part, transport, tmp_path):
     for got in on_gpus(3, body, tmp_path, **choose(transport)):
         expected = [whole_numbers(r, n) for r, n in enumerate(counts)]
         assert np.array_equal(got, np.concatenate(expected))
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_nothing_of_50_groups_is_left_on_the_gpu(transport, tmp_path, monkeypatch):
+    """Few contexts, each used again and again; what is under way outlasts its group's reference."""
+    monkeypatch.setattr(LoopbackTransport, "tags", TagLayout((1 << 22) - 1, 6, 1 << 16))
+    destroyed = []
+    monkeypatch.setattr(FakeCommunicator, "comm_destroy", lambda self: destroyed.append(id(self)))
+    ranks = ([0, 1, 2], [2, 0], [1, 2])
+
+    def values(rank, index):
+        return np.random.default_rng([rank, index]).integers(0, 999, 1 + 173 * index).astype("f4")
+
+    def held(gpu):
+        others = [len(each) for each in (gpu._streams, gpu._mapped, gpu.registered)]
+        return len(Gpus.of(engine())._teams), len(engine().extensions._entered), *others
+
+    def body(rank):
+        gpu = sim.current_gpu()
+        rc.allreduce(sim.array(np.ones(5, "f4")))
+        before = held(gpu)
+        for index in range(50):
+            members = ranks[index % len(ranks)]
+            group = rc.Group(members) if rank in members else None
+            if group is None:
+                continue
+            total = rc.allreduce_async(sim.array(values(rank, index)), group=group)
+            del group
+            expected = sum(values(each, index) for each in members)
+            assert np.array_equal(total.wait().get(), expected), index
+            del total
+        deadline = time.monotonic() + 60
+        while rc.allreduce(np.array([held(gpu) != before]), op=rc.MAX).item():
+            assert time.monotonic() < deadline, (before, held(gpu))
+            time.sleep(0.01)  # the last of the groups are over once all have heard of it
+        return len(gpu.regions._memories)
+
+    n_allocated = on_gpus(3, body, tmp_path, **choose(transport))
+    assert max(n_allocated) < 12  # which the groups used in turn
+    assert len(destroyed) == (17 * 3 + 17 * 2 + 16 * 2 if transport == "nccl" else 0)

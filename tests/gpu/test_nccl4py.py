@@ -67,19 +67,19 @@ class Bindings:
     reduce_scatter = functools.partialmethod(_call, "reduce_scatter", 5)
     broadcast = functools.partialmethod(_call, "broadcast", 5)
     send = functools.partialmethod(_call, "send", 4)
-    recv = functools.partialmethod(_call, "receive", 4)
+    recv = functools.partialmethod(_call, "recv", 4)
 
     def group_start(self):
-        self._comm.begin_group()
+        self._comm.group_start()
 
     def group_end(self):
-        self._comm.end_group()
+        self._comm.group_end()
 
     def comm_abort(self, comm):
-        comm.abort()
+        comm.comm_abort()
 
     def comm_destroy(self, comm):
-        comm.destroy()
+        comm.comm_destroy()
 
 
 class OneEach(Nccl4pyProvider):

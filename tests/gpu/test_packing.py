@@ -8,7 +8,6 @@ from samples import whole_numbers
 
 import ringcomm as rc
 from ringcomm.gpu.device import packing
-from ringcomm.gpu.kernels.pack import CHUNK
 
 SIGNALLING = 0x7FA00001  # as a float32 a NaN that arithmetic would make quiet
 
@@ -63,7 +62,7 @@ def test_no_more_tables_than_there_is_room_for(bound, tmp_path, monkeypatch):
     def body(rank):
         gpu, packs = sim.current_gpu(), []
         if bound == "room":
-            gpu.room = 7 * CHUNK.itemsize
+            gpu.set_room(2 * 256)  # two tables; each begins at a multiple of 256
         for n in (3, 4, 5, 4):
             xs = [sim.array(np.full(5, rank + number, "f4")) for number in range(n)]
             totals = [x.get() for x in rc.grouped_allreduce(xs)]

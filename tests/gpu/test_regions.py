@@ -4,7 +4,7 @@ import numpy as np
 import simulated_gpu as sim
 
 from ringcomm.gpu.device.host_pool import HostPool
-from ringcomm.gpu.device.regions import NOWHERE, Address
+from ringcomm.gpu.device.memory import NOWHERE, Address
 
 
 class Interrupted(sim.SimulatedGpu):

@@ -12,8 +12,9 @@ from samples import total as total_of
 from samples import whole_numbers
 
 import ringcomm as rc
-from ringcomm.gpu.executor import gpus, staged
+from ringcomm.gpu.executor import staged
 from ringcomm.gpu.executor import team as gpu_team
+from ringcomm.gpu.executor.streams import Issue, Launched, Reached
 from ringcomm.gpu.transports import ipc
 
 SIZE = 3
@@ -138,21 +139,21 @@ def _no_event(empty):
 
 MUTANTS = {
     "the stream does not wait for the caller's": ("ipc", gpu_team.GpuTeam, "begin", lambda f: (
-        lambda self, issue: self.mover.stream)),
-    "the caller's stream does not wait for the result": ("ipc", gpus.Launched, "take", lambda f: (
+        lambda self, issue: self.transport.stream)),
+    "the caller's stream does not wait for the result": ("ipc", Launched, "take", lambda f: (
         lambda self: self._result)),
     "flags are not awaited": ("ipc", sim.SimulatedGpu, "await_value", lambda f: _never),
-    "ranks read before all have staged": ("ipc", ipc.IpcMover, "phases", _one_phase),
-    "ranks go on before all have read": ("ipc", ipc.IpcMover, "phases", _last_phase_missing),
+    "ranks read before all have staged": ("ipc", ipc.IpcTransport, "phases", _one_phase),
+    "ranks go on before all have read": ("ipc", ipc.IpcTransport, "phases", _last_phase_missing),
     "arrays are dropped while the stream uses them": ("ipc", gpu_team.GpuTeam, "follow", _unkept),
-    "nccl: the caller's stream does not wait": ("nccl", gpus.Launched, "take", lambda f: (
+    "nccl: the caller's stream does not wait": ("nccl", Launched, "take", lambda f: (
         lambda self: self._result)),
     "nccl: the stream does not wait for the caller's": ("nccl", gpu_team.GpuTeam, "begin",
-        lambda f: (lambda self, issue: self.mover.stream)),
+        lambda f: (lambda self, issue: self.transport.stream)),
     "nccl: dropped early": ("nccl", gpu_team.GpuTeam, "follow", _unkept),
-    "staged: the host reads what has not come": ("staged", gpus.Reached, "test", lambda f: (
+    "staged: the host reads what has not come": ("staged", Reached, "test", lambda f: (
         lambda self: True)),
-    "staged: the result is used before it has come": ("staged", gpus.Launched, "take", lambda f: (
+    "staged: the result is used before it has come": ("staged", Launched, "take", lambda f: (
         lambda self: self._result)),
     "staged: dropped early": ("staged", gpu_team.GpuTeam, "follow", _unkept),
 }  # fmt: skip
@@ -225,7 +226,7 @@ def gather_into_dropped_memory(folder, seed):
 @pytest.mark.parametrize("has_event", [True, False])
 def test_results_come_behind_what_their_memory_was_before(has_event, tmp_path, monkeypatch):
     if not has_event:
-        monkeypatch.setattr(gpus.Issue, "empty", _no_event(gpus.Issue.empty))
+        monkeypatch.setattr(Issue, "empty", _no_event(Issue.empty))
     wanted, seen = np.repeat([0.0, 1.0], 300), []
     for seed in range(20):
         (tmp_path / str(seed)).mkdir()

@@ -13,7 +13,8 @@ from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.collectives.recording import live
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.steps import NodeReduction, To
+from ringcomm.transport.node import To
+from ringcomm.transport.node.steps import NodeReduction
 
 _NOTHING: Bytes = np.empty(0, np.uint8)
 

@@ -54,6 +54,7 @@ class Engine(EngineContext):
         super().__init__(transport, settings, topology, page)
         watch, talks = self.watch, self.conversations
         self.groups = Groups(watch, Group.of_all(self), talks)
+        self.groups.when_over = self.extensions.end_group
         here = Whereabouts(watch, self.pending, self.extensions, self.groups)
         self._joining = Joining(watch, self.pending, self.groups, here, talks)
         self._routes = Routes(watch, self.selection)

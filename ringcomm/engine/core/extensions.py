@@ -40,6 +40,7 @@ class Extensions:
         self._entered: dict[int, Callable[[int], bool]] = {}
         self._goodbyes: list[Callable[[], None]] = []
         self._closers: list[Closer] = []
+        self._with_groups: list[Callable[[int], None]] = []
         self._kept: dict[Extension[Any], Any] = {}
 
     def get(self, key: Extension[T]) -> T | None:
@@ -94,6 +95,10 @@ class Extensions:
         """Ask has_entered(number) for the operations of this base, which no ledger counts."""
         self._entered[base] = has_entered
 
+    def drop_entered(self, base: int) -> None:
+        """Undo add_entered(); no operation of this base is under way on any rank."""
+        self._entered.pop(base, None)
+
     def has_entered(self, base: int, number: int) -> bool:
         """Return True if this rank is, or was, in that operation, as far as one of them knows."""
         return base in self._entered and self._entered[base](number)
@@ -111,6 +116,15 @@ class Extensions:
             return error
         return None
 
+    def free_with_groups(self, free: Callable[[int], None]) -> None:
+        """Call `free` with the id of each group that all members have dropped."""
+        self._with_groups.append(free)
+
+    def end_group(self, group_id: int) -> None:
+        """Call all of them; see free_with_groups()."""
+        for free in self._with_groups:
+            free(group_id)
+
     def before_closing(self, closer: Closer) -> None:
         """Call `closer` when nothing is done any more, before the wire is closed."""
         self._closers.append(closer)
@@ -120,3 +134,4 @@ class Extensions:
         while self._closers:
             self._closers.pop()(is_clean=is_clean)
         self._entered.clear()
+        self._with_groups.clear()

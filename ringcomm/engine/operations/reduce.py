@@ -18,7 +18,7 @@ from ringcomm.engine.operations.base import A, root_of, written
 from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
 from ringcomm.engine.operations.reduction import Reduction
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.steps import To
+from ringcomm.transport.node import To
 
 
 def plan_reduce(

@@ -16,7 +16,7 @@ from ringcomm.engine.operations.base import A, contiguous, require_rows, rows_by
 from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
 from ringcomm.engine.operations.reduction import Reduction, reduction_in_node
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.steps import To
+from ringcomm.transport.node import To
 
 
 def plan_reduce_scatter(

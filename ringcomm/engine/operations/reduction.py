@@ -12,7 +12,8 @@ from ringcomm.collectives.op import Op, ReductionOptions
 from ringcomm.collectives.scaling import scale
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations.base import Operation, contiguous
-from ringcomm.transport.node.steps import NodeReduction, To
+from ringcomm.transport.node import To
+from ringcomm.transport.node.steps import NodeReduction
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringcomm.collectives.schedule import dissemination_steps
@@ -53,6 +54,7 @@ class Groups:
     Attributes:
         default: the group that is meant where none is said; this process is a member.
         ledgers: of the groups, by id.
+        when_over: called with the id of a group once all members have dropped it.
     """
 
     def __init__(self, watch: Watch, of_all: Group, conversations: Conversations) -> None:
@@ -69,6 +71,7 @@ class Groups:
         self._contexts = 1  # bit c: context c is in use
         self._heard: dict[int, set[int]] = {}  # by id: rounds of which it has heard
         self._dropped: deque[int] = deque()  # ids, from whichever thread collects garbage
+        self.when_over: Callable[[int], None] = lambda group_id: None
 
     @property
     def n_entered_by_all(self) -> int:
@@ -204,6 +207,7 @@ class Groups:
         if node is not None:
             node.clear(context)
         self._contexts &= ~(1 << context)
+        self.when_over(group_id)
 
 
 def _too_many(group: Group, n_in_use: int, largest_tag: int) -> str:

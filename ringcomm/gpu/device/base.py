@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
+from ringcomm.gpu.device.memory import Allocator, MappableMemory
 from ringcomm.gpu.kernels.kernel import Argument
 from ringcomm.gpu.kernels.update import Rule
 
-if TYPE_CHECKING:
-    from ringcomm.gpu.device.regions import Regions
 
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory of a GPU that is its own allocation, so that it can be exported to other processes."""
-
-    address: int
-    nbytes: int
-
-
-class Device(Protocol):
+class Device(Allocator, Protocol):
     """One GPU, as one process sees it. Streams and events are handles, 0 the default stream.
 
     What takes a stream returns at once; it is carried out in the order of the stream. Any thread
@@ -37,7 +26,6 @@ class Device(Protocol):
         reaches: uuids of the GPUs of this host whose memory it can reach, its own among them.
         can_export: its memory can be mapped by other processes.
         has_stream_values: a stream can write and await values in host memory.
-        regions: its memory that other processes can map.
     """
 
     index: int
@@ -46,25 +34,28 @@ class Device(Protocol):
     reaches: tuple[str, ...]
     can_export: bool
     has_stream_values: bool
-    regions: Regions
 
-    def active(self) -> AbstractContextManager[object]:
-        """Return a context in which this is the calling thread's GPU."""
+    @property
+    def regions(self) -> MappableMemory:
+        """Its memory that other processes can map."""
 
     def new_stream(self) -> int:
         """Return a stream of high priority that waits for no other."""
+
+    def free_stream(self, stream: int) -> None:
+        """Free a stream that has nothing left to do."""
 
     def new_event(self) -> int:
         """Return an event, which counts as reached until it is recorded."""
 
     def free_event(self, event: int) -> None:
-        """Let the event be used no more; what was put on streams is carried out all the same."""
+        """Free an event; streams that wait for it still do."""
 
     def record(self, event: int, stream: int) -> None:
-        """Let `event` be reached once all is done that the stream has been given so far."""
+        """Record an event: it is reached once all is done that the stream has been given so far."""
 
     def await_event(self, stream: int, event: int) -> None:
-        """Let what follows on the stream wait until the event, as last recorded, is reached."""
+        """Make the stream wait until the event, as last recorded, is reached."""
 
     def is_reached(self, event: int) -> bool:
         """Return True once the event is reached. Raises RingcommError: the GPU has failed."""
@@ -81,32 +72,17 @@ class Device(Protocol):
     def pack(self, stream: int, what: KernelPack) -> bool:
         """Copy many arrays into a buffer, or out of it; False: nothing was done, copy each."""
 
-    def allocate(self, nbytes: int) -> Memory:
-        """Return memory. Raises MemoryError."""
-
-    def export(self, memory: Memory) -> bytes:
-        """Return what other processes of this host need to map `memory`."""
-
-    def map(self, exported: bytes) -> int:
-        """Return where memory of another process stands in this one."""
-
-    def unmap(self, address: int) -> None:
-        """Give it back."""
-
     def register(self, memory: Bytes) -> int:
-        """Let the GPU reach host memory; return its address there. A second time is the same."""
+        """Return where the GPU finds host memory, which it can reach from now on."""
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         """Write 32 bits to registered host memory, after all that the stream did before."""
 
     def await_value(self, stream: int, address: int, value: int) -> None:
-        """Let the stream wait until int32(*address - value) >= 0, in registered host memory."""
-
-    def synchronize(self) -> None:
-        """Return once everything is done that any stream has been given."""
+        """Make the stream wait until int32(*address - value) >= 0, in registered host memory."""
 
     def unregister(self, memory: Bytes) -> None:
-        """Let the GPU reach it no more; no stream uses it."""
+        """Undo register(); no stream uses the memory."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +94,6 @@ class KernelReduction:
     Attributes:
         sources: addresses, in the order in which they are combined.
         targets: addresses; may be among the sources.
-        count: elements.
-        dtype: of all of them.
         op: AVERAGE is SUM here, with a divisor.
         divisor: what the combination is divided by at the end.
     """
@@ -134,18 +108,14 @@ class KernelReduction:
 
 @dataclass(frozen=True)
 class KernelUpdate:
-    """What UpdateKernel is asked for, for elements [0, count); see ringcomm.gpu.kernels.
+    """A launch of UpdateKernel for elements [0, count); see kernels/update.py.
 
     Attributes:
-        sources: addresses of gradients, in the order in which they are summed.
+        sources: addresses of gradients, in the order in which they are summed, then scaled.
         targets: addresses of weights.
         owned: addresses of float32 arrays.
-        count: elements.
-        gradient: dtype of the sources.
-        weight: dtype of the targets.
-        rule: of the optimizer.
-        numbers: of the rule.
-        scale: of the sum.
+        gradient, weight: dtypes of the sources and of the targets.
+        rule, numbers: of the optimizer.
     """
 
     sources: tuple[int, ...]
@@ -164,9 +134,8 @@ class KernelPack:
     """Arrays that go into a buffer one behind the other, or come out of it.
 
     Attributes:
-        arrays: their addresses.
-        counts: elements of each.
-        buffer: its address.
+        arrays, buffer: their addresses.
+        counts: elements of each array.
         dtype: float16, float32 or float64, for elements of as many bytes.
         unpacks: out of the buffer.
     """

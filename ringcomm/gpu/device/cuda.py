@@ -6,14 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
-import numpy as np
-from numpy.typing import NDArray
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.device.base import KernelPack, KernelReduction, KernelUpdate, Memory
+from ringcomm.gpu.device.base import KernelPack, KernelReduction, KernelUpdate
 from ringcomm.gpu.device.driver import CAN_FLUSH_REMOTE_WRITES, Driver
 from ringcomm.gpu.device.host_pool import PAGE_NBYTES, whole_pages
+from ringcomm.gpu.device.memory import Memory
 from ringcomm.gpu.device.packing import Layouts
 from ringcomm.gpu.device.regions import Regions
 from ringcomm.gpu.kernels.compiling import Kernels
@@ -57,11 +56,10 @@ class CudaDevice:
         self.uuid = self._driver.uuid(index)
         self._context = self._driver.context(index)
         self._registered: dict[int, tuple[Bytes, int]] = {}
-        self._room, self._room_used = whole_pages(lambda _: None, _ROOM_FOR_TABLES), 0
-        self._layouts = Layouts(self._write_table)
         self.regions = Regions(self)
         with self.active():
-            self.register(self._room)
+            room = whole_pages(lambda _: None, _ROOM_FOR_TABLES)
+            self._layouts = Layouts(room, self.register(room))
             self.kernels = Kernels(index)
             self.reaches = self._neighbours()
             self._flushes = bool(self._runtime.deviceGetAttribute(CAN_FLUSH_REMOTE_WRITES, index))
@@ -76,6 +74,11 @@ class CudaDevice:
         """Return a stream of the highest priority, beside the default stream."""
         stream: int = self._runtime.streamCreateWithPriority(_NON_BLOCKING, _HIGHEST_PRIORITY)
         return stream
+
+    def free_stream(self, stream: int) -> None:
+        """See Device."""
+        with self.active():
+            self._runtime.streamDestroy(stream)
 
     def new_event(self) -> int:
         """Return an event without a clock."""
@@ -132,15 +135,6 @@ class CudaDevice:
         for each in launches or ():
             self.kernels.launch(stream, each.kernel, each.arguments, each.n_chunks)
         return launches is not None
-
-    def _write_table(self, table: NDArray[Any]) -> int | None:
-        """Return where the GPU reads a table: in host memory, for nothing here may wait for it."""
-        start, stop = self._room_used, self._room_used + -(-table.nbytes // 256) * 256
-        if stop > self._room.nbytes:
-            return None
-        self._room[start : start + table.nbytes] = table.view(np.uint8)
-        self._room_used = stop
-        return self.register(self._room) + start
 
     def allocate(self, nbytes: int) -> Memory:
         """Return memory of cudaMalloc: that of pools cannot be exported."""

@@ -1,4 +1,4 @@
-"""What cupy lacks of NVIDIA's driver: values that streams write and await, and uuids."""
+"""Functions of NVIDIA's driver that cupy lacks: values that streams await, and uuids."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Driver:
         return Context(self, context)
 
     def push(self, context: ctypes.c_void_p) -> None:
-        """Let a context be the calling thread's. Raises RingcommError."""
+        """Make a context the calling thread's. Raises RingcommError."""
         self._require("cuCtxPushCurrent", self._push(context))
 
     def pop(self) -> None:
-        """Let the one before be it again. Raises RingcommError."""
+        """Make the one before current again. Raises RingcommError."""
         self._require("cuCtxPopCurrent", self._pop(ctypes.byref(ctypes.c_void_p())))
 
     def device_pointer(self, address: int) -> int:

@@ -6,6 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,18 +18,18 @@ _for_ever: list[Bytes] = []
 _SMALLEST = 1 << 20  # to register memory takes a millisecond, however little it is
 
 
+@dataclass(frozen=True)
 class Block:
-    """Memory of a pool, until it is given back.
+    """Memory of a pool, until it is given back, and where the GPU finds it."""
 
-    Attributes:
-        bytes: the memory, as large as was asked for.
-        address: where the GPU finds it.
-    """
+    whole: Bytes
+    nbytes: int
+    address: int
 
-    def __init__(self, whole: Bytes, nbytes: int, address: int) -> None:
-        self.whole = whole
-        self.bytes = whole[:nbytes]
-        self.address = address
+    @property
+    def bytes(self) -> Bytes:
+        """The memory, as large as was asked for."""
+        return self.whole[: self.nbytes]
 
 
 class HostPool:
@@ -61,21 +62,31 @@ class HostPool:
         return Block(block.whole, nbytes, block.address)
 
     def give_back(self, block: Block) -> None:
-        """Let it be used again; no stream does any more. Takes no lock."""
+        """Keep it for the next take(); no stream uses it any more. Takes no lock."""
         self._returned.append(block)
 
-    def page(self, memory: Bytes) -> Bytes:
-        """Return memory of somebody else that is to be given up with the pool, registered."""
-        self._all.append(memory)
-        self._device.register(memory)
-        return memory
+    def register(self, memory: Bytes) -> int:
+        """Return where the GPU finds whole pages of somebody else, until unregister() or close().
+
+        The same pages may be registered for a second user before the first one unregisters them.
+        """
+        with self._lock:
+            self._all.append(memory)
+            return self._device.register(memory)
+
+    def unregister(self, memory: Bytes) -> None:
+        """Undo one register(); no stream uses the memory for whom it was made."""
+        at = memory.ctypes.data
+        with self._lock:
+            users = [i for i, each in enumerate(self._all) if each.ctypes.data == at]
+            del self._all[users[0]]
+            if len(users) == 1:
+                self._device.unregister(memory)
 
     def close(self, *, is_clean: bool) -> None:
-        """Let the GPU reach none of it any more.
+        """Unregister everything if `is_clean`: no stream uses it.
 
-        Args:
-            is_clean: no stream uses it. Else it stays as it is, for ever: an address that is
-                registered must not become that of other memory.
+        Else it stays for ever: a registered address must not become that of other memory.
         """
         if not is_clean:
             _for_ever.extend(self._all)

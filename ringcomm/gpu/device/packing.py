@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.arrays import DTYPES
-from ringcomm.arrays.base import Span
+from ringcomm.arrays.base import Bytes, Span
 from ringcomm.collectives.schedule import consecutive
 from ringcomm.gpu.device.base import Device, KernelPack
 from ringcomm.gpu.kernels.kernel import Arguments
@@ -21,12 +22,12 @@ _BITS: Final = {2: "float16", 4: "float32", 8: "float64"}  # nothing is computed
 
 
 def pack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> None:
-    """Let the stream copy arrays into a buffer of their dtype, one behind the other."""
+    """Copy arrays into a buffer of their dtype, one behind the other."""
     _move(device, stream, arrays, buffer, unpacks=False)
 
 
 def unpack(device: Device, stream: int, arrays: Sequence[Span], buffer: Span) -> None:
-    """Let the stream copy them out of it."""
+    """Copy them out of it."""
     _move(device, stream, arrays, buffer, unpacks=True)
 
 
@@ -55,13 +56,7 @@ def _move(
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a PackKernel.
-
-    Attributes:
-        kernel: which.
-        arguments: of it.
-        n_chunks: that it moves.
-    """
+    """One launch of a PackKernel."""
 
     kernel: PackKernel
     arguments: Arguments
@@ -69,14 +64,15 @@ class Launch:
 
 
 class Layouts:
-    """The tables of what was packed so far, where one GPU reads them; they stay there.
+    """The tables of the layouts that were packed so far, in host memory that one GPU reads.
 
     Args:
-        write: copies a table there, and returns its address; None: there is no room.
+        room: for the tables, which stay there.
+        address: of the room, on the GPU.
     """
 
-    def __init__(self, write: Callable[[NDArray[Any]], int | None]) -> None:
-        self._write = write
+    def __init__(self, room: Bytes, address: int) -> None:
+        self._room, self._address, self._used = room, address, 0
         self._known: dict[tuple[int, ...], list[_Table] | None] = {}
 
     def launches(self, what: KernelPack) -> list[Launch] | None:
@@ -89,19 +85,21 @@ class Layouts:
         if tables is None:
             return None
         kernel = PackKernel(what.dtype, what.dtype, unpacks=what.unpacks)
-        return [
-            Launch(
-                kernel,
-                kernel.pack_arguments(
-                    what.arrays[each.which],
-                    what.buffer,
-                    chunks=each.address,
-                    n_chunks=each.n_chunks,
-                ),
-                each.n_chunks,
-            )
-            for each in tables
-        ]
+        launches = []
+        for which, chunks, n in tables:
+            arrays = what.arrays[which]
+            arguments = kernel.pack_arguments(arrays, what.buffer, chunks=chunks, n_chunks=n)
+            launches.append(Launch(kernel, arguments, n))
+        return launches
+
+    def _write(self, table: NDArray[Any]) -> int | None:
+        """Return where the GPU finds a table; None: there is no room."""
+        start = self._used
+        if start + table.nbytes > self._room.nbytes:
+            return None
+        self._room[start : start + table.nbytes] = table.view(np.uint8)
+        self._used += -(-table.nbytes // 256) * 256
+        return self._address + start
 
     def _tables(self, counts: tuple[int, ...]) -> list[_Table] | None:
         starts = [part.start for part in consecutive(list(counts))]
@@ -118,7 +116,7 @@ class Layouts:
 
 
 class _Table(NamedTuple):
-    """What one launch moves: which arrays, in how many chunks, told by a table at this address."""
+    """Arrays of one launch, and the table of their chunks on the GPU."""
 
     which: slice
     address: int

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from bisect import bisect_right, insort
 from collections import deque
-from dataclasses import dataclass
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.gpu.device.base import Device, Memory
+from ringcomm.gpu.device.memory import NOWHERE, Address, Allocator, Memory
 
 _BYTE = DTYPES["uint8"]
 _GRAIN = 2 << 20  # what the driver maps at once; exported allocations cannot share it
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where memory of one rank is, as another can find it.
-
-    Attributes:
-        region: serial number of the allocation, from 1 on; 0: it cannot be reached.
-        offset: in bytes.
-        exported: what maps the allocation.
-    """
-
-    region: int
-    offset: int
-    exported: bytes
-
-    _FORMAT = struct.Struct("<QQB119s")
-    NBYTES = _FORMAT.size
-
-    def pack(self) -> bytes:
-        """Return 136 bytes."""
-        return self._FORMAT.pack(self.region, self.offset, len(self.exported), self.exported)
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> Address:
-        """Read them."""
-        region, offset, length, exported = cls._FORMAT.unpack(packed)
-        return cls(region, offset, exported[:length])
-
-
-NOWHERE = Address(0, 0, b"")
 
 
 class Regions:
@@ -57,7 +24,7 @@ class Regions:
         device: whose memory it is.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Allocator) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._starts: list[tuple[int, int]] = []  # (address, serial number), ascending
@@ -82,7 +49,7 @@ class Regions:
             serial = self._free.pop(at)[1] if is_kept else self._allocate(wanted)
         if is_kept:
             self._device.synchronize()  # a stream may still use it for what it was before
-        return Span(self._memories[serial].address, nbytes, _BYTE, _Held(self, serial))
+        return Span(self._memories[serial].address, nbytes, _BYTE, _Owner(self, serial))
 
     def find(self, span: Span) -> Address:
         """Return where others find this memory, NOWHERE if they cannot."""
@@ -114,11 +81,11 @@ class Regions:
         return serial
 
     def give_back(self, serial: int) -> None:
-        """Let an allocation be used again; takes no lock."""
+        """Keep an allocation for the next take(); takes no lock."""
         self._returned.append(serial)
 
 
-class _Held:
+class _Owner:
     """Owns an allocation."""
 
     def __init__(self, regions: Regions, serial: int) -> None:
@@ -132,7 +99,7 @@ class _Held:
 class Neighbour:
     """Memory of another rank, mapped by this process's device on first use."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Allocator) -> None:
         self._device = device
         self._mapped: dict[int, int] = {}
 

@@ -10,7 +10,7 @@ from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.executors.device import DeviceExecutor
 from ringcomm.engine.operations.base import Operation
 from ringcomm.gpu.executor import plans, staged
-from ringcomm.gpu.executor.gpus import Gpus, Issue
+from ringcomm.gpu.executor.gpus import Gpus, issue_of
 from ringcomm.gpu.transports.choice import GpuChoice
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class _GpuExecutor:
         return plans.plan(operation)
 
     def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> staged.Staging:
-        return staged.Staging(group, Issue.of(group, adapter, x))
+        return staged.Staging(group, issue_of(group, adapter, x))
 
     def make(
         self, group: Group, kind: str, dtype: DType, shape: tuple[int, ...]
@@ -45,8 +45,7 @@ class _GpuExecutor:
         return Gpus.of(engine).memory(index).regions.take(nbytes)
 
     def choice(self, engine: EngineContext, group: Group) -> GpuChoice | None:
-        team = None if group.rank is None else Gpus.of(engine).team_or_none(group)
-        return None if team is None else team.choice
+        return None if group.rank is None else Gpus.of(engine).choice(group)
 
 
 EXECUTOR: Final[DeviceExecutor] = _GpuExecutor()

@@ -1,28 +1,24 @@
-"""What one rank's engine has of GPUs: those it uses, their shared memory, its groups' teams."""
+"""The GPUs of one engine: devices, their shared memory, and the teams of its groups."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ringcomm.arrays.base import Array, DeviceAdapter, Flat, Span
-from ringcomm.engine.core.execution import Deferred
+from ringcomm.arrays.base import Array, DeviceAdapter
 from ringcomm.engine.core.extensions import Extension
-from ringcomm.engine.core.state import n_forks
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.host_pool import HostPool
+from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue
+from ringcomm.gpu.executor.team import GpuTeam
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.context import EngineContext
     from ringcomm.engine.core.group import Group
-    from ringcomm.gpu.executor.team import GpuTeam
+    from ringcomm.gpu.transports.choice import GpuChoice
     from ringcomm.gpu.transports.nccl import Provider
 
 R = TypeVar("R")
@@ -31,12 +27,12 @@ _LOOK_EVERY_S = 2e-5
 
 @dataclass(frozen=True)
 class Drivers:
-    """How a process comes to its GPUs.
+    """Functions that open GPUs; each raises ConfigError, whose text says what is missing.
 
     Attributes:
-        open_device: returns the GPU of this number, or raises ConfigError.
-        provider: returns the binding of NCCL, or raises ConfigError, whose text says why not.
-        require: raises ConfigError if no GPU can be used; before the library of arrays is touched.
+        open_device: returns the GPU of a number.
+        provider: returns the binding of NCCL.
+        require: returns if a GPU can be used; does not touch the library of arrays.
     """
 
     open_device: Callable[[int], Device]
@@ -45,11 +41,7 @@ class Drivers:
 
 
 def cuda_drivers(nccl: str = "cupy") -> Drivers:
-    """Return those of CUDA; imports nothing yet.
-
-    Args:
-        nccl: what binds NCCL, see Settings.
-    """
+    """Return those of CUDA, with a binding of NCCL (see Settings); imports nothing yet."""
 
     def provider() -> Provider:
         if nccl == "nccl4py":
@@ -77,104 +69,8 @@ def _cuda_device(index: int) -> Device:
     return CudaDevice(index)
 
 
-class GpuMemory:
-    """A GPU that this rank uses, with what it shares of it and of host memory.
-
-    Attributes:
-        device: the GPU.
-        regions: its memory that other ranks can map.
-        host: memory of this rank's node that the GPU can reach.
-        copy_stream: what goes to and from it is on this one.
-    """
-
-    def __init__(self, device: Device, engine: EngineContext) -> None:
-        self.device = device
-        with device.active():
-            self.copy_stream = device.new_stream()
-        self.regions = device.regions
-        self.host = HostPool(device, engine.shared_memory)
-
-    def upload(self, x: Flat, target: Span, ready: Event) -> None:
-        """Copy host memory to the GPU, once `ready` is reached; blocks until it is there."""
-        if not target.nbytes:
-            return
-        block = self.host.take(target.nbytes)
-        block.bytes[:] = x.bytes
-        with self.device.active():
-            self.device.await_event(self.copy_stream, ready.handle)
-            self.device.copy(self.copy_stream, target.address, block.address, target.nbytes)
-        here = Event(self.device, self.copy_stream)
-        while not here.is_reached:
-            time.sleep(_LOOK_EVERY_S)  # nothing but this copy is awaited
-        self.host.give_back(block)
-
-
-class Event:
-    """A point in the work of a stream, freed with the last reference to it.
-
-    Args:
-        device: whose stream it is.
-        stream: reached once all is done that it has been given until now.
-
-    Attributes:
-        was_reached: somebody has seen that it is.
-    """
-
-    def __init__(self, device: Device, stream: int) -> None:
-        self._device = device
-        self._n_forks = n_forks()
-        self.was_reached = False
-        with device.active():
-            self.handle = device.new_event()
-            device.record(self.handle, stream)
-
-    @property
-    def is_reached(self) -> bool:
-        """True once it is. Raises RingcommError: the GPU has failed."""
-        if not self.was_reached:
-            with self._device.active():
-                self.was_reached = self._device.is_reached(self.handle)
-        return self.was_reached
-
-    def __del__(self) -> None:
-        if hasattr(self, "handle") and n_forks() == self._n_forks and not sys.is_finalizing():
-            with self._device.active():
-                self._device.free_event(self.handle)
-
-
-class Reached:
-    """Request that waits for an event.
-
-    Args:
-        event: the event.
-        behind: an earlier one of the same stream, which somebody else waits for: the GPU is asked
-            for the earliest alone, however many follow.
-    """
-
-    source = -1
-
-    def __init__(self, event: Event, behind: Event | None = None) -> None:
-        self._event = event
-        self._behind = behind
-
-    def test(self) -> bool:
-        """Return True once it is reached. Raises RingcommError: the GPU has failed."""
-        if self._behind is not None:
-            if not self._behind.was_reached:
-                return False
-            self._behind = None
-        return self._event.is_reached
-
-    def cancel(self) -> None:
-        """Do nothing: a stream cannot be stopped."""
-
-
 class Gpus:
     """The GPUs of one engine.
-
-    Args:
-        engine: whose they are.
-        drivers: how to come to them.
 
     Attributes:
         current: the GPU of the thread that last called join(), or the like; see any_memory.
@@ -186,6 +82,7 @@ class Gpus:
         self._lock = threading.Lock()
         self._memories: dict[int, GpuMemory] = {}
         self._teams: dict[int, GpuTeam] = {}
+        self._freeing: list[threading.Thread] = []
         self.current = 0
         self._provider: Provider | None = None
         self._no_provider: ConfigError | None = None
@@ -197,16 +94,29 @@ class Gpus:
         if found is None:
             made = cls(engine, cuda_drivers(engine.settings.nccl))
             found = engine.extensions.get_or_keep(_GPUS, made)
-            engine.extensions.before_closing(found.close)
+            found._attach(engine)
         return found
 
     @classmethod
     def use(cls, engine: EngineContext, drivers: Drivers) -> Gpus:
-        """Let this engine come to its GPUs by other drivers; before anything is on one."""
+        """Give this engine other drivers; before anything is on a GPU."""
         found = cls(engine, drivers)
         engine.extensions.keep(_GPUS, found)
-        engine.extensions.before_closing(found.close)
+        found._attach(engine)
         return found
+
+    def _attach(self, engine: EngineContext) -> None:
+        engine.extensions.before_closing(self.close)
+        engine.extensions.free_with_groups(self._free_team)
+
+    def _free_team(self, group_id: int) -> None:
+        """Free a team whose streams are idle on all ranks; a thread of its own waits for CUDA."""
+        with self._lock:
+            team = self._teams.pop(group_id, None)
+        if team is not None:
+            thread = threading.Thread(target=team.close, kwargs={"is_clean": True}, daemon=True)
+            thread.start()
+            self._freeing = [*(each for each in self._freeing if each.is_alive()), thread]
 
     @property
     def provider(self) -> Provider:
@@ -234,23 +144,22 @@ class Gpus:
             found = self._memories.get(index)
             if found is None:
                 device = self._drivers.open_device(index)
-                found = self._memories[index] = GpuMemory(device, self._engine)
+                found = self._memories[index] = GpuMemory(device, self._engine.shared_memory)
             return found
 
     def team(self, group: Group) -> GpuTeam:
         """Return what carries out the operations of a group."""
-        from ringcomm.gpu.executor.team import GpuTeam
-
         group_id = group.ledger_for(self._engine).group_id
         with self._lock:
             found = self._teams.get(group_id)
             if found is None:
-                found = self._teams[group_id] = GpuTeam(self, group, group_id)
+                found = self._teams[group_id] = GpuTeam(lambda: self.provider, group, group_id)
             return found
 
-    def team_or_none(self, group: Group) -> GpuTeam | None:
-        """Return it, if any operation of the group has been on a GPU."""
-        return self._teams.get(group.ledger_for(self._engine).group_id)
+    def choice(self, group: Group) -> GpuChoice | None:
+        """Return the transport of a group, None before its first operation on a GPU."""
+        team = self._teams.get(group.ledger_for(self._engine).group_id)
+        return None if team is None else team.choice
 
     @property
     def any_memory(self) -> GpuMemory:
@@ -260,11 +169,9 @@ class Gpus:
         return self.memory(self.current)
 
     def close(self, *, is_clean: bool) -> None:
-        """Give everything back; the engine does nothing more.
-
-        Args:
-            is_clean: no rank of the job has anything under way.
-        """
+        """Free everything; `is_clean`: no rank of the job has anything under way."""
+        for thread in self._freeing if is_clean else ():
+            thread.join()
         for team in self._teams.values():
             team.close(is_clean=is_clean)
         for memory in self._memories.values():
@@ -276,83 +183,16 @@ class Gpus:
 _GPUS = Extension[Gpus]()
 
 
-@dataclass(frozen=True)
-class Issue:
-    """An operation at the moment it was called: what the stream had been given until then.
+def issue_of(group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
+    """Return this moment of the caller's stream.
 
-    Attributes:
-        adapter: of the arrays' library.
-        memory: of their GPU.
-        stream: the caller's, as the library counts it.
-        ready: are reached once the arrays have their contents, or can be written to.
+    Raises:
+        ConfigError: the GPU cannot be used.
+        ValueError: the arrays are on several GPUs.
     """
-
-    adapter: DeviceAdapter
-    memory: GpuMemory
-    stream: int
-    ready: list[Event]
-
-    @classmethod
-    def of(cls, group: Group, adapter: DeviceAdapter, *arrays: Array) -> Issue:
-        """Take note of this moment.
-
-        Raises:
-            ConfigError: the GPU cannot be used.
-            ValueError: the arrays are on several GPUs.
-        """
-        indices = sorted({adapter.device(x) for x in arrays})
-        if len(indices) > 1:
-            raise ValueError(f"the arrays are on GPUs {indices}: one call takes those of one GPU")
-        memory = Gpus.of(group.engine).memory(indices[0])
-        stream = adapter.stream(indices[0])
-        return cls(adapter, memory, stream, [Event(memory.device, stream)])
-
-    def on(self, stream: int) -> AbstractContextManager[object]:
-        """Return a context in which the library's current stream is this one, on the GPU."""
-        return self.adapter.on_stream(self.memory.device.index, stream)
-
-    def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
-        """Return an array that belongs to the caller's stream.
-
-        Its memory may be what that stream was given since the call, and has not done with.
-        """
-        with self.on(self.stream):
-            made = self.adapter.empty(like, shape)
-        self.ready.append(Event(self.memory.device, self.stream))
-        return made
-
-    def let_wait(self, stream: int) -> None:
-        """Let a stream wait until the arrays are ready."""
-        device = self.memory.device
-        with device.active():
-            for event in self.ready:
-                device.await_event(stream, event.handle)
-
-
-class Launched(Deferred, Generic[R]):
-    """The result of an operation that is on its stream: there, once the caller's stream waits.
-
-    Args:
-        result: the arrays.
-        issue: of the operation.
-        done: behind it on its stream.
-        refuse: raises what has gone wrong since.
-    """
-
-    def __init__(self, result: R, issue: Issue, done: Event, refuse: Callable[[], None]) -> None:
-        self._result = result
-        self._issue = issue
-        self._done = done
-        self._refuse = refuse
-
-    def take(self) -> R:
-        """Return the result; what the caller's stream is given from now on comes after it.
-
-        Raises:
-            PeerFailedError, CommTimeoutError: it will never be there.
-        """
-        self._refuse()
-        device = self._issue.memory.device
-        with device.active():
-            device.await_event(self._issue.adapter.stream(device.index), self._done.handle)
-        return self._result
+    indices = sorted({adapter.device(x) for x in arrays})
+    if len(indices) > 1:
+        raise ValueError(f"the arrays are on GPUs {indices}: one call takes those of one GPU")
+    memory = Gpus.of(group.engine).memory(indices[0])
+    stream = adapter.stream(indices[0])
+    return Issue(adapter, memory, stream, [Event(memory.device, stream)])

@@ -40,12 +40,13 @@ from ringcomm.engine.operations.into import AllgatherInto
 from ringcomm.engine.operations.reduction import Reduction
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.executor.gpus import Gpus, Issue
+from ringcomm.gpu.executor.gpus import Gpus, issue_of
 from ringcomm.gpu.executor.staged import Staging, through_host
+from ringcomm.gpu.executor.streams import Issue
 from ringcomm.gpu.executor.team import GpuTeam
 from ringcomm.gpu.transports.base import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.node.steps import To
+from ringcomm.transport.node import To
 
 _NO_FACTORS = "factors before and after a reduction are applied there"
 
@@ -84,7 +85,7 @@ class _Course:
         """Carry it out; `jobs` returns what to put on the stream."""
         team = Gpus.of(self.group.engine).team(self.group)
         async with team.turn(t, self.issue):
-            if team.mover is not None and not self.host_only:
+            if team.transport is not None and not self.host_only:
                 stream = team.begin(self.issue)
                 todo = jobs(team)
                 keeps = (*todo, *self.sources)
@@ -97,7 +98,7 @@ class _Course:
                     team.break_off(keeps)
                     raise
                 return team.follow(t, self.issue, stream, result, keeps=keeps)
-        if team.mover is not None:
+        if team.transport is not None:
             team.announce(self.host_only)
         return await through_host(
             team,
@@ -134,7 +135,7 @@ def _reduction(o: Reduction) -> Plan[Any]:
 
     course = _Course(
         group,
-        Issue.of(group, adapter, x),
+        issue_of(group, adapter, x),
         [source],
         [out],
         finish,
@@ -157,7 +158,7 @@ def _grouped_allreduce(o: GroupedAllreduce) -> Plan[Any]:
     batches = o.batches([Item(span.nbytes, span.dtype.name) for span in spans])
     course = _Course(
         group,
-        Issue.of(group, adapter, *xs),
+        issue_of(group, adapter, *xs),
         sources,
         work,
         lambda: _all_written(o, work),
@@ -180,7 +181,7 @@ def _adasum(o: Adasum) -> Plan[Any]:
     xs, adapter, group = o.x, o.adapter[0], o.group
     sources = [contiguous(x, adapter) for x in xs]
     work = sources if o.in_place else [adapter.empty(x, adapter.shape(x)) for x in xs]
-    issue, why = Issue.of(group, adapter, *xs), "Adasum is computed there"
+    issue, why = issue_of(group, adapter, *xs), "Adasum is computed there"
     finish = lambda: _all_written(o, work)  # noqa: E731
     course = _Course(group, issue, sources, work, finish, o.on_mirrors, why)
     nbytes = sum(adapter.span(x).nbytes for x in sources)
@@ -199,7 +200,7 @@ def _gathering(o: Gathering) -> Plan[Any]:
     x, adapter, group = o.x, o.adapter, o.group
     shape = adapter.shape(x)
     source = contiguous(x, adapter)
-    issue = Issue.of(group, adapter, x)
+    issue = issue_of(group, adapter, x)
     span = adapter.span(source)
     width = math.prod(shape[1:]) * span.dtype.itemsize
 
@@ -235,7 +236,7 @@ def _allgather_into(o: AllgatherInto) -> Plan[Any]:
         adapter.written(out)
         return out
 
-    issue = Issue.of(group, adapter, out, x)
+    issue = issue_of(group, adapter, out, x)
     course = _Course(group, issue, [out, x], [out], finish, o.on_mirrors)
     job = Job(Move(source, target, pulls))
     return _plan(o.call, target.nbytes, lambda t: course.run(t, lambda _: [job]))
@@ -244,7 +245,7 @@ def _allgather_into(o: AllgatherInto) -> Plan[Any]:
 @plan.register
 def _scatter(o: Scatter) -> Plan[Any]:
     source = contiguous(o.x, o.adapter)
-    staging = Staging(o.group, Issue.of(o.group, o.adapter, o.x))
+    staging = Staging(o.group, issue_of(o.group, o.adapter, o.x))
 
     async def run(t: Channel) -> Any:
         mirror, lease = await staging.fetch(source)
@@ -260,7 +261,7 @@ def _alltoall(o: Alltoall) -> Plan[Any]:
     x, adapter, group = o.x, o.adapter, o.group
     shape = adapter.shape(x)
     source = contiguous(x, adapter)
-    issue = Issue.of(group, adapter, x)
+    issue = issue_of(group, adapter, x)
     span = adapter.span(source)
     width = math.prod(shape[1:]) * span.dtype.itemsize
 
@@ -311,7 +312,7 @@ def _broadcast(o: Broadcast) -> Plan[Any]:
             return x if o.in_place else work
         return written(x, work, adapter)
 
-    issue = Issue.of(group, adapter, x)
+    issue = issue_of(group, adapter, x)
     results = [None if is_root else work]
     course = _Course(group, issue, [work], results, finish, o.on_mirrors)
     return _plan(o.call, span.nbytes, lambda t: course.run(t, lambda _: [job]))
@@ -357,7 +358,7 @@ def update(
     adapter = device_adapter_for(gradients)
     assert adapter is not None
     source, target = adapter.span(gradients), adapter.span(weights)
-    issue = Issue.of(group, adapter, gradients, weights)
+    issue = issue_of(group, adapter, gradients, weights)
 
     def refuse(_: list[Any]) -> Plan[Any]:
         raise RingcommError("update: the ranks' transport is not ipc; see rc.explain()")

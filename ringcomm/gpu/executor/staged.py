@@ -18,7 +18,8 @@ from ringcomm.arrays.mirror import Mirror
 from ringcomm.engine.core.execution import Plan
 from ringcomm.gpu.device.base import Device
 from ringcomm.gpu.device.host_pool import Block
-from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached
+from ringcomm.gpu.executor.gpus import Gpus, issue_of
+from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Reached
 from ringcomm.transport.channel import Channel, Wait
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def make(group: Group, kind: str, dtype: DType, shape: tuple[int, ...]) -> tuple
     memory = Gpus.of(group.engine).any_memory
     with adapter.on_stream(memory.device.index, 0):
         out = adapter.make(dtype, shape)
-        return out, Staging(group, Issue.of(group, adapter, out))
+        return out, Staging(group, issue_of(group, adapter, out))
 
 
 def copied(group: Group, x: Array) -> Array:
@@ -174,7 +175,7 @@ def copied(group: Group, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What goes through host memory at once.
+    """Arrays, or parts of them, that go through host memory at once.
 
     Attributes:
         mirrors: of the sources.
@@ -195,7 +196,7 @@ class _Piece:
         return [_Piece([mirror.line(p)], [source[p]], [target[p]]) for p in parts]
 
     def fetch(self, device: Device, stream: int, lease: _Lease) -> Event:
-        """Let the mirrors be filled; return what is reached then."""
+        """Copy to the mirrors; return the event behind it."""
         for mirror, source in zip(self.mirrors, self.sources, strict=True):
             if source.nbytes:
                 at = lease.address(mirror.flat.bytes)
@@ -203,7 +204,7 @@ class _Piece:
         return Event(device, stream)
 
     def bring(self, made: Any, device: Device, stream: int, lease: _Lease) -> None:
-        """Let the results come to the GPU."""
+        """Copy the results to the GPU."""
         results = made if isinstance(made, list) else [made]
         for target, result in zip(self.targets, results, strict=True):
             if target is not None and target.nbytes:

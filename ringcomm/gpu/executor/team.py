@@ -1,4 +1,4 @@
-"""The ranks of a group on their GPUs: how they exchange, and in which order.
+"""The ranks of a group on their GPUs: their transport, and the order of what they launch.
 
 The hosts agree on an operation as on any other. Then the group's first rank says which place it has
 among the launches, for streams that wait for each other must do so in one order on all ranks. In
@@ -14,7 +14,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -25,10 +26,11 @@ from ringcomm.engine.core.agreement import gather_alike, node_or
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.device.packing import pack, unpack
-from ringcomm.gpu.executor.gpus import Event, GpuMemory, Gpus, Issue, Launched, Reached
-from ringcomm.gpu.executor.transport_setup import found
-from ringcomm.gpu.transports.base import Job, Mover
+from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Reached
+from ringcomm.gpu.executor.transport_setup import set_up_transport
+from ringcomm.gpu.transports.base import GpuTransport, Job
 from ringcomm.gpu.transports.choice import GpuChoice
+from ringcomm.gpu.transports.nccl import Provider
 from ringcomm.transport.channel import Channel, Until, Wait
 
 if TYPE_CHECKING:
@@ -44,22 +46,21 @@ R = TypeVar("R")
 
 
 class GpuTeam:
-    """One group's.
+    """The team of one group, on one rank.
 
     Args:
-        gpus: of the engine.
-        group: the group.
-        group_id: of the group.
+        provider: returns the binding of NCCL.
 
     Attributes:
-        choice: how the ranks exchange, and why; None before the first operation.
-        mover: what does it; None: host memory, by the CPU's collectives.
+        choice: of the transport, and why; None before the first operation.
+        transport: None: arrays go through host memory, by the CPU's collectives.
         n_launched: how many operations this rank has put on its stream.
     """
 
-    def __init__(self, gpus: Gpus, group: Group, group_id: int) -> None:
-        self._gpus = gpus
+    def __init__(self, provider: Callable[[], Provider], group: Group, group_id: int) -> None:
+        self._provider = provider
         self._engine = group.engine
+        self._group = weakref.ref(group)
         self._members = group.ranks
         self._rank, self._size = group.index, group.size
         self._group_id = group_id
@@ -71,7 +72,7 @@ class GpuTeam:
         self._newest: dict[int, Event] = {}  # that is followed, by stream
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
-        self.mover: Mover | None = None
+        self.transport: GpuTransport | None = None
         self.n_launched = 0
         self._announced: set[str] = set()
         self._engine.extensions.add_entered(self._base, self._has_entered)
@@ -94,8 +95,8 @@ class GpuTeam:
             await Wait((Until(lambda: self._turn == place),))
         try:
             if self._memory is None:
-                founded = await found(self._gpus, self._engine, issue.memory, t)
-                (self.choice, self.mover), self._memory = founded, issue.memory
+                made = await set_up_transport(self._provider, self._engine, issue.memory, t)
+                (self.choice, self.transport), self._memory = made, issue.memory
             else:
                 self._require_same_gpu(t, issue)
             yield
@@ -123,35 +124,35 @@ class GpuTeam:
     # --- launches ---------------------------------------------------------------------------------
     async def put(self, t: Channel, job: Job) -> None:
         """Put a job on the stream, in the turn of its operation."""
-        mover, device = self._own_mover, self._gpu.device
-        outlines = await gather_alike(mover.outline(job.work), t)
+        transport, device = self._own_transport, self._gpu.device
+        outlines = await gather_alike(transport.outline(job.work), t)
         if job.buffer is not None:
             with device.active():
-                pack(device, mover.stream, job.packed, job.buffer)
-        phases = mover.phases(job.work, outlines)
+                pack(device, transport.stream, job.packed, job.buffer)
+        phases = transport.phases(job.work, outlines)
         for number in itertools.count(1):
             with device.active():
                 if next(phases, _END) is _END:
                     break
-                if mover.meets_on_stream:
-                    mover.meet()
-            if not mover.meets_on_stream or number % _PHASES_AHEAD == 0:
-                await Wait((Reached(Event(device, mover.stream)),))
-            if not mover.meets_on_stream:
+                if transport.meets_on_stream:
+                    transport.meet()
+            if not transport.meets_on_stream or number % _PHASES_AHEAD == 0:
+                await Wait((Reached(Event(device, transport.stream)),))
+            if not transport.meets_on_stream:
                 await gather_alike(b"here", t)
         if job.buffer is not None:
             with device.active():
-                unpack(device, mover.stream, job.unpacked, job.buffer)
+                unpack(device, transport.stream, job.unpacked, job.buffer)
 
     def begin(self, issue: Issue) -> int:
-        """Let the stream wait for the arrays of an operation; return the stream."""
-        stream = self._own_mover.stream
+        """Return the stream, which now waits for the arrays of an operation."""
+        stream = self._own_transport.stream
         issue.let_wait(stream)
         return stream
 
     def break_off(self, keeps: object) -> None:
         """Free the stream of an operation of which a part has been put on it."""
-        self._free_stream(Event(self._gpu.device, self._own_mover.stream), keeps)
+        self._free_stream(Event(self._gpu.device, self._own_transport.stream), keeps)
 
     def follow(
         self,
@@ -180,8 +181,10 @@ class GpuTeam:
             members = (self._engine.job_rank,)
             ticket = Ticket(None, self._own, self._n_alone)
 
+        group = self._group()
+
         async def watch() -> None:
-            kept = [keeps, result]
+            kept = [keeps, result, group]  # it is not over before its streams are idle
             is_reached = False
             try:
                 await Wait((reached,))
@@ -196,12 +199,12 @@ class GpuTeam:
         return launched
 
     def _late(self) -> tuple[int, ...]:
-        return tuple(self._members[rank] for rank in self._own_mover.late)
+        return tuple(self._members[rank] for rank in self._own_transport.late)
 
     def scratch(self, nbytes: int) -> Span:
-        """Return memory on the GPU, see Mover."""
+        """Return memory on the GPU, see GpuTransport."""
         with self._gpu.device.active():
-            return self._own_mover.scratch(nbytes)
+            return self._own_transport.scratch(nbytes)
 
     def announce(self, why: str) -> None:
         """Say once, on the first rank, that operations of a kind go through host memory."""
@@ -213,9 +216,10 @@ class GpuTeam:
         return number <= self.n_launched
 
     def close(self, *, is_clean: bool) -> None:
-        """Give everything back; see Mover."""
-        if self.mover is not None:
-            self.mover.close(is_clean=is_clean)
+        """Give everything back; see GpuTransport."""
+        self._engine.extensions.drop_entered(self._base)
+        if self.transport is not None:
+            self.transport.close(is_clean=is_clean)
 
     @property
     def _gpu(self) -> GpuMemory:
@@ -223,14 +227,14 @@ class GpuTeam:
         return self._memory
 
     @property
-    def _own_mover(self) -> Mover:
-        assert self.mover is not None
-        return self.mover
+    def _own_transport(self) -> GpuTransport:
+        assert self.transport is not None
+        return self.transport
 
     def _free_stream(self, done: Event, keeps: object) -> None:
         """See to it that the stream comes to its end; what it still writes is worthless."""
-        mover = self.mover
-        if mover is None:
+        transport = self.transport
+        if transport is None:
             return
 
         def release() -> None:
@@ -239,7 +243,7 @@ class GpuTeam:
                 time.sleep(_RELEASE_EVERY_S)  # who finds the stream free must also find the error
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
                 while not done.is_reached:
-                    mover.release()
+                    transport.release()
                     is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
                     # The stream may come to its next wait.
                     time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)

@@ -12,7 +12,6 @@ from ringcomm.gpu.kernels.kernel import (
     TYPES,
     Arguments,
     Kernel,
-    defines_of,
     number,
     require_dtype,
 )
@@ -39,15 +38,11 @@ class QuantiseKernel(Kernel):
         require_dtype(self.dtype, COMPUTED)
         _require_block(self.block)
 
-    @property
-    def defines(self) -> tuple[str, ...]:
-        """Options of the compiler that select this kernel."""
+    def _values(self) -> dict[str, object]:
         dtype = TYPES[self.dtype.name]
-        return defines_of(KERNEL="QUANTISE", TYPE=dtype, CODE=self.code, BLOCK=self.block)
+        return {"KERNEL": "QUANTISE", "TYPE": dtype, "CODE": self.code, "BLOCK": self.block}
 
-    @property
-    def per_block(self) -> int:
-        """Elements that one block handles at a time."""
+    def _elements_per_block(self) -> int:
         return BLOCK // 32 * max(256, self.block)
 
     def pack_arguments(
@@ -61,17 +56,14 @@ class QuantiseKernel(Kernel):
         seed: int = 0,
         draw: int = 0,
     ) -> Arguments:
-        """Return what to launch the kernel with.
+        """Return the arguments of a launch, with addresses of `count` elements.
 
         Args:
-            x: address of what is encoded. Only read.
-            residual: address of `count` float32, which are added to x, and get what was dropped;
-                0: there are none, and what is dropped is lost.
-            scales: address where a float32 per block goes; a multiple of 4.
-            codes: address where a byte per element goes.
-            count: elements.
-            seed: of the random numbers of "Int8", 0 to 2**64 - 1.
-            draw: which of them, as for ringcomm.codec.Int8.
+            x: is encoded, and only read.
+            residual: float32, which are added to x, and get what was dropped; 0: there are none.
+            scales: a float32 per block goes there; a multiple of 4.
+            codes: a byte per element goes there.
+            seed, draw: of the random numbers of "Int8", as for ringcomm.codec.Int8.
         """
         numbers = (x, residual, scales, codes, count, seed, draw)
         return tuple(number("u8", each) for each in numbers)
@@ -97,24 +89,20 @@ class DequantiseKernel(Kernel):
         require_dtype(self.dtype, COMPUTED)
         _require_block(self.block)
 
-    @property
-    def defines(self) -> tuple[str, ...]:
-        """Options of the compiler that select this kernel."""
-        return defines_of(
-            KERNEL="DEQUANTISE",
-            TYPE=TYPES[self.dtype.name],
-            CODE=self.code,
-            BLOCK=self.block,
-            ACCUMULATE=int(self.accumulates),
-        )
+    def _values(self) -> dict[str, object]:
+        return {
+            "KERNEL": "DEQUANTISE",
+            "TYPE": TYPES[self.dtype.name],
+            "CODE": self.code,
+            "BLOCK": self.block,
+            "ACCUMULATE": int(self.accumulates),
+        }
 
-    @property
-    def per_block(self) -> int:
-        """Elements that one block handles at a time."""
+    def _elements_per_block(self) -> int:
         return BLOCK * 4
 
     def pack_arguments(self, *, scales: int, codes: int, out: int, count: int) -> Arguments:
-        """Return what to launch the kernel with; addresses and count as for QuantiseKernel."""
+        """Return the arguments of a launch; addresses and count as for QuantiseKernel."""
         return tuple(number("u8", each) for each in (scales, codes, out, count))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import cupy
@@ -15,22 +16,11 @@ from ringcomm.gpu.kernels.kernel import BLOCK, ENTRY, OPTIONS, Arguments, Kernel
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
 
 
-class Stream:
-    """A stream as cupy's functions take it.
-
-    Attributes:
-        ptr: its handle.
-    """
-
-    def __init__(self, handle: int) -> None:
-        self.ptr = handle
-
-
 class Kernels:
     """The kernels of one GPU. To compile one takes a fraction of a second.
 
-    Not by cupy.RawModule: that lets denormal numbers be zero, whatever it is told, and compiles
-    nothing where CUDA's headers are missing, although none is included.
+    Not by cupy.RawModule: that flushes denormal numbers to zero, whatever its options say, and
+    compiles nothing where CUDA's headers are missing, although none is included.
 
     Args:
         index: of the GPU.
@@ -46,20 +36,14 @@ class Kernels:
         self._functions: dict[tuple[str, ...], Any] = {}
 
     def launch(self, stream: int, kernel: Kernel, arguments: Arguments, n_elements: int) -> None:
-        """Put a kernel on a stream of the current GPU.
-
-        Args:
-            stream: its handle.
-            kernel: which.
-            arguments: what it takes.
-            n_elements: see Kernel.grid().
+        """Put a kernel on a stream of the current GPU; see Kernel.grid().
 
         Raises:
             ConfigError: it cannot be compiled.
         """
         function = self._functions.get(kernel.defines) or self._compile(kernel.defines)
         grid = kernel.grid(n_elements, self._n_processors)
-        function((grid,), (BLOCK,), arguments, 0, Stream(stream))
+        function((grid,), (BLOCK,), arguments, 0, SimpleNamespace(ptr=stream))
 
     def _compile(self, defines: tuple[str, ...]) -> Any:
         with self._lock:

@@ -70,29 +70,25 @@ class Kernel(ABC):
     """One kernel, as it is compiled."""
 
     @property
-    @abstractmethod
     def defines(self) -> tuple[str, ...]:
         """Options of the compiler that select this kernel; kernels with the same are the same."""
+        return tuple(f"-DRC_{name}={value}" for name, value in self._values().items())
+
+    @abstractmethod
+    def _values(self) -> dict[str, object]: ...  # of the macros of kernels.cu
 
     @property
-    @abstractmethod
     def per_block(self) -> int:
         """Elements (PackKernel: chunks) that one block handles at a time."""
+        return self._elements_per_block()
+
+    @abstractmethod
+    def _elements_per_block(self) -> int: ...
 
     def grid(self, n_elements: int, n_processors: int) -> int:
-        """Return how many blocks to launch, 1 or more.
-
-        Args:
-            n_elements: to be handled; by PackKernel: chunks.
-            n_processors: of the GPU.
-        """
+        """Return how many blocks to launch for as many elements (PackKernel: chunks)."""
         needed = -(-n_elements // self.per_block)
         return max(1, min(needed, n_processors * _BLOCKS_PER_PROCESSOR))
-
-
-def defines_of(**values: object) -> tuple[str, ...]:
-    """Return the compiler's options that define these values."""
-    return tuple(f"-DRC_{name}={value}" for name, value in values.items())
 
 
 def number(dtype: str, value: float) -> Argument:

@@ -15,7 +15,6 @@ from ringcomm.gpu.kernels.kernel import (
     Arguments,
     Kernel,
     address_table,
-    defines_of,
     number,
     require_dtype,
 )
@@ -50,19 +49,15 @@ class PackKernel(Kernel):
         require_dtype(self.source, PACKED)
         require_dtype(self.target, PACKED)
 
-    @property
-    def defines(self) -> tuple[str, ...]:
-        """Options of the compiler that select this kernel."""
-        return defines_of(
-            KERNEL="UNPACK" if self.unpacks else "PACK",
-            SOURCE=TYPES[self.source.name],
-            TARGET=TYPES[self.target.name],
-            TENSORS=TENSORS_PER_LAUNCH,
-        )
+    def _values(self) -> dict[str, object]:
+        return {
+            "KERNEL": "UNPACK" if self.unpacks else "PACK",
+            "SOURCE": TYPES[self.source.name],
+            "TARGET": TYPES[self.target.name],
+            "TENSORS": TENSORS_PER_LAUNCH,
+        }
 
-    @property
-    def per_block(self) -> int:
-        """Chunks that one block handles at a time."""
+    def _elements_per_block(self) -> int:
         return 1
 
     def pack_arguments(
@@ -74,14 +69,12 @@ class PackKernel(Kernel):
         n_chunks: int,
         scale: float = 1.0,
     ) -> Arguments:
-        """Return what to launch the kernel with.
+        """Return the arguments of a launch.
 
         Args:
-            tensors: addresses, as many as chunk_table() was told of, at any multiple of the
-                itemsize.
+            tensors: addresses, as many as for chunk_table(), at any multiple of the itemsize.
             buffer: address of its element 0; apart from the tensors.
             chunks: address of the table on the GPU.
-            n_chunks: its length.
             scale: rounded to float32.
         """
         if len(tensors) > TENSORS_PER_LAUNCH:

@@ -13,7 +13,6 @@ from ringcomm.gpu.kernels.kernel import (
     Arguments,
     Kernel,
     address_table,
-    defines_of,
     number,
     require_counts,
 )
@@ -64,21 +63,17 @@ class ReduceKernel(Kernel):
         self.op.require(self.dtype)
         require_counts(self.n_sources, self.n_targets)
 
-    @property
-    def defines(self) -> tuple[str, ...]:
-        """Options of the compiler that select this kernel."""
+    def _values(self) -> dict[str, object]:
         operators = OPERATORS_OF_BOOL if self.dtype.name == "bool" else _OPERATORS
-        return defines_of(
-            KERNEL="REDUCE",
-            TYPE=TYPES[self.dtype.name],
-            OP=operators[self.op],
-            SOURCES=self.n_sources,
-            TARGETS=self.n_targets,
-        )
+        return {
+            "KERNEL": "REDUCE",
+            "TYPE": TYPES[self.dtype.name],
+            "OP": operators[self.op],
+            "SOURCES": self.n_sources,
+            "TARGETS": self.n_targets,
+        }
 
-    @property
-    def per_block(self) -> int:
-        """Elements that one block handles at a time."""
+    def _elements_per_block(self) -> int:
         positions = min(4, _IN_FLIGHT // min(_IN_FLIGHT, self.n_sources))
         return BLOCK * positions * 16 // self.dtype.itemsize
 
@@ -91,14 +86,12 @@ class ReduceKernel(Kernel):
         lo: int = 0,
         divisor: int = 1,
     ) -> Arguments:
-        """Return what to launch the kernel with, for elements [lo, hi).
+        """Return the arguments of a launch for elements [lo, hi).
 
         Args:
             sources: addresses of element 0 of each, in the order in which they are combined.
             targets: likewise. One may be a source; else they do not overlap.
-            hi: where to end.
-            lo: where to begin.
-            divisor: what the combination is divided by; 1 where op gives bits, and for bool.
+            divisor: of the combination; 1 where op gives bits, and for bool.
         """
         if divisor < 1 or (divisor != 1 and not self._gives_numbers):
             raise ValueError(f"{self.op} of {self.dtype} cannot be divided by {divisor}")

@@ -17,7 +17,6 @@ from ringcomm.gpu.kernels.kernel import (
     Arguments,
     Kernel,
     address_table,
-    defines_of,
     number,
     require_counts,
     require_dtype,
@@ -52,21 +51,17 @@ class UpdateKernel(Kernel):
         require_dtype(self.weight, COMPUTED)
         require_counts(self.n_sources, self.n_targets)
 
-    @property
-    def defines(self) -> tuple[str, ...]:
-        """Options of the compiler that select this kernel."""
-        return defines_of(
-            KERNEL="UPDATE",
-            TYPE=TYPES[self.gradient.name],
-            TARGET=TYPES[self.weight.name],
-            RULE=self.rule,
-            SOURCES=self.n_sources,
-            TARGETS=self.n_targets,
-        )
+    def _values(self) -> dict[str, object]:
+        return {
+            "KERNEL": "UPDATE",
+            "TYPE": TYPES[self.gradient.name],
+            "TARGET": TYPES[self.weight.name],
+            "RULE": self.rule,
+            "SOURCES": self.n_sources,
+            "TARGETS": self.n_targets,
+        }
 
-    @property
-    def per_block(self) -> int:
-        """Elements that one block handles at a time."""
+    def _elements_per_block(self) -> int:
         return BLOCK * 16 // min(self.gradient.itemsize, self.weight.itemsize)
 
     def pack_arguments(
@@ -80,7 +75,7 @@ class UpdateKernel(Kernel):
         lo: int = 0,
         scale: float = 1.0,
     ) -> Arguments:
-        """Return what to launch the kernel with, for elements [lo, hi).
+        """Return the arguments of a launch for elements [lo, hi).
 
         Args:
             gradients: addresses of element 0 of each, in the order in which they are summed.
@@ -89,8 +84,6 @@ class UpdateKernel(Kernel):
                 then the rule's states, none for "Sgd", the momentum buffer, or exp_avg and
                 exp_avg_sq. Apart from all others, but for float32 weights, which may be owned.
             numbers: of the rule, for this step.
-            hi: where to end.
-            lo: where to begin.
             scale: the sum of the gradients is multiplied by it, rounded to float32.
         """
         n_owned = 1 + ("Sgd", "Momentum", "Adam").index(self.rule)

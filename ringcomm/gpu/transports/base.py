@@ -1,9 +1,9 @@
-"""The protocol of a GPU transport, and the works that it carries out."""
+"""The protocol of a GPU transport, and the works that it carries out. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ringcomm.arrays.base import Span
@@ -11,7 +11,7 @@ from ringcomm.arrays.dtypes import DType
 from ringcomm.collectives.op import Op
 from ringcomm.gpu.kernels.kernel import Argument
 from ringcomm.gpu.kernels.update import Rule
-from ringcomm.transport.node.steps import To
+from ringcomm.transport.node import To
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,7 @@ class Reduce:
     Attributes:
         source: this rank's values.
         target: where its result goes; may be the source; None if it gets none.
-        op: the operator.
-        to: who gets the result.
-        root: the rank that does, for To.ROOT.
+        root: the rank that gets the result, for To.ROOT.
         parts: of each rank: its part of the elements, for To.OWNER.
         is_deterministic: values are to be combined in the order of ranks.
     """
@@ -44,7 +42,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Pull:
-    """Bytes [start, stop) of what rank `source` shows go to `dest`, to its target at `at`."""
+    """Bytes [start, stop) of rank `source`'s source go to `dest`, to its target at `at`."""
 
     source: int
     dest: int
@@ -58,8 +56,8 @@ class Move:
     """Bytes that go from rank to rank, as one of them sees it.
 
     Attributes:
-        source: what this rank shows; None: nothing.
-        target: where what it gets goes; None: it gets nothing.
+        source: this rank's bytes; None: it gives none.
+        target: where those that it gets go; None: it gets none.
         pulls: of all ranks, alike on all.
     """
 
@@ -70,15 +68,12 @@ class Move:
 
 @dataclass(frozen=True)
 class UpdatePiece:
-    """Elements of the weights that this rank updates with one set of numbers.
+    """Elements [start, stop) of the weights, which this rank updates with one set of numbers.
 
     Attributes:
-        start: first element, in gradients and weights alike.
-        stop: behind the last.
         owned: float32 arrays of as many elements, this rank's alone: master weights, then the
             rule's states.
-        rule: of the optimizer.
-        numbers: of the rule, for this step; see ringcomm.gpu.kernels.
+        numbers: of the rule, for this step; see kernels/update.py.
     """
 
     start: int
@@ -115,22 +110,21 @@ Work = Reduce | Move | Update
 
 @dataclass(frozen=True)
 class Job:
-    """What one operation puts on the stream: a work, and what this rank does around it.
+    """One operation's part of a stream: a work, and the copies of this rank around it.
 
     Attributes:
-        work: what the ranks do together.
         packed: arrays that are copied first, one behind the other, into `buffer`.
         unpacked: arrays that are copied last, likewise, out of it.
         buffer: of the work; None: nothing is packed.
     """
 
     work: Work
-    packed: Sequence[Span] = field(default=())
-    unpacked: Sequence[Span] = field(default=())
+    packed: Sequence[Span] = ()
+    unpacked: Sequence[Span] = ()
     buffer: Span | None = None
 
 
-class Mover(Protocol):
+class GpuTransport(Protocol):
     """Carries out works among the ranks of a team, on one stream of each.
 
     Attributes:
@@ -149,18 +143,14 @@ class Mover(Protocol):
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
         """Put this rank's part on the stream; all ranks do so in the same order of works.
 
-        Yields where all ranks must have come before any goes on.
-
-        Args:
-            work: what is to be done.
-            outlines: of all ranks; empty if outline() returns nothing.
+        Yields where all ranks must have come before any goes on. `outlines` are those of all ranks.
         """
 
     def meet(self) -> None:
-        """Let the stream wait until those of all ranks are here; see meets_on_stream."""
+        """Make the stream wait until those of all ranks are here; see meets_on_stream."""
 
     def release(self) -> None:
-        """Let nothing on the stream wait for another rank any more; any thread, again and again."""
+        """End all waits of the stream for other ranks; any thread, again and again."""
 
     @property
     def late(self) -> tuple[int, ...]:
@@ -170,8 +160,4 @@ class Mover(Protocol):
         """Return memory in which arrays can be fused; the stream may use it until the next call."""
 
     def close(self, *, is_clean: bool) -> None:
-        """Give everything back.
-
-        Args:
-            is_clean: nothing is under way on any rank.
-        """
+        """Free everything; `is_clean`: nothing is under way on any rank."""

@@ -15,11 +15,9 @@ TRANSPORTS: Final = ("nccl", "ipc", "staged")  # config.GPU_TRANSPORTS, which th
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank tells the others of its GPU.
+    """Facts of one rank's GPU, by which all ranks choose.
 
     Attributes:
-        uuid: of the GPU.
-        name: "NVIDIA H200".
         node: a number that tells its host from others.
         reaches: uuids of the GPUs of this host whose memory this one can reach, its own among them.
         can_export: its memory can be mapped by other processes.
@@ -50,13 +48,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """A transport, and why not the others.
-
-    Attributes:
-        transport: "nccl", "ipc" or "staged".
-        unfit: why the others cannot carry it, by name.
-        is_forced: the user wants it.
-    """
+    """A transport, and why not the others, by name; is_forced: the user wants it."""
 
     transport: str
     unfit: dict[str, str] = field(default_factory=dict)
@@ -84,12 +76,7 @@ class GpuChoice:
 
 
 def choose_transport(facts: Sequence[Facts], forced: str = "auto") -> GpuChoice:
-    """Return how these ranks exchange what is on their GPUs; the same on all of them.
-
-    Args:
-        facts: of each rank.
-        forced: RINGCOMM_GPU_TRANSPORT.
-    """
+    """Return the transport of these ranks; `forced` is RINGCOMM_GPU_TRANSPORT."""
     unfit = {
         name: why
         for name, why in (("nccl", _no_nccl(facts, forced)), ("ipc", _no_ipc(facts)))

@@ -8,7 +8,6 @@ NCCL moves the parts to and from them: as many bytes as its own ring.
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -16,10 +15,10 @@ from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
 from ringcomm.collectives.op import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.device.base import Device, KernelReduction, Memory
+from ringcomm.gpu.device.base import Device, KernelReduction
 from ringcomm.gpu.transports.base import Move, Reduce, Update, Work
 from ringcomm.gpu.transports.slices import even_parts
-from ringcomm.transport.node.steps import To
+from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
 # As nccl.h numbers them. Complex sums are sums of twice as many reals.
@@ -39,60 +38,17 @@ SHARES_FROM = 23000  # an experiment of NCCL's, which wants NCCL_NVLS_ENABLE=0 b
 OPERATORS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MAX: 2, MIN: 3}
 
 
-class Communicator(ABC):
-    """One rank's end of a communicator. All but abort() put something on a stream and return."""
+class Communicator(Protocol):
+    """One rank's end of a communicator."""
 
-    @abstractmethod
     def call(self, function: str, *arguments: int) -> None:
-        """Call a function of NCCL, without the communicator. Raises RingcommError: it refuses."""
+        """Call a function of NCCL, without the communicator among its arguments.
 
-    def all_reduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """Reduce for all ranks."""
-        self.call("ncclAllReduce", source, target, count, dtype, op, stream)
+        All but ncclCommAbort and ncclCommDestroy put something on a stream and return.
 
-    def reduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int
-    ) -> None:
-        """Reduce for root, on which alone target is looked at."""
-        self.call("ncclReduce", source, target, count, dtype, op, root, stream)
-
-    def reduce_scatter(
-        self, source: int, target: int, count: int, dtype: int, op: int, stream: int
-    ) -> None:
-        """Reduce, a part for each rank; count is that of the target."""
-        self.call("ncclReduceScatter", source, target, count, dtype, op, stream)
-
-    def broadcast(
-        self, source: int, target: int, count: int, dtype: int, root: int, stream: int
-    ) -> None:
-        """Copy root's source to all targets."""
-        self.call("ncclBroadcast", source, target, count, dtype, root, stream)
-
-    def send(self, source: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Send to one rank, which receives."""
-        self.call("ncclSend", source, count, dtype, peer, stream)
-
-    def receive(self, target: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        """Receive what one rank sends."""
-        self.call("ncclRecv", target, count, dtype, peer, stream)
-
-    def begin_group(self) -> None:
-        """Begin calls that are one."""
-        self.call("ncclGroupStart")
-
-    def end_group(self) -> None:
-        """Carry out the calls since begin_group()."""
-        self.call("ncclGroupEnd")
-
-    def abort(self) -> None:
-        """End what is under way, stuck kernels too; from any thread, once."""
-        self.call("ncclCommAbort")
-
-    def destroy(self) -> None:
-        """Free it; nothing is under way."""
-        self.call("ncclCommDestroy")
+        Raises:
+            RingcommError: NCCL refuses.
+        """
 
 
 class Provider(Protocol):
@@ -119,15 +75,8 @@ class Provider(Protocol):
         """
 
 
-class NcclMover:
-    """Mover over a communicator.
-
-    Args:
-        device: this rank's.
-        communicator: of the team.
-        rank: index of this rank in it.
-        size: number of ranks.
-    """
+class NcclTransport:
+    """GpuTransport over a communicator of the team."""
 
     name = "nccl"
     meets_on_stream = True
@@ -138,8 +87,8 @@ class NcclMover:
         self._comm = communicator
         self._rank = rank
         self._size = size
-        self._memory: dict[str, Memory] = {}
-        self._outgrown: list[Memory] = []
+        self._others = [r for r in range(size) if r != rank]
+        self._memory: dict[str, Span] = {}
         self._lock = threading.Lock()
         self._is_aborted = False
         self.stream = device.new_stream()
@@ -153,7 +102,7 @@ class NcclMover:
         """Do nothing: NCCL's kernels meet."""
 
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
-        """See Mover; nothing is left to wait for."""
+        """See GpuTransport; nothing is left to wait for."""
         del outlines
         if isinstance(work, Update):
             raise RingcommError("NCCL takes no step of an optimizer: ipc alone does")
@@ -173,10 +122,12 @@ class NcclMover:
             if self._is_aborted:
                 return
             self._is_aborted = True
-        threading.Thread(target=self._comm.abort, name="ringcomm-nccl-abort", daemon=True).start()
+        threading.Thread(
+            target=self._comm.call, args=("ncclCommAbort",), name="ringcomm-nccl-abort", daemon=True
+        ).start()
 
     def scratch(self, nbytes: int) -> Span:
-        """Return memory that grows as it is needed."""
+        """Return memory; see GpuTransport."""
         return self._take("fused", nbytes)
 
     def close(self, *, is_clean: bool) -> None:
@@ -184,7 +135,10 @@ class NcclMover:
         if not is_clean:
             self.release()
         elif not self._is_aborted:
-            self._comm.destroy()
+            with self._device.active():
+                self._comm.call("ncclCommDestroy")
+            self._device.free_stream(self.stream)
+            self._memory.clear()
 
     # --- reductions that are NCCL's own -----------------------------------------------------------
     def _reduce(self, work: Reduce) -> None:
@@ -192,12 +146,12 @@ class NcclMover:
         op, source = OPERATORS[work.op], work.source.address
         target = 0 if work.target is None else work.target.address
         if work.to is To.ALL:
-            self._comm.all_reduce(source, target, count, dtype, op, self.stream)
+            self._comm.call("ncclAllReduce", source, target, count, dtype, op, self.stream)
         elif work.to is To.ROOT:
-            self._comm.reduce(source, target, count, dtype, op, work.root, self.stream)
+            self._comm.call("ncclReduce", source, target, count, dtype, op, work.root, self.stream)
         else:
             each = count // self._size
-            self._comm.reduce_scatter(source, target, each, dtype, op, self.stream)
+            self._comm.call("ncclReduceScatter", source, target, each, dtype, op, self.stream)
         if work.op is AVERAGE and work.target is not None:
             self._divide(work.target)
 
@@ -208,7 +162,7 @@ class NcclMover:
 
     # --- reductions by the owners of the elements -------------------------------------------------
     def _combine(self, work: Reduce) -> None:
-        """Let every rank's elements come to their owners, who combine and pass them on."""
+        """Send elements to their owners, who combine and pass them on."""
         item = work.dtype.itemsize
         parts = work.parts or even_parts(work.source.count, self._size, item)
         own = parts[self._rank]
@@ -233,16 +187,10 @@ class NcclMover:
         own = work.source[parts[self._rank]]
         room = -(-own.nbytes // 256) * 256
         received = self._take("pieces", max(1, room * self._size)).address
-        self._comm.begin_group()
-        for r in range(self._size):
-            if r == self._rank:
-                continue
-            theirs = work.source[parts[r]]
-            if theirs.count:
-                self._comm.send(theirs.address, theirs.nbytes, 1, r, self.stream)
-            if own.count:
-                self._comm.receive(received + r * room, own.nbytes, 1, r, self.stream)
-        self._comm.end_group()
+        self._exchange(
+            [(work.source[parts[r]], r) for r in self._others],
+            [(Span(received + r * room, own.nbytes, _BYTE), r) for r in self._others],
+        )
         return tuple(
             own.address if r == self._rank else received + r * room for r in range(self._size)
         )
@@ -259,17 +207,11 @@ class NcclMover:
     def _spread(self, work: Reduce, parts: Sequence[slice], result: Span) -> None:
         """Bring the owners' results to all, or to the root."""
         ranks = range(self._size) if work.to is To.ALL else (work.root,)
-        self._comm.begin_group()
-        for r in ranks:
-            if r != self._rank and result.nbytes:
-                self._comm.send(result.address, result.nbytes, 1, r, self.stream)
+        receives: list[tuple[Span, int]] = []
         if self._rank in ranks:
             assert work.target is not None
-            for r in range(self._size):
-                theirs = work.target[parts[r]]
-                if r != self._rank and theirs.count:
-                    self._comm.receive(theirs.address, theirs.nbytes, 1, r, self.stream)
-        self._comm.end_group()
+            receives = [(work.target[parts[r]], r) for r in self._others]
+        self._exchange([(result, r) for r in ranks if r != self._rank], receives)
 
     # --- moves ------------------------------------------------------------------------------------
     def _move(self, work: Move) -> None:
@@ -277,44 +219,49 @@ class NcclMover:
         if root is not None:
             self._broadcast(work, root)
             return
-        pulls = [pull for pull in work.pulls if pull.stop > pull.start]
-        for pull in pulls:
-            if pull.source == pull.dest == self._rank:
-                assert work.source is not None
-                assert work.target is not None
-                at, start = work.target.address + pull.at, work.source.address + pull.start
-                self._device.copy(self.stream, at, start, pull.stop - pull.start)
-        self._comm.begin_group()
-        for pull in pulls:
-            if pull.source == pull.dest:
-                continue
+        sends, receives = [], []
+        for pull in work.pulls:
+            source = target = None
             nbytes = pull.stop - pull.start
             if pull.source == self._rank:
                 assert work.source is not None
-                at = work.source.address + pull.start
-                self._comm.send(at, nbytes, 1, pull.dest, self.stream)
-            elif pull.dest == self._rank:
+                source = Span(work.source.address + pull.start, nbytes, _BYTE)
+            if pull.dest == self._rank:
                 assert work.target is not None
-                at = work.target.address + pull.at
-                self._comm.receive(at, nbytes, 1, pull.source, self.stream)
-        self._comm.end_group()
+                target = Span(work.target.address + pull.at, nbytes, _BYTE)
+            if source and target and nbytes:
+                self._device.copy(self.stream, target.address, source.address, nbytes)
+            elif source:
+                sends.append((source, pull.dest))
+            elif target:
+                receives.append((target, pull.source))
+        self._exchange(sends, receives)
+
+    def _exchange(
+        self, sends: Sequence[tuple[Span, int]], receives: Sequence[tuple[Span, int]]
+    ) -> None:
+        """Send bytes to ranks, and receive from ranks, all at once."""
+        self._comm.call("ncclGroupStart")
+        for function, each in (("ncclSend", sends), ("ncclRecv", receives)):
+            for span, peer in each:
+                if span.nbytes:
+                    self._comm.call(function, span.address, span.nbytes, 1, peer, self.stream)
+        self._comm.call("ncclGroupEnd")
 
     def _broadcast(self, work: Move, root: int) -> None:
         span = work.source if self._rank == root else work.target
         assert span is not None
         if span.nbytes:
             at = span.address
-            self._comm.broadcast(at, at, span.nbytes, 1, root, self.stream)
+            self._comm.call("ncclBroadcast", at, at, span.nbytes, 1, root, self.stream)
 
     def _take(self, what: str, nbytes: int) -> Span:
-        """Return memory for one purpose; what the stream still uses of smaller one is kept."""
+        """Return memory for one purpose, which grows as it is needed."""
         memory = self._memory.get(what)
         if memory is None or memory.nbytes < nbytes:
-            if memory is not None:
-                self._outgrown.append(memory)
-            grown = 2 * memory.nbytes if memory is not None else 1 << 20
-            memory = self._memory[what] = self._device.allocate(max(nbytes, grown))
-        return Span(memory.address, nbytes, _BYTE, memory)
+            grown = 0 if memory is None else 2 * memory.nbytes
+            memory = self._memory[what] = self._device.regions.take(max(nbytes, grown))
+        return memory[:nbytes]
 
 
 def is_native(work: Reduce) -> bool:

@@ -42,7 +42,7 @@ class CupyProvider:
         )
 
 
-class CupyCommunicator(Communicator):
+class CupyCommunicator:
     """Communicator over a cupy.cuda.nccl.NcclCommunicator."""
 
     def __init__(self, comm: Any) -> None:

@@ -66,7 +66,7 @@ class Nccl4pyProvider:
             ) from error
 
 
-class Nccl4pyCommunicator(Communicator):
+class Nccl4pyCommunicator:
     """Communicator over one of nccl.bindings.
 
     Args:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from ringcomm._core import NodeStep, start_copy, start_reduce
 from ringcomm.arrays.base import Bytes
-from ringcomm.transport.node.shm import NodeTeam
+from ringcomm.transport.node import To
+
+if TYPE_CHECKING:
+    from ringcomm.transport.node.shm import NodeTeam
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,6 @@ class Meeting:
     team: NodeTeam
     slot: int
     fingerprint: int
-
-
-class To(IntEnum):
-    """The ranks that get the result of a reduction; Target of csrc/shm/reduce_step.hpp."""
-
-    ALL = 0
-    OWNER = 1  # each rank its part
-    ROOT = 2
 
 
 @dataclass(frozen=True, slots=True)

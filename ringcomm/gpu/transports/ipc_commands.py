@@ -1,0 +1,259 @@
+"""The commands of one rank's stream for a work over IPC, phase by phase. Pure.
+
+Every rank owns a part of the elements. It reads that part from the memory of all ranks, combines it
+in the order of ranks and writes the result where all want it: 2 * size * nbytes of memory traffic
+in all, which is the least that anyone can do. Memory of device/regions.py is used where it stands;
+other arrays go through staging memory, but for the part that the rank itself owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ringcomm.arrays.base import Span
+from ringcomm.collectives.op import AVERAGE, SUM
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.device.base import KernelReduction, KernelUpdate
+from ringcomm.gpu.device.memory import NOWHERE, Address
+from ringcomm.gpu.transports.base import Move, Pull, Reduce, Update, Work
+from ringcomm.gpu.transports.slices import Slice, even_parts, passes
+from ringcomm.transport.node import To
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes that the stream copies."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+Command = Copy | KernelReduction | KernelUpdate
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Where a rank's part in a work is.
+
+    Attributes:
+        source: where the others read.
+        target: where they write.
+        staging: where they do either if they cannot there; NOWHERE: they can.
+        shown: bytes that the others may read in the staging memory, in a Move.
+    """
+
+    source: Address = NOWHERE
+    target: Address = NOWHERE
+    staging: Address = NOWHERE
+    shown: int = 0
+
+    def pack(self) -> bytes:
+        """Return the wire form, as many bytes for each."""
+        parts = (self.source.pack(), self.target.pack(), self.staging.pack())
+        return self.shown.to_bytes(8, "little") + b"".join(parts)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Outline:
+        """Read it."""
+        n = Address.NBYTES
+        source, target, staging = (Address.unpack(packed[8 + k * n :][:n]) for k in range(3))
+        return cls(source, target, staging, int.from_bytes(packed[:8], "little"))
+
+
+@dataclass(frozen=True)
+class View:
+    """A team's memory as one of its ranks sees it.
+
+    Attributes:
+        rank: this one.
+        outlines: of all ranks, for the work.
+        capacity: bytes of the staging memory of each.
+        staging: returns where this rank's begins.
+        find: returns where memory of another rank stands in this process.
+    """
+
+    rank: int
+    outlines: Sequence[Outline]
+    capacity: int
+    staging: Callable[[], int]
+    find: Callable[[int, Address], int]
+
+    @property
+    def mine(self) -> Outline:
+        """This rank's outline."""
+        return self.outlines[self.rank]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.outlines)
+
+
+def others_of(each: Sequence[_T], rank: int) -> list[_T]:
+    """Return what is of other ranks, each rank with another one first."""
+    return [each[(rank + shift) % len(each)] for shift in range(1, len(each))]
+
+
+def is_written_by_others(work: Reduce) -> bool:
+    """Return True if other ranks write parts of this one's result."""
+    return work.to is To.ALL or (work.to is To.ROOT and work.target is not None)
+
+
+def phases(work: Work, view: View) -> Iterator[list[Command]]:
+    """Yield what the stream does in each phase; between two of them all ranks meet.
+
+    Raises:
+        RingcommError: other ranks cannot reach what is to be updated; before the first phase.
+    """
+    if isinstance(work, Reduce):
+        return _reduce(work, view)
+    return _update(work, view) if isinstance(work, Update) else _move(work, view)
+
+
+# --- reductions -----------------------------------------------------------------------------------
+def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
+    item = work.dtype.itemsize
+    parts = work.parts or even_parts(work.source.count, view.size, item)
+    is_staged = any(outline.staging.region for outline in view.outlines)
+    ready: list[Command] = []
+    for slices in passes(parts, item, view.capacity if is_staged else None):
+        theirs = others_of(slices, view.rank)
+        yield ready + _stage(work, view, theirs)
+        yield _combine(work, view, slices[view.rank])
+        ready = _unstage(work, view, theirs)
+    yield ready
+
+
+def _stage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
+    """Copy what others are to read, if they cannot read it where it stands."""
+    if view.mine.source.region:
+        return []
+    pieces = [(piece, work.source[piece.start : piece.stop]) for piece in slices]
+    return [Copy(view.staging() + p.staged_at, span.address, span.nbytes) for p, span in pieces]
+
+
+def _unstage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
+    """Copy what others have written, if they could not write it where it belongs."""
+    if view.mine.target.region or work.target is None or not is_written_by_others(work):
+        return []
+    pieces = [(piece, work.target[piece.start : piece.stop]) for piece in slices]
+    return [Copy(span.address, view.staging() + p.staged_at, span.nbytes) for p, span in pieces]
+
+
+def _combine(work: Reduce, view: View, piece: Slice) -> list[Command]:
+    """Combine this rank's elements of a pass."""
+    if piece.count == 0:
+        return []
+    reduction = KernelReduction(
+        sources=_places(
+            view, range(view.size), [o.source for o in view.outlines], work.source, piece
+        ),
+        targets=_targets(work, view, piece),
+        count=piece.count,
+        dtype=work.dtype,
+        op=SUM if work.op is AVERAGE else work.op,
+        divisor=work.op.divisor(view.size),
+    )
+    return [reduction]
+
+
+def _targets(work: Reduce, view: View, piece: Slice) -> tuple[int, ...]:
+    if work.to is To.OWNER:
+        assert work.target is not None
+        return (work.target[piece.start - work.parts[view.rank].start :].address,)
+    own = work.target or work.source  # of one dtype; on a rank without target its own is not asked
+    ranks = range(view.size) if work.to is To.ALL else (work.root,)
+    return _places(view, ranks, [o.target for o in view.outlines], own, piece)
+
+
+def _places(
+    view: View, ranks: Iterable[int], addresses: Sequence[Address], own: Span, piece: Slice
+) -> tuple[int, ...]:
+    """Return where this rank finds elements of others: as they stand, or staged."""
+    offset, places = piece.start * own.dtype.itemsize, []
+    for r in ranks:
+        if r == view.rank:
+            places.append(own.address + offset)
+        elif addresses[r].region:
+            places.append(view.find(r, addresses[r]) + offset)
+        else:
+            places.append(view.find(r, view.outlines[r].staging) + piece.staged_at)
+    return tuple(places)
+
+
+# --- steps of an optimizer ------------------------------------------------------------------------
+def _update(work: Update, view: View) -> Iterator[list[Command]]:
+    sources = [work.source.address]
+    if not work.is_reduced:
+        sources = _wholes(view, work.source, [outline.source for outline in view.outlines])
+    targets = _wholes(view, work.target, [outline.target for outline in view.outlines])
+    yield []
+    yield [
+        KernelUpdate(
+            sources=tuple(at + piece.start * work.source.dtype.itemsize for at in sources),
+            targets=tuple(at + piece.start * work.target.dtype.itemsize for at in targets),
+            owned=tuple(span.address for span in piece.owned),
+            count=piece.stop - piece.start,
+            gradient=work.source.dtype,
+            weight=work.target.dtype,
+            rule=piece.rule,
+            numbers=piece.numbers,
+            scale=work.scale,
+        )
+        for piece in work.pieces
+        if piece.start < piece.stop
+    ]
+    yield []
+
+
+def _wholes(view: View, own: Span, addresses: Sequence[Address]) -> list[int]:
+    """Return where this rank finds an array of each rank, which the others can reach."""
+    if own.count and not all(address.region for address in addresses):
+        raise RingcommError("an update needs gradients and weights of rc.zeros(device='cuda')")
+    return [
+        own.address if r == view.rank or not own.count else view.find(r, address)
+        for r, address in enumerate(addresses)
+    ]
+
+
+# --- moves ----------------------------------------------------------------------------------------
+def _move(work: Move, view: View) -> Iterator[list[Command]]:
+    longest = max(outline.shown for outline in view.outlines)
+    for start in range(0, max(1, longest), view.capacity):
+        yield _show(work, view, start)
+        mine = [p for p in work.pulls if p.dest == view.rank and p.start < p.stop]
+        yield [copy for pull in mine for copy in _pull(pull, work, view, start)]
+    yield []
+
+
+def _show(work: Move, view: View, start: int) -> list[Command]:
+    """Copy what others pull of this window, if they cannot where it stands."""
+    is_wanted = any(p.source == view.rank != p.dest for p in work.pulls)
+    if work.source is None or not view.mine.shown or not is_wanted:
+        return []
+    nbytes = min(view.capacity, work.source.nbytes - start)
+    return [Copy(view.staging(), work.source.address + start, nbytes)] if nbytes > 0 else []
+
+
+def _pull(pull: Pull, work: Move, view: View, window: int) -> list[Command]:
+    assert work.target is not None
+    at, outline = work.target.address + pull.at, view.outlines[pull.source]
+    if pull.source == view.rank or not outline.staging.region:
+        if window:
+            return []  # it was pulled as a whole
+        if pull.source == view.rank:
+            assert work.source is not None
+            whole = work.source.address
+        else:
+            whole = view.find(pull.source, outline.source)
+        return [Copy(at, whole + pull.start, pull.stop - pull.start)]
+    start, stop = max(pull.start, window), min(pull.stop, window + view.capacity)
+    if start >= stop:
+        return []
+    staged = view.find(pull.source, outline.staging) + start - window
+    return [Copy(at + start - pull.start, staged, stop - start)]
