@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness import at_length, outcomes, run_ranks
 from loopback import LoopbackHub, LoopbackTransport
+from samples import total, whole_numbers
 
 import ringcomm as rc
 from ringcomm.config import Settings
@@ -17,7 +18,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.lifecycle import leave
 from ringcomm.engine.peers import groups
 from ringcomm.transport.mpi_library import agreed_tags
-from ringcomm.transport.tags import TagLayout
+from ringcomm.transport.tags import DATA, TagLayout
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -282,6 +283,32 @@ def test_a_context_is_used_again_and_nothing_of_its_last_group_is_left(monkeypat
     results = run_ranks(3, body)
     assert [n_wrong for n_wrong, _ in results] == [0, 0, 0]
     assert max(next_id for _, next_id in results) > n_groups * 0.9
+
+
+def test_a_context_is_not_used_again_while_one_member_knows_of_a_message_in_it():
+    """As of a view that is over: nobody receives what was sent in it."""
+
+    def body(rank):
+        old = rc.Group([0, 1])
+        context, tags = old.ledger.context, engine().transport.tags
+        for stream in (*range(8), *range(tags.n_streams // 2, tags.n_streams // 2 + 8)):
+            if rank == 0:
+                late = np.full(257 * 8, 99, np.uint8)
+                engine().transport.isend(late, 1, tags.tag(context, stream, DATA))
+                old.ledger.is_spoiled = True
+        del old
+        wrong = 0
+        for turn in range(6):
+            group = rc.Group([turn % 2, 1 - turn % 2])
+            assert group.ledger.context != context
+            for name in (None, "w", "w"):
+                mine = whole_numbers(rank, 257, turn=turn)
+                got = rc.allreduce(mine, group=group, name=name)
+                wrong += not np.array_equal(got, total(2, 257, turn=turn))
+            del group
+        return wrong
+
+    assert run_ranks(2, body) == [0, 0]
 
 
 def test_a_context_is_not_used_again_after_a_mismatch_that_left_messages():

@@ -203,7 +203,7 @@ def start_timeline(prefix: str | os.PathLike[str]) -> None:
     this = engine()
     if not isinstance(prefix, str | os.PathLike):
         raise TypeError(f"start_timeline: prefix must be a path, not {prefix!r}")
-    this.pending.record(Timeline(prefix, this.rank))
+    this.pending.record(Timeline(prefix, this.job_rank))
 
 
 def stop_timeline() -> None:

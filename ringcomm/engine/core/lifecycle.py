@@ -91,7 +91,7 @@ def see_others_leave(engine: Engine) -> None:
         )
     if not peers.are_all_gone:
         raise CommTimeoutError(
-            f"init: rank {engine.rank} has waited {limit_s:g} s for ranks that have not called "
+            f"init: rank {engine.job_rank} has waited {limit_s:g} s for ranks that have not called "
             f"shutdown(): {ranks_text(peers.still_here)}. After an error all ranks "
             "call shutdown() before they can init() again. End this job if they cannot",
             missing=peers.still_here,
