@@ -12,8 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
@@ -52,16 +51,12 @@ _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py
 _grave: list[object] = []
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank lives; gathered from all ranks at start."""
-
-    host: str
-    pid: int
-    node: int  # the lowest rank of those that it shares memory with
-    machine: int  # the lowest rank of its host, as MPI sees it
-    local_rank: int  # on that host
-    local_size: int
+# Where a rank lives. node: the lowest rank of those that it shares memory with. machine: the lowest
+# of its host, as MPI sees it, on which local_rank and local_size count.
+PLACE: Final = np.dtype(
+    [("host", "S64"), ("pid", "i8")]
+    + [(name, "i4") for name in ("node", "machine", "local_rank", "local_size")]
+)
 
 
 class _MpiRequest:
@@ -114,7 +109,7 @@ class MpiTransport:
         is_native: recorded algorithms run without Python.
 
     Attributes:
-        places: where each rank lives.
+        places: where each rank lives, see PLACE.
         nodes: of each rank: the lowest rank of its node.
         node: the memory that this rank shares with its node, if it does.
         implementation: name and version of the MPI library.
@@ -190,9 +185,10 @@ class MpiTransport:
         for text in separate:
             _log.warning("host %s: %s", host, text)
         machine = self.ranks_of(candidates)[0]
-        mine = Place(host, pid, node[0], machine, candidates.rank, candidates.size)
-        self.places: list[Place] = self._data.allgather(mine)
-        self.nodes = tuple(place.node for place in self.places)
+        mine = (host.encode(), pid, node[0], machine, candidates.rank, candidates.size)
+        self.places = np.empty(self.size, PLACE)
+        self._data.Allgather(np.array([mine], PLACE).view(np.uint8), self.places.view(np.uint8))
+        self.nodes = tuple(self.places["node"].tolist())
         self.node = self._share_memory(candidates, node, memory)
         candidates.Free()
         is_crowded = len(node) > len(os.sched_getaffinity(0))
@@ -220,15 +216,10 @@ class MpiTransport:
             _log.warning(
                 "host %s: its ranks share no memory (%s): messages are used instead, which are "
                 "several times slower",
-                self.place.host,
+                socket.gethostname(),
                 problem,
             )
         return None
-
-    @property
-    def place(self) -> Place:
-        """Where this rank lives."""
-        return self.places[self.rank]
 
     def wards(self) -> list[Ward]:
         """Return what a guardian must know of the ranks of this node."""
@@ -312,7 +303,7 @@ class MpiTransport:
     def label(self, rank: int) -> str:
         """Return "rank 3 (host a, pid 4711)"."""
         place = self.places[rank]
-        return f"rank {rank} (host {place.host}, pid {place.pid})"
+        return f"rank {rank} (host {place['host'].decode()}, pid {place['pid']})"
 
     def close(self, *, is_clean: bool) -> None:
         """Free the communicators if all ranks do; after a failure MPI keeps them."""

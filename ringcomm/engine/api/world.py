@@ -6,10 +6,11 @@ import atexit
 import gc
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringcomm import _core, config, launched
 from ringcomm._version import __version__
@@ -25,8 +26,10 @@ from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page import State
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ringcomm.status.guardian import Guardian
-    from ringcomm.transport.mpi import MpiTransport, Place
+    from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.mpi_library import MPI, Started
 
 _log = logging.getLogger("ringcomm")
@@ -257,18 +260,18 @@ def _refuse_child() -> None:
     )
 
 
-def _topology(places: list[Place], rank: int) -> Topology:
+def _topology(places: NDArray[Any], rank: int) -> Topology:
     me = places[rank]
-    peers = sorted({p.machine for p in places if p.local_rank == me.local_rank})
-    return Topology(me.local_rank, me.local_size, peers.index(me.machine), len(peers))
+    peers = sorted(set(places["machine"][places["local_rank"] == me["local_rank"]].tolist()))
+    cross_rank = peers.index(me["machine"])
+    return Topology(int(me["local_rank"]), int(me["local_size"]), cross_rank, len(peers))
 
 
 def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guardian | None:
     """Start the guardian on the first rank of a node. A job of one needs none."""
     from ringcomm.status.guardian import Guardian
 
-    place = transport.place
-    if place.node != transport.rank or transport.size == 1:
+    if transport.nodes[transport.rank] != transport.rank or transport.size == 1:
         return None
     try:
         return Guardian(
@@ -281,7 +284,7 @@ def _start_guardian(transport: MpiTransport, settings: config.Settings) -> Guard
         _log.warning(
             "host %s has no guardian: a rank that is killed there is not named, and only MPI "
             "ends the others. %s",
-            place.host,
+            socket.gethostname(),
             error,
         )
         return None
