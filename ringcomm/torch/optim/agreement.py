@@ -7,7 +7,6 @@ from typing import Any
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
-from ringcomm.torch.backward.cooperative_finish import CollectiveTask
 from ringcomm.torch.optim.first_weights import FirstWeights, Named
 
 
@@ -15,13 +14,9 @@ class Agreement:
     """The comparison of parameters and weights in the first backward(); anew after forget()."""
 
     def __init__(self, *, is_wanted: bool, known: Named) -> None:
-        self._weights = FirstWeights(is_wanted=is_wanted, known=known)
+        self.weights = FirstWeights(is_wanted=is_wanted, known=known)
         self._check: ConsistencyCheck | None = None
         self._is_reached = False
-
-    def expect_more(self) -> None:
-        """Compare weights again: there are new parameters."""
-        self._weights.expect_more()
 
     def forget(self) -> None:
         """Compare what is wrapped again."""
@@ -34,7 +29,7 @@ class Agreement:
 
     def begin(self, mine: OptimizerSummary, named: Named, name: str, group: Group) -> None:
         """Start to compare; waits for nobody. Collective."""
-        self._check = ConsistencyCheck(mine, name, group, self._weights.digest(named))
+        self._check = ConsistencyCheck(mine, name, group, self.weights.digest(named))
 
     @property
     def handle(self) -> Handle[Any]:
@@ -51,10 +46,6 @@ class Agreement:
                 return False
             self._check = None  # for the case that they have not
             check.require_alike()
-            self._weights.note(check.combined_weights())
+            self.weights.note(check.combined_weights())
             self._check, self._is_reached = check, True
         return True
-
-    def make_weights_alike(self, named: Named, group: Group, suffix: str) -> CollectiveTask[None]:
-        """Give all ranks the first one's weights if theirs differ; see FirstWeights.make_alike."""
-        yield from self._weights.make_alike(named, group, suffix)

@@ -15,7 +15,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.errors import NotInitializedError
 from ringcomm.torch.optim.options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.optim.wrapping import derive, underlying
+from ringcomm.torch.optim.wrapping import derive, name_last_group, underlying
 
 T = TypeVar("T", bound=Optimizer)
 OURS = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
@@ -148,9 +148,7 @@ class AveragingOptimizer(Optimizer):
         super().add_param_group(param_group)
         reducer = self.__dict__.get("_reducer")
         if reducer is not None:
-            g = len(self.param_groups) - 1
-            added = self.param_groups[g]["params"]
-            reducer.extend([(f"group{g}.{i}", p) for i, p in enumerate(added)])
+            reducer.extend(name_last_group(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reducer = self._reducer

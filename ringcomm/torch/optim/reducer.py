@@ -79,7 +79,7 @@ class GradientReducer:
     def extend(self, named_parameters: Named) -> None:
         """Reduce the gradients of these, too; the same on every rank, between two steps."""
         self._usability.require(self._passes)
-        self._agreement.expect_more()
+        self._agreement.weights.expect_more()
         n = len(self.slots)
         self.slots += [GradientSlot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
         self._replan()
@@ -119,7 +119,7 @@ class GradientReducer:
     def go_on_from(self, step: int) -> None:
         """Count steps from this one on, after join(), and agree on all else anew; on every rank."""
         self.step = step
-        self._agreement.expect_more()
+        self._agreement.weights.expect_more()
         self.plan.forget_sparse()
         self._replan()
 
@@ -216,7 +216,7 @@ class GradientReducer:
             self._agreement.is_reached()
             presence = yield from _exchange(self).run()
             group, suffix = self.options.group, self.suffix
-            yield from self._agreement.make_weights_alike(_named(self), group, suffix)
+            yield from self._agreement.weights.make_alike(_named(self), group, suffix)
             self._is_synchronized = self._are_samples_used = True
             yield from self.plan.learn(presence, self.options)
         except BaseException as error:

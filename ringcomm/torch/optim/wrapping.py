@@ -49,6 +49,12 @@ def settings_of(optimizer: Optimizer) -> list[Settings]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
+def name_last_group(optimizer: Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of the param_group that was added last, with names for them."""
+    g = len(optimizer.param_groups) - 1
+    return [(f"group{g}.{i}", p) for i, p in enumerate(optimizer.param_groups[g]["params"])]
+
+
 def named_in_order(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:

@@ -33,9 +33,6 @@ class _Rows(nn.Module):
 
     Attributes:
         table: the hash table of the rows.
-        num_embeddings: ids are less; None: any id >= 0 may come.
-        embedding_dim: columns of a row.
-        padding_idx: the id that reads as zeros and learns nothing; None: there is none.
         samples: weight of this worker's gradients in the mean of a round; None: what set_samples()
             of the optimizer has said for the step, or 1.
         pushed: what became of the last gradients; None before the first. They leave in the backward

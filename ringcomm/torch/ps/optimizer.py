@@ -19,7 +19,7 @@ from ringcomm.ps.compression import codec_of
 from ringcomm.ps.job import is_chief, session, size
 from ringcomm.ps.rounds import Mode, mode_of
 from ringcomm.torch.compression import Compression
-from ringcomm.torch.optim.wrapping import derive, named_in_order, plain_step
+from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
 from ringcomm.torch.ps.feeder import Feeder
 from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
@@ -326,11 +326,8 @@ class _Served(Optimizer):
         super().add_param_group(param_group)
         feeder = self.__dict__.get("_feeder")
         if feeder is not None:
-            g = len(self.param_groups) - 1
             feeder.pusher.groups = self.param_groups
-            feeder.extend(
-                [(f"group{g}.{i}", p) for i, p in enumerate(self.param_groups[g]["params"])]
-            )
+            feeder.extend(name_last_group(self))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a plain optimizer would: its state is gathered from the servers."""

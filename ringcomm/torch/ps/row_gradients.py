@@ -10,22 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ringcomm.ps.future import Future, Pushed
+from ringcomm.ps.hashtable import HashTable
 from ringcomm.ps.job import Session, session
+from ringcomm.ps.rounds import Mode
 from ringcomm.torch.backward.registry import weight_of_step
 
-if TYPE_CHECKING:
-    from ringcomm.ps.future import Future, Pushed
-    from ringcomm.ps.hashtable import HashTable
-    from ringcomm.ps.rounds import Mode
-
 Array = NDArray[Any]
-Note = Callable[["Future[Pushed]"], object]
+Note = Callable[[Future[Pushed]], object]
 
 
 class Deferring(Protocol):
