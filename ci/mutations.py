@@ -563,7 +563,7 @@ OPTIMIZER = [
         "optimizer",
         "torch/optim/reducer.py",
         """\
-        self._agreement.expect_more()
+        self._agreement.weights.expect_more()
         n = len(self.slots)""",
         """\
         n = len(self.slots)""",
