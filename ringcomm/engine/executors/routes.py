@@ -22,9 +22,9 @@ Each route, when it is taken, and what carries it out:
     Python coroutine       other messages
                            transport.channel::Channel.isend
     nccl                   arrays on GPUs, where all ranks have NCCL
-                           gpu.transports.nccl::NcclMover.phases
+                           gpu.transports.nccl::NcclTransport.phases
     ipc                    arrays on GPUs of one node
-                           gpu.transports.ipc::IpcMover.phases
+                           gpu.transports.ipc::IpcTransport.phases
     staged                 other arrays on GPUs: through host memory
                            gpu.executor.staged::through_host
 
