@@ -151,7 +151,7 @@ def test_a_tensor_whose_memory_is_freed_is_refused_also_the_short_way(monkeypatc
         x = torch.full((100,), float(rank))[40:]
         for _ in range(3):
             rc.allreduce_(x)
-        assert engine().groups.default.quick is not None
+        assert engine().groups.default.short_calls is not None
         for nbytes in (x.nbytes, 0):  # x begins 160 bytes behind the beginning of its memory
             x.untyped_storage().resize_(nbytes)
             with pytest.raises(TypeError, match=r"Tensor \(60,\) without memory: .*resize it back"):

@@ -177,7 +177,7 @@ def test_groups_over_two_nodes_use_messages():
 def test_a_mismatch_touches_nothing_and_the_engine_works_on(name, is_async):
     def body(rank):
         x = rc.zeros(20_000, np.float32)
-        for _ in range(3):  # the quick way, and a name that was agreed on
+        for _ in range(3):  # the short way, and a name that was agreed on
             rc.allreduce_(x, name=name)
         x[:] = rank + 1
         wrong = x if rank == 0 else x[:10_000]
@@ -208,7 +208,7 @@ def test_a_late_rank_is_waited_for():
         x = np.full(50_000, 1, np.float32)
         rc.allreduce_(x)
         if rank == 1:
-            time.sleep(0.05)  # late on purpose: more than the moment that the quick way waits
+            time.sleep(0.05)  # late on purpose: more than the moment that the short way waits
         rc.allreduce_(x)
         assert (x == 4).all()
 

@@ -41,7 +41,7 @@ class Group:
         team: where they meet, if they share a node's memory.
         neighbours: where those meet that are on this rank's node.
         ledger: numbers the operations of a group that this process is in; see ledger_for().
-        quick: the short way of its blocking allreduces, once one has come.
+        short_calls: the short way of its blocking allreduces, once one has come.
 
     Raises:
         ValueError: a rank that does not exist, or the same one twice, or none.
@@ -54,7 +54,7 @@ class Group:
     team: NodeTeam | None = None
     neighbours: NodeTeam | None = None
     ledger: Ledger
-    quick: ShortAllreduce | None = None
+    short_calls: ShortAllreduce | None = None
 
     def __init__(self, ranks: Iterable[int]) -> None:
         current = engine()

@@ -102,7 +102,7 @@ def close(engine: Engine, *, is_clean: bool) -> None:
     """Free what MPI and the wire hold; `is_clean`: all ranks do, and no message is under way."""
     engine.extensions.close(is_clean=is_clean)
     engine.transport.close(is_clean=is_clean)
-    engine.groups.default.quick = None
+    engine.groups.default.short_calls = None
     engine.watch.listeners.clear()  # no cycle may keep the page's descriptor
     engine.watch.before_poll = None
     engine.progress.close()

@@ -27,7 +27,7 @@ from ringcomm.transport.node.shm import NodeTeam
 _MAX_KNOWN = 4096
 
 
-class Quick:
+class ShortCalls:
     """Allreduces of one group, one at a time per thread, in place and without a name.
 
     Args:
@@ -108,11 +108,11 @@ class Quick:
         )
 
 
-def short_call_of(group: Group) -> ShortAllreduce | None:
+def short_calls_of(group: Group) -> ShortAllreduce | None:
     """Return the short way of a group's allreduces, if its ranks share memory."""
-    if group.quick is None and group.team is not None:
-        group.quick = Quick(engine(), group, group.team)
-    return group.quick
+    if group.short_calls is None and group.team is not None:
+        group.short_calls = ShortCalls(engine(), group, group.team)
+    return group.short_calls
 
 
 def _address(x: Any) -> int | None:

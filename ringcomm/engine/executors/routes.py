@@ -4,7 +4,7 @@ How an operation begins, how its ranks agree and how the data moves are chosen o
 Each route, when it is taken, and what carries it out:
 
     short call             blocking allreduce_() without a name, known in its node; see below
-                           engine.executors.node::Quick.allreduce_
+                           engine.executors.node::ShortCalls.allreduce_
     node step              its plan is one step in shared memory, and it is next
                            engine.core.engine::Engine._take_step
     conversation           send(), recv(), join(): no collective

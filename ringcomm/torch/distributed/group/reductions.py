@@ -9,7 +9,7 @@ import torch
 
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.node import short_call_of
+from ringcomm.engine.executors.node import short_calls_of
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
 from ringcomm.torch.distributed.group.base import BaseGroup
@@ -44,8 +44,8 @@ class ReducingGroup(BaseGroup):
         line = flatten(x)
         is_own = line is x or line.data_ptr() == x.data_ptr()
         is_short = is_own and not (call.is_async or self._is_special)
-        quick = short_call_of(self.group) if is_short else None
-        if quick is not None and quick.allreduce_(line, op, call.timeout_s or self._timeout_s):
+        short = short_calls_of(self.group) if is_short else None
+        if short is not None and short.allreduce_(line, op, call.timeout_s or self._timeout_s):
             return Work(None, tensors)
         return self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
 
