@@ -55,19 +55,12 @@ _KERNELS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MIN: 2, MAX: 3, BAND: 4, BOR: 5, BXO
 
 
 class ReductionOptions(NamedTuple):
-    """How values are reduced: all ranks must have it alike. A tuple, for it is made in each call.
-
-    Attributes:
-        op: the operator.
-        deterministic: in rank order, so that the bits do not depend on the size of the buffer.
-        prescale: factor of each rank's values.
-        postscale: factor of the result.
-    """
+    """How values are reduced, alike on all ranks. A tuple, for it is made in each call."""
 
     op: Op = SUM
-    deterministic: bool = False
-    prescale: float = 1.0
-    postscale: float = 1.0
+    deterministic: bool = False  # in rank order: the bits do not depend on the buffer's size
+    prescale: float = 1.0  # factor of each rank's values
+    postscale: float = 1.0  # factor of the result
 
     def __str__(self) -> str:
         text = f"{self.op.name}, deterministic" if self.deterministic else self.op.name

@@ -24,19 +24,12 @@ _FOREVER_S = 1e9  # what it takes for "never"
 
 @dataclass(frozen=True)
 class Ward:
-    """A rank to watch.
-
-    Attributes:
-        page_fd: its status page, by a descriptor of that process.
-        nonce: of the page.
-        handed: descriptors of this process for its page and for its lifeline, which hangs up when
-            it dies; none: the guardian may open those of the process by itself.
-    """
+    """A rank to watch; its descriptors are handed over if the guardian may not open them itself."""
 
     pid: int
-    page_fd: int
-    nonce: int
-    handed: tuple[int, ...] = ()
+    page_fd: int  # its status page, by a descriptor of that process
+    nonce: int  # of the page
+    handed: tuple[int, ...] = ()  # its page, and the lifeline that hangs up when it dies
 
     @property
     def argument(self) -> str:

@@ -19,33 +19,19 @@ _MAX_TEXT = 400
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective, as far as all ranks must agree on it.
-
-    Attributes:
-        kind: "allreduce".
-        name: the user's name for it, or None.
-        reduction: how values are reduced.
-        dtype: element type.
-        shape: None stands for a dimension in which ranks may differ.
-        root: the rank that a broadcast comes from.
-        members: dtype and shape of each array of a grouped call.
-        settings: what init() compares: "RINGCOMM_ALGORITHM=auto".
-        error: why this rank cannot take part; the others learn it instead of waiting.
-        is_once: no other operation will have this name.
-        place: "cuda" for arrays in a GPU's memory, None for those in host memory.
-    """
+    """One call of a collective, as far as all ranks must agree on it."""
 
     kind: str
-    name: str | None = None
+    name: str | None = None  # the user's
     reduction: ReductionOptions | None = None
     dtype: str | None = None
-    shape: tuple[int | None, ...] | None = None
-    root: int | None = None
+    shape: tuple[int | None, ...] | None = None  # None: ranks may differ
+    root: int | None = None  # the rank that a broadcast comes from
     members: tuple[tuple[str, tuple[int | None, ...]], ...] | None = None
-    settings: tuple[str, ...] | None = None
-    error: str | None = None
-    is_once: bool = False
-    place: str | None = None
+    settings: tuple[str, ...] | None = None  # of init(): "RINGCOMM_ALGORITHM=auto"
+    error: str | None = None  # why this rank cannot take part; the others raise, too
+    is_once: bool = False  # no other operation will have this name
+    place: str | None = None  # "cuda" for arrays in a GPU's memory
 
     @functools.cached_property  # packing and hashing take 15 us
     def fingerprint(self) -> int:

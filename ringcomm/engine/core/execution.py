@@ -39,21 +39,11 @@ class AllDeferred(Deferred):
 
 @dataclass(slots=True, eq=False)
 class Plan(Generic[R]):
-    """A collective that this rank is ready to carry out.
+    """A collective that this rank is ready to carry out."""
 
-    Attributes:
-        call: what all ranks must agree on.
-        nbytes: size of the payload, for reports.
-        run: moves the payload and returns the result.
-        step: all that it comes to where all ranks share memory, if that is one step.
-        finish: returns the result after that step.
-        agrees_first: nothing may happen before all ranks have agreed, even on what they agreed on
-            before.
-    """
-
-    call: Call
-    nbytes: int
-    run: Callable[[Channel], Coroutine[Any, Any, R]]
-    step: NodeReduction | NodeCopy | None = None
-    finish: Callable[[Channel | None], R] | None = None
-    agrees_first: bool = False
+    call: Call  # on which all ranks must agree
+    nbytes: int  # of the payload, for reports
+    run: Callable[[Channel], Coroutine[Any, Any, R]]  # moves the payload
+    step: NodeReduction | NodeCopy | None = None  # all of it, in shared memory
+    finish: Callable[[Channel | None], R] | None = None  # returns the result of step
+    agrees_first: bool = False  # even on what all ranks agreed on before

@@ -17,20 +17,15 @@ _ODD = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One operation of a group.
+    """One operation of a group: the number-th without a name, or the number-th use of a name.
 
-    Attributes:
-        name: the user's, or None.
-        base: 64 bits for the group and the name, alike on all ranks.
-        number: which of the group's unnamed operations, or which use of the name; from 1 on. 0 for
-            every use of a name that is not cached.
-        is_once: the name is not worth keeping, for it will not come again.
+    Numbers begin with 1; 0 is every use of a name that is not cached.
     """
 
     name: str | None
-    base: int
+    base: int  # 64 bits for the group and the name, alike on all ranks
     number: int
-    is_once: bool = False
+    is_once: bool = False  # the name will not come again, so it is not worth keeping
 
     @property
     def key(self) -> int:

@@ -18,20 +18,12 @@ from ringcomm.transport.node.steps import NodeReduction
 
 @dataclass(slots=True, eq=False)
 class Reduction(Operation):
-    """Any reduction of one array.
-
-    Attributes:
-        options: how.
-        in_place: x gets the result.
-        is_borrowed: x stays as it is until the operation is over, so it need not be copied at once.
-        root: the rank that gets the result, if one alone does.
-        to: who gets it.
-    """
+    """Any reduction of one array."""
 
     options: ReductionOptions
-    in_place: bool
-    is_borrowed: bool = False
-    root: int = 0
+    in_place: bool  # x gets the result
+    is_borrowed: bool = False  # x stays as it is until the end, so it need not be copied
+    root: int = 0  # the rank that gets the result, if one alone does
     to: ClassVar[To]
     mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
 

@@ -27,21 +27,13 @@ class Comm(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rank of this host, by what it says of itself and of those that it has met.
+    """A rank of this host, by what it says of itself and of those that it has met."""
 
-    Attributes:
-        rank: in the job.
-        offer: what the others may open.
-        missing: the ranks that it could not reach, and why.
-        address: of its inbox; "": it needs none, or has none.
-        unsent: the ranks that could not be given what it offers, and why.
-    """
-
-    rank: int
-    offer: Offer
-    missing: dict[int, str] = field(default_factory=dict)
-    address: str = ""
-    unsent: dict[int, str] = field(default_factory=dict)
+    rank: int  # in the job
+    offer: Offer  # descriptors for the others
+    missing: dict[int, str] = field(default_factory=dict)  # ranks out of its reach: why
+    address: str = ""  # of its inbox; "": it needs none, or has none
+    unsent: dict[int, str] = field(default_factory=dict)  # ranks that did not get its offer: why
 
 
 def meet(
