@@ -45,17 +45,11 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Died:
-    """A rank's process is no more.
+    """A rank's process is no more."""
 
-    Attributes:
-        rank: that rank.
-        reason: what is known of how, in words.
-        blames: the rank whose failure it followed, or itself.
-    """
-
-    rank: int
-    reason: str
-    blames: int
+    rank: int  # that rank
+    reason: str  # what is known of how, in words
+    blames: int  # the rank whose failure it followed, or itself
 
 
 Event = Arrived | Died

@@ -17,15 +17,10 @@ _N_RECEIVES: Final = 8  # waiting at a time: those of a burst need not be copied
 
 
 class Letter(NamedTuple):
-    """A message that has arrived.
+    """A message that has arrived."""
 
-    Attributes:
-        source: rank that sent it.
-        data: its bytes; the receiver's own.
-    """
-
-    source: int
-    data: bytes
+    source: int  # rank that sent it
+    data: bytes  # its bytes; the receiver's own
 
 
 def require_fit(data: bytes, dest: int) -> None:

@@ -29,35 +29,21 @@ _GAVE_UP_MAX = 64  # texts; who waits for yet another rank has the same deadline
 
 
 class Fact(NamedTuple):
-    """Words that ranks say, and pass on.
+    """Words that ranks say, and pass on."""
 
-    Attributes:
-        kind: LEFT, FAILED, BROKE, GAVE_UP or ABSENT.
-        text: see Kind.
-        about: the rank that failed.
-        key: of the operation.
-    """
-
-    kind: Kind
-    text: str
-    about: int = 0
-    key: int = 0
+    kind: Kind  # LEFT, FAILED, BROKE, GAVE_UP or ABSENT
+    text: str  # see Kind
+    about: int = 0  # the rank that failed
+    key: int = 0  # of the operation
 
 
 class Message(NamedTuple):
-    """Words of some ranks, for one other.
+    """Words of some ranks, for one other."""
 
-    Attributes:
-        dest: whom they are sent to.
-        fact: the words.
-        ranks: who says so, as ranges: "0-15,17".
-        is_round: it belongs to the barrier of goodbyes.
-    """
-
-    dest: int
-    fact: Fact
-    ranks: str
-    is_round: bool = False
+    dest: int  # whom they are sent to
+    fact: Fact  # the words
+    ranks: str  # who says so, as ranges: "0-15,17"
+    is_round: bool = False  # it belongs to the barrier of goodbyes
 
 
 @dataclass

@@ -16,17 +16,11 @@ _LEAST_LARGEST = (1 << 15) - 1  # MPI 4.1, 9.1.2: TAG_UB is at least this
 
 @dataclass(frozen=True, slots=True)
 class TagLayout:
-    """A tag holds a context, a stream, and two bits of channel.
+    """A tag holds a context, a stream, and two bits of channel."""
 
-    Attributes:
-        largest_tag: that all ranks can send.
-        n_contexts: how many groups have tags at a time, that of all ranks among them.
-        n_streams: how many a group has, for operations in flight.
-    """
-
-    largest_tag: int
-    n_contexts: int
-    n_streams: int
+    largest_tag: int  # that all ranks can send
+    n_contexts: int  # how many groups have tags at a time, that of all ranks among them
+    n_streams: int  # how many a group has, for operations in flight
 
     @classmethod
     def within(cls, largest_tag: int) -> Self:

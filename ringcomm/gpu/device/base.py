@@ -90,20 +90,14 @@ class KernelReduction:
     """targets[*][i] = round((sources[0][i] op sources[1][i] op ...) / divisor), once, for all i.
 
     16-bit floats are combined in float32. The arithmetic is that of the CPU's kernels, bit for bit.
-
-    Attributes:
-        sources: addresses, in the order in which they are combined.
-        targets: addresses; may be among the sources.
-        op: AVERAGE is SUM here, with a divisor.
-        divisor: what the combination is divided by at the end.
     """
 
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    sources: tuple[int, ...]  # addresses, in the order in which they are combined
+    targets: tuple[int, ...]  # addresses; may be among the sources
     count: int
     dtype: DType
-    op: Op
-    divisor: int = 1
+    op: Op  # AVERAGE is SUM here, with a divisor
+    divisor: int = 1  # what the combination is divided by at the end
 
 
 @dataclass(frozen=True)
@@ -131,17 +125,10 @@ class KernelUpdate:
 
 @dataclass(frozen=True)
 class KernelPack:
-    """Arrays that go into a buffer one behind the other, or come out of it.
-
-    Attributes:
-        arrays, buffer: their addresses.
-        counts: elements of each array.
-        dtype: float16, float32 or float64, for elements of as many bytes.
-        unpacks: out of the buffer.
-    """
+    """Arrays that go into a buffer one behind the other, or come out of it."""
 
     arrays: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # elements of each array
     buffer: int
-    dtype: DType
-    unpacks: bool
+    dtype: DType  # float16, float32 or float64, for elements of as many bytes
+    unpacks: bool  # out of the buffer

@@ -12,17 +12,11 @@ from ringcomm.arrays.base import Span
 
 @dataclass(frozen=True)
 class Address:
-    """Where memory of one rank is, as another can find it.
+    """Where memory of one rank is, as another can find it."""
 
-    Attributes:
-        region: serial number of the allocation, from 1 on; 0: it cannot be reached.
-        offset: in bytes.
-        exported: what maps the allocation.
-    """
-
-    region: int
-    offset: int
-    exported: bytes
+    region: int  # serial number of the allocation, from 1 on; 0: it cannot be reached
+    offset: int  # in bytes
+    exported: bytes  # what maps the allocation
 
     _FORMAT = struct.Struct("<QQB119s")
     NBYTES = _FORMAT.size

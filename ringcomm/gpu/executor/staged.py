@@ -100,15 +100,10 @@ async def through_host(
 
 @dataclass(frozen=True)
 class Staging:
-    """Moves arrays of one operation through host memory, where that is all there is to do.
+    """Moves arrays of one operation through host memory, where that is all there is to do."""
 
-    Attributes:
-        group: whose operation it is.
-        issue: of the operation.
-    """
-
-    group: Group
-    issue: Issue
+    group: Group  # whose operation it is
+    issue: Issue  # of the operation
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
         """Return an array that belongs to the caller's stream."""
@@ -175,17 +170,11 @@ def copied(group: Group, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Arrays, or parts of them, that go through host memory at once.
+    """Arrays, or parts of them, that go through host memory at once."""
 
-    Attributes:
-        mirrors: of the sources.
-        sources: on the GPU.
-        targets: on the GPU, of each result; None: it is not wanted.
-    """
-
-    mirrors: list[Mirror]
-    sources: list[Span]
-    targets: list[Span | None]
+    mirrors: list[Mirror]  # of the sources
+    sources: list[Span]  # on the GPU
+    targets: list[Span | None]  # on the GPU, of each result; None: it is not wanted
 
     def cut(self) -> list[_Piece]:
         """Return parts of it: of one source and one result, element by element."""

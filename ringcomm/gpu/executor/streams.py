@@ -106,16 +106,12 @@ class Reached:
 
 @dataclass(frozen=True)
 class Issue:
-    """The moment of a call, on the caller's stream as the arrays' library counts it.
-
-    Attributes:
-        ready: are reached once the arrays have their contents, or can be written to.
-    """
+    """The moment of a call, on the caller's stream as the arrays' library counts it."""
 
     adapter: DeviceAdapter
     memory: GpuMemory
     stream: int
-    ready: list[Event]
+    ready: list[Event]  # are reached once the arrays have their contents, or can be written to
 
     def on(self, stream: int) -> AbstractContextManager[object]:
         """Return a context in which the library's current stream is this one, on the GPU."""

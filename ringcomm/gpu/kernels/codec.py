@@ -22,17 +22,11 @@ CODEC_BLOCKS: Final = (32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class QuantiseKernel(Kernel):
-    """Encodes floats as a byte each and a scale per block; tests/gpu_codecs.py says how.
+    """Encodes floats as a byte each and a scale per block; tests/gpu_codecs.py says how."""
 
-    Attributes:
-        dtype: float16, bfloat16 or float32; of what is encoded.
-        code: of a byte.
-        block: elements that share a scale, one of CODEC_BLOCKS.
-    """
-
-    dtype: DType
-    code: Code
-    block: int = 256
+    dtype: DType  # float16, bfloat16 or float32; of what is encoded
+    code: Code  # of a byte
+    block: int = 256  # elements that share a scale, one of CODEC_BLOCKS
 
     def __post_init__(self) -> None:
         require_dtype(self.dtype, COMPUTED)
@@ -71,19 +65,12 @@ class QuantiseKernel(Kernel):
 
 @dataclass(frozen=True)
 class DequantiseKernel(Kernel):
-    """Decodes what a QuantiseKernel wrote.
+    """Decodes what a QuantiseKernel wrote."""
 
-    Attributes:
-        dtype: float16, bfloat16 or float32; of the result.
-        code: as it was encoded.
-        block: as it was encoded.
-        accumulates: adds to what is there, in float32, rounded once.
-    """
-
-    dtype: DType
-    code: Code
-    block: int = 256
-    accumulates: bool = False
+    dtype: DType  # float16, bfloat16 or float32; of the result
+    code: Code  # as it was encoded
+    block: int = 256  # as it was encoded
+    accumulates: bool = False  # adds to what is there, in float32, rounded once
 
     def __post_init__(self) -> None:
         require_dtype(self.dtype, COMPUTED)

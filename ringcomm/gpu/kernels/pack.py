@@ -34,16 +34,11 @@ class PackKernel(Kernel):
 
     The addresses of the tensors are parameters of the kernel, at most TENSORS_PER_LAUNCH: other
     gradients at every step cost no copy to the GPU. What stays, chunk_table(), lies there.
-
-    Attributes:
-        source: float16, bfloat16, float32 or float64; of what is read.
-        target: likewise; of what is written.
-        unpacks: from the buffer to the tensors.
     """
 
-    source: DType
-    target: DType
-    unpacks: bool = False
+    source: DType  # float16, bfloat16, float32 or float64; of what is read
+    target: DType  # likewise; of what is written
+    unpacks: bool = False  # from the buffer to the tensors
 
     def __post_init__(self) -> None:
         require_dtype(self.source, PACKED)

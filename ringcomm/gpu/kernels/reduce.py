@@ -46,18 +46,12 @@ class ReduceKernel(Kernel):
 
     The arithmetic is that of csrc/kernels, bit for bit. With one source it copies; but a NaN of 16
     bits becomes the canonical one, as on the CPU.
-
-    Attributes:
-        dtype: of all arrays.
-        op: AVERAGE is SUM here, with a divisor.
-        n_sources: 1 or more.
-        n_targets: 1 or more; together at most 496.
     """
 
-    dtype: DType
-    op: Op
-    n_sources: int
-    n_targets: int
+    dtype: DType  # of all arrays
+    op: Op  # AVERAGE is SUM here, with a divisor
+    n_sources: int  # 1 or more
+    n_targets: int  # 1 or more; together at most 496
 
     def __post_init__(self) -> None:
         self.op.require(self.dtype)

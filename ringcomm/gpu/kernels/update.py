@@ -31,20 +31,13 @@ class UpdateKernel(Kernel):
 
     Formulas and order of operations are those of torch.optim's loops over single tensors, fused
     products included, in float32.
-
-    Attributes:
-        gradient: float16, bfloat16 or float32; of the sources.
-        weight: likewise; of the targets.
-        rule: what numbers it takes, sgd_numbers() and adam_numbers() say.
-        n_sources: 1 or more.
-        n_targets: 1 or more; together at most 496.
     """
 
-    gradient: DType
-    weight: DType
-    rule: Rule
-    n_sources: int
-    n_targets: int
+    gradient: DType  # float16, bfloat16 or float32; of the sources
+    weight: DType  # likewise; of the targets
+    rule: Rule  # what numbers it takes, sgd_numbers() and adam_numbers() say
+    n_sources: int  # 1 or more
+    n_targets: int  # 1 or more; together at most 496
 
     def __post_init__(self) -> None:
         require_dtype(self.gradient, COMPUTED)

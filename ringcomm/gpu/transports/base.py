@@ -16,23 +16,15 @@ from ringcomm.transport.node import To
 
 @dataclass(frozen=True)
 class Reduce:
-    """A reduction over the ranks of a team, as one of them sees it.
+    """A reduction over the ranks of a team, as one of them sees it."""
 
-    Attributes:
-        source: this rank's values.
-        target: where its result goes; may be the source; None if it gets none.
-        root: the rank that gets the result, for To.ROOT.
-        parts: of each rank: its part of the elements, for To.OWNER.
-        is_deterministic: values are to be combined in the order of ranks.
-    """
-
-    source: Span
-    target: Span | None
+    source: Span  # this rank's values
+    target: Span | None  # where its result goes; may be the source; None if it gets none
     op: Op
     to: To = To.ALL
-    root: int = 0
-    parts: tuple[slice, ...] = ()
-    is_deterministic: bool = False
+    root: int = 0  # the rank that gets the result, for To.ROOT
+    parts: tuple[slice, ...] = ()  # of each rank: its part of the elements, for To.OWNER
+    is_deterministic: bool = False  # values are to be combined in the order of ranks
 
     @property
     def dtype(self) -> DType:
@@ -53,17 +45,11 @@ class Pull:
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes that go from rank to rank, as one of them sees it.
+    """Bytes that go from rank to rank, as one of them sees it."""
 
-    Attributes:
-        source: this rank's bytes; None: it gives none.
-        target: where those that it gets go; None: it gets none.
-        pulls: of all ranks, alike on all.
-    """
-
-    source: Span | None
-    target: Span | None
-    pulls: tuple[Pull, ...]
+    source: Span | None  # this rank's bytes; None: it gives none
+    target: Span | None  # where those that it gets go; None: it gets none
+    pulls: tuple[Pull, ...]  # of all ranks, alike on all
 
 
 @dataclass(frozen=True)
@@ -89,20 +75,13 @@ class Update:
 
     Every element is read from the gradients of all ranks, summed in float32 in rank order, scaled,
     and its new weight is written to all ranks, by the one that owns it.
-
-    Attributes:
-        source: this rank's gradients.
-        target: this rank's weights, all of them, updated by whoever owns them.
-        pieces: of this rank. Those of all ranks do not overlap.
-        scale: of the sum of gradients.
-        is_reduced: this rank's gradients are the sum already, where its pieces are.
     """
 
-    source: Span
-    target: Span
-    pieces: tuple[UpdatePiece, ...]
-    scale: float
-    is_reduced: bool = False
+    source: Span  # this rank's gradients
+    target: Span  # this rank's weights, all of them, updated by whoever owns them
+    pieces: tuple[UpdatePiece, ...]  # of this rank. Those of all ranks do not overlap.
+    scale: float  # of the sum of gradients
+    is_reduced: bool = False  # this rank's gradients are the sum already, where its pieces are
 
 
 Work = Reduce | Move | Update
@@ -110,18 +89,12 @@ Work = Reduce | Move | Update
 
 @dataclass(frozen=True)
 class Job:
-    """One operation's part of a stream: a work, and the copies of this rank around it.
-
-    Attributes:
-        packed: arrays that are copied first, one behind the other, into `buffer`.
-        unpacked: arrays that are copied last, likewise, out of it.
-        buffer: of the work; None: nothing is packed.
-    """
+    """One operation's part of a stream: a work, and the copies of this rank around it."""
 
     work: Work
-    packed: Sequence[Span] = ()
-    unpacked: Sequence[Span] = ()
-    buffer: Span | None = None
+    packed: Sequence[Span] = ()  # arrays that are copied first, one behind the other, into `buffer`
+    unpacked: Sequence[Span] = ()  # arrays that are copied last, likewise, out of it
+    buffer: Span | None = None  # of the work; None: nothing is packed
 
 
 class GpuTransport(Protocol):

@@ -38,19 +38,12 @@ Command = Copy | KernelReduction | KernelUpdate
 
 @dataclass(frozen=True)
 class Outline:
-    """Where a rank's part in a work is.
+    """Where a rank's part in a work is."""
 
-    Attributes:
-        source: where the others read.
-        target: where they write.
-        staging: where they do either if they cannot there; NOWHERE: they can.
-        shown: bytes that the others may read in the staging memory, in a Move.
-    """
-
-    source: Address = NOWHERE
-    target: Address = NOWHERE
-    staging: Address = NOWHERE
-    shown: int = 0
+    source: Address = NOWHERE  # where the others read
+    target: Address = NOWHERE  # where they write
+    staging: Address = NOWHERE  # where they do either if they cannot there; NOWHERE: they can
+    shown: int = 0  # bytes that the others may read in the staging memory, in a Move
 
     def pack(self) -> bytes:
         """Return the wire form, as many bytes for each."""

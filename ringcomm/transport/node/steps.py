@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of an operation meet in shared memory.
+    """Where the ranks of an operation meet in shared memory."""
 
-    Attributes:
-        team: those of its ranks that share this node's memory.
-        slot: of the operation.
-        fingerprint: of what this rank is about to do; they compare it before anything moves.
-    """
-
-    team: NodeTeam
-    slot: int
-    fingerprint: int
+    team: NodeTeam  # those of its ranks that share this node's memory
+    slot: int  # of the operation
+    fingerprint: int  # of what this rank is about to do; they compare it before anything moves
 
 
 @dataclass(frozen=True, slots=True)
