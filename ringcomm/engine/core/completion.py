@@ -36,12 +36,7 @@ class DroppedErrors:
 
 
 class Completion:
-    """Waits for tasks, takes note of their ends, and decides which errors break the engine.
-
-    Attributes:
-        progress: drives the tasks.
-        dropped: logs errors that nobody can ask for.
-    """
+    """Waits for tasks, takes note of their ends, and decides which errors break the engine."""
 
     def __init__(
         self, watch: Watch, settings: Settings, state: EngineState, pending: Pending
@@ -84,11 +79,9 @@ class Completion:
             self.break_engine(error)
 
     def break_engine(self, error: BaseException, label: str = "") -> None:
-        """Break the engine and end all tasks: something was left half done; any thread.
+        """Break the engine and end all tasks: an interrupt, or a broken wire; any thread.
 
-        Args:
-            error: an interrupt, or of a broken wire.
-            label: of the operation that is to blame; by default that is the oldest one.
+        label: of the operation that is to blame; by default that is the oldest one.
         """
         if self._state.break_off(label or self._pending.oldest() or "ringcomm", error):
             self.progress.fail_soon(self._state.copy_of_error)

@@ -29,24 +29,7 @@ class Topology:
 
 
 class EngineContext:
-    """All of an engine but how operations are submitted, which the Engine adds.
-
-    Attributes:
-        job_rank: of this process among all ranks of the job.
-        job_size: number of all ranks of the job.
-        topology: ranks of this host, and hosts.
-        settings: deadlines and bucket size.
-        transport: the wire, for services; only their poll() may use it.
-        watch: what is known of the other ranks.
-        selection: which algorithm carries out which collective.
-        state: whether the engine can be used.
-        pending: operations that are not over.
-        completion: how they end, and are waited for.
-        progress: drives them.
-        conversations: what ranks tell each other beside the collectives.
-        extensions: what other modules keep with the engine.
-        page: the status page, if there is one.
-    """
+    """All of an engine but how operations are submitted, which the Engine adds."""
 
     def __init__(
         self,
@@ -55,14 +38,13 @@ class EngineContext:
         topology: Topology | None = None,
         page: StatusPage | None = None,
     ) -> None:
-        self.job_rank = transport.rank
-        self.job_size = transport.size
+        self.job_rank, self.job_size = transport.rank, transport.size  # whatever the default group
         self.topology = topology or Topology(self.job_rank, self.job_size, 0, 1)
         self.settings = settings
-        self.transport = transport
-        self.watch = Watch(transport)
-        self.selection = Selection(settings)
-        self.page = page
+        self.transport = transport  # of services, only poll() may use it
+        self.watch = Watch(transport)  # knows of the other ranks
+        self.selection = Selection(settings)  # which algorithm carries out which collective
+        self.page = page  # the status page
         self.state = EngineState(self.watch)
         timeline = Timeline(settings.timeline, self.job_rank) if settings.timeline else None
         # So that two ranks never have operations of one stream in flight.

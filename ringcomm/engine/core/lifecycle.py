@@ -18,9 +18,7 @@ from ringcomm.transport.members import ranks_text
 def meet(engine: Engine, version: str, table: str = "") -> None:
     """Return when every rank runs this version and its guardian watches; first call of all.
 
-    Args:
-        version: of ringcomm.
-        table: on rank 0: what was measured on this topology; all ranks choose by it.
+    table: on rank 0: what was measured on this topology; all ranks choose by it.
 
     Raises:
         MismatchError: ranks differ in their version, or in a setting that must be alike.

@@ -34,22 +34,13 @@ class PendingOperation:
 
 
 class Pending:
-    """Operations by key, oldest first; the oldest stands on the status page.
-
-    Args:
-        page: of this rank, or None.
-        timeline: where they are recorded, or None.
-        limit: how many there may be.
-
-    Attributes:
-        lock: held by whoever adds and removes operations, or enters them in a ledger.
-    """
+    """At most `limit` operations by key; the oldest stands on the status page."""
 
     def __init__(self, page: StatusPage | None, timeline: Timeline | None, limit: int) -> None:
         self._page = page
         self._limit = limit
         self.timeline = timeline
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held by who adds, removes, or enters them in a ledger
         self._operations: dict[int, PendingOperation] = {}
         self._shown: int | None = None
         self._n_entered = 0

@@ -25,18 +25,13 @@ MODULES: Final[dict[str, Any]] = {
 
 
 class Selection:
-    """Chooses by what all ranks have alike; see ringcomm.collectives.select.
-
-    Attributes:
-        forced: the algorithm that the user wants, by collective.
-        leaves_memory: ranks that share memory may be forced to use messages.
-        table: what was measured on this topology, alike on all ranks, or None.
-    """
+    """Chooses by what all ranks have alike; see ringcomm.collectives.select."""
 
     def __init__(self, settings: Settings) -> None:
-        self.forced = settings.forced
+        self.forced = settings.forced  # what the user wants, by collective
+        # Ranks that share memory may be forced to use messages.
         self.leaves_memory = any(algorithm != "node" for algorithm in self.forced.values())
-        self.table: Table | None = None
+        self.table: Table | None = None  # measured on this topology, alike on all ranks
         self._announced: set[tuple[str, str, str]] = set()
 
     def choice(self, case: Case) -> Choice:

@@ -33,21 +33,14 @@ os.register_at_fork(after_in_child=_count)
 
 
 class EngineState:
-    """The state of one engine; any thread may ask.
-
-    Attributes:
-        is_closed: this rank is leaving, or has left.
-        error: broke the engine; every later call raises it.
-        broke_while_leaving: kept leave() from completing what was started.
-        n_forks: n_forks() in the process of the rank.
-    """
+    """The state of one engine; any thread may ask."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._pid, self.n_forks = os.getpid(), n_forks()
-        self.is_closed = False
-        self.error: RingcommError | None = None
-        self.broke_while_leaving: RingcommError | None = None
+        self.is_closed = False  # this rank is leaving, or has left
+        self.error: RingcommError | None = None  # broke the engine; every later call raises it
+        self.broke_while_leaving: RingcommError | None = None  # kept what was begun from its end
 
     def require_own_process(self) -> None:
         """Raise NotInitializedError in a child of the rank."""

@@ -44,33 +44,24 @@ class _Member:
 
 
 class Groups:
-    """The groups of one rank, from the agreement on them until all members have dropped them.
-
-    Args:
-        watch: the control channel.
-        of_all: the group of all ranks, which is never over.
-        conversations: in which members agree.
-
-    Attributes:
-        default: the group that is meant where none is said; this process is a member.
-        ledgers: of the groups, by id.
-        when_over: called with the id of a group once all members have dropped it.
-    """
+    """The groups of one rank, from the agreement on them until all members have dropped them."""
 
     def __init__(self, watch: Watch, of_all: Group, conversations: Conversations) -> None:
         self._watch = watch
         self._conversations = conversations
-        self._of_all = self.default = of_all
+        self._of_all = of_all  # is never over
+        self.default = of_all  # is meant where none is said; this process is a member
         self._one_at_a_time = threading.Lock()  # each takes the next id
         self._next_id = 1
         self._n_made: dict[tuple[int, ...], int] = {}
-        self.ledgers = {0: of_all.ledger}
+        self.ledgers = {0: of_all.ledger}  # by id
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._members: dict[int, _Member] = {}
         watch.listeners[Kind.DROPPED], watch.before_poll = self._hear_dropped, self._poll
         self._contexts = 1  # bit c: context c is in use
         self._heard: dict[int, set[int]] = {}  # by id: rounds of which it has heard
         self._dropped: deque[int] = deque()  # ids, from whichever thread collects garbage
+        # Called with the id of a group once all members have dropped it.
         self.when_over: Callable[[int], None] = lambda group_id: None
 
     @property

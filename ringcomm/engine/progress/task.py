@@ -22,38 +22,26 @@ class Task:
         label: "allreduce[layer3.weight]".
         ticket: which operation it is.
         members: the ranks of the job that take part.
-
-    Attributes:
-        channels: its messages; other ranks may be sending on them until the task is over.
-        result: of its first coroutine.
-        error: why it failed, or None.
-        is_over: result and error are final.
-        is_asked: somebody has waited for it to its end, so that its error has been raised.
-        is_dropped: nobody can wait for it any more.
-        fault: the wire refused a message of it: a death that is not known yet, or a defect.
-        fault_until: when a fault is taken for a defect, in seconds of the monotonic clock.
-        patience: of the wait at hand, once it has lasted a moment.
-        timeout_s: its own deadline in seconds, None for RINGCOMM_TIMEOUT_S.
-        late_elsewhere: returns ranks of the job that hold it up where no channel sees it.
-        needs_admission: it need not begin before those of its base with smaller numbers.
     """
 
     def __init__(self, label: str, ticket: Ticket, members: tuple[int, ...]) -> None:
         self.label = label
         self.key, self.base, self.number = ticket.key, ticket.base, ticket.number
         self.members = members
-        self.channels: list[Channel] = []
-        self.result: Any = None
+        self.channels: list[Channel] = []  # other ranks may be sending on them until it is over
+        self.result: Any = None  # of its first coroutine
         self.error: BaseException | None = None
-        self.is_over = False
-        self.is_asked = False
-        self.is_dropped = False
+        self.is_over = False  # result and error are final
+        self.is_asked = False  # somebody has waited to its end, so that its error has been raised
+        self.is_dropped = False  # nobody can wait for it any more
+        # The wire refused a message of it: a death that is not known yet, or a defect from then on.
         self.fault: WireFault | None = None
         self.fault_until = math.inf
-        self.patience: Patience | None = None
-        self.timeout_s: float | None = None
+        self.patience: Patience | None = None  # of the wait at hand, once it has lasted a moment
+        self.timeout_s: float | None = None  # its own deadline, None for RINGCOMM_TIMEOUT_S
+        # Returns ranks of the job that hold it up where no channel sees it.
         self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
-        self.needs_admission = False
+        self.needs_admission = False  # need not begin before those of its base with smaller numbers
         self._callbacks: deque[Callable[[], None]] = deque()
         self._coroutines: list[tuple[TaskCoroutine, list[Request]]] = []
         self._first: TaskCoroutine | None = None
@@ -135,13 +123,7 @@ class Task:
 
 
 class CompletedTask:
-    """Stands for the task of an operation that was over before one was made.
-
-    Args:
-        result: of the operation.
-        number: of its ticket.
-        label: returns "allreduce[layer3.weight]".
-    """
+    """Stands for the task of an operation that was over before one was made."""
 
     __slots__ = ("_label", "is_asked", "is_dropped", "number", "result")
     is_over: Final = True

@@ -39,14 +39,7 @@ class Service(Protocol):
 
 
 class TaskSet:
-    """Tasks and services, for the thread that drives; any thread may add to them.
-
-    Attributes:
-        on_over: called once per task with its error or None; it sets task.is_over.
-        inbox: tasks that have not begun.
-        services: polled with each look.
-        failure: makes the error with which every task ends; None: they go on.
-    """
+    """Tasks and services, for the thread that drives; any thread may add to them."""
 
     def __init__(
         self,
@@ -57,12 +50,12 @@ class TaskSet:
     ) -> None:
         self._watch = watch
         self._settings = settings
-        self.on_over = on_over
+        self.on_over = on_over  # called once per task; it sets task.is_over
         self._turn = turn
         self._warnings = Warnings(settings)
-        self.inbox: deque[Task] = deque()
+        self.inbox: deque[Task] = deque()  # those that have not begun
         self.services: tuple[Service, ...] = ()
-        self.failure: Callable[[], RingcommError] | None = None
+        self.failure: Callable[[], RingcommError] | None = None  # makes the error that ends all
         self._tasks: dict[Task, None] = {}  # in the order in which they began
         self._admission = Admission[Task]()
 

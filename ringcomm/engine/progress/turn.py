@@ -22,22 +22,15 @@ class Waiter:
 
 
 class Turn:
-    """Passes the turn to drive from thread to thread.
-
-    Attributes:
-        lock: of all that is here; notified when a thread is to look at what it waits for.
-        driver: whose turn it is.
-        waiting: for a task.
-        n_watching: threads that wait for something else, and look at it by themselves.
-    """
+    """Passes the turn to drive from thread to thread."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._loop = transport.loop
-        self.lock = threading.Condition()
-        self.driver: Waiter | None = None
-        self.waiting: set[Waiter] = set()
-        self.n_watching = 0
+        self.lock = threading.Condition()  # notified when threads are to look at what they await
+        self.driver: Waiter | None = None  # whose turn it is
+        self.waiting: set[Waiter] = set()  # for a task
+        self.n_watching = 0  # threads that wait for something else, and look by themselves
         self._n_news = 0  # changes whenever those are to look
 
     @property
