@@ -119,7 +119,6 @@ def reduce(
 
     Args:
         x: any shape, also empty and 0-d; same shape and dtype on every rank.
-        root: the rank that gets it.
 
     Returns:
         On root a new array of x's shape and dtype.
@@ -230,8 +229,6 @@ def alltoall(
     """Return the rows that every rank has for this one, one after another in rank order.
 
     Args:
-        x: at least one dimension; same dtype on every rank, and same shape but for the first
-            dimension.
         splits: how many rows of x go to each rank; None: as many to each, which must be possible.
             May differ between ranks.
         return_splits: return (rows, splits), too: how many came from each rank, a list of ints.
@@ -300,7 +297,6 @@ def grouped_allreduce(
     """Return the reductions of several arrays, agreed on at once and fused where dtypes are alike.
 
     Args:
-        xs: list or tuple; as many, of the same shapes and dtypes, on every rank. May be empty.
         name: of the whole call.
         deterministic: as in allreduce(): the bits do not depend on what is fused.
 
@@ -320,7 +316,11 @@ grouped_allreduce_ = in_place(
 def grouped_allgather(
     xs: Sequence[A], *, name: str | None = None, group: Group | None = None
 ) -> Request[list[A]]:
-    """Return allgather() of each of xs, agreed on at once."""
+    """Return allgather() of each of xs, agreed on at once.
+
+    Args:
+        xs: list or tuple; as many on every rank, each as allgather() takes it. May be empty.
+    """
     return Request("grouped_allgather", name, group, plan_grouped_allgather, (xs,))
 
 

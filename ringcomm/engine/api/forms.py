@@ -23,6 +23,10 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _COMMON: Final = {
+    "x": "at least one dimension; same dtype on every rank, and same shape but for the first "
+    "dimension.",
+    "xs": "list or tuple; as many, of the same shapes and dtypes, on every rank. May be empty.",
+    "root": "the rank that gets the result.",
     "op": "rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.",
     "name": "matches the operations of this name on the other ranks; None: matched by order.",
     "group": "the ranks that take part; None: all.",
@@ -72,13 +76,7 @@ def blocking(declaration: Callable[P, Request[R]]) -> Callable[P, R]:
 
 
 def in_place(form: Callable[P, R], summary: str, returns: str = "x itself.") -> Callable[P, R]:
-    """Return the form that overwrites its argument, whose name ends in "_".
-
-    Args:
-        form: the blocking one.
-        summary: the first line of its docstring.
-        returns: what its docstring says of the result.
-    """
+    """Return the form that overwrites its argument, with this summary and result in its help."""
     declaration = vars(form)["declaration"]
 
     def overwrite(*args: P.args, **kwargs: P.kwargs) -> R:
