@@ -81,12 +81,7 @@ def init(comm: MPI.Comm | None = None) -> None:
 
 
 def start(read_settings: Callable[[], config.Settings], comm: MPI.Comm | None = None) -> None:
-    """Do what init() does, with other settings.
-
-    Args:
-        read_settings: called unless this process is a rank already.
-        comm: see init().
-    """
+    """Do what init() does, with settings that are read unless this process is a rank already."""
     global _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
     _refuse_child()
     if current.has_engine():
@@ -300,10 +295,7 @@ def _say_what_came_too_late(started: Started, engine: Engine) -> None:
 
 
 def _end_in_order(world: _World) -> None:
-    """Return when all ranks have left a world in which one waited in vain.
-
-    Only now, for shutdown() is to return where another rank hangs.
-    """
+    """Return when all ranks have left a world in which one waited in vain: shutdown() did not."""
     global _unended, _unheard, _is_mpi_broken
     see_others_leave(world.engine)
     world.words.disarm()

@@ -43,8 +43,7 @@ class Conversations:
             members: the ranks of the job whose death ends it, this one among them.
             talk: returns what to do, given the task and a serial number of this rank's.
             ticket: what it is, alike on those ranks; None: no other rank knows it.
-            is_awaited: this thread is going to wait for it.
-            timeout_s: its deadline; None: RINGCOMM_TIMEOUT_S.
+            is_awaited, timeout_s: see Engine.start().
         """
         progress = self._completion.progress
         if not is_awaited:

@@ -42,11 +42,7 @@ class _Invitation:
 
 
 class Joining:
-    """Which ranks have joined, and what this one does for the others once it has.
-
-    Attributes:
-        has_guests: another rank has joined, so it is invited to each operation that begins here.
-    """
+    """Which ranks have joined, and what this one does for the others once it has."""
 
     def __init__(
         self,
@@ -68,14 +64,10 @@ class Joining:
         self._invitations: deque[_Invitation] = deque()
         self._parts: dict[tuple[int, int], list[str]] = {}
         self._tasks: list[Task | CompletedTask] = []
-        self.has_guests = False
+        self.has_guests = False  # another rank has joined: it is invited to what begins here
 
     def join(self, stand_in: StandIn) -> int:
-        """Return the last rank that joined; blocks until all have.
-
-        Args:
-            stand_in: begins this rank's part of an operation to which it contributes nothing.
-        """
+        """Return the last rank that joined, once all have; stand_in: this one's part for others."""
         members = tuple(range(self._size))
         ticket = Ticket(None, base_of(NO_GROUP, "join"), self._round)
 

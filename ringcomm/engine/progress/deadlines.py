@@ -59,12 +59,7 @@ class Warnings:
 class Patience:
     """Warns once, then gives up for all ranks; asks around first, so that both name the missing.
 
-    Args:
-        task: what is waited for.
-        watch: what is known of the others.
-        settings: deadline and warning.
-        warnings: of all waits of this rank.
-        start: when the wait began, of the monotonic clock.
+    start: when the wait began, of the monotonic clock.
     """
 
     def __init__(

@@ -39,13 +39,9 @@ _IDLE_LOOK_S = 0.2  # an idle rank answers who asks where it is, and hears of de
 
 
 class Progress:
-    """Drives the tasks of one engine.
+    """Drives the tasks of one engine; calls on_over as TaskSet does.
 
-    Args:
-        watch: the control channel.
-        settings: deadlines.
-        on_over: see TaskSet; called by the thread that drives.
-        on_broken: called when driving itself has failed: an interrupt, or a wire that is broken.
+    on_broken: called when driving itself has failed: an interrupt, or a wire that is broken.
     """
 
     def __init__(
@@ -79,11 +75,7 @@ class Progress:
     def begin(self, task: Task, *, is_awaited: bool, at_once: bool) -> None:
         """Begin a task; see submit().
 
-        Args:
-            task: the task.
-            is_awaited: see submit().
-            at_once: advance it first in this thread: it begins in shared memory, and may be over
-                in microseconds.
+        at_once: advance it first in this thread: it begins in shared memory, and may be over soon.
         """
         if at_once and not self._peers.has_lost:
             try:
@@ -125,9 +117,7 @@ class Progress:
         """Return True once the task is over, False after timeout_s; any thread.
 
         An exception that comes out of this, such as KeyboardInterrupt, leaves the turn to others.
-
-        Raises:
-            RingcommError: this thread is driving, and would wait for itself.
+        Raises RingcommError if this thread is driving: it would wait for itself.
         """
         if task.is_over:
             return True
@@ -156,14 +146,8 @@ class Progress:
     ) -> None:
         """Drive in this thread until is_enough(), or until another thread that drives has done it.
 
-        Args:
-            is_enough: asked again and again, by this thread while it drives.
-            is_done: asked while another thread drives, whenever something has moved; any thread may
-                ask it, at any time. None: this thread waits for its turn.
-            timeout_s: return after so long in any case.
-
-        Raises:
-            RingcommError: this thread is driving, and would wait for itself.
+        is_done: asked while another thread drives, whenever something has moved, by any thread.
+        None: this thread waits for its turn. Raises RingcommError if this thread is driving.
         """
         turn = self._turn
         turn.refuse_own("run_until()")

@@ -23,11 +23,7 @@ class Service(Protocol):
     """Something that a rank does for others beside its operations; see Progress.attach()."""
 
     def poll(self, *, only_news: bool = False) -> bool:
-        """Do what can be done without waiting; return True if anything moved.
-
-        Args:
-            only_news: leave the wire alone, and take what has_news speaks of.
-        """
+        """Do what can be done without waiting, only_news: without the wire; True if it moved."""
 
     @property
     def has_news(self) -> bool:

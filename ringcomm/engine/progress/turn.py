@@ -106,10 +106,8 @@ class Turn:
     ) -> None:
         """Leave the turn to others; any number of times. To wake one costs 10 us.
 
-        Args:
-            waiter: of this thread.
-            waits_in_cpp: returns True if C++ wakes who is to take the turn.
-            waits_on: this thread may want it once more.
+        waits_in_cpp: returns True if C++ wakes who is to take the turn. waits_on: this thread may
+        want it once more.
         """
         with self.lock:
             if not waits_on:
