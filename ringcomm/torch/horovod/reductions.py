@@ -13,10 +13,6 @@ import torch
 
 from ringcomm.collectives.op import AVERAGE, SUM, Op
 from ringcomm.engine.api import collectives
-from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations.allgather import plan_allgather
-from ringcomm.engine.operations.grouped import plan_grouped
 from ringcomm.torch.compression import Compression, compress
 from ringcomm.torch.horovod import autograd_functions
 from ringcomm.torch.horovod.forms import (
@@ -31,6 +27,7 @@ from ringcomm.torch.horovod.forms import (
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, Reduction, op_of
+from ringcomm.torch.sparse import add_up, plan_elements
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
@@ -155,22 +152,9 @@ def sparse_allreduce_async(
         raise TypeError(
             f"sparse_allreduce_async takes a torch.sparse_coo tensor, not {type(tensor).__name__}"
         )
-    coalesced = tensor.detach().coalesce()
-    # Gathered along the first dimension: one row per element.
-    indices = coalesced.indices().t().contiguous()
-    parts = [indices, coalesced.values()]
-    divisor = process_set.size() if which is AVERAGE else 1
-
-    def plan(g: Group, name: str | None) -> Plan[list[Tensor]]:
-        return plan_grouped(kind, name, [plan_allgather(g, None, part) for part in parts])
-
-    def finish(gathered: list[Tensor]) -> Tensor:
-        rows, values = gathered
-        total = torch.sparse_coo_tensor(rows.t(), values, tensor.shape, check_invariants=True)
-        total = total.coalesce()
-        return total if divisor == 1 else total / divisor
-
-    return Handle([begin(Form(), kind, name, process_set, plan, lane="grouped")], finish)
+    shape, divisor = tensor.shape, process_set.size() if which is AVERAGE else 1
+    handle = begin(Form(), kind, name, process_set, plan_elements, tensor, lane="grouped")
+    return Handle([handle], lambda elements: add_up(elements, shape, divisor))
 
 
 # --- reducescatter ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import Op, ReductionOptions
+from ringcomm.collectives.op import AVERAGE, SUM, Op, ReductionOptions
 from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.operations.allgather import plan_gather
@@ -37,6 +37,7 @@ from ringcomm.torch.distributed.group.flatten import (
     write_parts,
 )
 from ringcomm.torch.distributed.group.options import Reduction
+from ringcomm.torch.sparse import add_up, plan_elements
 from ringcomm.transport.channel import Channel
 
 Tensor = torch.Tensor
@@ -140,6 +141,22 @@ def _reduce_scatter(
     options = ReductionOptions(reduction.op)
     plan: Plan[Any] = plan_reduce_scatter_into(g, None, target, source, options, counts=counts)
     return then(plan, lambda _: write_back(out, target))
+
+
+def allreduce_sparse(g: Group, x: Tensor, reduction: Reduction) -> Plan[Any]:
+    """Plan to replace a sparse x by the sum, or mean, over all ranks; its result is coalesced."""
+    if x.layout is not torch.sparse_coo:
+        raise TypeError(f"cannot reduce a {x.layout} tensor: use .to_sparse_coo() or .to_dense()")
+    if reduction.op not in (SUM, AVERAGE) or reduction.factor is not None:
+        raise ValueError("sparse tensors can be reduced by ReduceOp.SUM and ReduceOp.AVG alone")
+
+    @torch.no_grad()
+    def write(elements: Tensors) -> None:
+        # Into x itself: c10d's reducer looks at it, and a detached alias of a sparse tensor is
+        # another tensor. Ranks would keep their own values, in silence.
+        x.copy_(add_up(elements, x.shape, reduction.op.divisor(g.size)))
+
+    return then(plan_elements(g, None, x), write)
 
 
 # --- copies ---------------------------------------------------------------------------------------

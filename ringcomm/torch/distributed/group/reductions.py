@@ -21,7 +21,6 @@ from ringcomm.torch.distributed.group.options import (
     one_tensor,
     or_default,
 )
-from ringcomm.torch.distributed.group.sparse import allreduce_sparse
 from ringcomm.torch.distributed.group.work import Work
 
 Tensor = torch.Tensor
@@ -39,7 +38,8 @@ class ReducingGroup(BaseGroup):
             return self._devices.of(x).allreduce(tensors, or_default(opts, c10d.AllreduceOptions))
         call = call_options(opts, *more, **named)
         if x.layout is not torch.strided:
-            return self.start(call, "allreduce", tensors, allreduce_sparse, x, call)
+            plan = collectives.allreduce_sparse
+            return self.start(call, "allreduce", tensors, plan, x, call.reduction)
         op = collectives.scaled_(x, call.reduction)
         line = flatten(x)
         is_own = line is x or line.data_ptr() == x.data_ptr()
