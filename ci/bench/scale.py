@@ -139,17 +139,17 @@ def main(argv):
     return 0
 
 
-def costs(size, ranks_per_host=8, summary=statistics.median):
+def costs(size, ranks_per_host=8):
     """Return {what: (messages, bytes, seconds of processor time)} of one rank among `size`."""
     found = {"places": places(size, ranks_per_host)}
     counted, timed = (
-        _measured(Mirror(size // 2 + 1, size, ranks_per_host, is_native=is_native), summary)
+        _measured(Mirror(size // 2 + 1, size, ranks_per_host, is_native=is_native))
         for is_native in (False, True)
     )
     return found | {what: (*counted[what][:2], timed[what][2]) for what in counted}
 
 
-def _measured(wire, summary):
+def _measured(wire):
     found = {}
 
     def of(do, repeats=1):
@@ -159,7 +159,7 @@ def _measured(wire, summary):
             do()
             n, nbytes, own_s, now = wire.n_messages, wire.n_bytes, wire.own_s, time.thread_time()
             each.append((n - before[0], nbytes - before[1], now - before[3] - (own_s - before[2])))
-        return (*each[-1][:2], summary(seconds for *_, seconds in each))
+        return (*each[-1][:2], statistics.median(seconds for *_, seconds in each))
 
     engines = []
 

@@ -16,8 +16,10 @@ from typing import Any, Self, TypeVar, cast
 from ringcomm._core import Schedule
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.arrays.dtypes import DType
+from ringcomm.collectives.schedule import Parts
 from ringcomm.transport.base import ANY_SOURCE, Request
 from ringcomm.transport.channel import Channel
+from ringcomm.transport.members import Hashed
 from ringcomm.transport.performer import Performer, Reduction
 
 R = TypeVar("R")
@@ -99,16 +101,16 @@ class _Buffer:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A list of slices, which are no keys before Python 3.12."""
+    """A list of slices: start and stop of each."""
 
-    bounds: tuple[tuple[int, int], ...]
+    bounds: Hashed
 
 
 def _outline(value: Any) -> Any:
     if isinstance(value, Flat):
         return _Buffer(value.bytes.nbytes, value.dtype)
     if isinstance(value, list):
-        return _Parts(tuple((part.start, part.stop) for part in value))
+        return _Parts((value if isinstance(value, Parts) else Parts(value)).bounds)
     return value
 
 
@@ -138,7 +140,8 @@ def _on_paper(spec: tuple[Any, ...]) -> list[Any]:
             values.append(_flat(Paper(n_buffers, 0, each.nbytes), each.dtype))
             n_buffers += 1
         elif isinstance(each, _Parts):
-            values.append([slice(start, stop) for start, stop in each.bounds])
+            pairs = zip(each.bounds[::2], each.bounds[1::2], strict=True)
+            values.append([slice(start, stop) for start, stop in pairs])
         else:
             values.append(each)
     return values

@@ -11,9 +11,12 @@ Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+from ringcomm.transport.members import Hashed
 
 
 class Step(NamedTuple):
@@ -23,11 +26,21 @@ class Step(NamedTuple):
     receive: int
 
 
-def chunks(count: int, size: int) -> list[slice]:
-    """Cut range(count) into `size` slices; the first count % size hold one element more."""
+class Parts(list[slice]):
+    """Parts of a buffer that operations share, so nobody changes it."""
+
+    @functools.cached_property
+    def bounds(self) -> Hashed:
+        """Start and stop of each: slices are no keys before Python 3.12."""
+        return Hashed(bound for part in self for bound in (part.start, part.stop))
+
+
+@functools.lru_cache(maxsize=32)
+def chunks(count: int, size: int, width: int = 1) -> Parts:
+    """Cut range(count) into `size` slices; the first count % size hold one more. Times `width`."""
     share, extra = divmod(count, size)
-    starts = [rank * share + min(rank, extra) for rank in range(size + 1)]
-    return [slice(start, stop) for start, stop in pairwise(starts)]
+    starts = [(rank * share + min(rank, extra)) * width for rank in range(size + 1)]
+    return Parts(slice(start, stop) for start, stop in pairwise(starts))
 
 
 def consecutive(counts: list[int]) -> list[slice]:

@@ -71,8 +71,7 @@ class Members(Hashed):
         """Return those at some places."""
         key = places if isinstance(places, tuple) else tuple(places)
         if key not in self._parts:
-            ranks = [self[place] for place in key]
-            self._parts[key] = Members.of(ranks, self._rank, self._nodes_of_job)
+            self._parts[key] = Members.of([self[p] for p in key], self._rank, self._nodes_of_job)
         return self._parts[key]
 
 

@@ -1,13 +1,12 @@
 """News for all ranks: that one leaves, failed, broke off or gave up. Pure.
 
 Among few ranks everybody tells everybody. Among more a rank tells those 1, 2, 4, 8, ... behind it,
-and passes on to them whatever is new to it: ceil(log2 size) messages per rank and piece of news. In
-the place of one that has died it tells the next that lives, and everything, so no death cuts off
-others. What many ranks say in the same words, as after a failure, is sent in one message from time
-to time, with the ranks as ranges.
+and passes on what is new to it: ceil(log2 size) messages per rank and piece of news. Instead of one
+that has died it tells the next that lives, all over again, so no death cuts off others. What many
+ranks say in the same words is sent from time to time, with the ranks as ranges.
 
-Goodbyes come from all ranks, mostly at once. So each rank waits until those right before it have
-left, and says so of 1, 2, 4, ... of them: a dissemination barrier (Hensgen, Finkel and Manber 1988,
+Goodbyes mostly come from all at once: each rank waits until those before it have left, and says so
+of 1, 2, 4, ... of them, a dissemination barrier (Hensgen, Finkel and Manber 1988,
 doi:10.1007/BF01379320). What is not over soon is passed on like other news.
 """
 
@@ -78,21 +77,47 @@ class News:
         self._left: dict[int, Fact] = {}
         self._n_before = 0  # ranks up to this one, without a gap, that have left
         self._rounds = [] if self._is_direct else list(reversed(self._edges))
-        self._is_slow = False  # goodbyes are passed on, for they do not all come at once
+        # Goodbyes do not all come at once, so they are passed on; new words do not wait for more.
+        self._is_slow = self._is_urgent = False
         self._pass_on_at = self.due_at = math.inf
-        self._is_urgent = False  # new words, which do not wait for more
         self._passed_on_at, self._pause_s = -math.inf, SOON_S
 
     def say(self, fact: Fact, now: float, *, is_last: bool = False) -> None:
         """Take note of what this rank says; is_last: it passes nothing on from now on."""
-        is_round = fact.kind is Kind.LEFT and not is_last
-        self._note(fact, (self._rank,), now, is_round=is_round and not self._is_direct)
+        is_round = fact.kind is Kind.LEFT and not is_last and not self._is_direct
+        who = fact.about if fact.kind is Kind.FAILED else self._rank  # whoever says it
+        self.hear(fact, (who,), now, is_round=is_round, is_own=True)
 
     def hear(
-        self, fact: Fact, ranks: Collection[int], now: float, *, is_round: bool = False
+        self,
+        fact: Fact,
+        ranks: Collection[int],
+        now: float,
+        *,
+        is_round: bool = False,
+        is_own: bool = False,
     ) -> list[int]:
         """Take note of what ranks say, see Message; return those of which it is new."""
-        return self._note(fact, ranks, now, is_round=is_round, is_heard=True)
+        said: Collection[int] = self._said.get(fact, ())
+        new = [rank for rank in ranks if rank not in said]
+        if not new:
+            return new
+        if fact.kind is Kind.LEFT:
+            self._left.update(dict.fromkeys(new, fact))
+            self._is_slow |= not is_round
+            self.due_at = min(self.due_at, now)
+        if (is_own or not self._is_direct) and self._is_worth_passing_on(fact):
+            self._log.append((fact, new))
+            if self._is_direct or not (said or is_round):
+                self._is_urgent = True
+                self._hasten(now)
+            else:
+                grace_s = 0.0 if self._is_slow or fact.kind is not Kind.LEFT else GRACE_S
+                self._hasten(max(now + grace_s, self._passed_on_at + self._pause_s))
+        self._said.setdefault(fact, set()).update(new)
+        if len(self._left) == self._size and not self._is_direct:
+            self._pass_on_at = now if self._is_slow else math.inf
+        return new
 
     def lose(self, rank: int, now: float) -> None:
         """Take note of a death: the next rank that lives is told instead."""
@@ -119,36 +144,6 @@ class News:
         self.due_at = self._pass_on_at
         return messages
 
-    def _note(
-        self,
-        fact: Fact,
-        ranks: Collection[int],
-        now: float,
-        *,
-        is_round: bool,
-        is_heard: bool = False,
-    ) -> list[int]:
-        said: Collection[int] = self._said.get(fact, ())
-        new = [rank for rank in ranks if rank not in said]
-        if not new:
-            return new
-        if fact.kind is Kind.LEFT:
-            self._left.update(dict.fromkeys(new, fact))
-            self._is_slow |= not is_round
-            self.due_at = min(self.due_at, now)
-        if not (is_heard and self._is_direct) and self._is_worth_passing_on(fact):
-            self._log.append((fact, new))
-            if self._is_direct or not (said or is_round):
-                self._is_urgent = True
-                self._hasten(now)
-            else:
-                grace_s = 0.0 if self._is_slow or fact.kind is not Kind.LEFT else GRACE_S
-                self._hasten(max(now + grace_s, self._passed_on_at + self._pause_s))
-        self._said.setdefault(fact, set()).update(new)
-        if len(self._left) == self._size and not self._is_direct:
-            self._pass_on_at = now if self._is_slow else math.inf
-        return new
-
     def _is_worth_passing_on(self, fact: Fact) -> bool:
         if fact.kind is not Kind.GAVE_UP or fact in self._said:
             return True
@@ -162,17 +157,15 @@ class News:
         """Yield the rounds of the barrier that this rank has come to."""
         if self._rank not in self._left:
             return
-        while self._n_before < self._size and self._before(self._n_before) in self._left:
+        rank, size = self._rank, self._size
+        while self._n_before < size and (rank - self._n_before) % size in self._left:
             self._n_before += 1
         while self._rounds and self._n_before >= self._rounds[-1].distance:
             edge = self._rounds.pop()
             words: dict[Fact, list[int]] = {}
-            for rank in map(self._before, range(edge.distance)):
-                words.setdefault(self._left[rank], []).append(rank)
+            for before in ((rank - n) % size for n in range(edge.distance)):
+                words.setdefault(self._left[before], []).append(before)
             yield from _messages(edge.dest, words, is_round=True)
-
-    def _before(self, n: int) -> int:
-        return (self._rank - n) % self._size
 
     def _passed_on(self) -> Iterator[Message]:
         """Yield to each rank that is told what it has not been told yet."""

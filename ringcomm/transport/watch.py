@@ -78,9 +78,11 @@ class Watch:
             self.before_poll()
         for event in self.transport.poll():
             if isinstance(event, Died):
-                self._forward(event)
+                if event.rank not in self.peers.dead and event.blames == event.rank:
+                    self.announce_failed(event.rank, event.reason)  # other nodes cannot see it
                 self.peers.note_dead(event.rank, event.reason, blames=event.blames)
-                self._lose(event.rank)
+                with self._lock:
+                    self._news.lose(event.rank, time.monotonic())
             else:
                 self._hear(event)
         self._send_news()
@@ -150,11 +152,6 @@ class Watch:
         epoch, life = self.transport.ring_epoch, self.transport.incarnation
         return Header(kind, epoch, life, **fields).pack(text)
 
-    def _forward(self, death: Died) -> None:
-        """Other nodes cannot see this death: one who sees it tells them."""
-        if death.rank not in self.peers.dead and death.blames == death.rank:
-            self.announce_failed(death.rank, death.reason)
-
     def _hear(self, event: Arrived) -> None:
         header, text = Header.unpack(event.message)
         if header.ring_epoch != self.transport.ring_epoch:
@@ -177,24 +174,19 @@ class Watch:
         fact = Fact(kind, text, about, header.key)
         with self._lock:
             new = self._news.hear(fact, ranks_in(ranges), time.monotonic(), is_round=header.flag)
-        if kind is Kind.FAILED:
-            if new and about != self.transport.rank:
-                peers.note_failed(about, text)
-                self._lose(about)
-            return
+            if kind is Kind.FAILED and about != self.transport.rank:
+                self._news.lose(about, time.monotonic())
         for rank in new:
-            if kind is Kind.ABSENT:
+            if kind is Kind.FAILED and about != self.transport.rank:
+                peers.note_failed(about, text)
+            elif kind is Kind.ABSENT:
                 peers.note_absent(rank, header.key, text)
             elif kind is Kind.GAVE_UP:
                 peers.note_gave_up(rank, GaveUp.of_text(text))
             elif kind is Kind.BROKE:
                 peers.note_broken(rank, about, text)
-            else:
+            elif kind is Kind.LEFT:
                 peers.note_left(rank, text)
-
-    def _lose(self, rank: int) -> None:
-        with self._lock:
-            self._news.lose(rank, time.monotonic())
 
     def _deliver(self, source: int, header: Header, text: str) -> None:
         box = self._boxes.setdefault((header.kind, header.key, header.round), deque())

@@ -87,8 +87,7 @@ def rows_call(
 def rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], slice]:
     """Return whose which elements are where rows are shared out, and which rows are this rank's."""
     rows = chunks(shape[0], group.size)
-    width = math.prod(shape[1:])
-    return [slice(r.start * width, r.stop * width) for r in rows], rows[group.index]
+    return chunks(shape[0], group.size, math.prod(shape[1:])), rows[group.index]
 
 
 def contiguous(x: A, adapter: AnyAdapter) -> A:

@@ -45,7 +45,8 @@ def reduction_in_node(
     """Return a reduction where all ranks share memory; with `parts`, each rank gets its part."""
     to = To.OWNER if parts else To.ALL
     item = source.dtype.itemsize
-    bounds = [0, *(part.stop * item for part in parts)] if parts else ()
+    has_parts = parts and group.team is not None  # else it is no step
+    bounds = [0, *(part.stop * item for part in parts)] if has_parts else ()
     divisor = op.divisor(group.size)
     return NodeReduction(
         source.bytes, target, op.kernel, source.dtype.kernel, divisor, to, 0, bounds
