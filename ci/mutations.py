@@ -620,7 +620,7 @@ FACES = [
     Mutation(
         "last-news-is-the-last-to-join",
         "order",
-        "engine/peers/joining.py",
+        "engine/peers/join.py",
         "return max(joined, key=lambda rank: (joined[rank], rank))",
         "return list(joined)[-1]",
         "join() returns another rank on each, by whose news came last",
@@ -629,7 +629,7 @@ FACES = [
     Mutation(
         "join-leaves-at-once",
         "order",
-        "engine/peers/joining.py",
+        "engine/peers/join.py",
         "lambda: len(sealed) == size and self._has_served()",
         "self._has_served",
         "a rank leaves join() while another still sends what it is invited to",

@@ -20,7 +20,7 @@ from ringcomm.engine.core.pending import PendingOperation
 from ringcomm.engine.core.state import n_forks
 from ringcomm.engine.executors.routes import Routes, end_turn
 from ringcomm.engine.peers.groups import Groups
-from ringcomm.engine.peers.joining import Joining
+from ringcomm.engine.peers.join import JoinedRanks
 from ringcomm.engine.peers.whereabouts import Whereabouts
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
@@ -56,7 +56,7 @@ class Engine(EngineContext):
         self.groups = Groups(watch, Group.of_all(self), talks)
         self.groups.when_over = self.extensions.end_group
         here = Whereabouts(watch, self.pending, self.extensions, self.groups)
-        self._joining = Joining(watch, self.pending, self.groups, here, talks)
+        self._joined = JoinedRanks(watch, self.pending, self.groups, here, talks)
         self._routes = Routes(watch, self.selection)
 
     @property
@@ -154,7 +154,7 @@ class Engine(EngineContext):
             )
 
         self.progress.work_in_background()
-        return self._joining.join(stand_in)
+        return self._joined.join(stand_in)
 
     def nudge(self) -> None:
         """Poll the services, at once if nobody drives; any thread."""
@@ -211,7 +211,7 @@ class Engine(EngineContext):
         """True while none may be carried out without a task: it does more, or cannot go well."""
         if self.pending.timeline is not None or self.selection.leaves_memory:
             return True
-        return self._joining.has_guests or self.watch.peers.has_lost
+        return self._joined.has_guests or self.watch.peers.has_lost
 
     # --- submission -------------------------------------------------------------------------------
     def _submit(
@@ -317,7 +317,7 @@ class Engine(EngineContext):
         try:
             self.pending.add(work)
             task.start(*self._routes.coroutines(work, plan))
-            self._joining.invite(work)
+            self._joined.invite(work)
         except BaseException as error:  # its place is taken, and others will wait for it
             self.pending.remove(ticket.key, has_failed=True)
             task.stop()

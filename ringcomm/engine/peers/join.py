@@ -41,8 +41,8 @@ class _Invitation:
     call: Call
 
 
-class Joining:
-    """Which ranks have joined, and what this one does for the others once it has."""
+class JoinedRanks:
+    """The ranks that have joined; once this one has, it takes part in operations of the others."""
 
     def __init__(
         self,
