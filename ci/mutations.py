@@ -1139,7 +1139,25 @@ GPU = [
         if not mine.problem:
 """,
         "ranks of a group move data in different ways",
-        ("gpu/test_founding.py",),
+        ("gpu/test_transport_setup.py",),
+    ),
+    Mutation(
+        "gpu-a-group-leaves-its-streams",
+        "gpu",
+        "engine/peers/groups.py",
+        "        self.when_over(group_id)\n",
+        "",
+        "each group costs a stream, mapped memory and a communicator until the job ends",
+        ("gpu/test_collectives.py",),
+    ),
+    Mutation(
+        "gpu-a-group-is-over-before-its-streams",
+        "gpu",
+        "gpu/executor/team.py",
+        "kept = [keeps, result, group]",
+        "kept = [keeps, result]",
+        "memory is unmapped while another rank's kernel writes to it",
+        ("gpu/test_collectives.py",),
     ),
     Mutation(
         "gpu-the-late-rank-is-another",

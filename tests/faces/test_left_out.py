@@ -1,9 +1,11 @@
 """Folders that the rest of the package does without."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import run_script
 
 import ringcomm
@@ -40,6 +42,32 @@ def test_trains_without_the_folders_that_can_be_left_out(tmp_path):
     job = run_script(2, SCRIPT, cwd=tmp_path, env={"PYTHONPATH": path})
     assert job.code == 0, job.output
     assert job.output.count(f"trained {rest}") == 2
+
+
+@pytest.mark.at_length
+def test_the_unit_tests_need_no_gpu_folder(tmp_path):
+    _link_all_but(("gpu",), Path(ringcomm.__file__).parent, tmp_path / "ringcomm")
+    root = Path(__file__).parents[2]
+    where = ("-c", root / "pyproject.toml", "--rootdir", root)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *where,
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            root / "tests/unit",
+        ],
+        env={**os.environ, "AT_LENGTH": "", "FAST": "1", "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
 
 
 def _link_all_but(left_out, whole, part):

@@ -12,7 +12,7 @@ from ringcomm.arrays.base import Span
 
 @dataclass(frozen=True)
 class Address:
-    """Where memory of one rank is, as another can find it."""
+    """The place of one rank's memory, as another can find it."""
 
     region: int  # serial number of the allocation, from 1 on; 0: it cannot be reached
     offset: int  # in bytes

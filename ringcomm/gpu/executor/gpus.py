@@ -127,8 +127,8 @@ class Gpus:
             try:
                 self._provider = self._drivers.provider()
             except Exception as error:  # whatever a binding raises: other transports may do
-                is_told = isinstance(error, ConfigError)
-                why = str(error) if is_told else f"{type(error).__name__}: {error}"
+                is_config = isinstance(error, ConfigError)
+                why = str(error) if is_config else f"{type(error).__name__}: {error}"
                 self._no_provider = ConfigError(why)  # to look again would take half a second
                 raise self._no_provider from error
         return self._provider

@@ -40,7 +40,7 @@ _log = logging.getLogger("ringcomm")
 _RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2
 # A stream takes about 1000 entries, then it blocks who gives it more: a phase are 4 per rank.
 _PHASES_AHEAD = 16
-_TOLD_WITHIN_S = 1.0
+_ERROR_WITHIN_S = 1.0
 _END: Final = object()
 R = TypeVar("R")
 
@@ -164,7 +164,7 @@ class GpuTeam:
         keeps: Sequence[object],
         waits_for_others: bool = True,
     ) -> Launched[R]:
-        """Return `result` for who waits, and watch the stream until it has done what it has now.
+        """Return the deferred result, and watch the stream until it has done what it has now.
 
         `keeps` lives until then. Other ranks need live only if the stream `waits_for_others`.
         """
@@ -207,7 +207,7 @@ class GpuTeam:
             return self._own_transport.scratch(nbytes)
 
     def announce(self, why: str) -> None:
-        """Say once, on the first rank, that operations of a kind go through host memory."""
+        """Warn once, on the first rank, that operations of a kind go through host memory."""
         if self._rank == 0 and why not in self._announced:
             self._announced.add(why)
             _log.warning("an operation on a GPU goes through host memory: %s", why)
@@ -232,14 +232,14 @@ class GpuTeam:
         return self.transport
 
     def _free_stream(self, done: Event, keeps: object) -> None:
-        """See to it that the stream comes to its end; what it still writes is worthless."""
+        """Make the stream come to its end; what it still writes is worthless."""
         transport = self.transport
         if transport is None:
             return
 
         def release() -> None:
             begin = time.monotonic()
-            while not self._engine.state.is_broken and time.monotonic() < begin + _TOLD_WITHIN_S:
+            while not self._engine.state.is_broken and time.monotonic() < begin + _ERROR_WITHIN_S:
                 time.sleep(_RELEASE_EVERY_S)  # who finds the stream free must also find the error
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
                 while not done.is_reached:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ringcomm.engine.core.context import EngineContext
 
 _log = logging.getLogger("ringcomm")
-_ON_THE_FIRST = "see the first rank"  # what another says, where that one alone knows why
+_ON_THE_FIRST = "see the first rank"  # which alone knows why
 R = TypeVar("R")
 
 

@@ -1,4 +1,4 @@
-"""Which transport carries the arrays on GPUs of a group, and why. Pure."""
+"""Chooses the transport of a group's arrays on GPUs, and says why. Pure."""
 
 from __future__ import annotations
 

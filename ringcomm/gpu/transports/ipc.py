@@ -1,4 +1,4 @@
-"""Ranks whose GPUs reach each other's memory: one kernel reads from all, and writes to all.
+"""The transport over CUDA IPC: one kernel reads from the memory of all ranks, and writes to it.
 
 ipc_commands.py says what a rank's stream does; this carries it out. Streams wait for each other by
 numbers in host memory that all ranks map: a stream writes its rank's, and waits for the others'. No
@@ -144,7 +144,7 @@ class IpcTransport:
                     self._device.update(self.stream, each)
 
     def close(self, *, is_clean: bool) -> None:
-        """Unmap what the others have shown."""
+        """Unmap the others' memory, and free the rest; see GpuTransport."""
         if is_clean:
             for neighbour in self._neighbours:
                 neighbour.close()

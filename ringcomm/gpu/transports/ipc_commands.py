@@ -38,7 +38,7 @@ Command = Copy | KernelReduction | KernelUpdate
 
 @dataclass(frozen=True)
 class Outline:
-    """Where a rank's part in a work is."""
+    """The addresses of a rank's part in a work."""
 
     source: Address = NOWHERE  # where the others read
     target: Address = NOWHERE  # where they write
@@ -88,7 +88,7 @@ class View:
 
 
 def others_of(each: Sequence[_T], rank: int) -> list[_T]:
-    """Return what is of other ranks, each rank with another one first."""
+    """Return the entries of other ranks; each rank begins with another one."""
     return [each[(rank + shift) % len(each)] for shift in range(1, len(each))]
 
 

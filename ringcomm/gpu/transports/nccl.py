@@ -1,4 +1,4 @@
-"""Ranks with a GPU each: NCCL moves the bytes, and reduces what it reduces as we promise.
+"""The transport over NCCL, which moves the bytes, and reduces where its arithmetic will do.
 
 NCCL rounds 16-bit sums at every hop, lets NaN lose in MIN and MAX, and combines in an order of its
 own. Where that matters the owners of the elements combine them instead, with our own kernel, and
@@ -65,7 +65,7 @@ class Provider(Protocol):
     shares_gpus: bool
 
     def unique_id(self) -> bytes:
-        """Return what all ranks of a new communicator must know. See ncclGetUniqueId."""
+        """Return the id of a new communicator, for all of its ranks. See ncclGetUniqueId."""
 
     def connect(self, unique_id: bytes, rank: int, size: int) -> Communicator:
         """Return a communicator; blocks until all ranks call it. See ncclCommInitRank.

@@ -1,4 +1,4 @@
-"""Which elements of an array a rank owns in each pass, and where they are staged. Pure."""
+"""Divides arrays among ranks and passes, and places their staged elements. Pure."""
 
 from __future__ import annotations
 
