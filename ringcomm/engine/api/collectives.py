@@ -33,7 +33,7 @@ from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle  # noqa: F401 - in annotations that forms have
 from ringcomm.engine.executors.device import note_current_gpu
-from ringcomm.engine.executors.node import ShortCalls
+from ringcomm.engine.executors.node import short_calls_of
 from ringcomm.engine.executors.stand_in import plan_stand_in
 from ringcomm.engine.operations.allgather import plan_allgather, plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
@@ -97,10 +97,9 @@ def allreduce_(
     """Reduce in place, by the short call where that is open."""
     if name is None and deterministic is False:
         which = engine().groups.default if group is None else group
-        if isinstance(which, Group) and which.team is not None:
-            if which.short_calls is None:
-                which.short_calls = ShortCalls(engine(), which, which.team)
-            if which.short_calls.allreduce_(x, op):
+        if isinstance(which, Group):
+            short = which.short_calls or short_calls_of(which)
+            if short is not None and short.allreduce_(x, op):
                 return x
     return _allreduce_by_plan(x, op, name=name, group=group, deterministic=deterministic)
 
