@@ -244,6 +244,15 @@ CACHE = [
         ("unit/test_async.py",),
     ),
     Mutation(
+        "known-names-wait-for-the-agreement",
+        "cache",
+        "engine/executors/routes.py",
+        "if stream is None or work.problem is not None or plan.agrees_first:",
+        "if stream is None or work.problem is not None or plan.agrees_first or ticket.name:",
+        "every operation of a training step waits a round of messages before its data moves",
+        ("unit/test_routes.py",),
+    ),
+    Mutation(
         "deterministic-is-not-compared",
         "cache",
         "engine/core/call.py",

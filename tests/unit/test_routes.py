@@ -17,6 +17,7 @@ from ringcomm.engine.executors import routes
 
 ROUTES = dict(re.findall(r"^    (\S+(?: \S+)*)  .*\n +(\S+::\S+)$", routes.__doc__, re.MULTILINE))
 ENGINE = Path(routes.__file__).parent.parent
+TESTS = Path(__file__).parent.parent
 X = np.arange(5000.0)
 CASES = {
     "short call": ("node", lambda _: rc.allreduce_(X.copy()), set()),
@@ -95,6 +96,8 @@ def test_each_route_is_taken_when_the_table_says_so(route, taken, monkeypatch):
 
 def test_the_table_lists_all_routes():
     assert ROUTES.keys() == CASES.keys() | set(GPU_TRANSPORTS)
+    for path, name in re.findall(r"(\w+/test_\w+\.py)::(\w+)", routes.__doc__):
+        assert f"def {name}(" in (TESTS / path).read_text()
     (choice,) = [
         node
         for node in ast.walk(ast.parse(Path(routes.__file__).read_text()))
