@@ -13,7 +13,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Make the backend, mpi:// and mpi-nosock:// known to torch.distributed; again is nothing.
+    """Make the backend and mpi:// known to torch.distributed; again is nothing.
 
     The entry point "torch.distributed.backends", of torch 2.14 and newer.
     """
@@ -25,7 +25,6 @@ def register() -> None:
     make = _later("entry", "make")
     dist.Backend.register_backend("ringcomm", make, extended_api=True, devices=["cpu"])
     dist.register_rendezvous_handler("mpi", _later("rendezvous", "by_mpi"))
-    dist.register_rendezvous_handler("mpi-nosock", _later("rendezvous", "without_sockets"))
 
 
 def register_quietly() -> None:

@@ -806,37 +806,6 @@ def test_tensors_of_another_device_go_to_its_own_backend(rank, size, monkeypatch
     assert calls == ["meta", "shut down"]
 
 
-# --- the store of mpi-nosock:// -------------------------------------------------------------------
-def test_a_store_over_mpi_is_shared_by_all_ranks(rank, size):
-    from ringcomm.torch.distributed.store import MpiStore
-
-    own = MpiStore(timedelta(seconds=HANG_S))
-    store = dist.PrefixStore("test", own)
-    store.set(f"rank{rank}", str(rank))
-    assert [store.get(f"rank{r}") for r in range(size)] == [b"%d" % r for r in range(size)]
-    store.add("count", rank + 1)
-    dist.barrier()
-    assert store.add("count", 0) == size * (size + 1) // 2
-    assert store.check(["count", "rank0"])
-    assert not store.check(["nothing"])
-    assert store.compare_set("first", "", "x") == b"x"
-    assert store.compare_set("first", "y", "z") == b"x"
-    dist.barrier()
-    if rank == 0:
-        assert store.delete_key("first")
-        assert not store.delete_key("first")
-        assert own.num_keys() == size + 1
-
-
-def test_a_key_that_never_comes_is_an_error_that_names_it():
-    from ringcomm.torch.distributed.store import MpiStore
-
-    store = MpiStore(timedelta(seconds=0.05))
-    with pytest.raises(RuntimeError, match=r"waited for key; the timeout of 0.05 s is over"):
-        store.get("key")
-    dist.barrier()
-
-
 # --- callers from C++ -----------------------------------------------------------------------------
 def test_operators_of_c10d_reach_the_group_where_torch_lets_them(rank, size, world):
     """They ask a group for its backend, which can be written in Python from torch 2.14 on."""

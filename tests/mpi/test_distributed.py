@@ -82,7 +82,6 @@ FORMS = [
     '"ringcomm", init_method="env://"',
     '"ringcomm", init_method="mpi://"',
     '"cpu:ringcomm"',
-    '"gloo", init_method="mpi-nosock://"',
     '"gloo"',
 ]
 
@@ -91,8 +90,8 @@ FORMS = [
 @pytest.mark.parametrize(
     "arguments",
     [
-        '"ringcomm", init_method="mpi-nosock://"',
-        *at_length(['"gloo", init_method="mpi://"', *FORMS], []),
+        '"gloo", init_method="mpi://"',
+        *at_length(FORMS, []),
     ],
 )
 def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):
@@ -105,7 +104,7 @@ def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):
     "arguments",
     [
         '"ringcomm", init_method="mpi://"',
-        *at_length(['"cpu:ringcomm", init_method="mpi-nosock://"'], []),
+        *at_length(['"cpu:ringcomm", init_method="mpi://"'], []),
     ],
 )
 def test_the_backend_is_there_without_an_import_of_ringcomm(arguments, tmp_path):

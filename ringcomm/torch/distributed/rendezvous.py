@@ -1,4 +1,4 @@
-"""mpi://, mpi-nosock:// and env:// under mpirun: rank, size and store come from MPI.
+"""mpi:// and env:// under mpirun: rank, size and store come from MPI.
 
 They serve every backend of torch.distributed, gloo and nccl too.
 """
@@ -19,11 +19,9 @@ from ringcomm.errors import ConfigError
 from ringcomm.torch.distributed import compat
 from ringcomm.torch.distributed.compat import c10d
 from ringcomm.torch.distributed.launch import begin, require_launcher, require_same_rank
-from ringcomm.torch.distributed.store import MpiStore
 
 _PROBE_S = 2.0
 
-_kept: list[MpiStore] = []  # where C++ alone holds one, its methods in Python are gone
 Found = Iterator[tuple[Any, int, int]]
 
 
@@ -32,14 +30,6 @@ def by_mpi(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> F
     _start(url)
     yield _tcp_store(timeout), rank(), size()
     raise RuntimeError("mpi:// cannot bring ranks together again: start the job anew")
-
-
-def without_sockets(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
-    """Yield a store whose messages are MPI's."""
-    _start(url)
-    _kept.append(MpiStore(timeout))
-    yield _kept[-1], rank(), size()
-    raise RuntimeError("mpi-nosock:// cannot bring ranks together again: start the job anew")
 
 
 def wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
@@ -100,5 +90,5 @@ def _reachable(hosts: list[str], port: int) -> str:
             return host
     raise ConfigError(
         f"mpi://: rank {rank()} reaches rank 0 by none of {', '.join(hosts)} (port {port}). Let "
-        'the hosts find each other by name, or use init_method="mpi-nosock://", which needs none'
+        "the hosts find each other by name, and let a firewall pass TCP between them"
     )
