@@ -87,7 +87,7 @@ class Stack:
 
     @classmethod
     def unpack(cls, packed: str) -> Stack:
-        """Read it."""
+        """Return the stack that pack() packed."""
         facts = json.loads(packed)
         gpus = [
             Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in facts["driver"]["gpus"]

@@ -46,7 +46,7 @@ def test_a_set_up_that_fails_leads_to_the_next_unless_it_is_wanted():
     assert choice.without("refused, too").transport == "staged"
     wanted = choose_transport(APART, "ipc")
     assert "as RINGCOMM_GPU_TRANSPORT says" in str(wanted)
-    with pytest.raises(ConfigError, match="RINGCOMM_GPU_TRANSPORT is ipc, which cannot be: x"):
+    with pytest.raises(ConfigError, match="RINGCOMM_GPU_TRANSPORT is ipc, which cannot be used: x"):
         wanted.without("x")
 
 

@@ -203,7 +203,7 @@ def test_each_transport_is_a_route_of_its_own(transport, tmp_path, monkeypatch):
     before, after = on_gpus(2, body, tmp_path, **choose(transport))[1]
     assert taken == {transport}
     assert before.startswith("arrays on GPUs: not chosen yet")
-    assert after.startswith(f"arrays on GPUs: {transport}, the first that can of nccl, ipc, staged")
+    assert after.startswith(f"arrays on GPUs: {transport}, the first usable of nccl, ipc, staged")
     assert ("nccl: no, rank 0: there is no NCCL" in after) is (transport != "nccl")
 
 
@@ -211,7 +211,7 @@ def test_what_the_user_wants_and_cannot_be_is_an_error_on_all_ranks(tmp_path):
     def body(rank):
         for _ in range(2):
             with pytest.raises(
-                rc.ConfigError, match="GPU_TRANSPORT is nccl, which cannot be: rank"
+                rc.ConfigError, match="GPU_TRANSPORT is nccl, which cannot be used: rank"
             ):
                 rc.allreduce(sim.array(np.ones(3)))
         return rc.allreduce(np.ones(3))[0]  # the engine works on

@@ -66,7 +66,7 @@ def test_where_a_gpu_can_be_used_explain_says_what_will_choose(monkeypatch, foun
     found(NO_CUPY)
     monkeypatch.setattr(probing, "probe", lambda: WITHOUT_NCCL)
     (told,) = run_ranks(1, lambda _: str(rc.explain(1000, device="cuda")))
-    assert told.endswith("first operation on them takes the first that can of nccl, ipc and staged")
+    assert told.endswith("first operation on them takes the first usable of nccl, ipc and staged")
 
 
 DRIVER = Driver(is_loaded=True, cuda=13000, gpus=(object(),))

@@ -139,7 +139,7 @@ def test_what_is_wanted_and_cannot_be_is_an_error_on_all_and_breaks_nothing(tmp_
         if rank == 1:
             cannot_map(gpu)
 
-    wanted = "RINGCOMM_GPU_TRANSPORT is ipc, which cannot be: rank 1: Refused: not here"
+    wanted = "RINGCOMM_GPU_TRANSPORT is ipc, which cannot be used: rank 1: Refused: not here"
     for error in summed_beside(fault, tmp_path, forced="ipc"):
         assert isinstance(error, rc.ConfigError)
         assert wanted in str(error)

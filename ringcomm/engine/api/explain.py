@@ -40,7 +40,7 @@ class GpuExplanation:
             return f"arrays on GPUs: {self.choice}"
         if self.problem:
             return f"arrays on GPUs: this rank can use no GPU; {self.problem}"
-        how = "the first that can of nccl, ipc and staged"
+        how = "the first usable of nccl, ipc and staged"
         if self.wanted != "auto":
             how = f"{self.wanted}, as RINGCOMM_GPU_TRANSPORT says"
         return f"arrays on GPUs: not chosen yet; the group's first operation on them takes {how}"

@@ -20,7 +20,7 @@ class Device(Allocator, Protocol):
     may call, inside `with device.active()`.
 
     Attributes:
-        index: as CUDA counts in this process.
+        index: the GPU's number in this process, as CUDA counts.
         uuid: the same in every process, for every GPU another.
         name: "NVIDIA H200".
         reaches: uuids of the GPUs of this host whose memory it can reach, its own among them.

@@ -1,4 +1,4 @@
-"""A GPU by CUDA: the runtime that cupy binds, and of the driver what cupy lacks."""
+"""A CUDA GPU: through cupy's binding of the runtime, and the driver for what cupy lacks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ringcomm.gpu.kernels.update import UpdateKernel
 from ringcomm.nvidia.presence import require
 from ringcomm.nvidia.probing import probe
 
-# As the headers of CUDA number them.
-_NON_BLOCKING, _HIGHEST_PRIORITY = 1, -100  # the latter is clamped to what there is
+# Values from CUDA's headers.
+_NON_BLOCKING, _HIGHEST_PRIORITY = 1, -100  # CUDA clamps the latter to the highest
 _WITHOUT_TIMING = 2
 _ANY_DIRECTION = 4
 _NOT_READY = 600
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
-_ROOM_FOR_TABLES = 1 << 20  # bytes: of layouts of 350 million elements
+_ROOM_FOR_TABLES = 1 << 20  # bytes: enough for the layouts of 350 million elements
 
 
 class CudaDevice:
-    """Device of CUDA; one per GPU and process, for as long as that lives.
+    """A Device of CUDA: one per GPU, which lives as long as the process.
 
     Args:
-        index: as CUDA counts in this process.
+        index: the GPU's number in this process, as CUDA counts.
 
     Raises:
-        ConfigError: there is none, or something is missing that it needs.
+        ConfigError: there is no such GPU, or something that it needs is missing.
     """
 
     def __init__(self, index: int) -> None:
@@ -81,7 +81,7 @@ class CudaDevice:
             self._runtime.streamDestroy(stream)
 
     def new_event(self) -> int:
-        """Return an event without a clock."""
+        """Return an event without timing."""
         event: int = self._runtime.eventCreateWithFlags(_WITHOUT_TIMING)
         return event
 
@@ -137,7 +137,7 @@ class CudaDevice:
         return launches is not None
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return memory of cudaMalloc: that of pools cannot be exported."""
+        """Return memory from cudaMalloc, because memory of pools cannot be exported."""
         try:
             address = self._runtime.malloc(nbytes)
         except self._runtime.CUDARuntimeError as error:
@@ -201,7 +201,7 @@ class CudaDevice:
         return (self.uuid, *(self._driver.uuid(i) for i in near))
 
     def _try_export(self) -> bool:
-        """Ask by trying: containers and partitioned GPUs may refuse."""
+        """Return True if memory can be exported; containers and partitioned GPUs may refuse it."""
         address = self._runtime.malloc(PAGE_NBYTES)
         try:
             self._runtime.ipcGetMemHandle(address)

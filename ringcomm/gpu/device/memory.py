@@ -66,7 +66,7 @@ class Allocator(Protocol):
         """Return what other processes of this host need to map `memory`."""
 
     def map(self, exported: bytes) -> int:
-        """Return where memory of another process stands in this one."""
+        """Return the address at which this process maps memory of another one."""
 
     def unmap(self, address: int) -> None:
         """Give it back."""

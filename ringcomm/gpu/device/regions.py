@@ -104,7 +104,7 @@ class Neighbour:
         self._mapped: dict[int, int] = {}
 
     def find(self, address: Address) -> int:
-        """Return where it stands in this process."""
+        """Return its address in this process."""
         start = self._mapped.get(address.region)
         if start is None:
             start = self._mapped[address.region] = self._device.map(address.exported)

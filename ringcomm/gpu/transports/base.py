@@ -89,7 +89,7 @@ Work = Reduce | Move | Update
 
 @dataclass(frozen=True)
 class Job:
-    """One operation's part of a stream: a work, and the copies of this rank around it."""
+    """One operation's part of a stream: a Work, and the copies of this rank around it."""
 
     work: Work
     packed: Sequence[Span] = ()  # arrays that are copied first, one behind the other, into `buffer`

@@ -18,12 +18,12 @@ class Facts:
     """Facts of one rank's GPU, by which all ranks choose.
 
     Attributes:
-        node: a number that tells its host from others.
+        node: a number that identifies its host.
         reaches: uuids of the GPUs of this host whose memory this one can reach, its own among them.
         can_export: its memory can be mapped by other processes.
-        nccl: version of NCCL as a number, 22703; 0: it cannot be used.
+        nccl: version of NCCL as a number, such as 22703; 0 if NCCL cannot be used.
         no_nccl: why not.
-        shares_gpus: NCCL lets ranks share one.
+        shares_gpus: NCCL lets ranks share a GPU.
     """
 
     uuid: str
@@ -41,7 +41,7 @@ class Facts:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Facts:
-        """Read it."""
+        """Return the facts that pack() packed."""
         fields = json.loads(packed)
         return cls(**fields | {"reaches": tuple(fields["reaches"])})
 
@@ -55,21 +55,21 @@ class GpuChoice:
     is_forced: bool = False
 
     def without(self, problem: str) -> GpuChoice:
-        """Return the next best choice, for this one's set-up has shown a problem.
+        """Return the next best choice, because setting up this one failed.
 
         Raises:
             ConfigError: the user wants this one.
         """
         if self.is_forced:
             raise ConfigError(
-                f"RINGCOMM_GPU_TRANSPORT is {self.transport}, which cannot be: {problem}. Mend "
-                "that, or set it to auto"
+                f"RINGCOMM_GPU_TRANSPORT is {self.transport}, which cannot be used: {problem}. "
+                "Fix that, or set it to auto"
             )
         unfit = {**self.unfit, self.transport: problem}
         return GpuChoice(next(name for name in TRANSPORTS if name not in unfit), unfit)
 
     def __str__(self) -> str:
-        why = "as RINGCOMM_GPU_TRANSPORT says" if self.is_forced else "the first that can"
+        why = "as RINGCOMM_GPU_TRANSPORT says" if self.is_forced else "the first usable"
         lines = [f"{self.transport}, {why} of {', '.join(TRANSPORTS)}"]
         lines += [f"  {name}: no, {reason}" for name, reason in self.unfit.items()]
         return "\n".join(lines)
@@ -100,7 +100,7 @@ def _no_nccl(facts: Sequence[Facts], forced: str) -> str:
     shared = _shared_gpu(facts)
     may_share = forced == "nccl" and all(each.shares_gpus for each in facts)
     if shared and not may_share:
-        return f"ranks {shared[0]} and {shared[1]} share a GPU, and NCCL wants one for each"
+        return f"ranks {shared[0]} and {shared[1]} share a GPU, and NCCL needs one for each rank"
     return ""
 
 

@@ -1,9 +1,9 @@
-"""The commands of one rank's stream for a work over IPC, phase by phase. Pure.
+"""The commands of one rank's stream for a Work over IPC, phase by phase. Pure.
 
 Every rank owns a part of the elements. It reads that part from the memory of all ranks, combines it
-in the order of ranks and writes the result where all want it: 2 * size * nbytes of memory traffic
-in all, which is the least that anyone can do. Memory of device/regions.py is used where it stands;
-other arrays go through staging memory, but for the part that the rank itself owns.
+in the order of ranks and writes the result to where each rank wants it: 2 * size * nbytes of memory
+traffic in all, the least possible. Memory of device/regions.py is used directly; other arrays go
+through staging memory, except for the part that the rank itself owns.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ Command = Copy | KernelReduction | KernelUpdate
 
 @dataclass(frozen=True)
 class Outline:
-    """The addresses of a rank's part in a work."""
+    """The addresses of a rank's part in a Work."""
 
     source: Address = NOWHERE  # where the others read
     target: Address = NOWHERE  # where they write
-    staging: Address = NOWHERE  # where they do either if they cannot there; NOWHERE: they can
+    staging: Address = NOWHERE  # where they do so if they cannot reach those; NOWHERE: they can
     shown: int = 0  # bytes that the others may read in the staging memory, in a Move
 
     def pack(self) -> bytes:
-        """Return the wire form, as many bytes for each."""
+        """Return the packed form, which has the same length for each outline."""
         parts = (self.source.pack(), self.target.pack(), self.staging.pack())
         return self.shown.to_bytes(8, "little") + b"".join(parts)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Outline:
-        """Read it."""
+        """Return the outline that pack() packed."""
         n = Address.NBYTES
         source, target, staging = (Address.unpack(packed[8 + k * n :][:n]) for k in range(3))
         return cls(source, target, staging, int.from_bytes(packed[:8], "little"))
@@ -63,11 +63,11 @@ class View:
     """A team's memory as one of its ranks sees it.
 
     Attributes:
-        rank: this one.
+        rank: this rank.
         outlines: of all ranks, for the work.
-        capacity: bytes of the staging memory of each.
-        staging: returns where this rank's begins.
-        find: returns where memory of another rank stands in this process.
+        capacity: bytes of each rank's staging memory.
+        staging: returns the address of this rank's staging memory.
+        find: returns the address at which this process maps memory of another rank.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class View:
 
 
 def others_of(each: Sequence[_T], rank: int) -> list[_T]:
-    """Return the entries of other ranks; each rank begins with another one."""
+    """Return the entries of other ranks; each rank begins with a different one."""
     return [each[(rank + shift) % len(each)] for shift in range(1, len(each))]
 
 
@@ -101,7 +101,7 @@ def phases(work: Work, view: View) -> Iterator[list[Command]]:
     """Yield what the stream does in each phase; between two of them all ranks meet.
 
     Raises:
-        RingcommError: other ranks cannot reach what is to be updated; before the first phase.
+        RingcommError: before the first phase, if ranks cannot reach what is to be updated.
     """
     if isinstance(work, Reduce):
         return _reduce(work, view)
@@ -123,7 +123,7 @@ def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
 
 
 def _stage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
-    """Copy what others are to read, if they cannot read it where it stands."""
+    """Copy what others are to read, if they cannot read it where it is."""
     if view.mine.source.region:
         return []
     pieces = [(piece, work.source[piece.start : piece.stop]) for piece in slices]
@@ -159,7 +159,7 @@ def _targets(work: Reduce, view: View, piece: Slice) -> tuple[int, ...]:
     if work.to is To.OWNER:
         assert work.target is not None
         return (work.target[piece.start - work.parts[view.rank].start :].address,)
-    own = work.target or work.source  # of one dtype; on a rank without target its own is not asked
+    own = work.target or work.source  # of one dtype; without a target its address is not used
     ranks = range(view.size) if work.to is To.ALL else (work.root,)
     return _places(view, ranks, [o.target for o in view.outlines], own, piece)
 
@@ -167,7 +167,7 @@ def _targets(work: Reduce, view: View, piece: Slice) -> tuple[int, ...]:
 def _places(
     view: View, ranks: Iterable[int], addresses: Sequence[Address], own: Span, piece: Slice
 ) -> tuple[int, ...]:
-    """Return where this rank finds elements of others: as they stand, or staged."""
+    """Return where this rank finds elements of others: in their arrays, or staged."""
     offset, places = piece.start * own.dtype.itemsize, []
     for r in ranks:
         if r == view.rank:
@@ -225,7 +225,7 @@ def _move(work: Move, view: View) -> Iterator[list[Command]]:
 
 
 def _show(work: Move, view: View, start: int) -> list[Command]:
-    """Copy what others pull of this window, if they cannot where it stands."""
+    """Copy what others pull of this window, if they cannot pull it from where it is."""
     is_wanted = any(p.source == view.rank != p.dest for p in work.pulls)
     if work.source is None or not view.mine.shown or not is_wanted:
         return []
@@ -238,7 +238,7 @@ def _pull(pull: Pull, work: Move, view: View, window: int) -> list[Command]:
     at, outline = work.target.address + pull.at, view.outlines[pull.source]
     if pull.source == view.rank or not outline.staging.region:
         if window:
-            return []  # it was pulled as a whole
+            return []  # it was pulled as a whole in the first window
         if pull.source == view.rank:
             assert work.source is not None
             whole = work.source.address

@@ -289,7 +289,7 @@ def _as_nccl(x: Span) -> tuple[int, int]:
 
 
 def _root_of(work: Move, size: int) -> int | None:
-    """Return the rank that gives all it shows to all others, if that is what a work comes to."""
+    """Return the rank that gives all it shows to all others, if that is all that a Work does."""
     pulls = work.pulls
     if len(pulls) != size - 1 or len({pull.dest for pull in pulls}) != size - 1:
         return None
