@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """NAME=VALUE of settings that must be alike on all ranks: messages depend on them."""
+        """NAME=VALUE of settings that must be the same on all ranks: messages depend on them."""
         return (
             f"{_PREFIX}ALGORITHM={self.algorithm}",
             f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
@@ -122,7 +122,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings of `environ` (this process's by default).
 
     Raises:
-        ConfigError: a RINGCOMM_ variable that is not known, or is no number >= 0, or no algorithm.
+        ConfigError: a RINGCOMM_ variable is not known, not a number >= 0, or not an algorithm.
     """
     known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
     values: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def horovod_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return settings(), with Horovod's variables where there is no RINGCOMM_ variable.
 
     Raises:
-        ConfigError: one of them is no number >= 0.
+        ConfigError: one of them is not a number >= 0.
     """
     found = settings(environ)
     changes: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""Every exception that ringcomm raises for its own reasons.
+"""Every exception class of ringcomm.
 
     RingcommError
     |-- ConfigError           a setting, the launch or the installation is wrong
-    |-- NotInitializedError   rc.init() has not run here, or this is no rank; also a ValueError
-    |-- MismatchError         ranks called different things; the same error on every rank
+    |-- NotInitializedError   rc.init() has not run here, or this is not a rank; also a ValueError
+    |-- MismatchError         the calls of the ranks differ; the same error on every rank
     |-- PeerFailedError       a rank died, failed or left while this one needed it
     |   `-- ServerLostError   that rank held the only copy of a parameter-server shard
     |-- CodecError            bytes that are not what a codec wrote; also a ValueError
@@ -26,14 +26,14 @@ class ConfigError(RingcommError):
 
 
 class NotInitializedError(RingcommError, ValueError):
-    """The call needs rc.init() in this very process. A ValueError, too: Horovod raises that."""
+    """The call needs rc.init() in this process. A ValueError, too, because Horovod raises that."""
 
 
 class MismatchError(RingcommError):
-    """Ranks disagree on what to do. Raised on every rank; the engine works on.
+    """Ranks disagree on what to do. Raised on every rank; the engine stays usable.
 
-    Nothing was sent, but under a name that all had agreed on before: then no result is returned,
-    and what was to be overwritten is undefined. The text says which.
+    No data was sent, except under a name that all had agreed on before. In that case no result is
+    returned, and arrays to be overwritten have undefined contents. The text says which case it is.
     """
 
 
@@ -42,7 +42,7 @@ class PeerFailedError(RingcommError):
 
     Attributes:
         rank: the rank that failed first, as far as this rank knows.
-        reason: how, in words ("raised ValueError: boom").
+        reason: how it failed, in words ("raised ValueError: boom").
     """
 
     def __init__(self, message: str, *, rank: int, reason: str) -> None:

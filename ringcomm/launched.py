@@ -62,7 +62,7 @@ def torch_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
     """Return "rank" and "world_size" as torch.distributed's variables have them.
 
     Raises:
-        ConfigError: one is no number.
+        ConfigError: one is not a number.
     """
     found = {}
     for variable in ("RANK", "WORLD_SIZE"):

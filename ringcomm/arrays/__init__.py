@@ -25,7 +25,7 @@ def adapter_for(x: Array) -> ArrayAdapter:
     """Return the adapter of x's library; x is in host memory.
 
     Raises:
-        TypeError: x is no array that ringcomm knows, or it is on a GPU.
+        TypeError: x is not an array that ringcomm knows, or it is on a GPU.
     """
     if isinstance(x, np.ndarray):
         return NUMPY

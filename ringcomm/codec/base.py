@@ -60,7 +60,7 @@ class Codec(Protocol):
             out: shape (count,), contiguous, writable, of the dtype of x, apart from buffer.
 
         Raises:
-            CodecError: the buffer is no such thing, or not for out. Nothing was written.
+            CodecError: the buffer is not one, or not for out. Nothing was written.
         """
         ...
 

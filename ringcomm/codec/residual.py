@@ -128,7 +128,7 @@ class Residual:
         """Go on from what state_dict() returned; what was kept before is gone.
 
         Raises:
-            ValueError: it is no such state. Nothing was changed.
+            ValueError: it is not such a state. Nothing was changed.
         """
         if set(state) != {"dropped", "lr"} or not set(state["lr"]) <= set(state["dropped"]):
             raise ValueError(

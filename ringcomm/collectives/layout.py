@@ -1,4 +1,4 @@
-"""Which ranks share a host. Pure; `nodes` holds a number for each rank, alike on one host."""
+"""Which ranks share a host. Pure; `nodes` holds a number for each rank, the same on one host."""
 
 from __future__ import annotations
 

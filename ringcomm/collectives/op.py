@@ -55,7 +55,7 @@ _KERNELS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MIN: 2, MAX: 3, BAND: 4, BOR: 5, BXO
 
 
 class ReductionOptions(NamedTuple):
-    """How values are reduced, alike on all ranks. A tuple, for it is made in each call."""
+    """How values are reduced, the same on all ranks. A tuple: it is made in each call."""
 
     op: Op = SUM
     deterministic: bool = False  # in rank order: the bits do not depend on the buffer's size
@@ -77,7 +77,7 @@ class ReductionOptions(NamedTuple):
         return f"prescale={self.prescale!r}, postscale={self.postscale!r}"
 
     def scaled(self, prescale: float, postscale: float) -> ReductionOptions:
-        """Return them with these factors. Raises TypeError for what is no number."""
+        """Return them with these factors. Raises TypeError for what is not a number."""
         for each in (prescale, postscale):
             if isinstance(each, bool) or not hasattr(each, "__float__"):
                 raise TypeError(f"prescale and postscale must be numbers, not {each!r}")

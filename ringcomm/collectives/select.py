@@ -52,7 +52,7 @@ def choose(case: Case, forced: str | None = None, table: Table | None = None) ->
     """Return the algorithm for `case`.
 
     Args:
-        case: alike on all ranks of the group.
+        case: the same on all ranks of the group.
         forced: what the user wants for this collective.
         table: what was measured; it counts for groups of its own layout only.
     """

@@ -52,7 +52,7 @@ class Table:
         """Read the text form.
 
         Raises:
-            ValueError: it is no such table; says what is wrong with it.
+            ValueError: it is not such a table; the text says what is wrong with it.
         """
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:

@@ -16,7 +16,7 @@ _WIDTH = max(map(len, SUBJECTS))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what is installed and what to mend; return 1 if there is a problem, else 0.
+    """Print what is installed and what to fix; return 1 if there is a problem, else 0.
 
     MPI is not started in this process.
     """
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringcomm check",
-        description="Say what is installed, what does not fit, and the command that mends it. "
+        description="Say what is installed, what does not fit, and the command that fixes it. "
         "The exit code is 1 if there is a problem, else 0.",
     )
     parser.add_argument("--run", action="store_true", help="also do an allreduce of two ranks")

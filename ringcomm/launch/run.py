@@ -1,4 +1,4 @@
-"""run() calls a function on N new ranks, from a notebook or another program that is no rank."""
+"""run() calls a function on N new ranks, from a notebook or another program that is not a rank."""
 
 from __future__ import annotations
 

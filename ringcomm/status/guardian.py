@@ -19,7 +19,7 @@ from ringcomm.descriptors import needed_for
 _PROGRAM = Path(_core.__file__).with_name("ringcomm-guardian")
 _START_S = 10.0
 _END_S = 5.0
-_FOREVER_S = 1e9  # what it takes for "never"
+_FOREVER_S = 1e9  # which the program takes for "never"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Ward:
     """A rank to watch; its descriptors are handed over if the guardian may not open them itself."""
 
     pid: int
-    page_fd: int  # its status page, by a descriptor of that process
+    page_fd: int  # descriptor of its status page, in that process
     nonce: int  # of the page
     handed: tuple[int, ...] = ()  # its page, and the lifeline that hangs up when it dies
 
@@ -44,8 +44,8 @@ class Guardian:
         wards: the ranks of this node.
         grace_s: how long ranks may live on after a failure.
         is_fault_tolerant: the others go on when one has failed.
-        is_hydra: MPICH's launcher, to which a job looks good if a rank has left by C's _exit(0), is
-            kept from ending before it has seen another code.
+        is_hydra: the launcher is MPICH's, which takes a job for a success if a rank left by C's
+            _exit(0). The guardian keeps it from ending before it has seen another exit code.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Guardian:
             raise OSError(f"{_PROGRAM} did not start to watch (exit {self._process.returncode})")
 
     def wait(self) -> None:
-        """Return when it has gone, as it does once all its ranks have left."""
+        """Wait briefly for the guardian to end, as it does once all its ranks have left."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         # It belongs to the job, not to this process: no warning, and no wait, if it is still there.

@@ -76,7 +76,7 @@ class Compression:
 def compress(
     compression: Compressor, tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.dtype | None]:
-    """Return what a compressor makes of a tensor. Raises TypeError for what is none of the two."""
+    """Return what a compressor makes of a tensor. Raises TypeError for anything else."""
     if not hasattr(compression, "decompress"):
         raise TypeError(f"compression is one of hvd.Compression, not {compression!r}")
     if not isinstance(tensor, torch.Tensor):

@@ -67,7 +67,7 @@ class Transport(Protocol):
     size: int
     nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
     implementation: str  # what carries the messages: "Open MPI v5.0.11"
-    tags: TagLayout  # alike on all ranks
+    tags: TagLayout  # the same on all ranks
     is_threaded: bool  # more than one thread may use it, one at a time
     runner: _core.Runner | None  # carries out recorded algorithms without Python, if the wire can
     ring_epoch: int  # version of the membership
@@ -116,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks of an mpi4py communicator. Raises ValueError if one is no rank here."""
+        """Return the ranks of an mpi4py communicator; ValueError if one is not a rank here."""
         ...
 
     def label(self, rank: int) -> str:

@@ -75,7 +75,7 @@ class Channel(Performer):
 
     Args:
         watch: the control channel.
-        key: of the operation, alike on all of its ranks.
+        key: of the operation, the same on all of its ranks.
         members: the group's ranks of the job, in its order.
         context: of the group.
         stream: what tells this operation's messages from those of others in flight.

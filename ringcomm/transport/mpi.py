@@ -167,7 +167,7 @@ class MpiTransport:
         group.Free()
         mine.Free()
         if self._mpi.UNDEFINED in ranks:
-            raise ValueError("the communicator has a process that is no rank of this job")
+            raise ValueError("the communicator has a process that is not a rank of this job")
         return ranks
 
     def _settle(self) -> None:

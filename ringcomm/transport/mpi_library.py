@@ -42,12 +42,12 @@ class Started:
 
     mpi: Any  # the module mpi4py.MPI
     was_early: bool  # MPI was imported before ringcomm could set it up
-    settings: list[str]  # environment settings that were made; in vain if was_early
+    settings: list[str]  # environment settings that were made; without effect if was_early
     is_ours_to_finalize: bool  # nobody else will call MPI_Finalize at exit
 
 
 def start_mpi() -> Started:
-    """Load and initialise MPI with our start-up settings, unless the user was faster.
+    """Load and initialise MPI with our start-up settings, unless the user has done so already.
 
     Raises:
         ConfigError: there is no MPI library.
@@ -110,7 +110,7 @@ def refuse_silent_singleton(world_size: int) -> None:
     variable, n = promised
     raise ConfigError(
         f"{variable} says that {n} processes were launched, but MPI sees a job of 1: launcher and "
-        "MPI library are not of one kind. Use the mpirun of this environment "
+        "MPI library do not belong together. Use the mpirun of this environment "
         f"({os.path.join(os.path.dirname(sys.executable), 'mpirun')}); with Slurm, "
         "`salloc`/`sbatch` and then mpirun. `ringcomm check` shows what is installed."
     )
@@ -120,22 +120,22 @@ def agreed_tags(mpi: Any, comm: MPI.Comm) -> TagLayout:
     """Return the layout of tags that fits the libraries of all ranks of `comm`; collective.
 
     Raises:
-        ConfigError: one of them has too few, on all ranks.
+        ConfigError: on all ranks, if the library of one of them has too few tags.
     """
     mine = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
     return TagLayout.within(comm.allreduce(mine, op=mpi.MIN))
 
 
 def runner_over(mpi: Any, comm: MPI.Comm, segment_nbytes: int) -> _core.Runner:
-    """Return what carries out recorded algorithms over a communicator.
+    """Return a Runner, which carries out recorded algorithms over a communicator.
 
     Args:
         mpi: the module mpi4py.MPI; it is linked to the library, so the functions are found in it.
-        comm: its errors must be returned.
-        segment_nbytes: longer messages are cut.
+        comm: its error handler must be MPI_ERRORS_RETURN.
+        segment_nbytes: longer messages are sent in segments of this size.
 
     Raises:
-        OSError, AttributeError, ValueError: this library is not like those we know.
+        OSError, AttributeError, ValueError: this library does not have the layout of known ones.
     """
     if mpi._sizeof(mpi.Status) > _core.MPI_STATUS_MAX:
         raise ValueError(f"an MPI_Status has {mpi._sizeof(mpi.Status)} bytes")

@@ -54,7 +54,7 @@ class Performer(ABC):
         the same order.
 
         Args:
-            ranks: of the group, this one among them; alike on all of them.
+            ranks: of the group, this one among them; the same on all of them.
         """
 
     @abstractmethod

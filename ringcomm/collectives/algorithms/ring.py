@@ -32,7 +32,7 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SU
 
     Args:
         x: as in allreduce_. Overwritten.
-        parts: the chunks, one per rank, alike on every rank.
+        parts: the chunks, one per rank, the same on every rank.
         t: the ring.
         op: the operator.
 

@@ -12,11 +12,11 @@ Operations without a name are matched by their order in each group. A `name` mat
 same name, in whatever order each rank starts them (forms whose name ends in `_async` do not block);
 it is agreed on at its first use and may be used again once the operation is over.
 
-Raises, all of them: MismatchError (the same on every rank, the engine works on; the text says if
-anything was sent, which only happens under a name that had been agreed on), PeerFailedError,
+Raises, all of them: MismatchError (the same on every rank, the engine stays usable; the text says
+if anything was sent, which only happens under a name that had been agreed on), PeerFailedError,
 CommTimeoutError (after both, the engine is unusable), NotInitializedError; and
 TypeError or ValueError for an argument that is wrong in the same way on every rank. A ValueError or
-TypeError on this rank alone: an operation of that name is pending here, or the name is no text, or
+TypeError on this rank alone: an operation of that name is pending here, or the name is no str, or
 this rank is not in the group.
 """
 

@@ -53,7 +53,7 @@ def send(x: Array, dest: int, *, tag: int = 0, group: Group | None = None) -> No
 
     Raises:
         MismatchError: the receiver's array is of another shape or dtype; raised there, too, and
-            the engine works on.
+            the engine stays usable.
         ValueError, TypeError: a bad argument.
         PeerFailedError: a rank of the group died, or the receiver left.
         CommTimeoutError: nobody received it within RINGCOMM_TIMEOUT_S; the engine is unusable.

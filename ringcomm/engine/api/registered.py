@@ -1,4 +1,4 @@
-"""Arrays in memory that all ranks of a node map: what is in them is reduced where it stands."""
+"""Arrays in memory that all ranks of a node map: reduced where they are."""
 
 from __future__ import annotations
 

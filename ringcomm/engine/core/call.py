@@ -255,7 +255,8 @@ def _explain_settings(calls: Sequence[Call], ranks: Sequence[int]) -> str:
 
 
 _SET_ALIKE = (
-    "Set it alike on every rank (Open MPI: mpirun -x NAME=VALUE, MPICH: mpirun -genv NAME VALUE)."
+    "Set it to the same value on every rank (Open MPI: mpirun -x NAME=VALUE, "
+    "MPICH: mpirun -genv NAME VALUE)."
 )
 
 
@@ -266,7 +267,7 @@ def _explain_errors(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) 
     return (
         f"{call.label(sequence)}: {ranks_text(bad)} could not take part: {call.error}"
         + (f" (so says rank {rank})" if len(bad) > 1 else "")
-        + f". Mend the call on {ranks_text(bad)}."
+        + f". Fix the call on {ranks_text(bad)}."
     )
 
 

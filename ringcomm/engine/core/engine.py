@@ -1,4 +1,4 @@
-"""One rank's operations: which is which, and how they begin."""
+"""One rank's operations: how they are identified, and how they begin."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Engine(EngineContext):
 
     @property
     def rank(self) -> int:
-        """Of this process in the default group."""
+        """Rank of this process in the default group."""
         return self.groups.default.index
 
     @property
     def size(self) -> int:
-        """Of the default group."""
+        """Number of ranks in the default group."""
         return self.groups.default.size
 
     def execute(
@@ -89,11 +89,11 @@ class Engine(EngineContext):
             group: None: all ranks.
             timeout_s: deadline of this operation; None: RINGCOMM_TIMEOUT_S.
             is_once: the name will not come again, on any rank, so it is not worth keeping. It
-                stands for the one that plan() has.
+                replaces the name in the call of plan().
 
         Raises:
             TypeError, ValueError, ...: plan() raised, in the same way on every rank.
-            MismatchError: ranks disagree; the same on every rank; the engine works on.
+            MismatchError: ranks disagree; the same on every rank; the engine stays usable.
             PeerFailedError: a rank died or left.
             CommTimeoutError: a rank did not come within timeout_s.
             NotInitializedError: after shutdown(), or in a child of this rank.
@@ -122,7 +122,7 @@ class Engine(EngineContext):
         """Begin one collective and return at once; see execute().
 
         Raises:
-            TypeError: name is no text.
+            TypeError: name is not a str.
             ValueError: an operation of that name is pending, or this rank is not in the group.
             NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
         """
@@ -157,7 +157,7 @@ class Engine(EngineContext):
         return self._joined.join(stand_in)
 
     def nudge(self) -> None:
-        """Poll the services, at once if nobody drives; any thread."""
+        """Poll the services, at once if no thread drives the loop. Any thread may call it."""
         self.state.require_usable()
         self.progress.nudge()
 
@@ -176,7 +176,10 @@ class Engine(EngineContext):
 
     # --- without a task ---------------------------------------------------------------------------
     def take_place(self, ledger: Ledger, team: NodeTeam) -> int | None:
-        """Return the place of an operation that does without a task, None if it cannot."""
+        """Take the next place (number) in the ledger for an operation that needs no task.
+
+        Returns None if it needs one.
+        """
         state = self.state
         if state.is_closed or state.error is not None or state.n_forks != n_forks():
             return None
@@ -188,7 +191,7 @@ class Engine(EngineContext):
             return ledger.take_place()
 
     def break_at(self, place: int | None, error: BaseException) -> None:
-        """Break the engine: what began at this place, or perhaps did (None), was interrupted."""
+        """Break the engine: the operation of this place, if any (None), was interrupted."""
         which = "an operation" if place is None else f"operation #{place}"
         self.completion.break_engine(error, which)
 
@@ -201,14 +204,14 @@ class Engine(EngineContext):
         *,
         timeout_s: float | None = None,
     ) -> Task:
-        """Return a task for what was begun at this place of `group`; this thread waits for it."""
+        """Return a task that completes the step begun at this place of `group`, for this thread."""
         ledger = group.ledger_for(self)
         ticket = ledger.unnamed(place)
         return self._follow(step, plan, _Submission(group, ledger, ticket, True, timeout_s))
 
     @property
     def _needs_task(self) -> bool:
-        """True while none may be carried out without a task: it does more, or cannot go well."""
+        """True while all operations need a task: for a timeline, messages, joined or lost ranks."""
         if self.pending.timeline is not None or self.selection.leaves_memory:
             return True
         return self._joined.has_guests or self.watch.peers.has_lost
@@ -256,7 +259,7 @@ class Engine(EngineContext):
         return task
 
     def _is_one_step(self, plan: Plan[Any], entered: _Submission) -> bool:
-        """Return True if all that an operation comes to is one step, which it can take now."""
+        """Return True if the operation is a single step, which can be taken now."""
         team, ticket = entered.group.team, entered.ticket
         if plan.step is None or team is None:
             return False
@@ -267,7 +270,7 @@ class Engine(EngineContext):
         return entered.ledger.is_cached(ticket)
 
     def _take_step(self, plan: Plan[R], entered: _Submission) -> Task | CompletedTask:
-        """Carry out the one step of an operation; only what is not over at once becomes a task."""
+        """Carry out an operation of one step; return a task if it is not over at once."""
         group, ledger, ticket, is_awaited, _ = entered
         team = group.team
         assert team is not None
@@ -308,7 +311,7 @@ class Engine(EngineContext):
         label = _label(plan.call, ticket, group, self.groups.default)
         task = Task(label, ticket, group.ranks)
         task.timeout_s = timeout_s
-        # One with a deadline of its own must not stand behind others.
+        # An operation with a deadline of its own must not queue behind others.
         task.needs_admission = ticket.name is None and timeout_s is None
         teams = group.team, group.neighbours
         work = PendingOperation(
@@ -339,7 +342,7 @@ def _try(
         ready = plan(group)
         _ = ready.call.fingerprint  # what cannot be packed is an error like a bad argument
         return ready, None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
         call = Call(kind, name, error=f"{type(error).__name__}: {error}")
         return Plan(call, 0, _never_run), error
 

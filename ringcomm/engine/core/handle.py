@@ -36,7 +36,7 @@ class Handle(Generic[R]):
                 shorter one the operation is still under way.
 
         Raises:
-            CommTimeoutError: timeout_s is over; the engine works on, and one can wait again. Or
+            CommTimeoutError: timeout_s is over; the engine stays usable, and one can wait again. Or
                 RINGCOMM_TIMEOUT_S is over, and the engine is unusable; the text says which.
             MismatchError, PeerFailedError, ...: as the synchronous form raises.
             ValueError: timeout_s is negative or not a number.
@@ -64,7 +64,7 @@ class Handle(Generic[R]):
 
     @property
     def number(self) -> int:
-        """Which of its group's unnamed operations it is; alike on all ranks, from 1 on."""
+        """Which of its group's unnamed operations it is; the same on all ranks, from 1 on."""
         return self._task.number
 
     def __del__(self) -> None:

@@ -23,7 +23,7 @@ class Ticket:
     """
 
     name: str | None
-    base: int  # 64 bits for the group and the name, alike on all ranks
+    base: int  # 64 bits for the group and the name, the same on all ranks
     number: int
     is_once: bool = False  # the name will not come again, so it is not worth keeping
 

@@ -1,4 +1,4 @@
-"""The choice of algorithms of one rank, alike on all: what is forced, measured and announced."""
+"""The choice of algorithms of one rank, the same on all: what is forced, measured and announced."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MODULES: Final[dict[str, Any]] = {
 
 
 class Selection:
-    """Chooses by what all ranks have alike; see ringcomm.collectives.select."""
+    """Chooses by what is the same on all ranks; see ringcomm.collectives.select."""
 
     def __init__(self, settings: Settings) -> None:
         self.forced = settings.forced  # what the user wants, by collective
         # Ranks that share memory may be forced to use messages.
         self.leaves_memory = any(algorithm != "node" for algorithm in self.forced.values())
-        self.table: Table | None = None  # measured on this topology, alike on all ranks
+        self.table: Table | None = None  # measured on this topology, the same on all ranks
         self._announced: set[tuple[str, str, str]] = set()
 
     def choice(self, case: Case) -> Choice:

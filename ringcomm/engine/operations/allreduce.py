@@ -45,7 +45,7 @@ class Allreduce(Reduction):
     to: ClassVar[To] = To.ALL
 
     def on_host(self) -> Plan[Any]:
-        """Plan it; in a node it is one step."""
+        """Plan the allreduce of arrays in host memory; in a node it is one step."""
         x, adapter, options, group = self.x, self.adapter, self.options, self.group
         if self.is_borrowed and not options.is_scaled:
             source = adapter.flat(contiguous(x, adapter))

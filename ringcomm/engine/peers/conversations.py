@@ -42,7 +42,7 @@ class Conversations:
             label: "recv(source=3, tag=0)".
             members: the ranks of the job whose death ends it, this one among them.
             talk: returns what to do, given the task and a serial number of this rank's.
-            ticket: what it is, alike on those ranks; None: no other rank knows it.
+            ticket: what it is, the same on those ranks; None: no other rank knows it.
             is_awaited, timeout_s: see Engine.start().
         """
         progress = self._completion.progress

@@ -195,6 +195,6 @@ def _advice(reason: str) -> str:
     if PROGRAM_ENDED in reason:
         return (
             "If it had less to do than others, let each rank call join() where its loop ends; "
-            "else mend what ended it."
+            "else fix what ended it."
         )
-    return "Mend that rank's failure first; this rank only waited for it."
+    return "Fix that rank's failure first; this rank only waited for it."

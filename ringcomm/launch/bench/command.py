@@ -42,7 +42,7 @@ _OF_THE_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")  # OMPI
 _BUFFERS: Final = ("registered", "private")
 _ALIGNMENT = 64  # of private buffers: a cache line
 # Bytes of a rank's memory per byte of the largest buffer: private ones for send and receive, a
-# registered one, a result, what is expected, and as much again inside of the engines.
+# registered one, the result, the expected result, and as much again inside the engines.
 _MEMORY_FACTOR = 8
 _LINK_NBYTES, _LINK_ROUNDS = 4 << 20, 5
 _QUIET_LOAD = 0.5
@@ -64,17 +64,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_all(args: Namespace, others: Callable[[], Mapping[str, Bind]] = dict) -> dict[str, Any]:
-    """Return the facts of this run and its "rows", alike on every rank; rank 0 prints them.
+    """Return the facts of this run and its "rows", the same on every rank; rank 0 prints them.
 
     Args:
-        args: what parser() made of the command line.
+        args: the command line, as parsed by parser().
         others: returns engines to measure beside ringcomm, by name; called after rc.init().
 
     Raises:
         ConfigError: there is one rank, or a dtype needs a package that is missing.
     """
     dtypes = [_dtype(name) for name in args.dtype]
-    before = {"load": os.getloadavg()[0], "settings": _settings()}  # init() makes some
+    before = {"load": os.getloadavg()[0], "settings": _settings()}  # init() adds settings
     rc.init()
     if rc.size() == 1:
         raise ConfigError("1 rank, and a collective takes two: mpirun -np 2 ringcomm bench")
@@ -129,7 +129,7 @@ def _link_gbps(leaders: list[int]) -> float | None:
     """Return the GB/s that each host can send while it receives; None on one host. Collective.
 
     The first rank of each host sends 4 MiB to the next host's while it receives from the one
-    before, all at the same time: the best of 5, by the slowest host.
+    before, all at the same time. The slowest host's time counts, of the best of 5 rounds.
     """
     if len(leaders) == 1:
         return None
@@ -157,9 +157,9 @@ def _preamble(found: Mapping[str, Any]) -> Iterator[str]:
     if found["link_gbps"] is not None:
         yield f"# link between hosts: {found['link_gbps'] * 1e3:.1f} MB/s each way, measured"
     if size > cores * hosts:
-        yield "# more ranks than cores: times tell how they wait for each other, too"
+        yield "# more ranks than cores: times also depend on how ranks wait for each other"
     if load > _QUIET_LOAD:
-        yield f"# load average {load:.1f}: other programs run. Compare lines, not runs"
+        yield f"# load average {load:.1f}: other programs are running. Compare lines, not runs"
 
 
 def _measure(
@@ -193,7 +193,7 @@ def _measure(
 
 
 def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]]:
-    """Yield the cases of each collective, dtype and operator, by rising size."""
+    """Yield the cases of each collective, dtype and operator, by increasing size."""
     fitting = _fitting(args.sizes)
     for name, dtype in itertools.product(args.collective, dtypes):
         if name == "barrier" and dtype != dtypes[0]:
@@ -210,7 +210,7 @@ def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]
 
 
 def _fitting(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that fit into every host's memory, the smallest in any case."""
+    """Return the sizes that fit into every host's memory, or the smallest if none fits."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
     available = int(lines["MemAvailable"].split()[0]) * 1024
@@ -254,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
         usage="mpirun -np N ringcomm bench [options]",
         description="Measure the collectives on this job's ranks, beside a simultaneous memcpy. "
         "Each size is checked bit by bit; the exit code is 1 if any result was wrong. "
-        "docs/benchmarks.md says how to read it, and how to compare with other libraries.",
+        "docs/benchmarks.md says how to read the table, and how to compare with other libraries.",
     )
     add = found.add_argument
     for option, known, default in (
@@ -273,8 +273,8 @@ def parser() -> argparse.ArgumentParser:
         add(option, dest="forms", action="store_const", const=(form,), default=(False, True),
             help="only that form")  # fmt: skip
     add("--seconds", type=above_zero(float), default=2.0, help="for each size; default 2")
-    add("--iterations", type=above_zero(int), help="batches of each line instead")
-    add("--json", type=new_file, metavar="FILE", help="write all that was found")
+    add("--iterations", type=above_zero(int), help="batches of each line, instead of --seconds")
+    add("--json", type=new_file, metavar="FILE", help="write all results to this file")
     return found
 
 
@@ -285,7 +285,7 @@ def names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
         names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
         return names
 
     return parse
@@ -305,14 +305,14 @@ def above_zero(kind: type[float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
         if not 0 < value < float("inf"):
-            raise ArgumentTypeError(f"{text} is no number above 0")
+            raise ArgumentTypeError(f"{text} is not a number above 0")
         return value
 
     return parse
 
 
 def new_file(text: str) -> Path:
-    """Return the path; its folder must exist: after minutes of measuring it would be too late."""
+    """Return the path; its folder must exist, so that minutes of measuring are not lost."""
     path = Path(text)
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"there is no folder {path.parent}")

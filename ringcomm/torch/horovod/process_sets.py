@@ -63,7 +63,7 @@ class ProcessSet:
         return len(self._known_ranks())
 
     def rank(self) -> int:
-        """Return the index of this process among its ranks, -1 if it is none of them."""
+        """Return the index of this process among its ranks, -1 if it is not one of them."""
         ranks, mine = self._known_ranks(), engine().rank
         return ranks.index(mine) if mine in ranks else -1
 

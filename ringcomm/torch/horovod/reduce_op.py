@@ -38,7 +38,7 @@ def op_of(op: AnyOp | None, average: bool | None, *, stacklevel: int = 3) -> Any
 
     Raises:
         ValueError: both are given.
-        TypeError: op is none of them.
+        TypeError: op is not one of them.
     """
     if average is not None:
         if op is not None:

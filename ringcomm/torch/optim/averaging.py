@@ -71,7 +71,7 @@ class AveragingOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, as torch does; after a backward() that failed, mend what can be."""
+        """Forget the gradients, as torch does, and recover from a backward() that failed."""
         self._reducer.restart()
         super().zero_grad(set_to_none)
         if not set_to_none:

@@ -257,7 +257,7 @@ def flatten_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def node_zeros(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return zeros, of like's dtype and device, that ranks of a node reduce where they stand."""
+    """Return zeros, of like's dtype and device, that ranks of a node reduce where they are."""
     nbytes = count * like.dtype.itemsize
     adapter = device_adapter_for(like)
     if adapter is None:

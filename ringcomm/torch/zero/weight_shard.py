@@ -24,7 +24,7 @@ MakeUpdate = Callable[[Chunk], ChunkUpdate]
 
 
 class WeightShard:
-    """One bucket's weights, in memory that the ranks of this node read where it stands.
+    """One bucket's weights, in memory that the ranks of this node read directly.
 
     Parameters are moved there: what else used their old memory no longer sees their updates.
 

@@ -98,7 +98,7 @@ class SharedNode:
         return self.memory.offset_of(x)
 
     def view(self, rank: int, offset: int, nbytes: int) -> Bytes:
-        """Return memory of a rank of this node where it stands. Raises ValueError."""
+        """Return memory of a rank of this node, as mapped here. Raises ValueError."""
         return view(self._memories[rank], offset, nbytes)
 
 

@@ -1,7 +1,7 @@
-"""c10d's collectives as plans of the engine: tensors become lines, results go to where c10d wants.
+"""c10d's collectives as plans of the engine, which take flat tensors (called lines).
 
 What follows the communication (a result that is copied into several tensors) belongs to the
-operation: whoever finds it over finds it done.
+operation: it is done before the operation is over.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Tensors = Sequence[Tensor]
 
 
 def then(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
-    """Return a plan whose operation is over once after(its result) has run, too."""
+    """Return the plan with after(its result) as the last part of its operation."""
     run, finish = plan.run, plan.finish
 
     async def run_and_more(t: Channel) -> None:
@@ -62,12 +62,12 @@ def then(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
 
 
 def grouped(kind: str, each: Sequence[Plan[Any]]) -> Plan[list[Any]]:
-    """Return one plan of several, agreed on at once."""
+    """Return one plan for several; the ranks agree on all of them at once."""
     return plan_grouped(kind, None, list(each))
 
 
 def require_one_each(what: str, xs: Tensors, size: int) -> None:
-    """Raise ValueError for a list that has not one tensor per rank."""
+    """Raise ValueError unless the list has one tensor per rank."""
     if len(xs) != size:
         raise ValueError(
             f"{what} has {len(xs)} tensors, and the group has {size} ranks: pass one per rank"
@@ -75,7 +75,7 @@ def require_one_each(what: str, xs: Tensors, size: int) -> None:
 
 
 def scaled_(x: Tensor, reduction: Reduction) -> Op:
-    """Multiply x by the factor of a PREMUL_SUM; return what is left to do."""
+    """Multiply x by the factor of a PREMUL_SUM; return the operator that remains to be applied."""
     if reduction.factor is not None:
         with torch.no_grad():
             x.mul_(reduction.factor)
@@ -88,7 +88,7 @@ def _scaled(line: Tensor, reduction: Reduction) -> Tensor:
 
 # --- reductions -----------------------------------------------------------------------------------
 def allreduce(g: Group, x: Tensor, line: Tensor, op: Op) -> Plan[Any]:
-    """Plan to replace x, whose elements are `line`, by its reduction."""
+    """Plan to replace x, whose flat form is `line`, by its reduction."""
     plan: Plan[Any] = plan_allreduce(g, None, line, ReductionOptions(op), in_place=True)
     if line is x or line.data_ptr() == x.data_ptr():
         return plan
@@ -161,7 +161,7 @@ def allreduce_sparse(g: Group, x: Tensor, reduction: Reduction) -> Plan[Any]:
 
 # --- copies ---------------------------------------------------------------------------------------
 def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
-    """Plan to replace x by root's."""
+    """Plan to replace x by the root's x."""
     line = flatten(x)
     plan: Plan[Any] = plan_broadcast(g, None, bytes_of(line), root, in_place=True)
     return then(plan, lambda _: write_back(x, line))
@@ -258,7 +258,7 @@ def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
 
 
 def barrier(g: Group) -> Plan[Any]:
-    """Plan nothing: the agreement is the barrier."""
+    """Plan a barrier, which moves no data: the agreement is the barrier."""
     return plan_barrier(g, None)
 
 
@@ -277,5 +277,5 @@ def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[in
 
 
 def _width(x: Tensor) -> int:
-    """Return how many elements of what the engine moves are one of x."""
+    """Return how many elements that the engine moves make up one element of x."""
     return 1 if bytes_of(x.new_empty(0)).dtype == x.dtype else x.element_size()
