@@ -1,4 +1,4 @@
-// Advances programs without Python's lock: in the thread that waits for one, else in one of its own.
+// Advances programs without the GIL: in the thread that waits for one, else in one of its own.
 #pragma once
 #include <unistd.h>
 
@@ -41,8 +41,8 @@ bool drive_polling(Program& program, std::int64_t limit_ns);
 //           LoopbackHub's, the MPI library's
 // - While the thread of start_thread(), or one in park(), holds a turn it waits for nothing else;
 //   both only try to lock turn_. abandon() and settle() wait for it.
-// - Nobody takes Python's lock while holding either mutex, and whoever calls what waits (stop, park,
-//   await_news, settle, abandon) has let go of Python's lock. add(), wake() and yield_turn() may be
+// - Nobody takes the GIL while holding either mutex, and whoever calls what waits (stop, park,
+//   await_news, settle, abandon) has released the GIL. add(), wake() and yield_turn() may be
 //   called with it: none of them waits for a turn.
 // - Bells are rung without inbox_mutex_.
 class Loop {

@@ -8,7 +8,7 @@
 namespace ringcomm {
 
 // Shared with Python by enable_shared_from_this: otherwise whoever drops the last reference, a thread
-// of ours too, would have to wait for Python's lock.
+// of ours too, would have to wait for the GIL.
 class Program : public std::enable_shared_from_this<Program> {
  public:
   enum class Step { waiting, moved, news };  // what advance() achieved; news: Python is to look

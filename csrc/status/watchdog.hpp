@@ -1,4 +1,4 @@
-// A deadline for calls that block inside C with Python's lock held, such as MPI_Init.
+// A deadline for calls that block inside C with the GIL held, such as MPI_Init.
 #pragma once
 #include <condition_variable>
 #include <mutex>

@@ -75,7 +75,7 @@ class Transport(Protocol):
 
     @property
     def loop(self) -> Loop:
-        """Advances what is under way in C++ without Python's lock."""
+        """Advances what is under way in C++ without the GIL."""
         ...
 
     def mail(self) -> Mail:

@@ -1,4 +1,4 @@
-"""The memory that the ranks of a node share, and what waits for its flags without Python's lock."""
+"""The memory that the ranks of a node share, and what waits for its flags without the GIL."""
 
 from __future__ import annotations
 
