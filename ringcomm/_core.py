@@ -15,7 +15,7 @@ if (_FOLDER / "pyproject.toml").exists():
     )
 else:
     _problem = (
-        f"the ringcomm in {_FOLDER} has no compiled part for this Python: install it anew, as "
+        f"the ringcomm in {_FOLDER} has no compiled part for this Python: reinstall it, as "
         "`ringcomm check` says"
     )
 raise ImportError(_problem, name=__name__, path=__file__)

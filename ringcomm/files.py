@@ -22,7 +22,7 @@ def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterat
     """Yield a file to write; at the end of the block it replaces `path` at once, and is on disk.
 
     Args:
-        path: its folder is made if need be. On any error what stood there stays.
+        path: its folder is made if need be. On any error the file that was there stays.
         check: called with the path of the file when it is written; may raise.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which small reductions share a message. Pure: every rank comes to the same plan."""
+"""Choice of the small reductions that share a message. Pure: all ranks make the same plan."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _scale(x: Flat, factor: float) -> None:
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the values that stand in the upper halves of float32."""
+    """Return the values in the upper halves of float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

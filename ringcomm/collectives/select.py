@@ -1,4 +1,4 @@
-"""Which algorithm carries out a collective. Pure: every rank comes to the same choice.
+"""Choice of the algorithm of a collective. Pure: every rank comes to the same choice.
 
 What the user forces comes first, then what was measured on this topology (table.py), then the
 estimate of a model: rounds, messages, and bytes over the busiest wire and through the busiest
@@ -44,7 +44,7 @@ class Choice:
     seconds: dict[str, float]  # of each algorithm that fits, the fastest first
     unfit: dict[str, str]  # why the others do not fit
     overruled: str = ""  # the algorithm that the user wanted although it does not fit
-    is_measured: bool = False  # `seconds` are no estimate
+    is_measured: bool = False  # `seconds` are not an estimate
 
 
 @functools.lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ class Finding:
 
     subject: str  # one of SUBJECTS, or "run"
     status: Status
-    found: str  # its first line stands beside the subject
+    found: str  # its first line is printed beside the subject
     fix: str | None = None  # the command to type, or what to do
 
 

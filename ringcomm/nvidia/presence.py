@@ -193,7 +193,7 @@ def _driver_problem(stack: Stack) -> Problem | None:
 
 def _no_driver(driver: Driver) -> Problem:
     if driver.error:
-        return Problem(f"NVIDIA's driver cannot be loaded ({driver.error})", "install it anew")
+        return Problem(f"NVIDIA's driver cannot be loaded ({driver.error})", "reinstall it")
     if driver.release:
         found = f"NVIDIA's kernel module {driver.release} is here, but libcuda.so.1 is not"
         return Problem(found, _GPUS_ALL)

@@ -41,7 +41,7 @@ def probe() -> Stack:
     them asks a child, which also survives what they may do.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what cupy warns of stands in the result
+        warnings.simplefilter("ignore")  # what cupy warns of is in the result
         cupy = _cupy()
         nccl = _nccl() if cupy.version else Nccl()
     return Stack(

@@ -123,7 +123,7 @@ class Channel(Performer):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Of each rank of the group: a number that tells its node from others."""
+        """For each rank of the group, a number that identifies its node."""
         return self.members.nodes
 
     def among(self, ranks: Sequence[int]) -> Self:

@@ -24,7 +24,7 @@ class Members(Hashed):
     """Ranks of the job that communicate among themselves, in the order of their group.
 
     Attributes:
-        place: index of this rank among them, None if it is no member.
+        place: index of this rank among them, None if it is not a member.
         nodes: of each: a number that tells its node from others.
     """
 

@@ -42,7 +42,7 @@ class Performer(ABC):
     @property
     @abstractmethod
     def nodes(self) -> tuple[int, ...]:
-        """Of each rank of the group: a number that tells its node from others."""
+        """For each rank of the group, a number that identifies its node."""
 
     @abstractmethod
     def among(self, ranks: Sequence[int]) -> Self:

@@ -97,7 +97,7 @@ NO_GPU = [
     ),
     (
         replace(GOOD, driver=Driver(error="libcuda.so.1: file too short")),
-        "NVIDIA's driver cannot be loaded (libcuda.so.1: file too short): install it anew",
+        "NVIDIA's driver cannot be loaded (libcuda.so.1: file too short): reinstall it",
     ),
     (
         driver(gpus=()),

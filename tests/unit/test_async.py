@@ -264,7 +264,7 @@ def test_a_wait_of_its_own_length_names_the_missing_and_leaves_the_engine_usable
             with pytest.raises(rc.CommTimeoutError, match=r"w\]: rank 0 has waited 0.1 s") as told:
                 handle.wait(0.1)
             assert told.value.missing == (1,)
-            assert "still under way, and the engine works on" in str(told.value)
+            assert "still under way, and the engine stays usable" in str(told.value)
             over.set()
         return handle.wait().item(), rc.allreduce(np.ones(1)).item()
 

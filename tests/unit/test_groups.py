@@ -63,9 +63,9 @@ def test_a_group_may_be_made_by_all_and_used_by_its_members_alone():
             return rc.allreduce(np.ones(1), group=group).item()
         assert group.rank is None
         for call in (rc.allreduce, rc.allreduce_async, rc.allgather_object):
-            with pytest.raises(ValueError, match=r"rank 1 is no member of Group\(\[0, 2\]\)"):
+            with pytest.raises(ValueError, match=r"rank 1 is not a member of Group\(\[0, 2\]\)"):
                 call(np.ones(1), group=group)
-        with pytest.raises(ValueError, match="rank 1 is no member"):
+        with pytest.raises(ValueError, match="rank 1 is not a member"):
             rc.send(np.ones(1), 0, group=group)
         return None
 

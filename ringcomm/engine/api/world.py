@@ -60,7 +60,7 @@ def init(comm: MPI.Comm | None = None) -> None:
     """Make this process a rank of its job. Collective; a second call does nothing.
 
     Starts MPI if nobody has, with settings for a fast start and for faults where the user has set
-    none; sees to it that the others hear of it if this rank dies or leaves.
+    none; sees to it that the others learn of it if this rank dies or leaves.
 
     Args:
         comm: mpi4py communicator whose ranks take part, MPI.COMM_WORLD by default. It is
@@ -68,8 +68,8 @@ def init(comm: MPI.Comm | None = None) -> None:
 
     Raises:
         ConfigError: no MPI library, an unknown RINGCOMM_ variable, or a launcher that does not
-            fit the MPI library, or is none of MPI, as torchrun (every process would be "rank 0 of
-            1").
+            fit the MPI library, or is not one of MPI, such as torchrun (every process would be
+            "rank 0 of 1").
         MismatchError: ranks differ in their version of ringcomm, or in a setting that must be
             alike.
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.

@@ -104,8 +104,8 @@ class Completion:
             self.break_engine(error)
             raise
         raise CommTimeoutError(
-            f"{text} The timeout of this wait is over. It is still under way, and the engine works "
-            "on: wait again, or pass a larger timeout_s.",
+            f"{text} The timeout of this wait is over. It is still under way, and the engine stays "
+            "usable: wait again, or pass a larger timeout_s.",
             missing=missing,
         )
 

@@ -20,7 +20,7 @@ from ringcomm.transport.watch import Watch
 
 @dataclass(frozen=True)
 class Topology:
-    """Where a rank stands: among the ranks of its host, and that among the hosts."""
+    """Place of a rank among the ranks of its host, and of that host among the hosts."""
 
     local_rank: int
     local_size: int

@@ -61,7 +61,7 @@ class Extensions:
         self._kept.pop(key, None)
 
     def add_service(self, service: Service) -> None:
-        """Poll a service beside the operations."""
+        """Poll a service besides the operations."""
         self._progress.attach(service)
 
     def follow_up(

@@ -36,7 +36,7 @@ class Group:
 
     Attributes:
         ranks: those of the job that are its members.
-        rank: index of this process in `ranks`, None if it is no member.
+        rank: index of this process in `ranks`, None if it is not a member.
         size: number of ranks.
         team: where they meet, if they share a node's memory.
         neighbours: where those meet that are on this rank's node.
@@ -100,21 +100,21 @@ class Group:
         return f"Group({list(self.ranks)})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("a Group belongs to this process: send its ranks and make it anew")
+        raise TypeError("a Group belongs to this process: send its ranks and make a new one")
 
     def ledger_for(self, engine: EngineContext) -> Ledger:
         """Return what numbers its operations, if this process may use it.
 
         Raises:
-            ValueError: this process is no member, or the group is of an earlier init().
+            ValueError: this process is not a member, or the group is of an earlier init().
         """
         if self.rank is None:
             raise ValueError(
-                f"rank {engine.job_rank} is no member of {self!r}, so it cannot take part: let its "
-                "members alone make this call"
+                f"rank {engine.job_rank} is not a member of {self!r}, so it cannot take part: let "
+                "its members alone make this call"
             )
         if self._engine() is not engine:
-            raise ValueError(f"{self!r} is of an earlier ringcomm.init(): make it anew")
+            raise ValueError(f"{self!r} is of an earlier ringcomm.init(): make a new one")
         return self.ledger
 
     @property

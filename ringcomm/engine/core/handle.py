@@ -64,7 +64,7 @@ class Handle(Generic[R]):
 
     @property
     def number(self) -> int:
-        """Which of its group's unnamed operations it is; the same on all ranks, from 1 on."""
+        """Number among its group's unnamed operations, from 1 on; the same on all ranks."""
         return self._task.number
 
     def __del__(self) -> None:

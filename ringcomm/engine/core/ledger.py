@@ -1,4 +1,4 @@
-"""Which operation is which: the order of a group's unnamed operations, the uses of its names. Pure.
+"""Identities of a group's operations: the order of unnamed ones, the uses of names. Pure.
 
 Every rank of a group keeps one ledger, and all come to the same entries: what is written here
 depends only on what a rank enters and on what all agreed to.

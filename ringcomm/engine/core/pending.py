@@ -34,7 +34,7 @@ class PendingOperation:
 
 
 class Pending:
-    """At most `limit` operations by key; the oldest stands on the status page."""
+    """At most `limit` operations by key; the oldest is on the status page."""
 
     def __init__(self, page: StatusPage | None, timeline: Timeline | None, limit: int) -> None:
         self._page = page

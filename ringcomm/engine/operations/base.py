@@ -97,7 +97,7 @@ def contiguous(x: A, adapter: AnyAdapter) -> A:
 
 
 def written(x: A, work: A, adapter: AnyAdapter, t: Channel | None = None) -> A:
-    """Return x once it has the result, which stands in `work`; they may be the same."""
+    """Return x once it has the result, which is in `work`; they may be the same."""
     if work is x:
         adapter.written(x)
     else:

@@ -28,7 +28,7 @@ def plan_reduce_scatter(
     in_place: bool = False,
     is_borrowed: bool = False,
 ) -> Plan[A]:
-    """Plan a reduction of which each rank gets its rows; in place they stand in x, as a view.
+    """Plan a reduction of which each rank gets its rows; in place they are a view of x.
 
     No factors in place. is_borrowed: see Reduction.
     """

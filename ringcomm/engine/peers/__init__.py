@@ -1,1 +1,1 @@
-"""Conversations of ranks beside the collectives: groups, joining, where each of them is."""
+"""Conversations of ranks besides the collectives: groups, joining, where each of them is."""

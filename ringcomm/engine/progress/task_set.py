@@ -1,4 +1,4 @@
-"""The tasks that are under way and the services beside them, advanced all together."""
+"""The tasks that are under way and the services, advanced all together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONFIRM_S = 2.0  # time for a refused message to turn out as a death
 
 
 class Service(Protocol):
-    """Something that a rank does for others beside its operations; see Progress.attach()."""
+    """Something that a rank does for others besides its operations; see Progress.attach()."""
 
     def poll(self, *, only_news: bool = False) -> bool:
         """Do what can be done without waiting, only_news: without the wire; True if it moved."""

@@ -1,6 +1,6 @@
 """How operations are carried out on arrays in a GPU's memory; their arguments are checked already.
 
-The hosts agree as on any other operation. A plan notes the caller's stream at the moment of the
+The ranks agree as on any other operation. A plan notes the caller's stream at the moment of the
 call; what the ranks then do is put on the team's stream, behind that moment, and the result is
 behind it on the stream of whoever waits. No host waits for a GPU, except where the arrays go
 through host memory: there the same operation is carried out on mirrors of them.

@@ -1,7 +1,7 @@
 """The ranks of a group on their GPUs: their transport, and the order of what they launch.
 
-The hosts agree on an operation as on any other. Then the group's first rank says which place it has
-among the launches, for streams that wait for each other must do so in one order on all ranks. In
+The ranks agree on an operation as on any other. Then the group's first rank says which place it has
+among the launches, because streams that wait for each other must do so in one order everywhere. In
 its turn each rank puts its part on its stream, and is done with it: the caller's stream waits, not
 the caller. A follower watches over what is on the stream: it has the deadline of any operation, and
 if a rank dies it frees the stream.

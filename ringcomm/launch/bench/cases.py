@@ -96,7 +96,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     K is 1024. A range goes from the first to the last by a factor, 2 if none is given.
 
     Raises:
-        ValueError: a part is no size, or a range falls or stands still.
+        ValueError: a part is not a size, or a range does not increase.
     """
     return tuple(sorted({size for part in text.split(",") for size in _range(part)}))
 

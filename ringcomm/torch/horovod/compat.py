@@ -1,4 +1,4 @@
-"""Functions of Horovod's modules beside its collectives, for scripts that import them."""
+"""Functions of Horovod's modules besides its collectives, for scripts that import them."""
 
 from __future__ import annotations
 

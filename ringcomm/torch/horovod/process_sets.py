@@ -87,7 +87,7 @@ class ProcessSet:
         return _registry().lanes(self)[kind]
 
     def root(self, root_rank: int) -> int:
-        """Return the index of a rank of the job among these; ValueError if it is no member."""
+        """Return the index of a rank of the job among these; ValueError if it is not a member."""
         ranks = self._known_ranks()
         if root_rank not in ranks:
             raise ValueError(f"root_rank is {root_rank}; the ranks of {self} are {list(ranks)}")

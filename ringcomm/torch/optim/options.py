@@ -128,7 +128,7 @@ def require_mean(predivide: float, op: object) -> None:
 
 
 def require_passes(n: object) -> None:
-    """Raise ValueError if n is no number of backward() per step."""
+    """Raise ValueError if n is not a number of backward() per step."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
 

@@ -50,7 +50,7 @@ def _separation(first: list[int], node: list[int], why: Mapping[int, Mapping[int
     ranks = f"rank{'s' * (len(node) > 1)} {', '.join(map(str, node))}"
     return (
         f"rank {who} cannot share memory with rank {whom} ({reason}). So {ranks} of this host and "
-        "the others exchange messages, which are several times slower, and hear of each other's "
+        "the others exchange messages, which are several times slower, and learn of each other's "
         "deaths from MPI or at RINGCOMM_TIMEOUT_S alone. Ranks in containers need one pid and one "
         "network namespace (--pid=host --network=host)"
     )
