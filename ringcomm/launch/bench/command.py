@@ -77,19 +77,19 @@ def measure_all(args: Namespace, others: Callable[[], Mapping[str, Bind]] = dict
     before = {"load": os.getloadavg()[0], "settings": _settings()}  # init() adds settings
     rc.init()
     if rc.size() == 1:
-        raise ConfigError("1 rank, and a collective takes two: mpirun -np 2 ringcomm bench")
-    found: dict[str, Any] = {"ringcomm_bench": 2, **before, **_facts(args), "rows": []}
-    _say(*_preamble(found))
-    _measure(args, dtypes, others(), found)
-    return found
+        raise ConfigError("1 rank, and a collective needs two: mpirun -np 2 ringcomm bench")
+    report: dict[str, Any] = {"ringcomm_bench": 2, **before, **_facts(args), "rows": []}
+    _say(*_preamble(report))
+    _measure(args, dtypes, others(), report)
+    return report
 
 
-def finish(args: Namespace, found: dict[str, Any]) -> int:
+def finish(args: Namespace, report: dict[str, Any]) -> int:
     """Write the JSON and shut down; return 1 if a result was wrong, else 0."""
-    wrong = sum(row["wrong"] for row in found["rows"])
+    wrong = sum(row["wrong"] for row in report["rows"])
     _say(f"# wrong elements: {wrong}")
     if rc.rank() == 0 and args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     rc.shutdown()
     return 1 if wrong else 0
 
@@ -145,17 +145,17 @@ def _link_gbps(leaders: list[int]) -> float | None:
     return _LINK_NBYTES / min(times_s) / 1e9
 
 
-def _preamble(found: Mapping[str, Any]) -> Iterator[str]:
+def _preamble(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the heading: ranks, hosts, settings, and warnings about the machine."""
-    size, hosts, cores, load = (found[name] for name in ("size", "hosts", "cores", "load"))
+    size, hosts, cores, load = (report[name] for name in ("size", "hosts", "cores", "load"))
     yield (
-        f"# ringcomm bench {found['version']}: {size} ranks on {hosts} host{'s' * (hosts > 1)}, "
-        f"{cores} cores for those of rank 0's host, mode {found['mode']}"
+        f"# ringcomm bench {report['version']}: {size} ranks on {hosts} host{'s' * (hosts > 1)}, "
+        f"{cores} cores for those of rank 0's host, mode {report['mode']}"
     )
-    yield f"# {found['mpi']}"
-    yield from (f"# {name}={value}" for name, value in found["settings"].items())
-    if found["link_gbps"] is not None:
-        yield f"# link between hosts: {found['link_gbps'] * 1e3:.1f} MB/s each way, measured"
+    yield f"# {report['mpi']}"
+    yield from (f"# {name}={value}" for name, value in report["settings"].items())
+    if report["link_gbps"] is not None:
+        yield f"# link between hosts: {report['link_gbps'] * 1e3:.1f} MB/s each way, measured"
     if size > cores * hosts:
         yield "# more ranks than cores: times also depend on how ranks wait for each other"
     if load > _QUIET_LOAD:
@@ -163,9 +163,9 @@ def _preamble(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measure(
-    args: Namespace, dtypes: list[np.dtype[Any]], others: Mapping[str, Bind], found: dict[str, Any]
+    args: Namespace, dtypes: list[np.dtype[Any]], others: Mapping[str, Bind], report: dict[str, Any]
 ) -> None:
-    """Append the rows to `found`, and print them as they come."""
+    """Append the rows to `report`, and print them as they come."""
     series = list(_series(args, dtypes))
     largest = max((case.nbytes for cases in series for case in cases), default=0)
     send, recv = _private(largest), _private(largest)  # shared, so that caches favour nobody
@@ -176,7 +176,7 @@ def _measure(
     ]
     contenders += [Contender(name, "private", bind, send, recv) for name, bind in others.items()]
     contenders.append(Contender("memcpy", "private", memcpy, send, recv))
-    link, hosts = found["link_gbps"], found["hosts"]
+    link, hosts = report["link_gbps"], report["hosts"]
     for cases in series:
         first, has_wire = cases[0], link is not None
         title = " ".join(filter(None, (first.collective, first.dtype.name, first.op)))
@@ -189,7 +189,7 @@ def _measure(
                 if link is not None and row.time_us is not None and row.engine != "memcpy":
                     row.wire_share = wire_bytes(case, hosts) / (row.time_us * 1e3) / link
             _say(*_algorithm(case, rows), *table.lines(rows, has_wire=has_wire))
-            found["rows"] += [dataclasses.asdict(row) for row in rows]
+            report["rows"] += [dataclasses.asdict(row) for row in rows]
 
 
 def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]]:
@@ -249,14 +249,14 @@ def _say(*lines: str) -> None:
 # --- the command line ---------------------------------------------------------------------------
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="ringcomm bench",
         usage="mpirun -np N ringcomm bench [options]",
         description="Measure the collectives on this job's ranks, beside a simultaneous memcpy. "
         "Each size is checked bit by bit; the exit code is 1 if any result was wrong. "
         "docs/benchmarks.md says how to read the table, and how to compare with other libraries.",
     )
-    add = found.add_argument
+    add = options.add_argument
     for option, known, default in (
         ("--collective", tuple(COLLECTIVES), ("allreduce",)),
         ("--dtype", tuple(DTYPES), ("float32",)),
@@ -275,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=above_zero(float), default=2.0, help="for each size; default 2")
     add("--iterations", type=above_zero(int), help="batches of each line, instead of --seconds")
     add("--json", type=new_file, metavar="FILE", help="write all results to this file")
-    return found
+    return options
 
 
 def names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
