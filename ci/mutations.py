@@ -70,7 +70,7 @@ ORDER = [
         if name is None:
             return self.unnamed(place)""",
         "unnamed calls mismatch where ranks start named ones in another order beside them",
-        ("unit/test_programs.py",),
+        ("unit/test_random_programs.py",),
     ),
     Mutation(
         "few-unnamed-streams",

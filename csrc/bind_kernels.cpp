@@ -11,7 +11,7 @@
 #include "bind.hpp"
 #include "kernels/copy.hpp"
 #include "kernels/reduce.hpp"
-#include "kernels/standard_floats.hpp"
+#include "kernels/fp_environment.hpp"
 
 namespace ringcomm {
 namespace {
@@ -84,7 +84,7 @@ class FloatsOfBlock {
   void leave() { floats_.reset(); }
 
  private:
-  std::optional<StandardFloats> floats_;
+  std::optional<DefaultFpEnvironment> floats_;
 };
 
 // By address, for arrays that are not numpy's; the caller has checked them.
@@ -95,7 +95,7 @@ void py_copy_memory(std::uintptr_t out, std::uintptr_t x, std::size_t nbytes) {
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
-  nb::class_<FloatsOfBlock>(m, "StandardFloats")
+  nb::class_<FloatsOfBlock>(m, "DefaultFpEnvironment")
       .def(nb::init<>())
       .def("__enter__", &FloatsOfBlock::enter)
       .def("__exit__", [](FloatsOfBlock& self, nb::args) { self.leave(); });

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import gpu_emulation
 import numpy as np
-from programs import Library
+from random_programs import Library
 
 from ringcomm import _core
 from ringcomm.arrays import DTYPES, Span, add_device_adapter

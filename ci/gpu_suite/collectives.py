@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from cupy.cuda import nccl
 from gpu_suite.gpu import LIBRARIES, SHARES_FROM, Arrays, figure, skip, start, until
-from programs import make_program, run_program
+from random_programs import make_program, run_program
 
 import ringcomm as rc
 from ringcomm import _core

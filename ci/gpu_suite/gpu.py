@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from gpu_suite.stage import SKIP
-from programs import Library
+from random_programs import Library
 
 import ringcomm as rc
 

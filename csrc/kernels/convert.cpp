@@ -8,7 +8,7 @@
 #include "clones.hpp"
 #include "f16c.hpp"
 #include "half.hpp"
-#include "standard_floats.hpp"
+#include "fp_environment.hpp"
 
 namespace ringcomm {
 namespace {
@@ -114,7 +114,7 @@ void float32_to_float16(void* dst, const float* src, std::size_t count) {
 }
 
 void convert(void* dst, DType to, const void* src, DType from, std::size_t count) {
-  const StandardFloats here;
+  const DefaultFpEnvironment here;
   if (to == DType::float32 && is_half(from))
     return widen(static_cast<float*>(dst), src, count, from);
   if (to == DType::float64 && is_half(from))

@@ -9,7 +9,7 @@
 
 #include "clones.hpp"
 #include "convert.hpp"
-#include "standard_floats.hpp"
+#include "fp_environment.hpp"
 #include "threefry.hpp"
 
 namespace ringcomm {
@@ -176,14 +176,14 @@ std::size_t scale_nbytes(DType dtype) { return kernels_of(dtype).scale_nbytes; }
 
 void encode_int8(void* scales, std::int8_t* codes, const void* x, DType dtype, std::size_t count,
                  std::size_t block, std::uint64_t seed, std::uint64_t draw) {
-  const StandardFloats here;
+  const DefaultFpEnvironment here;
   kernels_of(dtype).encode(static_cast<char*>(scales), codes, static_cast<const char*>(x), count,
                            block, {seed, draw});
 }
 
 void decode_int8(void* x, DType dtype, const void* scales, const std::int8_t* codes,
                  std::size_t count, std::size_t block) {
-  const StandardFloats here;
+  const DefaultFpEnvironment here;
   kernels_of(dtype).decode(static_cast<char*>(x), static_cast<const char*>(scales), codes, count,
                            block);
 }

@@ -9,7 +9,7 @@
 #include "f16c.hpp"
 #include "half_loops.hpp"
 #include "loops.hpp"
-#include "standard_floats.hpp"
+#include "fp_environment.hpp"
 
 // Where there are fused products, GCC 12 makes complex ones of them, in spite of -ffp-contract=off.
 #define RINGCOMM_CLONES_UNFUSED RINGCOMM_CLONES_FOR("avx2")
@@ -173,7 +173,7 @@ void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const 
   if (reduce == nullptr) throw std::invalid_argument("this operator has no meaning for this dtype");
   if (divisor != 1 && divide == nullptr)
     throw std::invalid_argument("no kernel divides what this operator gives for this dtype");
-  const StandardFloats here;
+  const DefaultFpEnvironment here;
   reduce({dst, n_dst, src, n_src, count, divisor, divide});
 }
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "../kernels/clones.hpp"
-#include "../kernels/standard_floats.hpp"
+#include "../kernels/fp_environment.hpp"
 
 namespace ringcomm::ps {
 namespace {
@@ -151,7 +151,7 @@ Initial initial_of(int code, const double* parameters, std::size_t n, std::uint6
 
 template <class T>
 void fill_row(const Initial& initial, std::uint64_t key, T* out, std::size_t dim) {
-  const StandardFloats here;
+  const DefaultFpEnvironment here;
   if (initial.initializer == Initializer::constant)
     std::fill_n(out, dim, static_cast<T>(initial.parameters[0]));
   else if (initial.initializer == Initializer::uniform)

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "../kernels/job.hpp"
-#include "../kernels/standard_floats.hpp"
+#include "../kernels/fp_environment.hpp"
 #include "rows.hpp"
 #include "use.hpp"
 
@@ -266,7 +266,7 @@ Pushed Rows::push(const Push& push) {
 Pushed Rows::push_to(const RowSpec& spec, Homes homes, const Push& push) {
   if (push.n >= kEnd) throw std::invalid_argument("push: 2^32 keys and more at once");
   if (push.n == 0) return {};
-  const StandardFloats here;
+  const DefaultFpEnvironment here;
   return spec.dtype == DType::float64 ? Pusher<double>(spec, homes, push).run()
                                       : Pusher<float>(spec, homes, push).run();
 }

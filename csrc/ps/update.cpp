@@ -11,7 +11,7 @@
 #include "../kernels/clones.hpp"
 #include "../kernels/half.hpp"
 #include "../kernels/job.hpp"
-#include "../kernels/standard_floats.hpp"
+#include "../kernels/fp_environment.hpp"
 #include "formulas.hpp"
 
 namespace ringcomm::ps {
@@ -280,7 +280,7 @@ void require_doable(const DenseUpdate& u) {
 void apply(const DenseUpdate& u) {
   require_doable(u);
   if (u.rows == 0) return;
-  const StandardFloats here;
+  const DefaultFpEnvironment here;
   u.dtype == DType::float64 ? apply_as<double>(u) : apply_as<float>(u);
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm._core import StandardFloats
+from ringcomm._core import DefaultFpEnvironment
 from ringcomm.arrays.base import Flat
 
 
@@ -17,7 +17,10 @@ def scale(x: Flat, factor: float) -> None:
     """
     if factor == 1.0 or x.count == 0:
         return
-    with StandardFloats(), np.errstate(invalid="ignore", over="ignore"):  # NaN is a result, too
+    with (
+        DefaultFpEnvironment(),
+        np.errstate(invalid="ignore", over="ignore"),
+    ):  # NaN is a result, too
         _scale(x, factor)
 
 

@@ -9,7 +9,7 @@ import simulated_gpu as sim
 from gpu_ranks import TRANSPORTS, choose, on_gpus
 from harness import at_length
 from loopback import LoopbackTransport
-from programs import make_program, run_program
+from random_programs import make_program, run_program
 from samples import total as total_of
 from samples import whole_numbers
 from simulated_nccl import FakeCommunicator

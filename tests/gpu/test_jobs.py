@@ -14,7 +14,7 @@ import numpy as np
 import ringcomm as rc
 import simulated_gpu as sim
 from gpu_ranks import TRANSPORTS, begin, choose
-from programs import make_program, run_program
+from random_programs import make_program, run_program
 from simulated_gpu import Simulated
 
 seed = int(sys.argv[1])

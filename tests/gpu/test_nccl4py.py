@@ -14,7 +14,7 @@ import pytest
 import simulated_gpu as sim
 from gpu_ranks import begin
 from harness import run_ranks
-from programs import make_program, run_program
+from random_programs import make_program, run_program
 from simulated_nccl import FakeNccl
 
 import ringcomm as rc

@@ -13,9 +13,9 @@ from pathlib import Path
 import conformance
 import ml_dtypes
 import numpy as np
-import programs
 import pytest
 from mpi4py import rc as mpi4py_rc
+from random_programs import make_program, run_program
 from recordings import CASES, body_of, channel, drive, flat
 from samples import total, whole_numbers
 
@@ -203,7 +203,7 @@ def test_random_program_against_numpy(seed):
 
 @pytest.mark.parametrize("seed", range(15))
 def test_random_programs_with_groups_and_asynchronous_operations(seed):
-    programs.run_program(programs.make_program(seed, rc.size()), rc.rank(), seed)
+    run_program(make_program(seed, rc.size()), rc.rank(), seed)
 
 
 def test_contexts_of_dropped_groups_are_used_again(monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm._core import StandardFloats
+from ringcomm._core import DefaultFpEnvironment
 from ringcomm.arrays import DTYPES, Flat, any_adapter_for, arrived
 from ringcomm.collectives.op import ReductionOptions
 from ringcomm.collectives.scaling import from_bfloat16, to_bfloat16
@@ -82,14 +82,14 @@ class Adasum(GroupedOperation):
         wide = np.float64 if any(flat.dtype.name == "float64" for flat in flats) else np.float32
         line = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
         parts = consecutive([flat.count for flat in flats])
-        with StandardFloats():
+        with DefaultFpEnvironment():
             line *= wide(options.prescale)
 
         async def run(t: Channel) -> list[Any]:
             if t.meeting is not None:
                 await t.meet()  # messages follow, of a size that all must have agreed on
             total = await _combine(line, parts, t)
-            with StandardFloats():
+            with DefaultFpEnvironment():
                 total *= wide(options.postscale)
                 for flat, part in zip(flats, parts, strict=True):
                     _write(flat, total[part])
@@ -140,7 +140,7 @@ async def _receive(like: _Vector, source: int, t: Channel) -> _Vector:
 def combine(a: _Vector, b: _Vector, parts: Sequence[slice]) -> _Vector:
     """Return the combination of two vectors, part by part."""
     total = np.empty_like(a)
-    with StandardFloats():
+    with DefaultFpEnvironment():
         for part in parts:
             x, y = a[part], b[part]
             u, v = x.astype(np.float64), y.astype(np.float64)

@@ -1,4 +1,4 @@
-// How the processor rounds, the same in every thread.
+// The floating-point environment (rounding, subnormals) that all threads compute in.
 #pragma once
 #include <cstdint>
 
@@ -7,14 +7,14 @@ namespace ringcomm {
 // While it lives, this thread's sums are those of IEEE 754: rounded to nearest, with subnormal numbers.
 // A thread has the rounding and the flushing to zero that somebody has set in it, as
 // torch.set_flush_denormal() does: ranks, and threads of one rank, would come to different bits.
-class StandardFloats {
+class DefaultFpEnvironment {
  public:
-  StandardFloats() : before_(read()) {
+  DefaultFpEnvironment() : before_(read()) {
     if ((before_ & kDeviations) != 0) write(before_ & ~kDeviations);
   }
-  StandardFloats(const StandardFloats&) = delete;
-  StandardFloats& operator=(const StandardFloats&) = delete;
-  ~StandardFloats() {
+  DefaultFpEnvironment(const DefaultFpEnvironment&) = delete;
+  DefaultFpEnvironment& operator=(const DefaultFpEnvironment&) = delete;
+  ~DefaultFpEnvironment() {
     if ((before_ & kDeviations) != 0) write(before_);
   }
 

@@ -3,7 +3,7 @@
 import pytest
 from faulty import Faults
 from harness import at_length, run_ranks
-from programs import make_program, run_program
+from random_programs import make_program, run_program
 
 pytestmark = pytest.mark.usefixtures("wire")
 
