@@ -9,8 +9,8 @@ from pathlib import Path
 _FOLDER = Path(__file__).resolve().parents[1]
 if (_FOLDER / "pyproject.toml").exists():
     _problem = (
-        f"{_FOLDER} is ringcomm's source folder, which has no compiled part: change to another "
-        "folder, or start python with -P, and take it out of PYTHONPATH; or type: "
+        f"{_FOLDER} is ringcomm's source folder, which has no compiled part: take it out of "
+        "PYTHONPATH, and start python elsewhere or with -P; or type: "
         f"pip install -e {shlex.quote(str(_FOLDER))}"
     )
 else:

@@ -1,4 +1,4 @@
-"""Which ranks share a host. Pure; `nodes` holds a number for each rank, the same on one host."""
+"""Which ranks share a host. Pure; `nodes` has a number per rank, equal for ranks of one host."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def host_of(rank: int, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def columns(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the first ranks of all hosts, the second ones, ...: as many as every host has."""
+    """Return all hosts' first ranks, all second ones, ..., as far as every host has one."""
     return tuple(map(Hashed, zip(*hosts(nodes), strict=False)))
 
 
 def host_order(nodes: tuple[int, ...]) -> list[int]:
-    """Return all ranks, host by host: a ring in this order crosses each wire once.
+    """Return all ranks, host by host: a ring in this order leaves each host once.
 
     Rank-interleaved placement (0 1 2 0 1 2) halves the speed of a ring in rank order (measured).
     """
@@ -37,7 +37,7 @@ def host_order(nodes: tuple[int, ...]) -> list[int]:
 
 
 def describe(nodes: tuple[int, ...]) -> str:
-    """Return "3 hosts x 2 ranks" or the like; two layouts have one text only if they are alike."""
+    """Return "3 hosts x 2 ranks" or the like; layouts that differ have texts that differ."""
     by_host = hosts(nodes)
     n_ranks = [len(host) for host in by_host]
     many = f"{len(by_host)} host{'s' if len(by_host) > 1 else ''}"

@@ -47,12 +47,12 @@ _LOOK_FOR_DEATHS_S = 1e-3
 _SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
 
 
-# Requests and buffers that MPI may still touch after a failure, also when the world is gone.
+# Requests and buffers that MPI may touch after a failure, even when the transport is gone.
 _grave: list[object] = []
 
 
-# Where a rank lives. node: the lowest rank of those that it shares memory with. machine: the lowest
-# of its host, as MPI sees it, on which local_rank and local_size count.
+# Where a rank lives. node: the lowest rank of its node. machine: the lowest of what MPI takes for
+# its host; local_rank and local_size count there.
 PLACE: Final = np.dtype(
     [("host", "S64"), ("pid", "i8")]
     + [(name, "i4") for name in ("node", "machine", "local_rank", "local_size")]
@@ -88,7 +88,7 @@ class _MpiRequest:
 
     def cancel(self) -> None:
         if not self._is_receive:
-            return  # MPI-4 gives up on cancelling sends, and they are matched or not all the same
+            return  # MPI-4 deprecates cancelling sends; without it they are matched, or not
         for request in self._requests:
             try:
                 request.Cancel()
@@ -101,7 +101,7 @@ class _MpiRequest:
 
 
 class MpiTransport:
-    """Transport over a duplicate of `comm`, every rank of which must be here.
+    """Transport over a duplicate of `comm`; collective over all its ranks.
 
     Args:
         mpi: the module mpi4py.MPI.
@@ -148,8 +148,8 @@ class MpiTransport:
     def _make_control(self, comm: MPI.Comm | None) -> tuple[MPI.Comm, int]:
         """Return the communicator of control messages, and how many transports it has had before.
 
-        That of the world is kept for the next init(), which knows a message of before, one that was
-        passed on and came late, by its ring_epoch.
+        The world's is kept for the next init(): a message of an earlier one, passed on late, is
+        known by its ring_epoch.
         """
         cls = type(self)
         if comm is not None:
@@ -228,7 +228,7 @@ class MpiTransport:
         return [Ward(me.pid, me.page, me.nonce), *others]
 
     def close_handed(self) -> None:
-        """Close what has been handed over for the guardian; it has been started, if it ever is."""
+        """Close what was handed over for the guardian, which by now runs or never will."""
         self._neighbours.close_handed()
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
@@ -278,7 +278,7 @@ class MpiTransport:
         self._look_for_deaths_at = now + _LOOK_FOR_DEATHS_S
         dead = self._neighbours.ended() + self._failed_in_mpi()
         if dead:
-            events += self._received()  # last words travel faster than the news of a death
+            events += self._received()  # what it sent before its death has come by now
         for rank in dead:
             if rank not in self._dead:
                 self._dead.add(rank)
@@ -286,7 +286,7 @@ class MpiTransport:
         return events
 
     def park(self, seconds: float) -> None:
-        """Sleep; a death of a neighbour ends a sleep that is long enough for epoll to count."""
+        """Sleep; a neighbour's death ends it early if `seconds` is at least 1 ms."""
         self._parking.sleep(seconds)
 
     def wake(self) -> None:
@@ -294,7 +294,7 @@ class MpiTransport:
         self._parking.wake()
 
     def abandon(self, requests: list[Request]) -> None:
-        """Cancel receives; keep all of them, peers may still write into the buffers."""
+        """Cancel receives; keep sends, too: peers may still use all the buffers."""
         unfinished = [request for request in requests if not _is_over(request)]
         for request in unfinished:
             request.cancel()
@@ -381,7 +381,7 @@ def _is_over(request: Request) -> bool:
 
 
 def _first_clause(version_text: str) -> str:
-    """Return "Open MPI v5.0.11" of the lines in which an MPI library says what it is."""
+    """Return "Open MPI v5.0.11" or the like from the version text of an MPI library."""
     return " ".join(version_text.replace("\0", "").partition("\n")[0].partition(",")[0].split())
 
 

@@ -76,8 +76,8 @@ def start_mpi() -> Started:
 def start_deadline(timeout_s: float) -> Iterator[None]:
     """End this process if the block takes longer than timeout_s (math.inf = never).
 
-    MPI_Init and the calls that follow it wait for all ranks inside C, and MPICH's mpiexec does not
-    end a job when a rank ends before them.
+    MPI_Init and the calls after it block in C until all ranks come, and MPICH's mpiexec does not
+    end a job if a rank ends without coming.
     """
     watchdog = Watchdog(
         min(timeout_s, _LONGEST_WAIT_S),
@@ -92,7 +92,7 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
 
 
 def refuse_late_settings(started: Started, *, is_fault_tolerant: bool) -> None:
-    """Raise ConfigError if MPI is to survive deaths with coll/han, which then gives wrong sums."""
+    """Raise ConfigError if coll/han is still on under ULFM: its sums are wrong after a death."""
     is_late = started.was_early and any("OMPI_MCA_coll=" in each for each in started.settings)
     if is_late and is_fault_tolerant:
         raise ConfigError(

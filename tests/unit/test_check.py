@@ -674,8 +674,8 @@ def test_in_the_source_folder_the_import_says_to_leave_it(statement):
     last = in_folder(ROOT_FOLDER, "-c", statement).stderr.splitlines()[-1]
     assert last == (
         f"ImportError: {ROOT_FOLDER} is ringcomm's source folder, which has no compiled part: "
-        "change to another folder, or start python with -P, and take it out of PYTHONPATH; or "
-        f"type: pip install -e {ROOT_FOLDER}"
+        "take it out of PYTHONPATH, and start python elsewhere or with -P; or type: "
+        f"pip install -e {ROOT_FOLDER}"
     )
 
 

@@ -14,14 +14,14 @@ AHEAD = 4  # segments under way; 2, 8 and 16 were no faster (measured as in sche
 
 
 def cut(x: Flat, parts: list[slice], t: Performer) -> list[list[Flat]]:
-    """Return the segments of each chunk: as many of each, for which see schedule.py."""
+    """Return each chunk's segments, equally many per chunk; see segment_count()."""
     longest = max(part.stop - part.start for part in parts) * x.dtype.itemsize
     n = segment_count(longest, t.nodes)
     return [[x[part][each] for each in chunks(x[part].count, n)] for part in parts]
 
 
 class Pipeline:
-    """Messages under way, completed in the order of their start; at most `depth` steps."""
+    """Steps (messages put together) under way, completed in order; at most `depth`."""
 
     def __init__(self, t: Performer, depth: int) -> None:
         self._t = t

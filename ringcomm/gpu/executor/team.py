@@ -1,10 +1,10 @@
 """The ranks of a group on their GPUs: their transport, and the order of what they launch.
 
-The ranks agree on an operation as on any other. Then the group's first rank says which place it has
-among the launches, because streams that wait for each other must do so in one order everywhere. In
-its turn each rank puts its part on its stream, and is done with it: the caller's stream waits, not
-the caller. A follower watches over what is on the stream: it has the deadline of any operation, and
-if a rank dies it frees the stream.
+The ranks agree on an operation as on any other. Then the group's first rank says the operation's
+place among launches, because streams that wait for each other must do so in one order everywhere.
+When it is next, each rank puts its part on its stream, and is done: the caller's stream waits, not
+the caller. A task (follow()) watches the stream: it has the deadline of any operation, and ends the
+stream's waits if a rank dies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringcomm")
 _RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2
-# A stream takes about 1000 entries, then it blocks who gives it more: a phase are 4 per rank.
+# A stream holds about 1000 entries, then blocks whoever adds more; a phase adds 4 per rank.
 _PHASES_AHEAD = 16
 _ERROR_WITHIN_S = 1.0
 _END: Final = object()
@@ -69,7 +69,7 @@ class GpuTeam:
         self._n_alone = 0
         self._n_ordered = 0  # on the first rank: how many have been given their place
         self._turn = 0
-        self._newest: dict[int, Event] = {}  # that is followed, by stream
+        self._newest: dict[int, Event] = {}  # stream: last event followed
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
         self.transport: GpuTransport | None = None
@@ -82,10 +82,10 @@ class GpuTeam:
     async def turn(self, t: Channel, issue: Issue) -> AsyncIterator[None]:
         """Return when it is this operation's turn, with the transport chosen.
 
-        The turn is the next one's once the block is left.
+        Leaving the block gives the turn to the next one.
 
         Raises:
-            ConfigError: RINGCOMM_GPU_TRANSPORT wants what cannot be; on all ranks.
+            ConfigError: on all ranks: RINGCOMM_GPU_TRANSPORT cannot be met.
             RingcommError: the arrays are on another GPU than before.
         """
         if t.meeting is not None and not t.has_met:
@@ -151,7 +151,7 @@ class GpuTeam:
         return stream
 
     def break_off(self, keeps: object) -> None:
-        """Free the stream of an operation of which a part has been put on it."""
+        """End the stream's waits: an operation was put on it only in part."""
         self._free_stream(Event(self._gpu.device, self._own_transport.stream), keeps)
 
     def follow(
@@ -164,9 +164,9 @@ class GpuTeam:
         keeps: Sequence[object],
         waits_for_others: bool = True,
     ) -> Launched[R]:
-        """Return the deferred result, and watch the stream until it has done what it has now.
+        """Return the deferred result, and watch the stream until its work so far is done.
 
-        `keeps` lives until then. Other ranks need live only if the stream `waits_for_others`.
+        `keeps` lives until then. Deaths of other ranks matter only if it `waits_for_others`.
         """
         done = Event(issue.memory.device, stream)
         reached = Reached(done, behind=self._newest.get(stream))
@@ -184,7 +184,7 @@ class GpuTeam:
         group = self._group()
 
         async def watch() -> None:
-            kept = [keeps, result, group]  # it is not over before its streams are idle
+            kept = [keeps, result, group]  # the group must outlive its streams' work
             is_reached = False
             try:
                 await Wait((reached,))
@@ -232,7 +232,7 @@ class GpuTeam:
         return self.transport
 
     def _free_stream(self, done: Event, keeps: object) -> None:
-        """Make the stream come to its end; what it still writes is worthless."""
+        """End its waits until `done` is reached; what it writes is worthless."""
         transport = self.transport
         if transport is None:
             return
@@ -240,7 +240,7 @@ class GpuTeam:
         def release() -> None:
             begin = time.monotonic()
             while not self._engine.state.is_broken and time.monotonic() < begin + _ERROR_WITHIN_S:
-                time.sleep(_RELEASE_EVERY_S)  # who finds the stream free must also find the error
+                time.sleep(_RELEASE_EVERY_S)  # who sees the stream go on must also see the error
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
                 while not done.is_reached:
                     transport.release()

@@ -51,12 +51,12 @@ class GradientOptions:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank updates its share alone."""
+        """True if each rank updates only its share."""
         return self.shard_state == 1
 
     @property
     def group(self) -> Group:
-        """Whose gradients are reduced; a rank that is not in the process set is alone."""
+        """The ranks that reduce together; of one outside the process set, itself only."""
         if self.process_set.included():
             return self.process_set.group
         current = engine()
@@ -67,7 +67,7 @@ class GradientOptions:
     def batches(
         self, order: Sequence[int], parameters: Sequence[torch.nn.Parameter]
     ) -> tuple[list[list[int]], list[int]]:
-        """Return, of indices in order of readiness, which travel together, and the others."""
+        """Split `order` (of readiness) into groups that travel as one, and the others."""
         if isinstance(self.groups, int):
             assigned = _even(len(parameters), self.groups)
         else:
@@ -100,10 +100,10 @@ def groups_of(
     """Return the number of groups, or the groups, that two arguments of DistributedOptimizer name.
 
     Raises:
-        ValueError: both do, or they are nothing of the kind.
+        ValueError: both are passed, or one is invalid.
     """
     if groups is not None and num_groups:
-        raise ValueError("pass groups, or num_groups, which it replaces; not both")
+        raise ValueError("groups replaces num_groups: pass one of them, not both")
     which = num_groups if groups is None else groups
     if isinstance(which, bool) or (isinstance(which, int) and which < 0):
         raise ValueError(f"groups is {which!r}; it is a number >= 0, or lists of parameters")
@@ -134,7 +134,7 @@ def require_passes(n: object) -> None:
 
 
 def require_own(options: GradientOptions, own: Named, known: Named) -> None:
-    """Raise ValueError if groups have a parameter that is not its own; names are in `known`."""
+    """Raise ValueError if groups have a parameter not in `own`; `known` may have its name."""
     if isinstance(options.groups, int):
         return
     ids = {id(p) for _, p in own}

@@ -21,7 +21,7 @@ from ringcomm.torch.optim.buckets import flat_view, is_dense, plan_buckets, view
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
 BLOCK_NBYTES: Final = 4 << 20  # what servers cut tables into
-FUSED_NBYTES: Final = 4 << 20  # the most that parameters share
+FUSED_NBYTES: Final = 4 << 20  # the largest shared table
 ALONE_NBYTES: Final = 256 << 10  # from here on a parameter has a table of its own
 
 Array = NDArray[Any]
@@ -32,9 +32,9 @@ class ServedSlot(Slot):
 
     Attributes:
         group: its parameter group.
-        pushed: the gradient that was sent in this step, and its version; None: none was.
-        known: version and address of the values that the servers have, too.
-        kept: what was the gradient; see ServedBucket.note_pushed().
+        pushed: (gradient or None, its version) as pushed in this step; None: not yet.
+        known: `now` as it was when the values last were the servers'.
+        kept: last large gradient; see ServedBucket.note_pushed().
     """
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, group: int) -> None:
@@ -85,7 +85,7 @@ class ServedBucket:
         waiting: indices of those whose gradients are not there yet.
         push: under way in this step, or None.
         is_pushed: this step's gradients have been dealt with.
-        has_segments: a parameter of it may lack a gradient by itself.
+        has_segments: single parameters of it may lack a gradient.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class ServedBucket:
         self.restart()
 
     def _segments(self, updater: Updater) -> list[int]:
-        """Return where parameters begin that torch would leave alone, each by itself.
+        """Return where each parameter begins, if one without gradient is left alone.
 
-        Where servers take means only, workers cannot tell who had none: it counts as zeros.
+        If servers only take means, workers cannot tell a missing gradient from zeros.
         """
         if isinstance(updater, Assign) or not self.slots[1:]:
             return []
@@ -143,7 +143,7 @@ class ServedBucket:
 
     # --- values ---------------------------------------------------------------------------------
     def values(self) -> Array:
-        """Return the parameters' values, flat; the memory of a single one that is dense."""
+        """Return the parameters' values, flat: a copy, or a lone dense one's own memory."""
         if (alone := self._alone()) is not None:
             return alone
         for view, slot in zip(self._views_of_values(), self.slots, strict=True):
@@ -160,7 +160,7 @@ class ServedBucket:
         return _numpy(self._values)
 
     def land(self) -> None:
-        """Give the parameters the values, which are there."""
+        """Give the parameters the values now in room()."""
         if self._alone() is not None:
             TORCH.written(self.slots[0].parameter)
         else:
@@ -187,7 +187,7 @@ class ServedBucket:
 
     # --- gradients ------------------------------------------------------------------------------
     def gradients(self) -> torch.Tensor | None:
-        """Return the gradients, flat, zeros for who has none; None if nobody has one.
+        """Return .grad of all, flat; a missing one is zeros; None if all are missing.
 
         It is .grad itself where that fits, else memory that the next call overwrites.
         """
@@ -224,7 +224,7 @@ class ServedBucket:
 
 
 def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient as a line of the table, if that needs no copy."""
+    """Return a gradient as a flat view, if that needs no copy."""
     if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
         return None
     is_alike = grad.dtype == parameter.dtype and grad.stride() == parameter.stride()

@@ -26,11 +26,11 @@ MakeUpdate = Callable[[Chunk], ChunkUpdate]
 class WeightShard:
     """One bucket's weights, in memory that the ranks of this node read directly.
 
-    Parameters are moved there: what else used their old memory no longer sees their updates.
+    Parameters are moved there: tensors that shared their old memory no longer see updates.
 
     Attributes:
         plan: (index, elements) of its parameters, in order.
-        updated: by the index of the parameter, which of its elements this rank updates.
+        updated: parameter's index -> those of its elements that this rank updates.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WeightShard:
         group_of: Mapping[torch.Tensor, int],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Write new weights to this rank's chunk; return the settings as that leaves them."""
+        """Update this rank's chunk, or let send() do so; return the settings after that."""
         self._move_in()
         groups: list[tuple[Settings, list[int]]] = [(each, []) for each in settings]
         gradients: list[torch.Tensor | None] = []
@@ -102,15 +102,15 @@ class WeightShard:
                 TORCH.written(slot.parameter)
 
     def view(self, index: int) -> torch.Tensor:
-        """Return the place of a parameter's weights, laid out as they are."""
+        """Return a parameter's part of this memory, in its own layout."""
         return self._views[index]
 
     def states(self) -> dict[int, ParameterState]:
-        """Return what is kept of each parameter of which this rank updates a piece."""
+        """Return the state of each parameter of which this rank updates a piece."""
         return {index: self._update.state_of(piece) for piece, index in enumerate(self.updated)}
 
     def set_state(self, index: int, state: ParameterState) -> None:
-        """Go on with this for this rank's piece of a parameter."""
+        """Set the state of this rank's piece of a parameter."""
         self._update.set_state(list(self.updated).index(index), state)
 
     def _chunk(self, bucket: Bucket) -> Chunk:
@@ -130,7 +130,7 @@ class WeightShard:
             parameter = self._slots[index].parameter
             is_there = parameter.data_ptr() == view.data_ptr()
             if not is_there or parameter.stride() != view.stride():
-                view.copy_(parameter.clone())  # which may be another view of the same memory
+                view.copy_(parameter.clone())  # clone: it may overlap the view
                 parameter.data = view
 
 

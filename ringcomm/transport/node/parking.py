@@ -13,10 +13,10 @@ _EPOLL_S = 1e-3  # epoll counts whole milliseconds
 
 
 class Parking:
-    """A sleep that wake() ends, from any thread, and so does an event of `news`.
+    """A sleep that ends by wake(), from any thread, or by an event of `news`.
 
     Args:
-        news: a descriptor. It ends a sleep that is long enough for epoll to count.
+        news: a descriptor; an event of it ends a sleep of at least 1 ms.
 
     Raises:
         OSError: there are no descriptors left.
