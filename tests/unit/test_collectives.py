@@ -335,6 +335,22 @@ def test_the_same_bad_argument_everywhere_is_a_plain_error(argument, error, mess
 
 
 @pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.ma.array(np.arange(16.0).reshape(8, 2), mask=[[0, 1]] * 8)[::2], "masked array"),
+        (np.array([[None], [None]]), "dtype object"),
+    ],
+)
+def test_scatter_refuses_on_root_what_cannot_be_sent(x, message):
+    def body(rank):
+        with pytest.raises((TypeError, rc.MismatchError), match=f"cannot communicate.*{message}"):
+            rc.scatter(x)
+        return float(rc.allreduce(np.ones(1))[0])
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: rc.allreduce(np.ones(2), "sum"), TypeError, "op must be"),

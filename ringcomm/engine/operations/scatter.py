@@ -37,6 +37,7 @@ def plan_scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan
         note_current_gpu(group.engine)  # what comes may be for a GPU
         return Scatter(group, call, None, None, root, "").on_host()
     adapter = any_adapter_for(x)
+    adapter.dtype(x)  # refuses what cannot be sent, before it is copied
     require_rows(adapter.shape(x), "scatter")
     made = Scatter(group, call, adapter, x, root, adapter.kind)
     return made.on_host() if adapter.place is None else device_executor().plan(made)
