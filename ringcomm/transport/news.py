@@ -2,7 +2,10 @@
 
 Among few ranks everybody tells everybody. Among more a rank tells those 1, 2, 4, 8, ... behind it,
 and passes on what is new to it: ceil(log2 size) messages per rank and piece of news. Instead of one
-that has died it tells the next that lives, all over again, so no death cuts off others. What many
+that has died it tells the next that lives, all over again, so no death cuts off others. One that
+leaves before the others have, after a failure, passes on nothing from then on: it tells everybody
+itself, and those that pass news to it add the next rank. As it may begin anew, each rank that
+leaves tells it so, but nothing of the goodbyes of others: nobody would receive them. What many
 ranks say in the same words is sent from time to time, with the ranks as ranges.
 
 Goodbyes mostly come from all at once: each rank waits until those before it have left, and says so
@@ -24,6 +27,7 @@ DIRECT = 16  # ranks up to which everybody tells everybody
 SOON_S, LATE_S = 0.05, 1.0  # before more of the same words is passed on: at first, at most
 GRACE_S = 0.2  # in which all ranks may leave, and nothing need be passed on
 _RANGES_MAX = 900  # bytes
+_SILENT = 1  # `key` of a LEFT: the rank passes on nothing more
 _GAVE_UP_MAX = 64  # texts; who waits for yet another rank has the same deadline
 
 
@@ -33,7 +37,7 @@ class Fact(NamedTuple):
     kind: Kind  # LEFT, FAILED, BROKE, GAVE_UP or ABSENT
     text: str  # see Kind
     about: int = 0  # the rank that failed
-    key: int = 0  # of the operation
+    key: int = 0  # of the operation; see _SILENT
 
 
 class Message(NamedTuple):
@@ -72,6 +76,8 @@ class News:
         distances = range(1, size) if self._is_direct else powers
         self._edges = [_Edge(each, (rank + each) % size) for each in distances]
         self._dead: set[int] = set()
+        self._silent: set[int] = set()  # other ranks that pass on nothing
+        self._own: list[Message] = []  # what this rank says to others itself
         self._said: dict[Fact, set[int]] = {}
         self._log: list[tuple[Fact, Collection[int]]] = []
         self._left: dict[int, Fact] = {}
@@ -84,6 +90,12 @@ class News:
 
     def say(self, fact: Fact, now: float, *, is_last: bool = False) -> None:
         """Take note of what this rank says; is_last: it passes nothing on from now on."""
+        if is_last and not self._is_direct:
+            fact = fact._replace(key=_SILENT)
+            others = set(range(self._size)) - self._dead - {self._rank}
+            self._say_itself(fact, others)
+        elif fact.kind is Kind.LEFT:
+            self._say_itself(fact, self._silent)
         is_round = fact.kind is Kind.LEFT and not is_last and not self._is_direct
         who = fact.about if fact.kind is Kind.FAILED else self._rank  # whoever says it
         self.hear(fact, (who,), now, is_round=is_round, is_own=True)
@@ -106,7 +118,11 @@ class News:
             self._left.update(dict.fromkeys(new, fact))
             self._is_slow |= not is_round
             self.due_at = min(self.due_at, now)
-        if (is_own or not self._is_direct) and self._is_worth_passing_on(fact):
+            if fact.key == _SILENT:
+                self._bypass(set(new) - {self._rank}, now)
+                if self._rank in self._left and not is_own:
+                    self._say_itself(self._left[self._rank], new)
+        if is_own or (not self._is_direct and self._is_worth_passing_on(fact)):
             self._log.append((fact, new))
             if self._is_direct or not (said or is_round):
                 self._is_urgent = True
@@ -124,16 +140,33 @@ class News:
         self._dead.add(rank)
         for edge in self._edges:
             if edge.dest == rank and not self._is_direct:
-                while edge.dest in self._dead:
-                    edge.dest = (edge.dest + 1) % self._size
-                edge.told = 0
+                edge.dest, edge.told = self._next_of(rank), 0
                 self._hasten(now)
+
+    def _say_itself(self, fact: Fact, ranks: Collection[int]) -> None:
+        self._own += [Message(rank, fact, str(self._rank)) for rank in sorted(ranks)]
+
+    def _bypass(self, ranks: set[int], now: float) -> None:
+        """Tell also the next rank: these hear what they are told if they begin anew, not before."""
+        self._silent |= ranks
+        for edge in [each for each in self._edges if each.dest in ranks]:
+            dest = self._next_of(edge.dest)
+            if all(each.dest != dest for each in self._edges):
+                self._edges.append(_Edge(edge.distance, dest))
+                self._hasten(now)
+
+    def _next_of(self, rank: int) -> int:
+        """Return the next rank that passes news on, this one if there is none."""
+        while rank in self._dead or rank in self._silent:
+            rank = (rank + 1) % self._size
+        return rank
 
     def due(self, now: float) -> list[Message]:
         """Return what is to be sent now."""
         if now < self.due_at:
             return []
-        messages = list(self._goodbyes())
+        messages = [*self._own, *self._goodbyes()]
+        self._own = []
         if now >= self._pass_on_at:
             if not self._is_urgent:
                 is_soon = now - self._passed_on_at < 2 * self._pause_s
@@ -162,6 +195,8 @@ class News:
             self._n_before += 1
         while self._rounds and self._n_before >= self._rounds[-1].distance:
             edge = self._rounds.pop()
+            if edge.dest in self._silent:
+                continue
             words: dict[Fact, list[int]] = {}
             for before in ((rank - n) % size for n in range(edge.distance)):
                 words.setdefault(self._left[before], []).append(before)
@@ -174,6 +209,8 @@ class News:
                 continue
             words: dict[Fact, list[int]] = {}
             for fact, ranks in self._log[edge.told :]:
+                if fact.kind is Kind.LEFT and edge.dest in self._silent:
+                    continue
                 words.setdefault(fact, []).extend(ranks)
             edge.told = len(self._log)
             yield from _messages(edge.dest, words)

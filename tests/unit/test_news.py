@@ -24,6 +24,7 @@ class Job:
         self.ranks = {rank: News(rank, size) for rank in range(size)}
         self.heard = {rank: {} for rank in range(size)}  # fact -> ranks that said so
         self.n_sent = dict.fromkeys(range(size), 0)
+        self.unread = {}  # by ranks that look no more: who has left
         self.longest = 0
         self.last_s = 0.0  # when something was new to a rank
         self.looks = {}  # when a rank looks again
@@ -65,6 +66,8 @@ class Job:
 
     def arrive(self, message):
         dest, fact, ranks, is_round = message
+        if dest not in self.ranks and fact.kind is Kind.LEFT:
+            self.unread.setdefault(dest, set()).update(ranks_in(ranks))
         if dest in self.ranks:
             self.heard[dest].setdefault(fact, set()).update(ranks_in(ranks))
             news = self.ranks[dest]
@@ -80,6 +83,11 @@ class Job:
         for mate in range(rank - rank % NODE, rank - rank % NODE + NODE):
             if mate in self.ranks:
                 self.at(self.now + self.random.random() * NOTICE_S, self.notice, mate, rank)
+
+    def leave_silently(self, rank):
+        self.ranks[rank].say(LEFT, self.now, is_last=True)
+        self.look(rank)
+        self.ranks.pop(rank)
 
     def notice(self, rank, dead):
         if rank in self.ranks:
@@ -112,6 +120,34 @@ def test_all_who_live_learn_all_deaths_and_words_whoever_dies_meanwhile(size, se
     for rank in dead:
         assert job.ignorance(Fact(Kind.FAILED, "was killed", about=rank), set()) == []
         assert all(any(f.about == rank for f in job.heard[r]) for r in job.ranks)
+
+
+@pytest.mark.parametrize("size", [DIRECT + 1, 60, 257])
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_leave_after_a_failure_and_pass_on_nothing_cut_off_nobody(size, seed):
+    job = Job(size, seed)
+    silent = job.random.sample(range(size), job.random.randrange(size // 3, size - 1))
+    stay = sorted(set(range(size)) - set(silent))
+    for rank in silent:
+        job.at(job.random.random() * 0.1, job.leave_silently, rank)
+    for rank in stay:
+        job.at(job.random.random() * 0.3, job.say, rank, LEFT)
+    job.run()
+    assert job.last_s < 5.0
+    assert job.ignorance(LEFT, set(stay)) == []
+    for rank in stay:
+        assert set(silent) <= {r for f, who in job.heard[rank].items() if f.key for r in who}
+    for rank in silent:  # as it would learn if it began anew
+        assert set(stay) <= job.unread[rank]
+
+
+def test_what_a_rank_says_itself_goes_out_however_many_gave_up_before():
+    news = News(99, 200)
+    for n in range(70):
+        news.hear(Fact(Kind.GAVE_UP, f"text {n}"), [n], 0.0)
+    news.due(1.0)
+    news.say(Fact(Kind.GAVE_UP, "own"), 2.0)
+    assert {each.dest for each in news.due(10.0) if each.fact.text == "own"} >= {100, 101, 103}
 
 
 def test_the_next_who_live_are_told_what_the_dead_had_been_told():

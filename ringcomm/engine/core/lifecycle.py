@@ -65,6 +65,8 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
     watch.announce_left(how, is_last=state.is_broken)
     if not state.is_broken:
         progress.run_until(Farewell(watch, engine.settings).is_over)
+        if not watch.peers.are_all_gone:  # one has died
+            watch.announce_left(how, is_last=True)
     is_clean = not state.is_broken and not watch.peers.dead
     if not (keeps_wire and state.has_waited_in_vain):
         close(engine, is_clean=is_clean)
