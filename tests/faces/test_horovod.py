@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+import re
 import threading
 
 import pytest
@@ -117,6 +118,30 @@ def test_factors_scale_before_and_after(size, dtype):
         assert torch.allclose(result.double(), expected.to(dtype).double(), rtol=1e-3)
 
     run_ranks(size, body)
+
+
+@pytest.mark.parametrize("factor", ["prescale_factor", "postscale_factor"])
+@pytest.mark.parametrize("value", [True, [1.0]])
+def test_a_factor_is_a_number_in_place_too(factor, value):
+    def body(rank):
+        with pytest.raises(TypeError, match=f"must be numbers, not {re.escape(repr(value))}"):
+            hvd.allreduce_(torch.ones(2), **{factor: value})
+        return hvd.allreduce_(torch.ones(1), op=hvd.Sum).item()
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_wrong_arguments_name_the_function_that_was_called():
+    def body(rank):
+        x = torch.ones(2)
+        for module, name in ((hvd, "allreduce_"), (hvd, "allreduce_async_"),
+                             (rc, "reduce_scatter_"), (rc, "gather_async")):  # fmt: skip
+            with pytest.raises(TypeError, match=rf"^{name}\(\): .*'bogus'"):
+                getattr(module, name)(x, bogus=1)
+        with pytest.raises(TypeError, match="op must be"):
+            rc.reduce_scatter_(x, "sum")
+
+    run_ranks(2, body)
 
 
 def test_the_mean_of_float16_does_not_overflow():
@@ -442,7 +467,7 @@ def test_process_sets_are_numbered_alike_and_shared_by_their_ranks():
         assert mine.included()
         assert not other.included()
         assert (mine.size(), mine.rank(), other.rank()) == (2, rank // 2, -1)
-        with pytest.raises(ValueError, match="no member"):
+        with pytest.raises(ValueError, match="not a member"):
             hvd.allreduce(torch.ones(1), process_set=other)
         root = mine.ranks[1]
         return [
@@ -496,13 +521,24 @@ def test_a_process_set_that_is_removed_is_not_used_again():
         assert not hvd.remove_process_set(hvd.global_process_set)
         assert not hvd.remove_process_set(some)
         assert not hvd.remove_process_set(hvd.ProcessSet([0, 1]))
-        with pytest.raises(ValueError, match="not in use"):
+        with pytest.raises(ValueError, match=r"not in use: it was removed.*Pass a new one"):
             hvd.allreduce(torch.ones(1), process_set=some)
         later = [hvd.add_process_set(ranks).process_set_id for ranks in ([0, 1], [1, 2])]
         assert later == [2, 3]
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
 
     run_ranks(3, body)
+
+
+def test_a_process_set_of_an_earlier_init_removes_no_other_of_its_id():
+    old = run_ranks(3, lambda _: hvd.add_process_set([0, 1]))
+
+    def body(rank):
+        assert hvd.add_process_set([1, 2]).process_set_id == old[rank].process_set_id
+        assert not hvd.remove_process_set(old[rank])
+        return hvd.get_process_set_ids_and_ranks()
+
+    assert run_ranks(3, body) == [{0: [0, 1, 2], 1: [1, 2]}] * 3
 
 
 def test_ranks_that_add_different_process_sets_all_hear_of_it():

@@ -80,8 +80,12 @@ def in_place(form: Callable[P, R], summary: str, returns: str = "x itself.") -> 
     declaration = vars(form)["declaration"]
 
     def overwrite(*args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = declaration(*args, **kwargs).execute("_", in_place=True)
-        return result
+        try:
+            request: Request[R] = declaration(*args, **kwargs)
+        except TypeError as error:
+            require_arguments(made, error, args, kwargs)
+            raise
+        return request.execute("_", in_place=True)
 
     doc = _in_place_doc(form.__doc__, summary, returns)
     made = _presented(overwrite, declaration, f"{form.__name__}_", doc)
@@ -94,7 +98,11 @@ def started(form: Callable[P, R]) -> Callable[P, Handle[R]]:
     declaration, is_in_place = vars(form)["declaration"], "is_in_place" in vars(form)
 
     def start(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        request: Request[R] = declaration(*args, **kwargs)
+        try:
+            request: Request[R] = declaration(*args, **kwargs)
+        except TypeError as error:
+            require_arguments(made, error, args, kwargs)
+            raise
         if is_in_place:
             return request.start("_", in_place=True)
         return request.start()
@@ -102,7 +110,20 @@ def started(form: Callable[P, R]) -> Callable[P, Handle[R]]:
     base = form.__name__
     name = f"{base}async_" if base.endswith("_") else f"{base}_async"
     doc = form.__doc__ and f"Start {base}(). Return a Handle at once.\n\n{form.__doc__}"
-    return _presented(start, declaration, name, doc, "Handle[{}]")
+    made = _presented(start, declaration, name, doc, "Handle[{}]")
+    return made
+
+
+def require_arguments(
+    form: Callable[..., Any], error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise TypeError in the name of the form if `error` is of the call and not from within it."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        return
+    try:
+        inspect.signature(form).bind(*args, **kwargs)
+    except TypeError as wrong:
+        raise TypeError(f"{form.__name__}(): {wrong}") from None
 
 
 def with_shortcut(form: F) -> Callable[[F], F]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
-from ringcomm.engine.api.forms import complete_doc
+from ringcomm.engine.api.forms import complete_doc, require_arguments
 from ringcomm.engine.api.world import engine
 from ringcomm.engine.core.execution import Plan
 from ringcomm.torch.horovod.handles import Handle
@@ -84,7 +84,12 @@ def in_place_form(
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return body(IN_PLACE, *args, **kwargs).wait()
+        try:
+            handle = body(IN_PLACE, *args, **kwargs)
+        except TypeError as error:
+            require_arguments(call, error, args, kwargs)
+            raise
+        return handle.wait()
 
     presented = _present(call, body, of, f"{of.__name__}_", first_line)
     signature, result = inspect.signature(presented), inspect.signature(of).return_annotation
@@ -102,7 +107,11 @@ def async_form(
     form = Form(in_place=in_place)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        return body(form, *args, **kwargs)
+        try:
+            return body(form, *args, **kwargs)
+        except TypeError as error:
+            require_arguments(call, error, args, kwargs)
+            raise
 
     end = "_" * in_place
     beginning = f"Start {of.__name__}{end}().\n\n{_NOT_AWAITED}"

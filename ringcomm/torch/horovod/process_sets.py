@@ -125,6 +125,7 @@ class _Registry:
             known = self.of_ranks(which._known_ranks())
             number = None if known is None else known.process_set_id
         if number is None:
+            which._known_ranks()  # refuses one that was removed
             raise ValueError(f"{which} is not in use: pass it to add_process_set() first")
         return self._lanes[number]
 
@@ -160,7 +161,7 @@ class _Registry:
     def remove(self, which: ProcessSet) -> bool:
         """Forget a process set, and return True; False: it is the global one, or not in use."""
         number = which.process_set_id
-        if not number or number not in self.sets:
+        if not number or not self.has(which):
             return False
         _agreed("remove", tuple(which.resolve()))  # and no rank may still need it
         known = self.sets.pop(number)

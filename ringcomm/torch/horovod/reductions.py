@@ -93,13 +93,17 @@ def _allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
     which = op_of(op, average, stacklevel=4)
-    is_plain = name is None and prescale_factor == 1.0 and postscale_factor == 1.0
+    is_plain = name is None and _is_one(prescale_factor) and _is_one(postscale_factor)
     if form is IN_PLACE and is_plain and isinstance(which, Op):  # the shortest way
         ProcessSet.require(process_set)
         result = collectives.allreduce_(tensor, which, group=process_set.group)
         return Handle((), lambda: result)
     how = Reduction(form, which, prescale_factor, postscale_factor, process_set, name)
     return how.start(tensor)
+
+
+def _is_one(factor: float) -> bool:
+    return type(factor) is float and factor == 1.0  # others are checked as they are used
 
 
 def _grouped_allreduce(
