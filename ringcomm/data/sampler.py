@@ -186,7 +186,12 @@ class ShardedSampler:
         return self._run is not None and self._run.taken > 0 and not self._run.is_over
 
     def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> EpochShare:
-        """Begin the next epoch, and return this rank's part of it. Collective the first time."""
+        """Begin the next epoch, and return this rank's part of it. Collective the first time.
+
+        Args:
+            batch_size: of the batches in which it will be handed out; 0: none.
+            drop_last: of these batches.
+        """
         if not self._is_compared:
             self._compare({"batch_size": batch_size, "drop_last": drop_last})
         if self._run is not None:

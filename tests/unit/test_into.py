@@ -127,6 +127,15 @@ def test_alltoall_into_takes_each_part_to_its_rank(wire):
         assert (out == np.repeat(10 * np.arange(3) + rank, counts)).all()
 
 
+def test_alltoall_into_of_two_dtypes_names_them_without_a_shape(wire):
+    def body(rank):
+        x = np.zeros(2, np.float64 if rank == 0 else np.float32)
+        with pytest.raises(rc.MismatchError, match=r"float64 \(\)"):
+            start(plan_alltoall_into, np.empty_like(x), x, received=[1, 1], sent=[1, 1])
+
+    run_ranks(2, body)
+
+
 def test_splits_that_do_not_fit_are_the_same_error_on_every_rank(wire):
     def body(rank):
         sent, received = [1, 2], [1, 3] if rank == 1 else [1, 2]
