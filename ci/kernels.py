@@ -17,7 +17,7 @@ import numpy as np
 
 from ringcomm import _core
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.op import AVERAGE, Op
+from ringcomm.collectives.operators import AVERAGE, Op
 
 SECONDS = 0.5  # for each line of the table
 

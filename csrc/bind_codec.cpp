@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "bind.hpp"
+#include "bind_arrays.hpp"
 #include "kernels/convert.hpp"
 #include "kernels/int8.hpp"
 #include "kernels/reduce.hpp"

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "bind.hpp"
+#include "bind_arrays.hpp"
 #include "kernels/copy.hpp"
 #include "kernels/reduce.hpp"
 #include "kernels/fp_environment.hpp"

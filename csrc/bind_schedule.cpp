@@ -4,9 +4,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "bind.hpp"
+#include "bind_arrays.hpp"
 #include "loop/loop.hpp"
-#include "loop/run.hpp"
+#include "loop/run_schedule.hpp"
 
 namespace ringcomm {
 namespace {

@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bind.hpp"
+#include "bind_arrays.hpp"
 #include "kernels/reduce.hpp"
 #include "loop/loop.hpp"
 #include "shm/copy_step.hpp"

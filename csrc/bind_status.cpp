@@ -6,10 +6,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "status/last_act.hpp"
+#include "status/end_after_python.hpp"
 #include "status/page.hpp"
 #include "status/pidfd.hpp"
-#include "status/watchdog.hpp"
+#include "status/deadline_of_a_call.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -4,8 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
-#include "bind.hpp"
-#include "loop/run.hpp"
+#include "bind_arrays.hpp"
+#include "loop/run_schedule.hpp"
 #include "wire/loopback.hpp"
 #include "wire/mpi.hpp"
 

@@ -6,7 +6,7 @@
 namespace ringcomm {
 void bind_codec(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
-void bind_postbox(nanobind::module_& m);
+void bind_pipe_endpoint(nanobind::module_& m);
 void bind_ps(nanobind::module_& m);
 void bind_rows(nanobind::module_& m);
 void bind_shard(nanobind::module_& m);
@@ -42,5 +42,5 @@ NB_MODULE(_core, m) {
   ringcomm::bind_shm(m);
   ringcomm::bind_status(m);
   ringcomm::bind_wire(m);
-  ringcomm::bind_postbox(m);  // of programs, which are known by now
+  ringcomm::bind_pipe_endpoint(m);  // of programs, which are known by now
 }

@@ -10,8 +10,9 @@ popularity and 55 % for item-kNN. (With cosines made asymmetric until they did b
 
 A user is the sum of the rows of its calls (ps.EmbeddingBag); an item has a row of its own to score
 it (ps.Embedding). The model sees a part of a user's calls, and learns to tell all of them from
-items drawn at random. A batch pulls the rows that are in it, and pushes their gradients. Each push
-is an update by Adagrad when it arrives ("async"). No worker has an optimizer.
+items drawn at random. A batch pulls the rows of both tables that are in it at once
+(ps.EmbeddingCollection), and pushes their gradients. Each push is an update by Adagrad when it
+arrives ("async"). No worker has an optimizer.
 """
 
 import argparse
@@ -83,20 +84,20 @@ class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         start, adagrad = ps.initializers.normal(std=0.1, seed=7), ps.optim.Adagrad(0.1)
-        self.known = ps.EmbeddingBag(
-            None, DIM, name="known", bag="sum", init=start, optimizer=adagrad
-        )
-        self.items = ps.Embedding(None, DIM + 1, name="items", init=start, optimizer=adagrad)
+        self.tables = ps.EmbeddingCollection({
+            "known": ps.EmbeddingBag(
+                None, DIM, name="known", bag="sum", init=start, optimizer=adagrad
+            ),
+            "items": ps.Embedding(None, DIM + 1, name="items", init=start, optimizer=adagrad),
+        })  # fmt: skip
 
     def forward(self, some: list[np.ndarray], candidates: torch.Tensor) -> torch.Tensor:
         """Return scores, shape (users, candidates)."""
         counts = torch.tensor([len(items) for items in some])
-        users = self.known(
-            torch.from_numpy(np.concatenate(some)),
-            counts.cumsum(0) - counts,
-            counts.rsqrt().repeat_interleave(counts),
-        )
-        items = self.items(candidates)
+        weights = counts.rsqrt().repeat_interleave(counts)
+        known = torch.from_numpy(np.concatenate(some)), counts.cumsum(0) - counts, weights
+        found = self.tables({"known": known, "items": candidates})
+        users, items = found["known"], found["items"]
         return users @ items[:, :-1].T + items[:, -1]  # the last column is the item's own weight
 
 

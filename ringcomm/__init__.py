@@ -13,74 +13,15 @@ from ringcomm._version import __version__
 
 if TYPE_CHECKING:
     from ringcomm import codec, data
-    from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
-    from ringcomm.engine.api.collectives import (
-        allgather,
-        allgather_async,
-        allgather_object,
-        allreduce,
-        allreduce_,
-        allreduce_async,
-        allreduce_async_,
-        alltoall,
-        alltoall_async,
-        barrier,
-        barrier_async,
-        broadcast,
-        broadcast_,
-        broadcast_async,
-        broadcast_async_,
-        broadcast_object,
-        gather,
-        gather_async,
-        grouped_allgather,
-        grouped_allgather_async,
-        grouped_allreduce,
-        grouped_allreduce_,
-        grouped_allreduce_async,
-        grouped_allreduce_async_,
-        grouped_reduce_scatter,
-        grouped_reduce_scatter_async,
-        join,
-        reduce,
-        reduce_,
-        reduce_async,
-        reduce_async_,
-        reduce_scatter,
-        reduce_scatter_,
-        reduce_scatter_async,
-        reduce_scatter_async_,
-        scatter,
-        scatter_async,
-    )
+    from ringcomm.collectives.operators import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
+    from ringcomm.engine.api.collectives import *
     from ringcomm.engine.api.explain import explain
+    from ringcomm.engine.api.init_rank_size import *
     from ringcomm.engine.api.point_to_point import recv, send, sendrecv
-    from ringcomm.engine.api.registered import empty, node_memory, zeros
-    from ringcomm.engine.api.world import (
-        cross_rank,
-        cross_size,
-        init,
-        is_initialized,
-        local_rank,
-        local_size,
-        rank,
-        shutdown,
-        size,
-        start_timeline,
-        stop_timeline,
-    )
+    from ringcomm.engine.api.registered_arrays import empty, node_memory, zeros
     from ringcomm.engine.core.group import Group
     from ringcomm.engine.core.handle import Handle
-    from ringcomm.errors import (
-        CodecError,
-        CommTimeoutError,
-        ConfigError,
-        MismatchError,
-        NotInitializedError,
-        PeerFailedError,
-        RingcommError,
-        ServerLostError,
-    )
+    from ringcomm.errors import *
     from ringcomm.launch.run import run
     from ringcomm.transport.base import ANY_SOURCE
 
@@ -100,18 +41,18 @@ __all__ = [
     "sendrecv", "shutdown", "size", "start_timeline", "stop_timeline", "zeros",
 ]  # fmt: skip
 
-# Where the public names live: imported at their first use, so that `import ringcomm` takes no time
-# in programs, and in their worker processes, that may never communicate.
+# The modules of the public names. Each is imported when one of its names is first used, because
+# many programs and worker processes import ringcomm but never communicate.
 _HOMES = (
     "errors",
-    "collectives.op",
+    "collectives.operators",
     "transport.base",
-    "engine.api.world",
+    "engine.api.init_rank_size",
     "engine.core.group",
     "engine.core.handle",
     "engine.api.collectives",
     "engine.api.point_to_point",
-    "engine.api.registered",
+    "engine.api.registered_arrays",
     "engine.api.explain",
     "launch.run",
 )

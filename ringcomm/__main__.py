@@ -1,4 +1,4 @@
-"""`python -m ringcomm` is the `ringcomm` command."""
+"""Runs the `ringcomm` command as `python -m ringcomm`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Stands in for the compiled module where there is none, and says what to do.
+"""Raises an ImportError with advice if the compiled module is missing.
 
-Python takes the compiled one where both are, so this costs nothing there.
+If both modules are there, Python imports the compiled one.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""Settings: with launched.py the one reader of the environment."""
+"""Reads settings from the environment. Only this module and launched.py read it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ COLLECTIVES = ("allreduce", "reduce_scatter", "allgather")  # those that have se
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that a user makes by RINGCOMM_<NAME>, the field name in capitals.
+    """Settings that a user sets by RINGCOMM_<NAME>, the field name in capitals.
 
     Attributes:
-        timeout_s: deadline of every wait, in seconds; 0 = never.
-        stall_warning_s: a wait of this many seconds is reported once; 0 = never.
-        grace_s: after a rank failed, the seconds the others of its node have to end by themselves.
-        fusion_mib: gradients are fused into buckets of at most this many MiB.
-        autotune: 1 = the first steps try out bucket sizes, the best is kept; 0 = fusion_mib.
-        timeline: each rank writes a Chrome trace to `<timeline>.<rank>.json`; "" = none.
-        algorithm: "ring" for all collectives or "allreduce:ring,allgather:direct" for some; "auto"
-            chooses by what was measured or is estimated.
+        timeout_s: deadline of every wait, in seconds; 0 = none.
+        stall_warning_s: seconds after which a wait is reported, once; 0 = never.
+        grace_s: seconds that the other ranks of a node have to end after one rank has failed.
+        fusion_mib: maximal size of a bucket of gradients, in MiB.
+        autotune: 1 = try several bucket sizes in the first steps, keep the best; 0 = fusion_mib.
+        timeline: prefix of each rank's Chrome trace, `<timeline>.<rank>.json`; "" = no trace.
+        algorithm: "ring" for all collectives, or "allreduce:ring,allgather:direct" for some; "auto"
+            uses measurements or estimates.
         gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
-            that can.
-        nccl: what binds NCCL: "cupy" or "nccl4py".
-        ps_servers: how many parameter servers ps.init() makes without an argument; 0 = 1.
+            of these that works.
+        nccl: the Python package for NCCL: "cupy" or "nccl4py".
+        ps_servers: number of parameter servers that ps.init() makes by default; 0 = 1.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
 
@@ -57,12 +57,30 @@ class Settings:
 
     @property
     def forced(self) -> dict[str, str]:
-        """The algorithm that the user wants, by collective."""
-        return _forced(self.algorithm)
+        """Collective -> the algorithm that the user has chosen. Raises ConfigError."""
+        forced: dict[str, str] = {}
+        chosen = set()
+        for item in self.algorithm.split(","):
+            collective, colon, algorithm = item.rpartition(":")
+            known = collective in COLLECTIVES if colon else True
+            if not known or algorithm not in (*ALGORITHMS, "auto"):
+                raise ConfigError(
+                    f"{_PREFIX}ALGORITHM is {self.algorithm!r}; it must be auto or one of "
+                    f"{', '.join(ALGORITHMS)}, or such a choice for some collectives, as in "
+                    f"allreduce:ring,allgather:direct; collectives are {', '.join(COLLECTIVES)}."
+                )
+            if collective in chosen:
+                raise ConfigError(
+                    f"{_PREFIX}ALGORITHM is {self.algorithm!r}, which has two choices for "
+                    f"{collective or 'all collectives'}."
+                )
+            chosen.add(collective)
+            forced |= dict.fromkeys([collective] if colon else COLLECTIVES, algorithm)
+        return {each: algorithm for each, algorithm in forced.items() if algorithm != "auto"}
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """NAME=VALUE of settings that must be the same on all ranks: messages depend on them."""
+        """NAME=VALUE of the settings that must be the same on all ranks."""
         return (
             f"{_PREFIX}ALGORITHM={self.algorithm}",
             f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
@@ -72,23 +90,23 @@ class Settings:
 
     @property
     def timeout_or_inf(self) -> float:
-        """The deadline in seconds, math.inf where the user set 0."""
+        """timeout_s, or math.inf for 0."""
         return self.timeout_s or math.inf
 
     @property
     def stall_warning_or_inf(self) -> float:
-        """When to warn, in seconds, math.inf where the user set 0."""
+        """stall_warning_s, or math.inf for 0."""
         return self.stall_warning_s or math.inf
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of this process's environment, for a child that is to get another one."""
+    """Return a copy of this process's environment, to be changed for a child process."""
     return dict(os.environ)
 
 
 @contextlib.contextmanager
 def changed_environment(**variables: str | None) -> Iterator[None]:
-    """Set variables of this process's environment, or unset those that are None, for a block."""
+    """For a block, set variables of this process's environment, and unset those that are None."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:
@@ -106,23 +124,21 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where `ringcomm tune` keeps its tables."""
-    from pathlib import Path  # 8 ms: not a cost of `import ringcomm`
+    """Return the folder of the tables of `ringcomm tune`."""
+    from pathlib import Path  # takes 8 ms, which `import ringcomm` saves
 
     if settings.tuning:
         return Path(settings.tuning)
-    cache = environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification ignores a relative one.
-    return (
-        (Path(cache) if cache.startswith("/") else Path.home() / ".cache") / "ringcomm" / "tuning"
-    )
+    xdg = environ.get("XDG_CACHE_HOME", "")
+    cache = Path(xdg) if xdg.startswith("/") else Path.home() / ".cache"  # XDG: ignore if relative
+    return cache / "ringcomm" / "tuning"
 
 
-def settings(environ: Mapping[str, str] = os.environ) -> Settings:
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings of `environ` (this process's by default).
 
     Raises:
-        ConfigError: a RINGCOMM_ variable is not known, not a number >= 0, or not an algorithm.
+        ConfigError: a RINGCOMM_ variable is not known, or its value is not valid.
     """
     known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
     values: dict[str, Any] = {}
@@ -130,7 +146,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         if not variable.startswith(_PREFIX) or variable == RANK_PROCESS:
             continue
         if variable not in known:
-            import difflib  # only a mistake needs it
+            import difflib  # for mistakes only
 
             close = difflib.get_close_matches(variable, known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
@@ -140,7 +156,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         field, text = known[variable], environ[variable]
         values[field.name] = _value(variable, text, str(field.type))
     found = Settings(**values)
-    _ = found.forced  # raises if it is wrong
+    _ = found.forced  # raises if RINGCOMM_ALGORITHM is wrong
     if found.gpu_transport not in ("auto", *GPU_TRANSPORTS):
         raise ConfigError(
             f"{_PREFIX}GPU_TRANSPORT is {found.gpu_transport!r}; it must be auto or one of "
@@ -153,7 +169,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     return found
 
 
-# Horovod's variables that mean one of our settings: name -> (setting, factor).
+# Horovod's variables that correspond to one of our settings: name -> (setting, factor).
 _HOROVOD = {
     "HOROVOD_FUSION_THRESHOLD": ("fusion_mib", 1 / (1 << 20)),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_warning_s", 1.0),
@@ -163,12 +179,12 @@ _LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
 
 
 def horovod_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return settings(), with Horovod's variables where there is no RINGCOMM_ variable.
+    """Return read_settings(), with Horovod's variables where the RINGCOMM_ variable is not set.
 
     Raises:
-        ConfigError: one of them is not a number >= 0.
+        ConfigError: a variable is not known, or its value is not valid.
     """
-    found = settings(environ)
+    found = read_settings(environ)
     changes: dict[str, Any] = {}
     for variable, (field, factor) in _HOROVOD.items():
         if variable in environ:
@@ -178,14 +194,14 @@ def horovod_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     if is_on(environ.get("HOROVOD_AUTOTUNE", "")):
         changes["autotune"] = 1.0
     timeline = environ.get("HOROVOD_TIMELINE", "")
-    if timeline and timeline != "DYNAMIC":  # that one means: it may be started later
+    if timeline and timeline != "DYNAMIC":  # DYNAMIC: the program may start a timeline later
         changes["timeline"] = timeline.removesuffix(".json")
     ours = {field for field in changes if _PREFIX + field.upper() in environ}
     return replace(found, **{field: v for field, v in changes.items() if field not in ours})
 
 
 def horovod_log_level(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the level of logging that HOROVOD_LOG_LEVEL names, None if it does not."""
+    """Return Python's name of the level in HOROVOD_LOG_LEVEL, None if that is not set."""
     text = environ.get("HOROVOD_LOG_LEVEL", "").upper()
     level = _LEVELS.get(text, text)
     known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -194,30 +210,6 @@ def horovod_log_level(environ: Mapping[str, str] = os.environ) -> str | None:
             f"HOROVOD_LOG_LEVEL is {text!r}; it must be trace, debug, info, warning, error or fatal"
         )
     return level or None
-
-
-def _forced(text: str) -> dict[str, str]:
-    """Read RINGCOMM_ALGORITHM."""
-    forced = {}
-    chosen = set()
-    for item in text.split(","):
-        collective, colon, algorithm = item.rpartition(":")
-        known = collective in COLLECTIVES if colon else True
-        if not known or algorithm not in (*ALGORITHMS, "auto"):
-            raise ConfigError(
-                f"{_PREFIX}ALGORITHM is {text!r}; it must be auto or one of "
-                f"{', '.join(ALGORITHMS)}, or such a choice for some collectives, as in "
-                f"allreduce:ring,allgather:direct; collectives are {', '.join(COLLECTIVES)}."
-            )
-        if collective in chosen:
-            what = collective or "all collectives"
-            raise ConfigError(f"{_PREFIX}ALGORITHM is {text!r}, which has two choices for {what}.")
-        chosen.add(collective)
-        for each in [collective] if colon else COLLECTIVES:
-            forced[each] = algorithm
-    return {
-        collective: algorithm for collective, algorithm in forced.items() if algorithm != "auto"
-    }
 
 
 def _value(variable: str, text: str, kind: str) -> float | int | str:

@@ -1,8 +1,8 @@
-"""Entry points by which torch finds the backend "ringcomm" without an import of ringcomm.
+"""Entry points by which torch finds the backend "ringcomm" in programs that do not import it.
 
-torch up to 2.13 calls register_quietly() in every process that imports torch. So it uses
-torch's public names alone: no engine, no MPI, no numpy, no environment. The rest is imported when
-a process group or an init_method of ringcomm is first used.
+torch up to 2.13 calls register_quietly() in every process that imports torch. So this module uses
+public names of torch only: no engine, no MPI, no numpy, no environment. Other modules are imported
+when a process group or an init_method of ringcomm is first used.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 
 def register() -> None:
-    """Make the backend and mpi:// known to torch.distributed; again is nothing.
+    """Register the backend and mpi:// with torch.distributed. A second call does nothing.
 
-    The entry point "torch.distributed.backends", of torch 2.14 and newer.
+    torch 2.14 and newer calls this, by the entry point "torch.distributed.backends".
     """
     from torch import distributed
 
-    dist: Any = distributed  # its stubs leave names out
+    dist: Any = distributed  # torch's stubs lack some names
     if not dist.is_available() or hasattr(dist.Backend, "RINGCOMM"):
         return
     make = _later("entry", "make")
@@ -28,25 +28,25 @@ def register() -> None:
 
 
 def register_quietly() -> None:
-    """Do the same; an `import torch` must not fail for what it may not need.
+    """Call register(), and log its errors: `import torch` must not fail because of ringcomm.
 
-    The entry point "torch.backends".
+    torch up to 2.13 calls this, by the entry point "torch.backends".
     """
     try:
         register()
-    except Exception as error:  # noqa: BLE001 - of a torch that we do not know
+    except Exception as error:  # noqa: BLE001 - of an unknown version of torch
         import logging
 
         logging.getLogger("ringcomm").warning(
-            'torch.distributed does not know the backend "ringcomm" (%s: %s): `import '
-            "ringcomm.torch` before init_process_group() says what is wrong",
+            'torch.distributed does not know the backend "ringcomm" (%s: %s). For the '
+            "reason, `import ringcomm.torch` before init_process_group()",
             type(error).__name__,
             error,
         )
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of ringcomm.torch.distributed that is imported when it is called."""
+    """Return a function that imports and calls a function of ringcomm.torch.distributed."""
 
     def call(*args: Any, **options: Any) -> Any:
         home = import_module(f"ringcomm.torch.distributed.{module}")

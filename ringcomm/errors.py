@@ -6,10 +6,10 @@
     |-- MismatchError         the calls of the ranks differ; the same error on every rank
     |-- PeerFailedError       a rank died, failed or left while this one needed it
     |   `-- ServerLostError   that rank held the only copy of a parameter-server shard
-    |-- CodecError            bytes that are not what a codec wrote; also a ValueError
-    `-- CommTimeoutError      a wait outlasted its deadline; also a TimeoutError
+    |-- CodecError            a buffer is not valid for a codec; also a ValueError
+    `-- CommTimeoutError      a wait took longer than its deadline; also a TimeoutError
 
-A bad argument that is the same on every rank raises TypeError or ValueError, as numpy would.
+For a bad argument that is the same on every rank, functions raise TypeError or ValueError.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ class ConfigError(RingcommError):
 
 
 class NotInitializedError(RingcommError, ValueError):
-    """The call needs rc.init() in this process. A ValueError, too, because Horovod raises that."""
+    """The call needs rc.init() in this process. Also a ValueError, as in Horovod."""
 
 
 class MismatchError(RingcommError):
-    """Ranks disagree on what to do. Raised on every rank; the engine stays usable.
+    """The calls of the ranks differ. Raised on every rank; the engine stays usable.
 
-    No data was sent, except under a name that all had agreed on before. In that case no result is
-    returned, and arrays to be overwritten have undefined contents. The text says which case it is.
+    No data was sent, unless ranks had agreed on an earlier call with the same name. Then data may
+    have been sent, and arrays to be overwritten have undefined contents. The text says which case
+    it is.
     """
 
 
@@ -42,7 +43,7 @@ class PeerFailedError(RingcommError):
 
     Attributes:
         rank: the rank that failed first, as far as this rank knows.
-        reason: how it failed, in words ("raised ValueError: boom").
+        reason: how that rank failed, in words ("raised ValueError: boom").
     """
 
     def __init__(self, message: str, *, rank: int, reason: str) -> None:
@@ -59,11 +60,11 @@ class ServerLostError(PeerFailedError):
 
 
 class CodecError(RingcommError, ValueError):
-    """A buffer is not what a codec wrote, or not for this array; nothing was decoded."""
+    """No codec wrote the buffer, or it does not fit the array; nothing was decoded."""
 
 
 class CommTimeoutError(RingcommError, TimeoutError):
-    """A wait outlasted its deadline.
+    """A wait took longer than its deadline.
 
     Attributes:
         missing: ranks that had not entered the operation, as far as this rank could learn.

@@ -1,6 +1,6 @@
-"""The launcher of this process, as its environment shows it; and MPI's settings, set there.
+"""Finds the launcher of this process in its environment, and puts MPI's settings there.
 
-Besides config.py, only this module reads the environment, and only this one writes to it for good.
+Only config.py and this module read the environment, and only this module changes it permanently.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from typing import Final
 
 from ringcomm.errors import ConfigError
 
-# Set by init(), so that processes started by this rank know that they are not ranks.
+# Set by init(), so that child processes of a rank know that they are not ranks.
 RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
 
 
 def is_on(text: str) -> bool:
-    """Return True if the text of a variable means yes."""
+    """Return True if the text of a variable means "on"."""
     return text.lower() in ("1", "true", "yes", "on")
 
 
-# --- the launcher ---------------------------------------------------------------------------------
-_WORLD_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Return the variable by which a launcher promised more than one rank, and their number.
+    """Return the variable in which a launcher announces more than one rank, and their number.
 
-    SLURM_NTASKS is no sign: it is set for a plain python inside sbatch, too.
+    SLURM_NTASKS does not count: sbatch sets it for a plain python, too.
     """
     for variable in _WORLD_SIZES:
         text = environ.get(variable, "")
@@ -37,12 +36,10 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | 
     return None
 
 
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID")
-
-
 def is_launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if an MPI launcher started this process, of any number of ranks."""
-    return any(name in environ for name in _RANK_VARIABLES) or launched_size(environ) is not None
+    """Return True if an MPI launcher started this process, even as the only rank."""
+    is_rank = any(name in environ for name in (*_MPI_RANKS, "PMI_ID"))
+    return is_rank or launched_size(environ) is not None
 
 
 _FOREIGN = {
@@ -54,15 +51,14 @@ _FOREIGN = {
 
 
 def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of a launcher that is not MPI's, "" if there is no sign of one."""
+    """Return the name of a launcher that is not MPI's, "" if the environment shows none."""
     return next((name for variable, name in _FOREIGN.items() if variable in environ), "")
 
 
 def torch_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """Return "rank" and "world_size" as torch.distributed's variables have them.
+    """Return "rank" and "world_size" from torch.distributed's variables, where they are set.
 
-    Raises:
-        ConfigError: one is not a number.
+    Raises ConfigError if a variable is not a number.
     """
     found = {}
     for variable in ("RANK", "WORLD_SIZE"):
@@ -77,38 +73,31 @@ def torch_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
 def require_mpi_launcher(
     size: int, who: str, *, or_else: str = "", environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse several ranks that were started by something that is no MPI launcher.
+    """Raise ConfigError if several ranks are wanted, but no MPI launcher started this process.
 
-    Every process would be an MPI job of its own, rank 0 of 1, and sums would be of one rank. To be
+    Without one, every process is an MPI job of its own, and a sum has the values of one rank. To be
     called before MPI starts.
 
     Args:
         size: number of ranks that are wanted.
-        who: the variable or argument that wants them, such as "WORLD_SIZE".
-        or_else: another way out, for the text.
-        environ: of this process, by default.
-
-    Raises:
-        ConfigError: size is more than 1, and no MPI launcher started this process.
+        who: the variable or argument that demands them, such as "WORLD_SIZE".
+        or_else: further advice for the text.
+        environ: environment to examine; by default, that of this process.
     """
     if size <= 1 or is_launched_by_mpi(environ):
         return
     launcher = foreign_launcher(environ)
     by = f"{launcher} started this process" if launcher else "no MPI launcher started this process"
     raise ConfigError(
-        f"{who} wants {size} ranks, but {by}: to MPI it is rank 0 of 1. Start the job with MPI: "
-        f"mpirun -np N python train.py, and leave RANK and WORLD_SIZE to it{or_else}"
+        f"{who} wants {size} ranks, but {by}: for MPI it is rank 0 of 1. Start the job with MPI: "
+        f"mpirun -np N python train.py, and do not set RANK and WORLD_SIZE{or_else}"
     )
 
 
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a process that torchrun, or the like, has made one of several ranks.
-
-    Raises:
-        ConfigError: WORLD_SIZE says so, and no MPI launcher started this process.
-    """
+    """Raise ConfigError if torchrun, or a similar launcher, started this process among others."""
     text = environ.get("WORLD_SIZE", "")
-    if text.isdigit():  # anything else is not torch's
+    if text.isdigit():  # other texts are not torch's
         alone = "; or unset WORLD_SIZE, if this process is to be alone"
         require_mpi_launcher(int(text), "WORLD_SIZE", or_else=alone, environ=environ)
 
@@ -116,14 +105,14 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
 def missing_of_torch(
     given: Container[str] = (), environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return which of the variables that torch's env:// needs are not set, and not in `given`."""
+    """Return the variables that torch's env:// needs, except those that are set or in `given`."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return [name for name in needed if not environ.get(name) and name.lower() not in given]
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rank that a launcher gave this process, 0 if none did; before init()."""
-    found = (environ.get(variable, "") for variable in _WORLD_RANKS)
+    """Return the rank that a launcher gave this process, or 0; works before init()."""
+    found = (environ.get(variable, "") for variable in (*_MPI_RANKS, "SLURM_PROCID"))
     return next((int(text) for text in found if text.isdigit()), 0)
 
 
@@ -139,35 +128,35 @@ def is_hydra(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _launch(environ: Mapping[str, str]) -> str:
-    """Return what tells two launches apart: a job that a rank starts is not its child."""
+    """Return a text that identifies a launch. A job that a rank starts is another launch."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
     return "/".join(environ.get(name, "-") for name in names)
 
 
 def job_on_this_host(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a name that the ranks of one job on one host have alike, and other jobs' have not."""
+    """Return a name that the ranks of one job on one host share, and that no other job has."""
     return environ.get("PMIX_NAMESPACE", "") or f"child of {os.getppid()}"
 
 
 def mark_children_of_this_rank(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Mark processes started from now on as children of a rank, not ranks."""
+    """Mark the processes that this rank starts from now on as its children, not ranks."""
     environ[RANK_PROCESS] = f"{os.getpid()} {_launch(environ)}"
 
 
 def parent_rank_pid(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the pid of the rank whose child (fork or exec) this process is, else None."""
+    """Return the pid of the rank that forked or started this process, else None."""
     pid, _, launch = environ.get(RANK_PROCESS, "").partition(" ")
     if not pid.isdigit() or int(pid) == os.getpid() or launch != _launch(environ):
         return None
     return None if _launcher_since(int(pid)) else int(pid)
 
 
-# MPICH numbers the ranks of every job alike, so its variables do not tell a job from one inside it.
+# MPICH's variables are the same in every job, also in a job that a rank starts.
 _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted")
 
 
 def _launcher_since(ancestor: int) -> bool:
-    """Return True if a launcher stands between this process and that ancestor."""
+    """Return True if a launcher is between this process and that ancestor."""
     pid = os.getppid()
     while pid not in (0, 1, ancestor):
         try:
@@ -175,33 +164,32 @@ def _launcher_since(ancestor: int) -> bool:
                 name, _, rest = file.read().partition("(")[2].rpartition(")")
         except OSError:
             return False
-        if name.startswith(_LAUNCHERS) or name in [launcher[:15] for launcher in _LAUNCHERS]:
+        if name.startswith(_LAUNCHERS):  # the kernel cuts names after 15 characters
             return True
         pid = int(rest.split()[1])
     return False
 
 
-# --- settings of MPI -----------------------------------------------------------------------------
-# Measured on Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed
-# (open-mpi/ompi#11794); one TCP connection per pair is half duplex (11 against 22 MB/s on a
-# 24 MB/s link); spinning ranks starve each other when they outnumber the cores.
+# Measured with Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed
+# (open-mpi/ompi#11794); a single TCP connection per pair is half duplex (11 against 22 MB/s on a
+# 24 MB/s link); ranks that spin starve each other if there are more ranks than cores.
 _ALWAYS = {
     "OMPI_MCA_coll": "^han",
     "OMPI_MCA_btl_tcp_links": "2",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-# Start-up 0.2-0.5 s instead of 1.3-2.4 s. Between hosts they would throw InfiniBand's UCX away.
+# Start-up takes 0.2-0.5 s instead of 1.3-2.4 s. Between hosts these would exclude UCX (InfiniBand).
 _ON_ONE_HOST = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_osc": "^ucx",
     "OMPI_MCA_btl": "self,sm,tcp",
 }
-# Without a launcher nobody removes the segment that btl/sm makes in /dev/shm (Open MPI 5.0.11).
+# Without a launcher, no process removes the segment of btl/sm in /dev/shm (Open MPI 5.0.11).
 _ALONE = _ON_ONE_HOST | {"OMPI_MCA_btl": "self,tcp"}
 
 
 def set_mpi_defaults(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set MPI's start-up settings where the user has not; return those set, as NAME=VALUE."""
+    """Set MPI's start-up settings that the user has not set; return them as NAME=VALUE."""
     wanted = dict(_ALWAYS)
     n_local = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if n_local is not None and n_local == environ.get("OMPI_COMM_WORLD_SIZE"):

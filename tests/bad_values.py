@@ -8,7 +8,7 @@ import numpy as np
 from harness import is_at_length
 
 import ringcomm as rc
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.handle import Handle
 
 
@@ -117,7 +117,7 @@ def come_to(function, options):
 
 def n_begun():
     """Return how many operations this rank has begun: the others wait for it, or know why not."""
-    tallies = {id(ledger.tally): ledger.tally for ledger in engine().groups.ledgers.values()}
+    tallies = {id(ledger.tally): ledger.tally for ledger in engine().groups.ledgers}
     return sum(tally.n_entered for tally in tallies.values())
 
 

@@ -6,10 +6,10 @@ import time
 from collections import defaultdict
 
 import harness
-import leftovers
 import pytest
+import shm_leftovers
 from guarded_ranks import Rank
-from leftovers import pids, read
+from shm_leftovers import pids, read
 
 from ringcomm.status import guardian
 
@@ -29,7 +29,7 @@ def clock(monkeypatch):
     times = itertools.count(1)
     state = {"now": 0.0}
     state["tick"] = lambda: state.update(now=float(next(times)))
-    from ringcomm.ps import hashed
+    from ringcomm.ps.server.rows import hash_shard as hashed
 
     monkeypatch.setattr(hashed, "now", lambda: state["now"])
     monkeypatch.setattr(hashed, "work_after_push", lambda _: 0)
@@ -53,7 +53,7 @@ def start_rank():
 
 @pytest.fixture(scope="session")
 def watch():
-    watch = leftovers.Watch()
+    watch = shm_leftovers.Watch()
     yield watch
     watch.end()
 

@@ -1,8 +1,6 @@
-// CUDA on the CPU, as far as ringcomm/gpu/kernels/kernels.cu uses it. Threads run one after the other;
-// those of a warp in turns, if they talk to each other.
+// CUDA on the CPU, as far as ringcomm/gpu/kernels/kernels.cu uses it. Threads run one after the other.
 #pragma once
 #include <math.h>
-#include <ucontext.h>
 
 #include <cstddef>
 #include <cstring>
@@ -55,75 +53,21 @@ inline void __stcs(uint4* to, uint4 x) {
 
 namespace emulated {
 
-constexpr unsigned kWarp = 32;
-
-// The threads of a warp, each with a stack of its own: they take turns at every shuffle.
-class Warp {
- public:
-  template <class Body>
-  static void run(unsigned first_thread, Body& body) {
-    static char stacks[kWarp][1 << 16];
-    body_ = [](void* it) { (*static_cast<Body*>(it))(); };
-    argument_ = &body;
-    for (unsigned lane = 0; lane < kWarp; ++lane) {
-      is_done_[lane] = false;
-      getcontext(&threads_[lane]);
-      threads_[lane].uc_stack.ss_sp = stacks[lane];
-      threads_[lane].uc_stack.ss_size = sizeof stacks[lane];
-      threads_[lane].uc_link = &caller_;
-      makecontext(&threads_[lane], &Warp::main, 0);
-    }
-    for (unsigned n_done = 0; n_done < kWarp;) {
-      if (n_done > 0) __builtin_trap();  // some lanes are no more, others wait for them
-      for (lane_ = 0; lane_ < kWarp; ++lane_) {
-        threadIdx.x = first_thread + lane_;
-        swapcontext(&caller_, &threads_[lane_]);
-        n_done += is_done_[lane_];
-      }
-    }
-  }
-
-  static unsigned exchange(unsigned value, unsigned distance) {
-    slots_[lane_] = value;
-    yield();
-    const unsigned other = slots_[lane_ ^ distance];
-    yield();
-    return other;
-  }
-
- private:
-  static void main() {
-    body_(argument_);
-    is_done_[lane_] = true;
-  }
-  static void yield() { swapcontext(&threads_[lane_], &caller_); }
-
-  inline static void (*body_)(void*);
-  inline static void* argument_;
-  inline static unsigned lane_;
-  inline static unsigned slots_[kWarp];
-  inline static bool is_done_[kWarp];
-  inline static ucontext_t caller_, threads_[kWarp];
-};
-
-// As cuLaunchKernel(): `arguments` are the addresses of what the kernel takes by value.
+// As cuLaunchKernel(): `arguments` are the addresses of the kernel's parameters.
 template <class... A, std::size_t... k>
-void run(void (*kernel)(A...), void** arguments, std::index_sequence<k...>, bool has_warps) {
-  auto body = [&] { kernel(*static_cast<A*>(arguments[k])...); };
+void run(void (*kernel)(A...), void** arguments, std::index_sequence<k...>) {
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
-    for (unsigned thread = 0; thread < blockDim.x; thread += has_warps ? kWarp : 1) {
-      threadIdx.x = thread;
-      has_warps ? Warp::run(thread, body) : body();
-    }
+    for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x)
+      kernel(*static_cast<A*>(arguments[k])...);
 }
 template <class... A>
-void run(void (*kernel)(A...), unsigned grid, unsigned block, void** arguments, bool has_warps) {
+void run(void (*kernel)(A...), unsigned grid, unsigned block, void** arguments) {
   gridDim.x = grid;
   blockDim.x = block;
-  run(kernel, arguments, std::index_sequence_for<A...>(), has_warps);
+  run(kernel, arguments, std::index_sequence_for<A...>());
 }
 
-// The sizes of what the kernel takes; returns how many there are.
+// Writes the sizes of the kernel's parameters, and returns their number.
 template <class... A>
 std::size_t parameters(void (*)(A...), std::size_t* sizes) {
   ((*sizes++ = sizeof(A)), ...);
@@ -131,7 +75,3 @@ std::size_t parameters(void (*)(A...), std::size_t* sizes) {
 }
 
 }  // namespace emulated
-
-inline unsigned __shfl_xor_sync(unsigned, unsigned value, int distance) {
-  return emulated::Warp::exchange(value, static_cast<unsigned>(distance));
-}

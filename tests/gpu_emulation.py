@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringcomm.gpu.kernels.kernel import BLOCK, source
+from ringcomm.gpu.kernels.base import BLOCK, source
 
 HERE = Path(__file__).parent
 FLAGS = [
@@ -28,7 +28,7 @@ FLAGS = [
 ]
 LAUNCHER = """
 extern "C" void launch(unsigned grid, unsigned block, void** arguments) {
-  emulated::run(ringcomm::rc_entry, grid, block, arguments, RC_KERNEL == QUANTISE);
+  emulated::run(ringcomm::rc_entry, grid, block, arguments);
 }
 extern "C" std::size_t parameters(std::size_t* sizes) {
   return emulated::parameters(ringcomm::rc_entry, sizes);
@@ -73,16 +73,16 @@ def compile_library(compiler, defines, unit, library):
     unfinished.rename(library)
 
 
-def launch(kernel, arguments, *, grid=3, text=None):
+def launch(kernel, *, grid=3, text=None):
     """Run a kernel as CuPy would: every argument is an array of one element, passed by value.
 
     Args:
         kernel: of ringcomm.gpu.kernels.
-        arguments: what its pack_arguments() returned.
         grid: number of blocks.
         text: of the source, if it is not that of the package.
     """
     library = build(kernel.defines, source() if text is None else text)
+    arguments = kernel.arguments
     sizes = (ctypes.c_size_t * MOST_PARAMETERS)()
     n = library.parameters(sizes)
     assert [a.nbytes for a in arguments] == sizes[:n], kernel
@@ -121,4 +121,4 @@ class Memory:
 
 def addresses(arrays):
     """Return where arrays stand."""
-    return [array.ctypes.data for array in arrays]
+    return tuple(array.ctypes.data for array in arrays)

@@ -4,7 +4,7 @@ import simulated_gpu as sim
 from harness import run_ranks
 from simulated_nccl import FakeNccl
 
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor.gpus import Gpus
 
 TRANSPORTS = ["ipc", "nccl", "staged"]

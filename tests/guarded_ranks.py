@@ -8,14 +8,14 @@ from harness import wait_until
 
 from ringcomm._core import StatusPage
 from ringcomm.status.guardian import Ward
-from ringcomm.status.page import OpState
+from ringcomm.status.page_enums import OpState
 
 RANK = """
     import os, signal, sys, threading, time
     from ringcomm._core import StatusPage
     from ringcomm.errors import PeerFailedError
     from ringcomm.status.last_words import LastWords
-    from ringcomm.status.page import OpState, State
+    from ringcomm.status.page_enums import OpState, State
     page = StatusPage.create("test", "here", {rank}, 2, {rank}, {nonce})
     words = LastWords(page, on_failure=lambda failure: print("told:", failure, flush=True))
     print(page.fd, flush=True)

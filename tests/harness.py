@@ -14,12 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from faulty import FaultyTransport
+from faulty_transport import FaultyTransport
 from loopback import LoopbackHub
 
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.current import serve_thread
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import stop
 from ringcomm.errors import PeerFailedError

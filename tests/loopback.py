@@ -16,9 +16,9 @@ from ringcomm import _core
 from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Arrived, Died, Event, Request
-from ringcomm.transport.mail import Letter, Mail, require_fit
 from ringcomm.transport.node.shm import SharedNode
 from ringcomm.transport.tags import WIDEST
+from ringcomm.transport.unannounced_messages import ShortMessage, ShortMessages, require_fit
 
 _ARENA = 5 << 30
 
@@ -44,7 +44,7 @@ class LoopbackHub:
         self._lock = threading.Lock()
         self._events: list[deque[Event]] = [deque() for _ in range(size)]
         self._dead: set[int] = set()
-        self.letters: list[deque[Letter]] = [deque() for _ in range(size)]
+        self.short_messages: list[deque[ShortMessage]] = [deque() for _ in range(size)]
         self._memories = {
             rank: NodeMemory.create(rank, _ARENA)
             for rank, node in enumerate(self.nodes)
@@ -133,9 +133,9 @@ class LoopbackTransport:
         """Put the message into the other's mailbox."""
         self._hub.post_event(dest, Arrived(self.rank, message))
 
-    def mail(self) -> Mail:
-        """Return the letters of this rank."""
-        return MailBox(self._hub.letters, self.rank, self._hub.messages.ring)
+    def short_messages(self) -> ShortMessages:
+        """Return the messages of this rank."""
+        return LoopbackMessages(self._hub.short_messages, self.rank, self._hub.messages.ring)
 
     def poll(self) -> list[Event]:
         """Return and forget what is in the mailbox."""
@@ -168,8 +168,8 @@ class LoopbackTransport:
             self._hub.kill(self.rank, "closed its transport")
 
 
-class MailBox:
-    """Mail between ranks that are threads: a queue per rank.
+class LoopbackMessages:
+    """Short messages between ranks that are threads: a queue per rank.
 
     Args:
         boxes: of all ranks, by rank; shared by them.
@@ -177,7 +177,7 @@ class MailBox:
         ring: wakes a rank.
     """
 
-    def __init__(self, boxes: list[deque[Letter]], rank: int, ring: Any) -> None:
+    def __init__(self, boxes: list[deque[ShortMessage]], rank: int, ring: Any) -> None:
         self._boxes = boxes
         self._rank = rank
         self._ring = ring
@@ -185,17 +185,17 @@ class MailBox:
     n_unsent = 0
 
     def send(self, dest: int, data: bytes) -> None:
-        """Put a letter into another's queue."""
+        """Put a message into another's queue."""
         require_fit(data, dest)
-        self._boxes[dest].append(Letter(self._rank, bytes(data)))
+        self._boxes[dest].append(ShortMessage(self._rank, bytes(data)))
         self._ring(dest)
 
-    def collect(self) -> list[Letter]:
+    def collect(self) -> list[ShortMessage]:
         """Empty this rank's queue."""
-        box, letters = self._boxes[self._rank], []
+        box, messages = self._boxes[self._rank], []
         while box:
-            letters.append(box.popleft())
-        return letters
+            messages.append(box.popleft())
+        return messages
 
     def close(self) -> None:
         """Do nothing: nobody waits."""

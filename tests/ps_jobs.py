@@ -12,12 +12,12 @@ from collections import defaultdict
 from harness import DEADLINE_S, outcomes
 
 from ringcomm import ps
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.lifecycle import leave
-from ringcomm.ps.frames import Entry, Kind
 from ringcomm.ps.job import session
-from ringcomm.ps.messages import RELEASE, PushMeta
-from ringcomm.ps.serving import Server
+from ringcomm.ps.protocol.frame_meta import RELEASE, PushMeta
+from ringcomm.ps.protocol.frames import Entry, Kind
+from ringcomm.ps.server.server import Server
 
 
 def run_workers(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, **options):

@@ -29,10 +29,12 @@ from random_programs import Library
 from ringcomm import _core
 from ringcomm.arrays import DTYPES, Span, add_device_adapter
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.gpu.device.packing import Layouts
-from ringcomm.gpu.device.regions import Regions
+from ringcomm.gpu.device.ipc_memory import Regions
+from ringcomm.gpu.device.pack_layouts import Layouts
 from ringcomm.gpu.executor.gpus import Drivers
-from ringcomm.gpu.kernels.update import UpdateKernel
+from ringcomm.gpu.kernels.pack import PackKernel
+from ringcomm.gpu.kernels.reduce import ReduceKernel
+from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
 
 _IDLE_S = 1e-4
 HOST = -1  # the stream of arrays that the host computes with: it waits, and nothing is later
@@ -82,7 +84,6 @@ class SimulatedGpu:
         registered: addresses of host memory that it reaches.
     """
 
-    name = "simulated GPU"
     all: ClassVar = {}
 
     def __init__(
@@ -168,39 +169,21 @@ class SimulatedGpu:
     def copy(self, stream, target, source, nbytes):
         self.give(stream, lambda: ctypes.memmove(target, source, nbytes))
 
-    def reduce(self, stream, what):
-        self.give(stream, lambda: _reduce(what))
-
-    def update(self, stream, what):
-        counts = len(what.sources), len(what.targets)
-        kernel = UpdateKernel(what.gradient, what.weight, what.rule, *counts)
-        arguments = kernel.pack_arguments(
-            what.sources, what.targets, what.owned, what.numbers, hi=what.count, scale=what.scale
-        )
+    def launch(self, stream, kernel):
+        self.n_updates += isinstance(kernel, UpdateKernel)
+        self.n_packs += isinstance(kernel, PackKernel)
 
         def work():
             with _emulating:
-                gpu_emulation.launch(kernel, arguments)
-            self.n_updates += 1
+                gpu_emulation.launch(kernel)
 
-        self.give(stream, work)
-
-    def pack(self, stream, what):
-        launches = self._layouts.launches(what)
-        for each in launches or ():
-
-            def work(each=each):
-                with _emulating:
-                    gpu_emulation.launch(each.kernel, each.arguments)
-                self.n_packs += 1
-
-            self.give(stream, work)
-        return launches is not None
+        is_reduction = isinstance(kernel, ReduceKernel)
+        self.give(stream, (lambda: _reduce(kernel)) if is_reduction else work)
 
     def set_room(self, nbytes):
         """Give tables for packing this much room."""
         self._room = np.empty(nbytes, np.uint8)
-        self._layouts = Layouts(self._room, self._room.ctypes.data)
+        self.layouts = Layouts(self._room, self._room.ctypes.data)
 
     def allocate(self, nbytes):
         file = _File(self._folder / f"{os.getpid()}-{next(_serial)}", nbytes)
@@ -320,7 +303,7 @@ class SimulatedGpu:
 
 
 def _reduce(what):
-    """Carry out a KernelReduction."""
+    """Carry out a ReduceKernel, faster than g++ compiles it."""
     nbytes = what.count * what.dtype.itemsize
     sources = [bytes_at(address, nbytes).copy() for address in what.sources]
     total = sources[0]

@@ -21,12 +21,11 @@ _serial = itertools.count(1)
 
 @dataclass(frozen=True)
 class FakeNccl:
-    """Provider whose ranks meet in a folder, as threads or as processes."""
+    """An NcclBinding whose ranks, threads or processes, meet in a folder."""
 
     gpu: SimulatedGpu
     folder: Path
     version: int = 22703
-    name: str = "fake"
     shares_gpus: bool = False
 
     def unique_id(self):
@@ -55,7 +54,7 @@ class FakeCommunicator:
             assert time.monotonic() < deadline, "not all ranks connect"
             time.sleep(_IDLE_S)  # files of other processes
 
-    def call(self, function, *arguments):
+    def __call__(self, function, *arguments):
         name = re.sub(r"\B(?=[A-Z])", "_", function.removeprefix("nccl")).lower()
         getattr(self, name)(*arguments)
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from bench.peers import PEERS
+from bench.mpi_and_torch import PEERS
 
 import ringcomm as rc
 from ringcomm.errors import ConfigError

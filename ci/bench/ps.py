@@ -11,8 +11,8 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
-from bench.figure import Figure, verdict
-from bench.ps_peer import PEERS, Peer
+from bench.goals import Figure, verdict
+from bench.ps_peer_processes import PEERS, Peer
 from bench.ps_work import CASES, OPS, PULL, PUSH, Work, cpu_s_of
 
 import ringcomm as rc
@@ -22,7 +22,8 @@ from ringcomm.launch.bench.command import above_zero, names_of, new_file
 from ringcomm.launch.bench.runner import quiet
 
 # CPU time of client and server, us per call, of one worker on a quiet machine: (push, pull).
-CPU_US = {"1K": (30, 31), "64K": (40, 42), "4M": (763, 554), "sparse": (536, 980)}
+CPU_US = {"1K": (30, 31), "64K": (40, 42), "4M": (763, 554), "sparse": (1000, 900)}
+IN_PLACE = "in place"  # ringcomm with rows in memory that the server reads and writes
 CPU_OF_PEER = {"1K": 0.1, "64K": 0.1, "4M": 0.5}
 TIMES_FASTER = {"1K": 5, "64K": 5}
 OF_MEMCPY = 1.5
@@ -45,6 +46,19 @@ class Tables:
             )
         table, out = ps.table(name, case.shape, updater=updater), np.zeros_like(x)
         return lambda _: table.push(x).wait(), lambda _: table.pull(out=out).wait()
+
+
+class InPlace(Tables):
+    """Hash tables of ringcomm.ps with rows in memory that the server reads and writes."""
+
+    def bind(self, case, x, keys):
+        rows = ps.hashtable(f"bench {case.name} {IN_PLACE}", case.shape[1], updater=ps.optim.Add())
+        mine, out = rows.rows(len(x)), rows.rows(len(x))
+        mine[:] = x
+        return (
+            lambda number: rows.push(keys[number], mine, copy=False).wait(),
+            lambda number: rows.pull(keys[number], out=out).wait(),
+        )
 
 
 class Copies:
@@ -177,7 +191,8 @@ def figures(rows, workers):
     """Return the rows beside their goals; those for CPU time and memcpy are for one worker."""
     of, found = {(row["op"], row["case"], row["engine"]): row for row in rows}, []
     for case, op in [(case, op) for case in CASES for op in OPS]:
-        ours, name = of.get((op, case, "ringcomm")), f"{op} {CASES[case].title}"
+        engine = IN_PLACE if CASES[case].is_sparse else "ringcomm"
+        ours, name = of.get((op, case, engine)), f"{op} {CASES[case].title}"
         if ours is None:
             continue
         if workers == 1:
@@ -216,7 +231,8 @@ def main(argv):
     for name in args.cases:
         case = CASES[name]
         case = replace(case, n_sets=args.sets) if case.is_sparse else case
-        rows += (found := measure(case, clients, args.rounds))
+        others = [Here(IN_PLACE, InPlace(), pids[-1])] if case.is_sparse else []
+        rows += (found := measure(case, clients + others, args.rounds))
         say(*map(line, found))
     for each in clients:
         each.close()

@@ -82,7 +82,7 @@ class Work:
 
     def count_wrong(self, n_pushes):
         """Return how many elements are not the sum of all clients' pushes to each set of keys."""
-        pulled = [np.asarray(self.calls[PULL](number)) for number in range(len(n_pushes))]
+        pulled = [np.array(self.calls[PULL](number)) for number in range(len(n_pushes))]
         right = gradient(self.case)
         return sum(
             int(np.count_nonzero(x != right * np.float32(n))) if x.shape == right.shape else x.size

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from bench.figure import Figure
-from bench.peers import start_torch
+from bench.goals import Figure
+from bench.mpi_and_torch import start_torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD

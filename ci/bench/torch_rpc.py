@@ -1,4 +1,4 @@
-"""torch.distributed.rpc as a parameter server, in processes of its own: see ps_peer.py.
+"""torch.distributed.rpc as a parameter server, in processes of its own: see ps_peer_processes.py.
 
 python torch_rpc.py RANK SIZE PORT [TRANSPORT ...]     reads lines of JSON, and answers with lines
 """

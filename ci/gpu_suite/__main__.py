@@ -1,4 +1,4 @@
-"""The stages of ci/gpu_suite.sh, in their order, and the table that it prints."""
+"""Runs the stages of ci/gpu_suite.sh in their order, and prints a table of the results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpu_suite.stage import Row, Stage, run_stage
+from gpu_suite.stage_runner import Row, Stage, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 SET_UP = "set-up"
 TAIL = 25  # lines of the log of a stage that failed
 PROBE = """
-from ringcomm.nvidia.presence import require
-from ringcomm.nvidia.probing import probe
+from ringcomm.nvidia.judge_software import require
+from ringcomm.nvidia.find_software import probe
 require(probe())
 """
 
@@ -31,7 +31,7 @@ def python(*arguments: str) -> list[str]:
 
 
 def ranks(size: int, *arguments: str) -> list[str]:
-    """Return the command of a job; ranks may be more than cores, and use several each."""
+    """Return the command of a job, whose ranks may outnumber the cores and use several each."""
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     options = ("--oversubscribe", "--bind-to", "none", "-np", str(size))
     return [mpirun or "mpirun", *options, *python(*arguments)]
@@ -45,22 +45,22 @@ def collectives(transport: str, size: int, limit_s: float = 75, **environment: s
 
 def speed(size: int, limit_s: float) -> Stage:
     environment = {"RINGCOMM_GPU_TRANSPORT": "ipc", "GLOO_SOCKET_IFNAME": "lo", **SHARED_NCCL}
-    begin_by_s = limit_s - 25  # what has begun by then is ended
-    command = ranks(size, "-m", "gpu_suite.speed", str(begin_by_s))
+    begin_by_s = limit_s - 25  # a measurement that begins by then ends in time
+    command = ranks(size, "-m", "gpu_suite.allreduce_speed", str(begin_by_s))
     return Stage(f"speed N={size}", command, limit_s, environment)
 
 
-# NCCL lets several ranks share a GPU from 2.30 on, if it is asked to.
+# With these, NCCL 2.30 or newer lets several ranks share a GPU.
 SHARED_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 KERNELS = (
     *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--noconftest"),
-    *("-p", "no:cacheprovider", "-p", "gpu_suite.pinned", "-o", "filterwarnings=default"),
+    *("-p", "no:cacheprovider", "-p", "gpu_suite.pytest_on_gpu", "-o", "filterwarnings=default"),
     *("-q", "-r", "fE", "-k", "not planted", str(ROOT / "tests" / "gpu" / "test_kernels.py")),
 )
 
 
 def plan() -> list[list[Stage]]:
-    """Return the stages; those of one list run side by side, for nothing in them is timed."""
+    """Return lists of stages. The stages of a list run at the same time: they measure no times."""
     return [
         [Stage("hardware", python("-m", "gpu_suite.hardware"), 60)],
         [
@@ -84,7 +84,7 @@ def plan() -> list[list[Stage]]:
             Stage("training N=4", ranks(4, "-m", "gpu_suite.training"), 75),
             Stage("example N=2", ranks(2, str(ROOT / "examples" / "gpu_train.py")), 60),
         ],
-        [Stage("pack", python("-m", "gpu_suite.pack"), 40)],
+        [Stage("pack", python("-m", "gpu_suite.pack_speed"), 40)],
         [
             collectives("nccl", 2, 40, **SHARED_NCCL),
             collectives("nccl", 4, 40, **SHARED_NCCL),
@@ -130,7 +130,7 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def missing_gpu() -> str:
-    """Return why no GPU can be used, "" if one can; asked in a child, for CUDA stays loaded."""
+    """Return why no GPU can be used, "" if one can; a child looks, because CUDA stays loaded."""
     command = python("-c", PROBE)
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -143,7 +143,7 @@ def missing_gpu() -> str:
 
 
 def environment_of(work: Path) -> dict[str, str]:
-    """Return the environment of all stages, which leaves nothing behind outside of `work`."""
+    """Return the environment of all stages, which keeps temporary files in `work`."""
     foreign = ("RINGCOMM_", "OMPI_", "PMIX_", "PRTE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     own = {
@@ -161,11 +161,11 @@ def environment_of(work: Path) -> dict[str, str]:
 def run_wave(
     stages: Sequence[Stage], out: Path, environment: Mapping[str, str], deadline: float, gap: str
 ) -> list[Row]:
-    """Run stages side by side; return a row for each, in their order."""
+    """Run stages at the same time; return their rows in order."""
 
     def run(stage: Stage) -> Row:
         if gap and stage.needs_gpu:
-            return Row(stage.name, "skip", 0.0, "")  # why stands below the table, once
+            return Row(stage.name, "skip", 0.0, "")  # the table says why below its rows
         return run_stage(stage, log_of(stage.name, out), environment, deadline)
 
     with ThreadPoolExecutor(max(1, len(stages))) as pool:
@@ -177,7 +177,7 @@ def log_of(name: str, out: Path) -> Path:
 
 
 def print_tail(row: Row, out: Path) -> None:
-    """Show the end of what a stage printed that did not go well."""
+    """Print the end of the output of a stage that failed."""
     log = log_of(row.name, out)
     if row.verdict in ("ok", "skip") or not log.exists():
         return
@@ -186,7 +186,7 @@ def print_tail(row: Row, out: Path) -> None:
 
 
 def table(rows: Sequence[Row], gap: str = "") -> str:
-    """Return all rows, below them why nothing ran, and what some rows have to tell at length."""
+    """Return the rows, then why stages were skipped, then the details of the rows."""
     parts = ["\n".join(map(str, rows))]
     parts += [f"skip: {gap}"] if gap else []
     parts += [f"{row.name}\n" + "\n".join(row.details) for row in rows if row.details]

@@ -1,4 +1,4 @@
-"""Collectives of this job's ranks on one GPU, against the CPU's kernels and numpy: the very bits.
+"""Compares collectives of ranks on one GPU with the CPU's kernels and numpy, bit by bit.
 
 usage: mpirun -np N python -m gpu_suite.collectives TRANSPORT
 """
@@ -16,19 +16,19 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 from cupy.cuda import nccl
-from gpu_suite.gpu import LIBRARIES, SHARES_FROM, Arrays, figure, skip, start, until
+from gpu_suite.gpu_helpers import LIBRARIES, SHARES_FROM, Arrays, figure, skip, start, until
 from random_programs import make_program, run_program
 
 import ringcomm as rc
 from ringcomm import _core
 from ringcomm.arrays import DTYPES
-from ringcomm.nvidia.presence import version_text
+from ringcomm.nvidia.judge_software import version_text
 
 TYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.int64)
 FLOAT_OPS = (rc.SUM, rc.AVERAGE, rc.MIN, rc.MAX, rc.PRODUCT)
 OPS = {t: FLOAT_OPS if t in TYPES[:3] else (*FLOAT_OPS, rc.BAND, rc.BOR, rc.BXOR) for t in TYPES}
 MIB = 1 << 20
-PERIOD = 1_000_003  # a prime: what is misplaced by any round number is other numbers
+PERIOD = 1_000_003  # a prime, so that elements in a wrong place have wrong values
 PROGRAMS_S = 10
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     start()
     n_cases = 0
     for case in cases(rc.size()):
-        # NCCL adds in an order of its own, unless it is set otherwise.
+        # By default, NCCL adds in an order of its own.
         check(case, deterministic=transport == "nccl")
         n_cases += 1
     n_programs = run_programs(time.monotonic() + PROGRAMS_S)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def require_nccl(transport: str) -> None:
-    """Skip what this NCCL cannot do."""
+    """Skip this stage if it needs NCCL, and this NCCL cannot run it."""
     if transport != "nccl":
         return
     if not nccl.available:
@@ -73,7 +73,7 @@ def require_nccl(transport: str) -> None:
 
 
 def cases(size: int) -> Iterator[Case]:
-    """Return every kind of small allreduce, and some large ones of each dtype."""
+    """Yield every kind of small allreduce, and some large ones of each dtype."""
     forms = list(itertools.product(LIBRARIES, (True, False)))
     for dtype in TYPES:
         for op, count in itertools.product(OPS[dtype], (0, 1, size - 1, size, 1000, 65_537)):
@@ -112,12 +112,12 @@ def require_same(found: np.ndarray, want: np.ndarray, case: Case) -> None:
 
 
 def values(dtype: type, count: int, rank: int) -> np.ndarray:
-    """Return what a rank passes."""
+    """Return the argument of a rank."""
     return np.resize(_period(dtype, min(count, PERIOD), rank), count)
 
 
 def expected(dtype: type, op: rc.Op, count: int, size: int) -> np.ndarray:
-    """Return what the CPU's kernels make of it, in the order of ranks."""
+    """Return the result of the CPU's kernels, which combine in the order of ranks."""
     rows = [_period(dtype, min(count, PERIOD), rank) for rank in range(size)]
     out = np.empty_like(rows[0])
     name = np.dtype(dtype).name
@@ -141,7 +141,7 @@ def raw(x: np.ndarray) -> np.ndarray:
 
 
 def run_programs(deadline: float) -> int:
-    """Run random programs of all collectives until the deadline; return how many."""
+    """Run random programs of all collectives until the deadline; return their number."""
     for seed in itertools.count():
         if seed >= len(LIBRARIES) and not until(deadline):
             return seed

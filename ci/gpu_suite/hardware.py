@@ -1,4 +1,4 @@
-"""The hardware of this machine, and the speed at which its GPU copies its own memory."""
+"""Shows the hardware of this machine, and how fast its GPU copies within its memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import cupy
 import torch
-from gpu_suite.gpu import GIB, copy_ceiling, detail, figure
+from gpu_suite.gpu_helpers import GIB, copy_ceiling, detail, figure
 
-from ringcomm.nvidia.presence import Stack, cuda_text, version_text
-from ringcomm.nvidia.probing import probe
+from ringcomm.nvidia.find_software import probe
+from ringcomm.nvidia.judge_software import Stack, cuda_text, version_text
 
 QUERY = "name,driver_version,memory.total,compute_mode,mig.mode.current,clocks.sm,clocks.mem"
 
@@ -42,7 +42,7 @@ def show(*command: str) -> None:
 
 
 def versions(stack: Stack) -> list[tuple[str, str]]:
-    """Return what the measured numbers depend on."""
+    """Return the names and versions of what affects the measurements."""
     gpus = [f"{gpu.name}, {gpu.nbytes / GIB:.0f} GiB" for gpu in stack.driver.gpus]
     driver, nccl = stack.driver, stack.nccl
     return [

@@ -1,8 +1,8 @@
-"""A collective between other work on the caller's stream: no host waits, nothing is too early.
+"""Checks collectives between other work of the caller's stream: no host waits, the order is kept.
 
 usage: mpirun -np N python -m gpu_suite.streams
-Before each call the stream is busy for a while, and only then writes the array; right behind it
-the stream reads the result, and writes over what was passed.
+Before each call, the stream sleeps and then writes the array. After the call, the stream reads the
+result and overwrites the array.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import cupy
 import numpy as np
 import torch
-from gpu_suite.gpu import LIBRARIES, Arrays, current, detail, figure, highest, sleep, start
+from gpu_suite.gpu_helpers import LIBRARIES, Arrays, current, detail, figure, highest, sleep, start
 
 import ringcomm as rc
 
@@ -54,7 +54,7 @@ def main() -> None:
     longest = 0.0
     for library, form in itertools.product(LIBRARIES, FORMS):
         what = f"{library.name}, {form.__name__}"
-        check(library, form, streams)  # kernels are compiled, memory is taken: that may wait
+        check(library, form, streams)  # compiles kernels and takes memory, which may wait
         call_s, has_waited = check(library, form, streams)
         assert not has_waited, f"{what}: the call waited for the GPU"
         call_s = highest(call_s)
@@ -66,12 +66,12 @@ def main() -> None:
 
 
 def check(library: Arrays, form: Form, streams: Streams) -> tuple[float, bool]:
-    """Return how long the call took, and if the GPU was through then; fail if its result is wrong.
+    """Return the seconds of a call, and True if it waited for the GPU; fail if its result is wrong.
 
     Args:
-        library: whose array is passed.
+        library: of the array.
         form: of the call.
-        streams: the caller's, and another.
+        streams: the caller's stream, and another one.
     """
     x = library.of(np.full(COUNT, -7, np.float32))
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Training on N ranks with a batch of b each, against one process with a batch of N * b.
+"""Compares training on N ranks with batches of b with training on one process with N * b.
 
 usage: mpirun -np 4 python -m gpu_suite.training [cpu]
 """
@@ -25,15 +25,11 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer, and how far weights may be apart at the end.
-
-    Attributes:
-        make: makes it.
-        tolerance: of the largest difference, by dtype. Gradients of two sums in different orders
-            differ by a few ulp, and Adam divides by what may be as small.
-    """
+    """An optimizer, and how much the final weights may differ."""
 
     make: Optimizer
+    # By dtype. Gradients that are summed in other orders differ by a few ulp, and Adam may divide
+    # them by numbers as small.
     tolerance: dict[torch.dtype, float]
 
 
@@ -76,7 +72,7 @@ def main() -> None:
 
 
 def compare(make: Optimizer, dtype: torch.dtype, device: str, shard_state: int) -> float:
-    """Return the largest difference between weights of one process and of all ranks."""
+    """Return the largest difference between the weights of one process and of this job."""
     x, y = data(dtype, device)
     alone = model(dtype, device)
     fit(alone, make(list(alone.parameters())), x, y)
@@ -97,7 +93,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def data(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return batches of all ranks, the same on each."""
+    """Return the batches of all ranks, the same on each rank."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(STEPS, hvd.size() * BATCH, 20, generator=generator, dtype=torch.float64)
     y = torch.randint(0, CLASSES, x.shape[:2], generator=generator)

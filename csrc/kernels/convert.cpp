@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "clones.hpp"
-#include "f16c.hpp"
+#include "reduce_f16c.hpp"
 #include "half.hpp"
 #include "fp_environment.hpp"
 

@@ -6,9 +6,9 @@
 #include <string>
 
 #include "clones.hpp"
-#include "f16c.hpp"
-#include "half_loops.hpp"
-#include "loops.hpp"
+#include "reduce_f16c.hpp"
+#include "reduce_half_loops.hpp"
+#include "reduce_loops.hpp"
 #include "fp_environment.hpp"
 
 // Where there are fused products, GCC 12 makes complex ones of them, in spite of -ffp-contract=off.

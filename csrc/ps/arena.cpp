@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "pages.hpp"
+#include "huge_pages.hpp"
 
 namespace ringcomm::ps {
 namespace {

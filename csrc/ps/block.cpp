@@ -17,7 +17,7 @@ namespace {
 // A copy that may run into a writer, who is found out afterwards: the race is the design, and its
 // outcome is thrown away. C++17 has no word for it short of an atomic load per word, in the kernels
 // of the writer too (H.-J. Boehm 2012, doi:10.1145/2247684.2247688), which would not vectorise. So
-// ThreadSanitizer is told to look away from this function and no other.
+// ThreadSanitizer skips this function and no other.
 #if defined(RINGCOMM_TSAN)
 __attribute__((no_sanitize("thread"), noinline)) void copy_racing(void* out, const void* x,
                                                                   std::size_t n) {

@@ -39,8 +39,8 @@ std::optional<Frame> read_frame(const std::byte* data, std::size_t nbytes) {
   return frame;
 }
 
-// ringcomm/ps/messages.py packs it: weight, start, n, flags, length of the dtype's name, how many
-// hyper-parameters, then the name and these.
+// ringcomm/ps/protocol/frame_meta.py packs it: weight, start, n, flags, length of the dtype's name,
+// number of hyper-parameters, then the name and these.
 std::optional<PushMeta> read_push_meta(const std::byte* meta, std::size_t nbytes) {
   constexpr std::size_t kFixed = 28;
   if (nbytes < kFixed) return std::nullopt;

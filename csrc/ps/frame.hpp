@@ -1,5 +1,5 @@
-// Frames of the parameter server as C++ reads and writes them; ringcomm/ps/frames.py and messages.py
-// say what they mean.
+// Frames of the parameter server as C++ reads and writes them. Their meanings are in
+// ringcomm/ps/protocol/frames.py and frame_meta.py.
 #pragma once
 #include <array>
 #include <cstddef>

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "use.hpp"
+#include "use_guard.hpp"
 
 namespace ringcomm::ps {
 namespace {
@@ -20,20 +20,11 @@ Rows::Rows(std::shared_ptr<const RowSpec> spec, std::shared_ptr<Common> common)
 
 std::size_t Rows::nbytes() const {
   const Reading reading(*this);
-  std::size_t total = sizeof *this + index_.nbytes() + store_.nbytes() +
-                      newest_.capacity() * sizeof newest_[0];
-  if (side_ != nullptr)
-    total += sizeof *side_ + side_->candidates.nbytes() + side_->erased.nbytes();
-  return total;
+  const std::size_t side = side_ == nullptr ? 0 : sizeof *side_ + side_->candidates.nbytes();
+  return sizeof *this + index_.nbytes() + store_.nbytes() + side;
 }
 
-std::size_t Rows::gather(const std::uint64_t* keys, std::size_t n, void* out,
-                         Missing missing) const {
-  const Reading reading(*this);
-  return gather_from(*spec_, {const_cast<Rows*>(this), nullptr}, keys, n, out, nullptr, missing);
-}
-
-// `places`: which row of `out` each key's is; null: the next.
+// `places`: which row of `out` each key's is.
 std::size_t Rows::gather_from(const RowSpec& spec, Homes homes, const std::uint64_t* keys,
                               std::size_t n, void* out, const std::uint32_t* places,
                               Missing missing) {
@@ -45,7 +36,7 @@ std::size_t Rows::gather_from(const RowSpec& spec, Homes homes, const std::uint6
     for (std::size_t i = 0; i < n; ++i) {
       if (i + kBatch < n) prefetch(i + kBatch);
       const Rows* const home = homes.of(i);
-      if (home == nullptr || home->index_.find(keys[i]) == 0) throw MissingKey(keys[i], i);
+      if (home == nullptr || home->index_.find(keys[i]) == 0) throw MissingKey(keys[i]);
     }
   const std::size_t nbytes = spec.dim * spec.itemsize();
   std::size_t found = 0;
@@ -67,7 +58,7 @@ std::size_t Rows::gather_from(const RowSpec& spec, Homes homes, const std::uint6
   };
   look_up(0);
   for (std::size_t i = 0; i < n; ++i) {
-    std::byte* const to = static_cast<std::byte*>(out) + (places == nullptr ? i : places[i]) * nbytes;
+    std::byte* const to = static_cast<std::byte*>(out) + places[i] * nbytes;
     if (i % kBatch == 0) look_up(i / kBatch + 1);
     const std::byte* const data = batches[i / kBatch % 2][i % kBatch];
     if (data == nullptr) {
@@ -89,41 +80,32 @@ void Rows::fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missi
     fill_row(spec.initial, key, static_cast<float*>(out), spec.dim);
 }
 
-std::size_t Rows::erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp) {
-  const Writing writing(*this);
-  std::size_t erased = 0;
-  for (std::size_t i = 0; i < n; ++i) {
-    if (side_ != nullptr && side_->candidates.find(keys[i]) != 0) {
-      side_->candidates.erase(keys[i]);
-      stamp_ = stamp;
-    }
-    const Row row = find(keys[i]);
-    if (row == kNoRow) continue;
-    take_out(row, stamp);
-    ++erased;
+bool Rows::erase(std::uint64_t key, std::uint64_t stamp) {
+  if (side_ != nullptr && side_->candidates.find(key) != 0) {
+    side_->candidates.erase(key);
+    stamp_ = stamp;
   }
-  return erased;
+  const Row row = find(key);
+  if (row == kNoRow) return false;
+  take_out(row, stamp);
+  return true;
 }
 
 void Rows::clear() {
   const Writing writing(*this);
-  std::uint64_t known_since = this->known_since();
-  for (const std::uint64_t stamp : newest_) known_since = std::max(known_since, stamp);
   if (!common_->snapshots.empty())
     for (Row row = 0; row < store_.end(); ++row)
       if (store_.is_live(row)) keep(row);
   index_.clear();
   store_ = RowStore(spec_->row_nbytes(), &common_->arena);
-  std::vector<std::uint64_t>().swap(newest_);  // with its memory
   side_.reset();
   cursor_ = 0;
-  if (known_since != 0) side().known_since = known_since;
 }
 
 Evicted Rows::evict(double now, std::uint64_t stamp, std::size_t max_work) {
   const Writing writing(*this);
   const Eviction& policy = spec_->eviction;
-  Evicted evicted{{}, true};
+  Evicted evicted{0, true};
   if (policy.ttl_s == std::numeric_limits<double>::infinity() && size() <= policy.max_rows)
     return evicted;
   for (std::size_t work = 0; work < max_work && cursor_ < store_.end(); ++work) {
@@ -131,8 +113,8 @@ Evicted Rows::evict(double now, std::uint64_t stamp, std::size_t max_work) {
     const RowInfo info = store_.info(row);
     if (info.steps == RowStore::kDead) continue;
     if (now - info.time >= policy.ttl_s) {
-      evicted.keys.push_back(info.key);
       take_out(row, stamp);
+      ++evicted.n;
     } else if (size() > policy.max_rows) {
       const double rank = policy.order == Order::lfu ? info.count : info.time;
       auto& round = side().round;
@@ -149,25 +131,28 @@ Evicted Rows::evict(double now, std::uint64_t stamp, std::size_t max_work) {
     return evicted;
   }
   cursor_ = 0;
-  finish_round(stamp, evicted.keys);
+  evicted.n += finish_round(stamp);
   evicted.is_done = size() <= policy.max_rows;
   return evicted;
 }
 
-void Rows::finish_round(std::uint64_t stamp, std::vector<std::uint64_t>& keys) {
-  if (side_ == nullptr) return;
+// Returns how many rows it has taken out.
+std::size_t Rows::finish_round(std::uint64_t stamp) {
+  if (side_ == nullptr) return 0;
+  std::size_t n = 0;
   std::vector<Victim> round = std::move(side_->round);
   side_->round = {};
   std::sort(round.begin(), round.end());
   for (const Victim& victim : round) {
-    if (size() <= spec_->eviction.max_rows) return;
+    if (size() <= spec_->eviction.max_rows) break;
     const RowInfo info = store_.info(victim.row);
     const bool is_as_seen = info.steps != RowStore::kDead && info.key == victim.key &&
                             info.time == victim.time && info.count == victim.count;
     if (!is_as_seen) continue;  // pushed since: no longer among the last
-    keys.push_back(victim.key);
     take_out(victim.row, stamp);
+    ++n;
   }
+  return n;
 }
 
 Rows::Side& Rows::side() {
@@ -180,15 +165,13 @@ Row Rows::add(std::uint64_t key) {
   for (const auto& snapshot : common_->snapshots) snapshot->keep(key, nullptr);
   const Row row = store_.take();
   try {
-    if (newest_.size() <= row / kGroup) newest_.push_back(0);
     index_.insert(key, std::uint64_t{row} + 1);
   } catch (...) {
     store_.give_back(row);
     throw;
   }
-  store_.info(row) = {key, 0, 0, 0, 0};
+  store_.info(row) = {key, 0, 0, 0};
   spec_->dtype == DType::float64 ? initialise<double>(row, key) : initialise<float>(row, key);
-  if (side_ != nullptr) side_->erased.erase(key);
   return row;
 }
 
@@ -206,23 +189,10 @@ void Rows::initialise(Row row, std::uint64_t key) {
 }
 
 void Rows::take_out(Row row, std::uint64_t stamp) {
-  const std::uint64_t key = store_.info(row).key;
   keep(row);
   stamp_ = stamp;
-  index_.erase(key);
+  index_.erase(store_.info(row).key);
   store_.give_back(row);
-  note_erased(key, stamp);
-}
-
-// Beyond the bound all are forgotten, and known_since() says so.
-void Rows::note_erased(std::uint64_t key, std::uint64_t stamp) {
-  Side& side = this->side();
-  side.erased.set(key, stamp + 1);
-  if (side.erased.size() <= spec_->max_tombstones) return;
-  side.erased.for_each([&](std::uint64_t, std::uint64_t value) {
-    side.known_since = std::max(side.known_since, value - 1);
-  });
-  side.erased.clear();
 }
 
 bool Rows::is_admitted(std::uint64_t key, std::uint64_t stamp) {

@@ -1,9 +1,9 @@
-// A partition of a hash table: rows by 64-bit key, what a push does to them, and who may stay.
+// A partition of a hash table: rows by 64-bit key, pushes to them, admission and eviction.
 //
-// One thread at a time; only gather(), metadata() and the scans may run beside each other. Whoever
-// breaks that gets logic_error, not a torn row. All that happens is a function of the calls and
-// their arguments (there is no clock and no random state here): replicas that get the same calls in
-// the same order hold the same rows.
+// One thread at a time; only all(), copy(), candidates() and what a Shard reads may run beside each
+// other. Whoever breaks that gets logic_error, not a torn row. All that happens is a function of the
+// calls and their arguments (there is no clock and no random state here): replicas that get the same
+// calls in the same order hold the same rows.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -17,10 +17,10 @@
 
 #include "../kernels/dtype.hpp"
 #include "arena.hpp"
-#include "initial.hpp"
-#include "keymap.hpp"
-#include "snapshot.hpp"
-#include "store.hpp"
+#include "initial_values.hpp"
+#include "key_map.hpp"
+#include "row_snapshot.hpp"
+#include "row_store.hpp"
 #include "update.hpp"
 
 namespace ringcomm::ps {
@@ -49,7 +49,6 @@ struct RowSpec {
   Initial initial;
   Admission admission;
   Eviction eviction;
-  std::size_t max_tombstones;
 
   SlotPlan plan() const { return plan_of(rule); }
   std::size_t slot_width() const { return plan().full * dim + plan().per_row; }
@@ -60,10 +59,8 @@ struct RowSpec {
 enum class Missing : int { init = 0, zero, raise };
 
 struct MissingKey : std::out_of_range {
-  MissingKey(std::uint64_t missing, std::size_t where)
-      : std::out_of_range("no row"), key(missing), position(where) {}
+  explicit MissingKey(std::uint64_t missing) : std::out_of_range("no row"), key(missing) {}
   std::uint64_t key;
-  std::size_t position;
 };
 
 // Gradients of the keys from number `first` on to the first of the next part.
@@ -72,6 +69,7 @@ struct PushPart {
   DType grad_dtype;
   const void* grads;
   double weight;
+  const std::uint32_t* places = nullptr;  // which row of `grads` each key's is; null: in order
 };
 
 struct Push {
@@ -96,17 +94,10 @@ struct RowArrays {
   std::uint32_t* counts;
   std::uint32_t* steps;
   double* times;
-  std::uint64_t* stamps;
-};
-
-struct Scan {
-  std::vector<Row> rows;
-  std::uint64_t cursor;  // to go on from
-  bool is_done;
 };
 
 struct Evicted {
-  std::vector<std::uint64_t> keys;
+  std::size_t n;
   bool is_done;  // nothing is left to be evicted now
 };
 
@@ -121,8 +112,7 @@ class Rows {
     std::vector<std::unique_ptr<Snapshot>> snapshots;  // that somebody may be reading
   };
 
-  explicit Rows(std::shared_ptr<const RowSpec> spec,
-                std::shared_ptr<Common> common = std::make_shared<Common>());
+  Rows(std::shared_ptr<const RowSpec> spec, std::shared_ptr<Common> common);
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
@@ -134,36 +124,15 @@ class Rows {
   std::uint64_t stamp() const { return stamp_; }
   void mark(std::uint64_t stamp) { stamp_ = stamp; }
 
-  // Copies rows to `out`; returns how many of the keys have one. Throws MissingKey if told to, with
-  // `out` as it was.
-  std::size_t gather(const std::uint64_t* keys, std::size_t n, void* out, Missing missing) const;
-
-  // One update of each distinct key that has a row or is given one, with the weighted sum of its
-  // gradients by `divisor`, in float64, in the order they come, rounded once.
-  Pushed push(const Push& push);
-
-  // Takes rows out; returns how many there were. Also forgets how often their keys were seen.
-  std::size_t erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp);
-
   // Looks at no more than `max_work` rows from where the last call stopped, takes out those that
   // were not pushed for `ttl_s` and, at the end of a round, the last in order above `max_rows`.
   Evicted evict(double now, std::uint64_t stamp, std::size_t max_work);
 
   void clear();
 
-  // Rows in the order they lie in, from `cursor` on, at most `limit`; of the second kind those whose
-  // stamp is greater than `since`. A row that is pushed while a scan goes on has a later stamp than
-  // the scan began with: the next scan has it if this one has not.
-  Scan scan(std::uint64_t cursor, std::size_t limit) const;
-  Scan scan_changed(std::uint64_t since, std::uint64_t cursor, std::size_t limit) const;
+  std::vector<Row> all() const;  // in the order they lie in
   void copy(const std::vector<Row>& rows, const RowArrays& out) const;
   void load(const RowArrays& rows, std::size_t n);  // replaces what is there
-  void metadata(const std::uint64_t* keys, std::size_t n, const RowArrays& out) const;
-
-  // Keys that were taken out after `since`. Not all of them if `since` is less than known_since().
-  std::vector<std::uint64_t> erased_since(std::uint64_t since) const;
-  std::uint64_t known_since() const { return side_ == nullptr ? 0 : side_->known_since; }
-  void forget_erased(std::uint64_t until);
 
   // Keys that were seen too seldom, and how often.
   std::vector<std::pair<std::uint64_t, std::uint64_t>> candidates() const;
@@ -172,7 +141,6 @@ class Rows {
 
  private:
   friend class Shard;
-  static constexpr std::size_t kGroup = 64;  // rows that share an entry of newest_
   static constexpr Row kNoRow = 0xffffffffu;
 
   // Who may be evicted: the least is first.
@@ -187,25 +155,21 @@ class Rows {
     }
   };
   struct Side {  // what most partitions have none of
-    KeyMap candidates, erased;  // key -> count; key -> stamp + 1
-    std::uint64_t known_since = 0;
+    KeyMap candidates;  // key -> count
     std::vector<Victim> round;  // a heap of those who would be evicted, the last of them on top
   };
-  // Where each of several keys belongs: all to one partition, or each to its own.
+  // Where each of several keys belongs.
   struct Homes {
-    Rows* only;
     Rows* const* each;  // null where the partition holds nothing
-    const std::uint32_t* partitions = nullptr;  // with `each`: of each key
-    std::size_t n_partitions = 0;
-    Rows* of(std::size_t i) const { return each == nullptr ? only : each[i]; }
+    Rows* of(std::size_t i) const { return each[i]; }
     // What is known of a partition is some lines, and where its slabs are is another behind them.
     void prefetch(std::size_t i) const {
-      if (each == nullptr || each[i] == nullptr) return;
+      if (each[i] == nullptr) return;
       const auto* const home = reinterpret_cast<const std::byte*>(each[i]);
       for (std::size_t k = 0; k < sizeof(Rows); k += 64) __builtin_prefetch(home + k);
     }
     void prefetch_slabs(std::size_t i) const {
-      if (each != nullptr && each[i] != nullptr) each[i]->store_.prefetch();
+      if (each[i] != nullptr) each[i]->store_.prefetch();
     }
   };
   class Reading;
@@ -216,25 +180,23 @@ class Rows {
   static std::size_t gather_from(const RowSpec& spec, Homes homes, const std::uint64_t* keys,
                                  std::size_t n, void* out, const std::uint32_t* places,
                                  Missing missing);
-  static Pushed push_to(const RowSpec& spec, Homes homes, const Push& push);
+  // `partitions`: of each key.
+  static Pushed push_to(const RowSpec& spec, Homes homes, const std::uint32_t* partitions,
+                        std::size_t n_partitions, const Push& push);
+  bool erase(std::uint64_t key, std::uint64_t stamp);  // false: it had no row
 
   Row find(std::uint64_t key) const { return static_cast<Row>(index_.find(key) - 1); }
   Side& side();
   static void fill_missing(const RowSpec& spec, std::uint64_t key, void* out, Missing missing);
   bool is_admitted(std::uint64_t key, std::uint64_t stamp);
   Row add(std::uint64_t key);
-  void touch(Row row, std::uint64_t stamp) {
-    std::uint64_t& newest = newest_[row / kGroup];
-    newest = newest < stamp ? stamp : newest;
-  }
   void take_out(Row row, std::uint64_t stamp);
-  void note_erased(std::uint64_t key, std::uint64_t stamp);
   void keep(Row row) {  // for snapshots: it is about to change
     for (const auto& snapshot : common_->snapshots)
       snapshot->keep(store_.info(row).key, store_.values<std::byte>(row));
   }
   void halve_candidates();
-  void finish_round(std::uint64_t stamp, std::vector<std::uint64_t>& keys);
+  std::size_t finish_round(std::uint64_t stamp);
   static void require_rule(const Rule& own, const Rule& rule);
   template <class T>
   void initialise(Row row, std::uint64_t key);
@@ -243,7 +205,6 @@ class Rows {
   const std::shared_ptr<Common> common_;  // before what has its memory
   KeyMap index_;  // key -> row + 1
   RowStore store_;
-  std::vector<std::uint64_t> newest_;  // stamp among kGroup neighbouring rows
   std::unique_ptr<Side> side_;
   Row cursor_ = 0;  // of evict()
   std::uint64_t stamp_ = 0;

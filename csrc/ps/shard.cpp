@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "use.hpp"
+#include "use_guard.hpp"
 
 namespace ringcomm::ps {
 
@@ -81,7 +81,7 @@ std::size_t Shard::gather(const std::uint64_t* keys, std::size_t n, void* out,
     homes[k] = parts_[partitions[i]].get();
     to[k] = places == nullptr ? static_cast<std::uint32_t>(i) : places[i];
   }
-  return Rows::gather_from(*spec_, {nullptr, homes.data()}, sorted.data(), n, out, to.data(),
+  return Rows::gather_from(*spec_, {homes.data()}, sorted.data(), n, out, to.data(),
                            missing);
 }
 
@@ -94,25 +94,29 @@ Pushed Shard::push(const Push& push) {
     Rows* const part = parts_[partitions[i]].get();
     homes[i] = part != nullptr ? part : own(partitions[i]).get();
   }
-  return Rows::push_to(*spec_, {nullptr, homes.data(), partitions.data(), parts_.size()}, push);
+  return Rows::push_to(*spec_, {homes.data()}, partitions.data(), parts_.size(), push);
 }
 
 std::size_t Shard::erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp) {
+  const Rows::Writing writing(common_->users);
   for (std::size_t i = 0; i < n; ++i) partition(keys[i]);  // or throw
   std::size_t erased = 0;
   for (std::size_t i = 0; i < n; ++i)
-    if (Rows* const part = home(keys[i])) erased += part->erase(&keys[i], 1, stamp);
+    if (Rows* const part = home(keys[i])) erased += part->erase(keys[i], stamp);
   return erased;
 }
 
-void Shard::metadata(const std::uint64_t* keys, std::size_t n, const RowArrays& out) const {
+void Shard::metadata(const std::uint64_t* keys, std::size_t n, std::uint32_t* counts,
+                     std::uint32_t* steps, double* times) const {
+  const Rows::Reading reading(common_->users);
   for (std::size_t i = 0; i < n; ++i) {
-    const RowArrays one{nullptr,       nullptr,       nullptr,      out.counts + i,
-                        out.steps + i, out.times + i, out.stamps + i};
-    out.counts[i] = out.steps[i] = 0;
-    out.times[i] = std::nan("");
-    out.stamps[i] = 0;
-    if (const Rows* const part = home(keys[i])) part->metadata(&keys[i], 1, one);
+    const Rows* const part = home(keys[i]);
+    const Row row = part == nullptr ? Rows::kNoRow : part->find(keys[i]);
+    const bool is_there = row != Rows::kNoRow;
+    const RowInfo info = is_there ? part->store_.info(row) : RowInfo{keys[i], std::nan(""), 0, 0};
+    counts[i] = info.count;
+    steps[i] = info.steps;
+    times[i] = info.time;
   }
 }
 
@@ -145,7 +149,7 @@ std::size_t Shard::gather_held(std::uint64_t number, const std::uint64_t* keys, 
     const Snapshot::Then then = held.find(keys[i]);
     const Rows* const part = home(keys[i]);
     const bool is_there = part != nullptr && part->find(keys[i]) != Rows::kNoRow;
-    if (then.is_known ? then.values == nullptr : !is_there) throw MissingKey(keys[i], i);
+    if (then.is_known ? then.values == nullptr : !is_there) throw MissingKey(keys[i]);
   }
   const Missing filled = missing == Missing::raise ? Missing::zero : missing;
   std::size_t found = gather(keys, n, out, places, filled);
@@ -182,8 +186,8 @@ std::size_t Shard::evict(double now, std::uint64_t stamp, std::size_t max_work) 
     std::size_t work = 1;
     if (part != nullptr && part->size() != 0) {
       work = std::min(max_work, part->size());
-      Evicted some = part->evict(now, stamp, max_work);
-      evicted += some.keys.size();
+      const Evicted some = part->evict(now, stamp, max_work);
+      evicted += some.n;
       is_done = some.is_done;
     }
     max_work -= work;

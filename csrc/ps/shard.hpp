@@ -32,13 +32,20 @@ class Shard {
   // Null: nothing was pushed to it, or another owns it.
   std::shared_ptr<Rows> find(std::uint32_t partition) const;
 
-  // As those of Rows. A key of a partition that is not owned: invalid_argument, nothing is changed.
-  // `places`: which row of `out` each key's is; null: one behind the other.
+  // A key of a partition that is not owned: invalid_argument, nothing is changed.
+
+  // Copies rows to `out`; returns how many of the keys have one. Throws MissingKey if asked to, with
+  // `out` as it was. `places`: which row of `out` each key's is; null: one behind the other.
   std::size_t gather(const std::uint64_t* keys, std::size_t n, void* out,
                      const std::uint32_t* places, Missing missing) const;
+  // One update of each distinct key that has a row or is given one, with the weighted sum of its
+  // gradients by `divisor`, in float64, in the order they come, rounded once.
   Pushed push(const Push& push);
+  // Takes rows out; returns how many there were. Also forgets how often their keys were seen.
   std::size_t erase(const std::uint64_t* keys, std::size_t n, std::uint64_t stamp);
-  void metadata(const std::uint64_t* keys, std::size_t n, const RowArrays& out) const;
+  // Of a key without a row: 0, 0 and NaN.
+  void metadata(const std::uint64_t* keys, std::size_t n, std::uint32_t* counts,
+                std::uint32_t* steps, double* times) const;
 
   // Keeps what is there now for gather_held(), until release(). Metadata are not kept.
   void hold(std::uint64_t number);

@@ -10,7 +10,7 @@
 
 #include "../kernels/clones.hpp"
 #include "../kernels/half.hpp"
-#include "../kernels/job.hpp"
+#include "../kernels/reduction_job.hpp"
 #include "../kernels/fp_environment.hpp"
 #include "formulas.hpp"
 

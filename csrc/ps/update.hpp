@@ -1,4 +1,4 @@
-// What a push does to the values it meets: optimizers, one update of one block at a time.
+// Updaters: they apply a gradient to values, one block at a time.
 //
 // Every formula is that of torch.optim (its plain loop: foreach=False, fused=False), in the dtype of
 // the values, so that a model trained through servers is the model trained without. Where torch has

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "segments.hpp"
+#include "step_sizes.hpp"
 
 namespace ringcomm {
 

@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "reduce_step.hpp"
-#include "segments.hpp"
+#include "step_sizes.hpp"
 
 namespace ringcomm {
 

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "reduce_step.hpp"
-#include "segments.hpp"
+#include "step_sizes.hpp"
 
 namespace ringcomm {
 namespace {

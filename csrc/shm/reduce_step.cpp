@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "../kernels/reduce.hpp"
-#include "segments.hpp"
+#include "step_sizes.hpp"
 
 namespace ringcomm {
 namespace {

@@ -28,12 +28,12 @@
 #include <utility>
 #include <vector>
 
-#include "orphans.hpp"
+#include "outliving_processes.hpp"
 #include "page.hpp"
 #include "pidfd.hpp"
 #include "processes.hpp"
 #include "report.hpp"
-#include "segments.hpp"
+#include "mpi_shm_files.hpp"
 
 namespace ringcomm {
 namespace {

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "../clock.hpp"
-#include "../codes.hpp"
+#include "../enumeration_codes.hpp"
 #include "lifeline.hpp"
 
 namespace ringcomm {

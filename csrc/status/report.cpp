@@ -52,6 +52,17 @@ bool was_given_up(const std::vector<RankFacts>& ranks, const RankFacts& r) {
   });
 }
 
+// True if this rank died without a record, and before each that was told to end: a launcher that
+// stops a job may kill, in the end, one that had no time to record SIGTERM.
+bool died_before_the_stopped(const std::vector<RankFacts>& ranks, int index) {
+  const RankFacts& r = ranks[static_cast<std::size_t>(index)];
+  if (r.end.kind != Ending::none) return false;
+  return std::none_of(ranks.begin(), ranks.end(), [&](const RankFacts& other) {
+    const bool is_dead = other.closed_ns != 0 || other.gone_ns != 0;
+    return interruption_time(other) != kNever && is_dead && death_time(other) < death_time(r);
+  });
+}
+
 struct Earliest {
   int index = kNobody;
   std::int64_t time_ns = kNever;
@@ -253,7 +264,7 @@ int culprit(const std::vector<RankFacts>& ranks) {
                              Ending::interrupted;
   if (stopped.count == 1 && ranks.size() > 1 && !is_by_key) return stopped.index;
   const bool is_odd_one_out = failed.count == 1 && failed.index != kNobody &&
-                              ranks[static_cast<std::size_t>(failed.index)].end.kind == Ending::none;
+                              died_before_the_stopped(ranks, failed.index);
   return is_odd_one_out ? failed.index : kNobody;
 }
 

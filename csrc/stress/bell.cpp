@@ -31,7 +31,7 @@ struct Pair {
       memories.push_back(NodeMemory::create(rank + 1, 1u << 20));
       windows.push_back(memories.back()->window(0));
       mates.push_back({reinterpret_cast<Window*>(windows.back().data()), &memories.back()->bell(),
-                       memories.back()->arena()});
+                       memories.back()->arena(), memories.back()->pid()});
     }
   }
 };

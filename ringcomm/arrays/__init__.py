@@ -1,4 +1,4 @@
-"""One adapter per array library, found by the array itself."""
+"""One adapter per array library. The functions here find the adapter of an array."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ringcomm.arrays.base import AnyAdapter, Array, ArrayAdapter, Bytes, DeviceAdapter, Flat, Span
 from ringcomm.arrays.dtypes import DTYPES, DType
-from ringcomm.arrays.mirror import MIRROR, Mirror
+from ringcomm.arrays.host_mirror import MIRROR, Mirror
 from ringcomm.arrays.numpy import NUMPY
 
 __all__ = [
@@ -22,40 +22,39 @@ _added: list[tuple[Callable[[Array], bool], DeviceAdapter]] = []
 
 
 def adapter_for(x: Array) -> ArrayAdapter:
-    """Return the adapter of x's library; x is in host memory.
+    """Return the adapter of an array in host memory.
 
-    Raises:
-        TypeError: x is not an array that ringcomm knows, or it is on a GPU.
+    Raises TypeError if x is not an array that ringcomm knows, or is on a GPU.
     """
     if isinstance(x, np.ndarray):
         return NUMPY
-    torch = sys.modules.get("torch")  # a tensor can only come from a torch that is imported
+    torch = sys.modules.get("torch")  # if x is a tensor, torch has been imported
     if torch is not None and isinstance(x, torch.Tensor):
         from ringcomm.arrays.torch import TORCH
 
         return TORCH
     if isinstance(x, Mirror):
         return MIRROR
+    kind = f"{type(x).__module__}.{type(x).__qualname__}"
     if device_adapter_for(x) is not None:
         raise TypeError(
-            f"cannot communicate a {type(x).__module__}.{type(x).__qualname__} here, where arrays "
-            "are in host memory: pass arrays of one kind, or a copy in host memory"
+            f"cannot communicate a {kind} here, where arrays are in host memory: pass arrays of "
+            "one kind, or a copy in host memory"
         )
     raise TypeError(
-        f"cannot communicate a {type(x).__module__}.{type(x).__qualname__}: pass a numpy array, "
-        "a torch tensor or a cupy array (numpy.asarray(x) for numbers and lists)"
+        f"cannot communicate a {kind}: pass a numpy array, a torch tensor or a cupy array "
+        "(numpy.asarray(x) for numbers and lists)"
     )
 
 
 def arrived(x: Array) -> Array:
-    """Return x, or in its place the plain tensor once the collective that fills it is over.
+    """Return x; for an AsyncCollectiveTensor, wait for it and return the plain tensor.
 
-    The functional collectives of torch return tensors (AsyncCollectiveTensor) that wait when they
-    are read. A collective on one is to wait in the thread that calls it: read while operations are
-    carried out, it would wait for itself.
+    The functional collectives of torch return such tensors, which wait when they are read. So the
+    thread that calls a collective reads them; the progress loop would wait for itself.
 
     Args:
-        x: an array, or a list or tuple of arrays, lists and tuples; anything else is left alone.
+        x: an array, or a list or tuple of arrays, lists and tuples; other objects stay.
     """
     if type(x) is np.ndarray:
         return x
@@ -66,7 +65,7 @@ def arrived(x: Array) -> Array:
 
 
 def device_adapter_for(x: Array) -> DeviceAdapter | None:
-    """Return the adapter of x's library if x is in a GPU's memory, else None."""
+    """Return the adapter of x if it is an array in a GPU's memory, else None."""
     if type(x) is np.ndarray and not _added:
         return None
     for is_its_own, adapter in _added:
@@ -81,7 +80,7 @@ def device_adapter_for(x: Array) -> DeviceAdapter | None:
 
 
 def any_adapter_for(x: Array) -> AnyAdapter:
-    """Return the adapter of x, wherever its memory is. Raises TypeError, as adapter_for()."""
+    """Return the adapter of an array in host memory or on a GPU. Raises TypeError for others."""
     if type(x) is np.ndarray:
         return NUMPY
     return device_adapter_for(x) or adapter_for(x)
@@ -90,8 +89,7 @@ def any_adapter_for(x: Array) -> AnyAdapter:
 def adapter_of_kind(kind: str) -> ArrayAdapter:
     """Return the adapter whose `kind` is "numpy" or "torch"; imports that library.
 
-    Raises:
-        TypeError: the library is not installed here.
+    Raises TypeError if the library is not installed here.
     """
     if kind == NUMPY.kind:
         return NUMPY
@@ -108,7 +106,7 @@ def is_device_kind(kind: str) -> bool:
 
 
 def device_adapter_of_kind(kind: str) -> DeviceAdapter:
-    """Return the adapter of this kind; imports its library. Raises TypeError, as above."""
+    """Return the adapter of this kind; imports its library, or raises TypeError."""
     for _, adapter in _added:
         if adapter.kind == kind:
             return adapter
@@ -119,12 +117,12 @@ def device_adapter_of_kind(kind: str) -> DeviceAdapter:
 
 
 def first_device_kind() -> str:
-    """Return the kind of arrays that are made on a GPU where none is passed: cupy's, as a rule."""
+    """Return the kind of arrays that ringcomm makes on a GPU by default."""
     return _added[0][1].kind if _added else "cupy"
 
 
 def current_gpu() -> int | None:
-    """Return the number of the calling thread's GPU; None: no library uses any so far."""
+    """Return the number of the calling thread's GPU, None if no library uses a GPU yet."""
     if _added:
         return _added[0][1].current_device()
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
@@ -136,7 +134,7 @@ def current_gpu() -> int | None:
 
 
 def add_device_adapter(is_its_own: Callable[[Array], bool], adapter: DeviceAdapter) -> None:
-    """Add an adapter for the arrays x for which is_its_own(x) is True."""
+    """Add an adapter for all arrays x for which is_its_own(x) is True."""
     _added.append((is_its_own, adapter))
 
 
@@ -153,4 +151,4 @@ def _cupy() -> DeviceAdapter:
 
 
 def _missing(kind: str, error: ModuleNotFoundError) -> TypeError:
-    return TypeError(f"another rank sent a {kind} array, and {error.name} is missing")
+    return TypeError(f"another rank sent a {kind} array, but {error.name} is missing here")

@@ -1,4 +1,4 @@
-"""The interface of the engine to arrays, whatever library made them."""
+"""The interface between the engine and the arrays of any library."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ringcomm.arrays.dtypes import DType
 
 Array = Any  # numpy.ndarray, cupy.ndarray or torch.Tensor: each adapter narrows it
 Bytes = NDArray[np.uint8]
-_DIMENSIONS: Final = 64  # of numpy's arrays, at most
+_DIMENSIONS: Final = 64  # the maximum of numpy
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Consecutive elements of one dtype, as the bytes they are; a slice shares memory.
+    """Consecutive elements of one dtype, as their bytes; a slice shares memory.
 
-    numpy alone has no bfloat16, and the wire knows bytes only: so algorithms hold this.
+    Algorithms use it because numpy alone has no bfloat16, and messages are bytes.
     """
 
     bytes: Bytes
@@ -45,18 +45,18 @@ class Flat:
 
 
 def overlap(x: Flat, y: Flat) -> bool:
-    """Return True if some byte is in both."""
-    return bool(np.may_share_memory(x.bytes, y.bytes))  # exact for what is contiguous
+    """Return True if x and y share a byte of memory."""
+    return bool(np.may_share_memory(x.bytes, y.bytes))  # exact for contiguous arrays
 
 
 def is_same(x: Flat, y: Flat) -> bool:
-    """Return True if both are the same bytes of memory."""
+    """Return True if x and y are the same bytes of memory."""
     return x.bytes.ctypes.data == y.bytes.ctypes.data and x.bytes.nbytes == y.bytes.nbytes
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive elements in a GPU's memory, which `owner` keeps alive; a slice shares them."""
+    """Consecutive elements in a GPU's memory, which `owner` keeps alive. Slices share it."""
 
     address: int
     count: int
@@ -70,7 +70,7 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Address behind the last element."""
+        """The address after the last element."""
         return self.address + self.nbytes
 
     def __getitem__(self, part: slice) -> Span:
@@ -80,18 +80,13 @@ class Span:
 
 
 class AnyAdapter(Protocol):
-    """Base of the adapters of all array libraries, wherever the memory is.
+    """Base of the adapters of all array libraries."""
 
-    Attributes:
-        kind: "numpy", "torch", "cupy" or "torch cuda".
-        place: "cuda" for memory of a GPU, None for host memory.
-    """
-
-    kind: str
-    place: str | None
+    kind: str  # "numpy", "torch", "cupy" or "torch cuda"
+    place: str | None  # "cuda" for memory of a GPU, None for host memory
 
     def dtype(self, x: Array) -> DType:
-        """Return the dtype. Raises TypeError for a kind of array that cannot be sent."""
+        """Return the dtype. Raises TypeError if arrays of this kind or dtype cannot be sent."""
         ...
 
     def shape(self, x: Array) -> tuple[int, ...]:
@@ -99,19 +94,19 @@ class AnyAdapter(Protocol):
         return tuple(x.shape)
 
     def is_contiguous(self, x: Array) -> bool:
-        """Return True if the memory can be used as it is: aligned, in C order, without gaps."""
+        """Return True if the memory is aligned, in C order and without gaps."""
         ...
 
     def copy(self, x: Array) -> Array:
-        """Return a contiguous copy that shares nothing with x."""
+        """Return a contiguous copy that shares no memory with x."""
         ...
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
-        """Return an uninitialised contiguous array of x's dtype and kind."""
+        """Return an uninitialised contiguous array of like's dtype, in the same memory."""
         ...
 
     def make(self, dtype: DType, shape: tuple[int, ...]) -> Array:
-        """Return an uninitialised contiguous array. Raises TypeError for a dtype it lacks."""
+        """Return an uninitialised contiguous array. Raises TypeError if the library lacks dtype."""
         ...
 
     def assign(self, target: Array, source: Array) -> None:
@@ -120,15 +115,15 @@ class AnyAdapter(Protocol):
 
     def require_writable(self, x: Array) -> None:
         """Raise ValueError if x cannot be written in place, element by element."""
-        return  # not abstract: where all can be
+        return  # not abstract: by default all arrays can be written
 
     def written(self, x: Array) -> None:
-        """Note that x was written behind its library's back."""
-        return  # not abstract: where versions are not counted
+        """Notify the library that ringcomm wrote to x."""
+        return  # not abstract: most libraries do not count versions
 
 
 class ArrayAdapter(AnyAdapter, Protocol):
-    """One per library of arrays in host memory."""
+    """Adapter of a library of arrays in host memory."""
 
     place: str | None = None
 
@@ -138,24 +133,24 @@ class ArrayAdapter(AnyAdapter, Protocol):
 
 
 class DeviceAdapter(AnyAdapter, Protocol):
-    """One per library of arrays in a GPU's memory.
+    """Adapter of a library of arrays in a GPU's memory.
 
-    What is done to such arrays is put on the current stream of their library, in the calling
-    thread, and is carried out later.
+    Methods that write to arrays only enqueue the work, on the library's current stream of the
+    calling thread.
     """
 
     place: str | None = "cuda"
 
     def span(self, x: Array) -> Span:
-        """Return where the memory of a contiguous array is."""
+        """Return the memory of a contiguous array."""
         ...
 
     def device(self, x: Array) -> int:
-        """Return the number of the GPU that x is on, as CUDA counts in this process."""
+        """Return the number of x's GPU, as CUDA numbers GPUs in this process."""
         ...
 
     def wrap(self, memory: Span, shape: tuple[int, ...], device: int) -> Array:
-        """Return an array in memory of a GPU, which it keeps alive."""
+        """Return an array in `memory`, which the array keeps alive."""
         ...
 
     def current_device(self) -> int:
@@ -167,12 +162,12 @@ class DeviceAdapter(AnyAdapter, Protocol):
         ...
 
     def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
-        """Return a context in which that is the current stream."""
+        """Return a context in which `stream` is the library's current stream."""
         ...
 
 
 def lengths_of(label: str, shape: int | Iterable[int]) -> tuple[int, ...]:
-    """Return a shape as ints. Raises TypeError, ValueError."""
+    """Return a shape as a tuple of ints. Raises TypeError or ValueError if it is no shape."""
     lengths = itertools.islice(shape, _DIMENSIONS + 1) if isinstance(shape, Iterable) else (shape,)
     try:
         found = tuple(map(operator.index, lengths))

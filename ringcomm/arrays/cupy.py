@@ -1,22 +1,19 @@
-"""cupy arrays. Imported when the first of them arrives, never before."""
+"""cupy arrays. Imported when a program first uses one."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
 
 from ringcomm.arrays.base import DeviceAdapter, Span
 from ringcomm.arrays.dtypes import DTYPES, DType
-from ringcomm.arrays.overlap import overlaps
+from ringcomm.arrays.self_overlap import overlaps
 
 
 class _CupyAdapter(DeviceAdapter):
-    """DeviceAdapter of cupy.ndarray."""
-
     kind = "cupy"
 
     def dtype(self, x: Any) -> DType:
@@ -37,16 +34,15 @@ class _CupyAdapter(DeviceAdapter):
             return cupy.empty(shape, like.dtype)
 
     def make(self, dtype: DType, shape: tuple[int, ...]) -> Any:
-        return cupy.empty(shape, _bfloat16() if dtype.name == "bfloat16" else dtype.name)
+        return cupy.empty(shape, _cupy_dtype(dtype))
 
     def assign(self, target: Any, source: Any) -> None:
         with cupy.cuda.Device(target.device.id):
             target[...] = source
 
     def require_writable(self, x: Any) -> None:
-        if not x.flags.c_contiguous and overlaps(
-            (*x.shape, x.itemsize), (*x.strides, 1)
-        ):  # of broadcast_to()
+        # Compares bytes, as numpy.py does. Elements overlap after broadcast_to().
+        if not x.flags.c_contiguous and overlaps((*x.shape, x.itemsize), (*x.strides, 1)):
             raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 
     def span(self, x: Any) -> Span:
@@ -56,10 +52,8 @@ class _CupyAdapter(DeviceAdapter):
         return int(x.device.id)
 
     def wrap(self, memory: Span, shape: tuple[int, ...], device: int) -> Any:
-        kind = memory.dtype.name
         owned = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory.owner, device)
-        start = cupy.cuda.MemoryPointer(owned, 0)
-        return cupy.ndarray(shape, _bfloat16() if kind == "bfloat16" else kind, start)
+        return cupy.ndarray(shape, _cupy_dtype(memory.dtype), cupy.cuda.MemoryPointer(owned, 0))
 
     def current_device(self) -> int:
         return int(cupy.cuda.runtime.getDevice())
@@ -67,11 +61,15 @@ class _CupyAdapter(DeviceAdapter):
     def stream(self, device: int) -> int:
         return int(cupy.cuda.get_current_stream(device).ptr)
 
-    def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
-        return _on_stream(device, stream)
+    @contextlib.contextmanager
+    def on_stream(self, device: int, stream: int) -> Iterator[None]:
+        with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(_Foreign(stream)):
+            yield
 
 
-def _bfloat16() -> Any:
+def _cupy_dtype(dtype: DType) -> Any:
+    if dtype.name != "bfloat16":
+        return dtype.name
     try:
         from ml_dtypes import bfloat16
     except ModuleNotFoundError as error:
@@ -80,19 +78,13 @@ def _bfloat16() -> Any:
 
 
 class _Foreign:
-    """A stream that cupy has not made, by the protocol in which libraries hand them over."""
+    """A stream that cupy did not make, in the protocol by which libraries exchange streams."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
-
-
-@contextlib.contextmanager
-def _on_stream(device: int, stream: int) -> Iterator[None]:
-    with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(_Foreign(stream)):
-        yield
 
 
 CUPY = _CupyAdapter()

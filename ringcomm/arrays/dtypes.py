@@ -1,4 +1,4 @@
-"""The element types of the contract: one table for every array library."""
+"""The element types that ringcomm reduces, in one table for all array libraries."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DType:
-    """An element type, as numpy and torch name it; kernel: its code in csrc/kernels/dtype.hpp."""
+    """An element type."""
 
-    name: str
+    name: str  # in numpy and torch
     itemsize: int
-    kernel: int
+    kernel: int  # its number in csrc/kernels/dtype.hpp
 
     @property
     def is_16bit_float(self) -> bool:

@@ -1,4 +1,4 @@
-"""numpy arrays, bfloat16 through ml_dtypes where that is installed."""
+"""numpy arrays; bfloat16 needs ml_dtypes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from numpy.typing import NDArray
 
 from ringcomm.arrays.base import ArrayAdapter, Flat
 from ringcomm.arrays.dtypes import DTYPES, DType
-from ringcomm.arrays.overlap import overlaps
+from ringcomm.arrays.self_overlap import overlaps
 
 _seen: dict[np.dtype[Any], DType] = {}  # numpy takes 8 us to name a dtype
 
 
 class _NumpyAdapter(ArrayAdapter):
-    """ArrayAdapter of numpy.ndarray."""
-
     kind = "numpy"
 
     def dtype(self, x: NDArray[Any]) -> DType:
@@ -24,7 +22,7 @@ class _NumpyAdapter(ArrayAdapter):
         return seen or self._checked(x)
 
     def _checked(self, x: NDArray[Any]) -> DType:
-        if hasattr(x, "mask"):  # a masked array; naming its class would import numpy.ma, 20 ms
+        if hasattr(x, "mask"):  # a masked array; its class is in numpy.ma, an import of 20 ms
             raise TypeError(
                 "cannot communicate a masked array: its mask would be lost. Use .filled()"
             )
@@ -65,10 +63,9 @@ class _NumpyAdapter(ArrayAdapter):
 
     def require_writable(self, x: NDArray[Any]) -> None:
         if not x.flags.writeable:
-            raise ValueError("cannot write in place: the array is read-only. Pass one that is not")
-        if x.flags.c_contiguous:
-            return
-        if overlaps((*x.shape, x.itemsize), (*x.strides, 1)):  # in bytes: also parts of elements
+            raise ValueError("cannot write in place: the array is read-only. Pass a writable one")
+        # The last dimension is of bytes, so that elements that overlap in part are found, too.
+        if not x.flags.c_contiguous and overlaps((*x.shape, x.itemsize), (*x.strides, 1)):
             raise ValueError("cannot write in place: elements overlap in memory. Pass a copy")
 
 

@@ -1,4 +1,4 @@
-"""torch tensors in a GPU's memory. Imported when the first of them arrives, never before."""
+"""torch tensors in a GPU's memory. Imported when a program first uses one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import torch
 
 from ringcomm.arrays.base import DeviceAdapter, Span
 from ringcomm.arrays.dtypes import DType
-from ringcomm.arrays.torch import TorchTensors
+from ringcomm.arrays.torch import TorchTensors, interface_of
 
 
 class _TorchCudaAdapter(TorchTensors, DeviceAdapter):
-    """DeviceAdapter of dense torch.Tensors on CUDA devices."""
-
     kind = "torch cuda"
     device_type = "cuda"
 
@@ -37,23 +35,19 @@ class _TorchCudaAdapter(TorchTensors, DeviceAdapter):
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def on_stream(self, device: int, stream: int) -> AbstractContextManager[object]:
-        if stream == 0:  # of which ExternalStream makes any of torch's pool, pytorch#182960
+        if stream == 0:  # ExternalStream(0) is some stream of torch's pool, pytorch#182960
             return torch.cuda.stream(torch.cuda.default_stream(device))
         external = torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(external)
 
 
 class _Interface:
-    """Shows memory as bytes, in the way in which libraries hand over what is on a GPU."""
+    """Shows memory as bytes, in the protocol by which libraries exchange arrays on GPUs."""
 
     def __init__(self, memory: Span) -> None:
         self._owner = memory.owner  # torch keeps this object
-        self.__cuda_array_interface__ = {
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "data": (memory.address if memory.nbytes else 0, False),
-            "version": 3,
-        }
+        address = memory.address if memory.nbytes else 0
+        self.__cuda_array_interface__ = interface_of(address, memory.nbytes)
 
 
 TORCH_CUDA = _TorchCudaAdapter()

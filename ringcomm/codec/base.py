@@ -1,4 +1,4 @@
-"""The contract of all codecs, and what they have in common."""
+"""The contract of all codecs, and their common base."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ringcomm.arrays.dtypes import DType
-from ringcomm.codec.frame import (
+from ringcomm.codec.encoded_header import (
     ENCODE,
     HEADER_NBYTES,
     Buffer,
@@ -25,58 +25,58 @@ from ringcomm.codec.frame import (
 
 
 class Codec(Protocol):
-    """Turns an array into fewer bytes and back. Frozen and without state: any thread may use it."""
+    """Encodes an array in fewer bytes, and decodes it. Immutable: any thread may use it."""
 
     def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:
-        """Return the exact length of what encode() returns for such an array, in bytes."""
+        """Return the exact number of bytes that encode() returns for `count` elements."""
         ...
 
     def encode(self, x: Floats, *, out: Bytes | None = None, draw: int | None = None) -> Bytes:
-        """Return x in fewer bytes, behind a header of 16 bytes that says what it is.
+        """Return x in fewer bytes, after a header of 16 bytes with codec, dtype and count.
 
         Args:
-            x: shape (count,), contiguous, float16, float32 or float64. Only read.
-            out: uint8, contiguous, at least encoded_nbytes() long, apart from x; its first bytes
-                are written and returned.
-            draw: for codecs that round at random: which random numbers, 0 to 2**64 - 1. One of its
-                own for every encoding; draw_number() makes them.
+            x: array of shape (count,), contiguous, float16, float32 or float64. It is only read.
+            out: array of uint8, contiguous, at least encoded_nbytes() long, without overlap with x.
+                encode() writes to its first bytes, and returns them.
+            draw: seed of the random numbers for codecs that round at random, 0 to 2**64 - 1. Each
+                encoding needs a number of its own; draw_number() makes such numbers.
 
         Returns:
-            uint8, shape (encoded_nbytes(count, x.dtype),).
+            An array of uint8, shape (encoded_nbytes(count, x.dtype),).
 
         Raises:
-            TypeError: x or out is of another kind; torch tensors go in as x.numpy().
+            TypeError: x or out is not as described. Pass a torch tensor as x.numpy().
             ValueError: out is too short, or draw is missing or too large.
         """
         ...
 
     def decode(self, buffer: Buffer, out: Floats) -> Floats:
-        """Return out, overwritten with what encode() of this codec was given, or near it.
+        """Return out, overwritten with the array that was encoded, or an approximation of it.
 
-        Settings (a block, a ratio) come from the buffer's header, not from this codec.
+        Settings such as a block or a ratio come from the buffer's header, not from this codec.
 
         Args:
-            buffer: exactly what encode() returned, at any address; it may come from anywhere.
-            out: shape (count,), contiguous, writable, of the dtype of x, apart from buffer.
+            buffer: the whole result of encode(), at any address; it need not be trustworthy.
+            out: array of shape (count,), contiguous, writable, of the dtype of x, without overlap
+                with buffer.
 
         Raises:
-            CodecError: the buffer is not one, or not for out. Nothing was written.
+            CodecError: this codec did not write the buffer, it is damaged, or `out` has another
+                count or dtype. Nothing was written.
         """
         ...
 
 
 class FramedCodec(Codec, ABC):
-    """Base of the codecs: the header, and the checks."""
+    """Base of the codecs: writes the header, and checks arguments."""
 
     kind: ClassVar[Kind]
 
-    def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:  # noqa: D102 - inherits it
+    def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:
         header = self._header(count, known_dtype(np.dtype(dtype)))
         return HEADER_NBYTES + self.payload_nbytes(header)
 
-    def encode(  # noqa: D102
-        self, x: Floats, *, out: Bytes | None = None, draw: int | None = None
-    ) -> Bytes:
+    def encode(self, x: Floats, *, out: Bytes | None = None, draw: int | None = None) -> Bytes:
         what = ENCODE[self.kind]
         dtype = dtype_of(x, what)
         header = self._header(x.size, dtype)
@@ -85,7 +85,7 @@ class FramedCodec(Codec, ABC):
         header.write(buffer)
         return buffer
 
-    def decode(self, buffer: Buffer, out: Floats) -> Floats:  # noqa: D102
+    def decode(self, buffer: Buffer, out: Floats) -> Floats:
         header, payload = open_buffer(buffer, out, {self.kind: self.payload_nbytes})
         self.read(payload, header, out)
         return out
@@ -94,14 +94,14 @@ class FramedCodec(Codec, ABC):
         return Header(self.kind, dtype, self._parameter(count), count)
 
     def _parameter(self, count: int) -> int:
-        """Return what payload_nbytes() and read() must know besides dtype and count."""
+        """Return the header's parameter, for payload_nbytes() and read()."""
         del count
         return 0
 
     @classmethod
     @abstractmethod
     def payload_nbytes(cls, header: Header) -> int:
-        """Return the length that follows from a header. Raises CodecError if it makes no sense."""
+        """Return the length of the payload. Raises CodecError if the header is not valid."""
 
     @abstractmethod
     def _write(self, payload: Bytes, x: Floats, header: Header, draw: int | None) -> None:
@@ -109,10 +109,10 @@ class FramedCodec(Codec, ABC):
 
     @classmethod
     def check(cls, payload: Bytes, header: Header) -> None:
-        """Raise CodecError if read() would, for a payload of the length of its header."""
+        """Raise CodecError if read() would. The payload must be payload_nbytes() long."""
         del payload, header
 
     @classmethod
     @abstractmethod
     def read(cls, payload: Bytes, header: Header, out: Floats) -> None:
-        """Fill all of out, or raise CodecError before anything is written."""
+        """Fill all of out, or raise CodecError before writing."""

@@ -1,4 +1,4 @@
-"""Floats as they are, and in 16 bits."""
+"""Codecs that keep floats as they are, or cast them to 16 bits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ringcomm import _core
+from ringcomm._core import convert
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.codec.base import FramedCodec
-from ringcomm.codec.frame import Bytes, Floats, Header, Kind
+from ringcomm.codec.encoded_header import Bytes, Floats, Header, Kind
 from ringcomm.errors import CodecError
 
 
@@ -25,10 +25,9 @@ class _Cast(FramedCodec):
 
     @classmethod
     def payload_nbytes(cls, header: Header) -> int:
-        """Return the length that follows from a header."""
         if header.parameter != 0:
             raise CodecError(
-                f"{header.kind}.decode: its parameter is {header.parameter}, not 0. "
+                f"{header.kind}.decode: the parameter is {header.parameter}, not 0. "
                 "The buffer is damaged"
             )
         return header.count * cls._wire_of(header.dtype).itemsize
@@ -39,21 +38,20 @@ class _Cast(FramedCodec):
         if wire is header.dtype:
             payload[:] = x.view(np.uint8)
         else:
-            _core.convert(payload, x.view(np.uint8), wire.kernel, header.dtype.kernel)
+            convert(payload, x.view(np.uint8), wire.kernel, header.dtype.kernel)
 
     @classmethod
     def read(cls, payload: Bytes, header: Header, out: Floats) -> None:
-        """Fill out."""
         wire = cls._wire_of(header.dtype)
         if wire is header.dtype:
             out.view(np.uint8)[:] = payload
         else:
-            _core.convert(out.view(np.uint8), payload, header.dtype.kernel, wire.kernel)
+            convert(out.view(np.uint8), payload, header.dtype.kernel, wire.kernel)
 
 
 @dataclass(frozen=True)
 class Identity(_Cast):
-    """Elements as they are, behind a header. Exact."""
+    """Keeps the elements as they are. Exact."""
 
     kind: ClassVar[Kind] = Kind.IDENTITY
     wire: ClassVar[DType] = DTYPES["float64"]
@@ -61,10 +59,10 @@ class Identity(_Cast):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """float16: 2 bytes per element, rounded once to 11 bits, ties to even.
+    """Casts to float16: 2 bytes per element, 11 bits of precision, ties to even.
 
-    Magnitudes from 65520 on become infinite, below 2**-25 zero; inf and NaN stay. float16 stays as
-    it is.
+    Magnitudes of at least 65520 become infinite, those below 2**-25 zero; inf and NaN stay. float16
+    elements stay as they are.
     """
 
     kind: ClassVar[Kind] = Kind.FP16
@@ -73,9 +71,9 @@ class FP16(_Cast):
 
 @dataclass(frozen=True)
 class BF16(_Cast):
-    """bfloat16: 2 bytes per element, rounded once to 8 bits, ties to even; the range of float32.
+    """Casts to bfloat16: 2 bytes per element, 8 bits of precision, ties to even; range of float32.
 
-    inf and NaN stay. float16, which is no wider and more precise, stays as it is.
+    inf and NaN stay. float16 elements, as short and more precise, stay as they are.
     """
 
     kind: ClassVar[Kind] = Kind.BF16

@@ -1,4 +1,4 @@
-"""Blocks of int8 with a scale each, rounded at random so that the mean is right."""
+"""Quantises blocks of elements to int8, with a scale for each block, and unbiased rounding."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm import _core
+from ringcomm._core import decode_int8, encode_int8
 from ringcomm.codec.base import FramedCodec
-from ringcomm.codec.frame import HEADER_NBYTES, Bytes, Floats, Header, Kind, read_header
+from ringcomm.codec.encoded_header import HEADER_NBYTES, Bytes, Floats, Header, Kind, read_header
 from ringcomm.errors import CodecError
 
-_WORDS = 2**64  # seeds and draws
+_WORDS = 2**64  # number of seeds, and of draws
 
 
 @dataclass(frozen=True)
 class Int8(FramedCodec):
-    """int8: 1 byte per element and 4 (float64: 8) per block, unbiased.
+    """Quantises to int8: 1 byte per element and 4 (float64: 8) per block, unbiased.
 
-    Each block has the scale max|x| / 127, but at least the smallest normal number; x / scale is
-    rounded up with the probability of its fraction, else down. So E[decode(encode(x))] is x, for
-    every x, up to rounding to x's dtype and 2**-24 of the scale; the error is below one scale.
-    Quantisation is that of QSGD (Alistarh et al. 2017, arXiv:1610.02132) by the maximum.
+    The scale of a block is max|x| / 127, at least the smallest normal number. x / scale is rounded
+    up with probability frac(x / scale), else down. So E[decode(encode(x))] is x, up to rounding
+    to x's dtype and 2**-24 of the scale, and each error is less than one scale. This is the
+    quantisation of QSGD (Alistarh et al. 2017, arXiv:1610.02132), scaled by the maximum.
 
-    A block that holds NaN or inf is decoded as NaN: nothing is hidden, and a loss scaler sees it.
+    If a block has NaN or inf, all its elements are decoded as NaN, so a loss scaler notices.
 
-    Random numbers are a function of (seed, draw, index): the same call gives the same bytes, on any
-    processor; another draw others.
+    The random numbers are a function of (seed, draw, index). The same call gives the same bytes on
+    any processor; another draw gives other bytes.
 
     Attributes:
-        block: elements that share a scale, 1 to 2**32 - 1.
-        seed: of the random numbers, 0 to 2**64 - 1. One for the job: ranks differ in their draws.
+        block: number of elements that share a scale, 1 to 2**32 - 1.
+        seed: seed of the random numbers, 0 to 2**64 - 1. Ranks may share it: their draws differ.
     """
 
     kind: ClassVar[Kind] = Kind.INT8
@@ -53,7 +53,6 @@ class Int8(FramedCodec):
 
     @classmethod
     def payload_nbytes(cls, header: Header) -> int:
-        """Return the length that follows from a header."""
         if header.parameter == 0:
             raise CodecError("Int8.decode: its blocks have 0 elements. The buffer is damaged")
         n_blocks = -(-header.count // header.parameter)
@@ -62,23 +61,22 @@ class Int8(FramedCodec):
     def _write(self, payload: Bytes, x: Floats, header: Header, draw: int | None) -> None:
         if draw is None:
             raise ValueError(
-                "Int8.encode: draw is missing. Pass a number of its own for every encoding, as "
-                "codec.draw_number(rank, name, step) gives: with the same one again the errors are "
-                "the same, and do not average out"
+                "Int8.encode: draw is missing. Pass a different number for every encoding, such as "
+                "codec.draw_number(rank, name, step): if a number is used twice, the errors are "
+                "the same both times, and do not average out"
             )
         if not 0 <= draw < _WORDS:
             raise ValueError(f"Int8.encode: draw must be 0 to 2**64 - 1, not {draw}")
         code = header.dtype.kernel
-        _core.encode_int8(payload, x.view(np.uint8), code, self.block, self.seed, draw)
+        encode_int8(payload, x.view(np.uint8), code, self.block, self.seed, draw)
 
     @classmethod
     def read(cls, payload: Bytes, header: Header, out: Floats) -> None:
-        """Fill out."""
-        _core.decode_int8(out.view(np.uint8), payload, header.dtype.kernel, header.parameter)
+        decode_int8(out.view(np.uint8), payload, header.dtype.kernel, header.parameter)
 
 
 def take_blocks(buffer: Bytes, blocks: NDArray[np.int64] | slice) -> Bytes:
-    """Return a buffer of some blocks, as they are, of one whose blocks are all whole."""
+    """Return a buffer with some blocks of another buffer, in which every block must be full."""
     header = read_header(buffer)
     n_blocks = header.count // header.parameter
     scale_nbytes = max(4, header.dtype.itemsize)
@@ -93,13 +91,13 @@ def take_blocks(buffer: Bytes, blocks: NDArray[np.int64] | slice) -> Bytes:
 
 
 def draw_number(*parts: int | str) -> int:
-    """Return a number for encode(draw=): for other parts another one, the same in every process.
+    """Return a number for encode(draw=), a function of `parts` that is the same in every process.
 
     Args:
-        parts: what tells this encoding from all others of the job: rank, tensor, step.
+        parts: values that identify this encoding in the job, such as rank, tensor and step.
 
     Returns:
-        0 to 2**64 - 1. Of n different ones two are the same with a probability of n**2 / 2**65.
+        0 to 2**64 - 1. Among n numbers, two are equal with a probability of n**2 / 2**65.
     """
     plain = [part if isinstance(part, str) else operator.index(part) for part in parts]
     digest = hashlib.blake2b(repr(plain).encode(errors="surrogatepass"), digest_size=8)

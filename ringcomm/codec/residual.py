@@ -1,4 +1,4 @@
-"""Error feedback: what compression dropped goes with the next push."""
+"""Error feedback: adds the values that compression dropped to the next gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm.codec.base import Codec
-from ringcomm.codec.frame import Buffer, Bytes, Floats, dtype_of, read_header
+from ringcomm.codec.encoded_header import Buffer, Bytes, Floats, dtype_of, read_header
 
 
 @dataclass(slots=True)
@@ -21,19 +21,19 @@ class _Kept:
 
 
 class Residual:
-    """Keeps what a codec dropped of each tensor and adds it to the next gradient of that name.
+    """Keeps the values that a codec dropped of each tensor, and adds them to the next gradient.
 
-    Nothing is lost: at any time, for each name, the sum of all that was decoded plus the residual
-    is the sum of all gradients that were given, up to rounding. With `lr` it is the sum of
-    lr * gradient, which is what a server that applies lr * decoded makes of it: what was dropped at
-    one rate and is sent at another is scaled by old / new. That is EF-SGD (Karimireddy et al. 2019,
-    arXiv:1901.09847, algorithm 2) on any schedule; servers with momentum or adaptive rates
-    approximate it, as they do there.
+    The kept values are the residual of the tensor. No value is lost: for each name, the sum of all
+    decoded arrays plus the residual is the sum of all gradients, up to rounding. With `lr`, this
+    holds for the sums of lr * decoded and of lr * gradient: a residual that was dropped at one rate
+    and is sent at another is scaled by old / new. For a server that applies lr * decoded, that is
+    EF-SGD (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2) on any schedule; for a server
+    with momentum or adaptive rates it is an approximation.
 
-    For one sender of gradients, one thread at a time. float16 is kept in float32.
+    A Residual is for one sender of gradients, one thread at a time. For float16 it is in float32.
 
     Attributes:
-        codec: any; TopK needs this, Int8 and BF16 gain from it.
+        codec: any codec. TopK needs a Residual; Int8 and BF16 gain from one.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -51,25 +51,24 @@ class Residual:
         out: Bytes | None = None,
         absent: Sequence[slice] = (),
     ) -> Bytes:
-        """Return x plus the residual, encoded; keep what is dropped of it.
+        """Return x plus the residual, encoded; the values that encoding drops are the new residual.
 
-        Two cases leave the residual for later, and send x alone. With lr = 0 nothing that is sent
-        or dropped has an effect. And where x plus the residual is too large for the codec or its
-        dtype, as in FP16 when a schedule ends near 0. If x itself comes out as NaN or inf, the
-        buffer carries that, and the residual stays as it was.
+        In two cases, encode() sends x alone, and leaves the residual for later. One is lr = 0: the
+        server ignores this push. The other is that x plus the residual is too large for the codec
+        or the dtype, as it may be in FP16 when a schedule ends near 0. If x alone is decoded as NaN
+        or inf, the buffer carries these, and the residual stays as it was.
 
         Args:
-            name: of the tensor; its first use decides on count and dtype.
-            x: as for Codec.encode(). Only read.
-            lr: the factor with which this very push is applied, 0 or more; None if it is not known
-                or never changes. Divide it by the loss scale if gradients are pushed scaled.
-            draw: as for Codec.encode().
-            out: as for Codec.encode().
-            absent: parts that nothing is to be sent of: what is kept of them stays. x is 0 there.
+            name: name of the tensor. The first call with it determines count and dtype.
+            x: array as for Codec.encode(). It is only read.
+            lr: the factor with which the server applies this push, 0 or more. None if it is not
+                known or never changes. Divide it by the loss scale if gradients are scaled.
+            draw, out: random number and buffer, as for Codec.encode().
+            absent: parts of x that are not sent. Their residual stays; x must be 0 there.
 
         Raises:
-            ValueError: count, dtype, or whether lr is given differ from this name's earlier calls;
-                or lr is negative or not finite.
+            ValueError: count or dtype differ from earlier calls with this name; lr was passed only
+                in some of the calls; lr is negative or not finite.
         """
         dtype_of(x, f"residual[{name}]")
         kept = self._find(name, x.size, x.dtype, lr)
@@ -85,20 +84,19 @@ class Residual:
         return buffer
 
     def give_back(self, name: str, buffer: Buffer, *, lr: float | None = None) -> None:
-        """Take back what was not applied: it goes with the next push.
+        """Add to the residual a push that was not applied, so that the next push sends it.
 
-        For a push that came too late, or whose step was skipped. Sums are right as if it had never
-        been sent.
+        For a push that came too late, or whose step was skipped. The sums are as if that push had
+        never been sent.
 
         Args:
-            name: as it was for encode().
-            buffer: what that returned; one that carries NaN or inf gives nothing.
-            lr: as it was for encode().
+            name, lr: name of the tensor and factor, the same as in the call of encode().
+            buffer: the result of encode(). A buffer with NaN or inf is ignored.
 
         Raises:
-            ValueError: the buffer's count or dtype, or whether lr is given, differ from this name's
-                earlier calls.
-            CodecError: no codec of this kind wrote the buffer.
+            ValueError: the buffer's count or dtype differ from earlier calls with this name, or lr
+                was passed only in some of the calls.
+            CodecError: the codec did not write the buffer.
         """
         header = read_header(buffer)
         dtype = np.dtype(header.dtype.name)
@@ -109,14 +107,14 @@ class Residual:
             self._keep(name, kept, out, lr)
 
     def forget(self, name: str) -> None:
-        """Drop what is kept of a tensor, if anything is: it was loaded, or has a new shape."""
+        """Drop the residual, if any, of a tensor that gets new values or another shape."""
         self._kept.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, NDArray[Any]]]:
-        """Return copies: {"dropped": by tensor name, "lr": of those names that have one}.
+        """Return copies: {"dropped": {name: residual}, "lr": {name: rate}}.
 
-        `dropped` is what is to be sent, in the units of gradients applied with `lr`: float32 or
-        float64, shape (count,). `lr` is of shape ().
+        Residuals are in the units of gradients that are applied with the rate: float32 or float64,
+        shape (count,). Rates have shape (), and are absent if encode() was called without lr.
         """
         rated = {name: kept.lr for name, kept in self._kept.items() if kept.lr is not None}
         return {
@@ -125,15 +123,15 @@ class Residual:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, NDArray[Any]]]) -> None:
-        """Go on from what state_dict() returned; what was kept before is gone.
+        """Replace all residuals by those of a state_dict().
 
         Raises:
-            ValueError: it is not such a state. Nothing was changed.
+            ValueError: this is not such a state. Nothing was changed.
         """
         if set(state) != {"dropped", "lr"} or not set(state["lr"]) <= set(state["dropped"]):
             raise ValueError(
-                f"residual: a state has 'dropped' and 'lr', the latter of names in the former; "
-                f"this has {sorted(state)}. Pass what state_dict() returned"
+                f"residual: a state has 'dropped' and 'lr', and each name in 'lr' is in 'dropped'; "
+                f"this state has {sorted(state)}. Pass what state_dict() returned"
             )
         rates = {name: float(lr) for name, lr in state["lr"].items()}
         self._kept = {
@@ -153,7 +151,7 @@ class Residual:
             )
         if (kept.lr is None) != (lr is None):
             raise ValueError(
-                f"residual[{name}]: got lr={lr}, after {kept.lr}. Pass it always or never"
+                f"residual[{name}]: got lr={lr}, after {kept.lr}. Pass lr always or never"
             )
         return kept
 
@@ -167,13 +165,13 @@ class Residual:
         out: Bytes | None,
         absent: Sequence[slice],
     ) -> tuple[Bytes, Floats]:
-        """Return x + residual * ratio, encoded, and what was dropped of it, in scratch memory.
+        """Return x + residual * ratio, encoded, and the dropped values, in scratch memory.
 
-        All that is absent is dropped.
+        Absent parts are dropped as a whole.
         """
         total = self._scratch[0].take(x.size, _kept_in(x.dtype))
         decoded = self._scratch[1].take(x.size, x.dtype)
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for inf and NaN
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for inf and NaN
             if residual is None:
                 total[:] = x
             elif ratio == 1.0:
@@ -191,7 +189,7 @@ class Residual:
         return buffer, total
 
     def _keep(self, name: str, kept: _Kept | None, dropped: Floats, lr: float | None) -> None:
-        """Add to what is kept, in the units of the larger rate: no factor is above 1."""
+        """Add `dropped` to `kept`, in units of the larger rate, so that no factor is above 1."""
         if kept is None:
             self._kept[name] = _Kept(dropped.astype(_kept_in(dropped.dtype)), lr)
         elif lr is None or kept.lr is None or kept.lr >= lr:
@@ -203,7 +201,7 @@ class Residual:
 
 
 class _Scratch:
-    """Memory that is used again, as large as the largest tensor so far."""
+    """Reusable memory, as large as the largest tensor so far."""
 
     def __init__(self) -> None:
         self._bytes: Bytes = np.empty(0, np.uint8)
@@ -231,7 +229,7 @@ def _require_rate(name: str, lr: float | None) -> None:
 def _checked_rate(name: str, lr: float | None) -> float | None:
     _require_rate(name, lr)
     if lr == 0:
-        raise ValueError(f"residual[{name}]: its state has lr 0, of which nothing is ever kept")
+        raise ValueError(f"residual[{name}]: its state has lr 0, at which no residual is kept")
     return lr
 
 

@@ -1,1 +1,1 @@
-"""Collective algorithms, and the choice among them. Read schedule.py, then algorithms/ring.py."""
+"""Collective algorithms, and the choice among them. Begin with message_patterns.py."""

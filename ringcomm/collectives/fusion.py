@@ -1,4 +1,4 @@
-"""Choice of the small reductions that share a message. Pure: all ranks make the same plan."""
+"""Chooses the small reductions that share a message. Pure: all ranks make the same plan."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """Something to be reduced."""
+    """An array to be reduced, or a barrier."""
 
     nbytes: int
-    key: object  # alike for items that may share a message: dtype, operator, group
-    is_barrier: bool = False  # nothing after it may share a message with anything before it
+    key: object  # the same for items that may share a message: dtype, operator, group
+    is_barrier: bool = False  # items after it share no message with items before it
 
 
 def plan_fusion(items: Sequence[Item], max_nbytes: float) -> list[list[int]]:
-    """Return the indices of the items that share a message, without those of barriers.
+    """Return, for each message, the indices of its items in ascending order; barriers are left out.
 
-    They ascend within a message; messages are in the order of their first items. A larger item than
-    max_nbytes has a message of its own.
+    Messages are in the order of their first items. An item larger than max_nbytes has a message of
+    its own.
     """
     batches: list[list[int]] = []
     open_by_key: dict[object, tuple[list[int], int]] = {}

@@ -1,8 +1,8 @@
-"""Algorithms without Python: each is run once on paper, and what it does is carried out in C++.
+"""Records an algorithm once, so that C++ can carry it out without Python.
 
-The coroutines are the reference, and run as they are over a wire that only Python can use. What a
-rank does in them depends on sizes, ranks and dtypes, never on values. So a recorder, which stands
-in for a Channel, gives them buffers without memory, and writes down every step.
+An algorithm is a coroutine, which runs in Python if the wire has no C++ runner. Its actions depend
+on sizes, ranks and dtypes, never on values. So a recorder can replace the Channel: the recorder
+gives the coroutine buffers without memory, and writes down each action.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, Self, TypeVar, cast
 from ringcomm._core import Schedule
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.schedule import Parts
-from ringcomm.transport.base import ANY_SOURCE, Request
+from ringcomm.collectives.message_patterns import Parts
+from ringcomm.transport.base import Request
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.members import Hashed
 from ringcomm.transport.performer import Performer, Reduction
 
 R = TypeVar("R")
@@ -28,7 +27,7 @@ _MAX_RECORDINGS = 512
 
 
 def live(algorithm: Algorithm) -> Algorithm:
-    """Decorator: an algorithm that perform() does not record, for C++ carries out its parts."""
+    """Decorator for an algorithm that perform() does not record: C++ carries out its parts."""
     vars(algorithm)["is_live"] = True
     return algorithm
 
@@ -36,20 +35,18 @@ def live(algorithm: Algorithm) -> Algorithm:
 async def perform(
     algorithm: Callable[..., Coroutine[Any, Any, R]], t: Performer, *args: Any, **kwargs: Any
 ) -> R:
-    """Return await algorithm(*args, t=t, **kwargs), carried out without Python where possible.
+    """Return the result of algorithm(*args, t=t, **kwargs), which C++ carries out if possible.
 
     Args:
-        algorithm: a coroutine function that does everything through its Performer `t`.
-        t: the messages of this operation.
-        args: Flats, lists of slices, and what can be a key of a dict; so are the kwargs.
-
-    Returns:
-        What the algorithm returns: a Flat, which is part of one of its arguments, or None.
+        algorithm: a coroutine function that acts through its Performer `t` alone. It returns a part
+            of one of its arguments, or None.
+        t: the Channel of this operation, or another Performer.
+        args: Flats, lists of slices, and hashable objects; likewise kwargs.
     """
     if not isinstance(t, Channel) or hasattr(algorithm, "is_live") or t.transport.runner is None:
         return await algorithm(*args, t=t, **kwargs)
     values = (*args, *kwargs.values())
-    spec = tuple(_outline(value) for value in values)
+    spec = tuple(_key_of(value) for value in values)
     recording = _record(algorithm, t.rank, t.nodes, tuple(kwargs), spec)
     buffers = [value.bytes for value in values if isinstance(value, Flat)]
     await t.run(recording.schedule, buffers, recording.peers)
@@ -61,11 +58,11 @@ class Recording:
     """The actions of one rank in an algorithm, for arguments of certain sizes."""
 
     schedule: Schedule
-    peers: tuple[int, ...]  # the ranks that it speaks with, as the schedule numbers them
-    result: Flat | None  # on paper
+    peers: tuple[int, ...]  # the rank for each peer number of the schedule
+    result: Flat | None  # its bytes are a part of a Paper
 
     def result_within(self, buffers: list[Bytes]) -> Flat | None:
-        """Return the result for these arguments."""
+        """Return the result as a part of the buffers of the arguments."""
         if self.result is None:
             return None
         at = cast(Paper, self.result.bytes)
@@ -75,7 +72,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Paper:
-    """Stands for bytes of a numbered buffer: it can be cut, and has no values."""
+    """Stands for bytes of a numbered buffer; has slices, but no values."""
 
     buffer: int
     offset: int
@@ -87,31 +84,23 @@ class Paper:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """Buffer, offset and bytes, as a Schedule takes them."""
+        """Buffer, offset and bytes, the arguments of Schedule."""
         return self.buffer, self.offset, self.nbytes
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A Flat, as far as a recording depends on it."""
+    """The properties of a Flat that a recording depends on."""
 
     nbytes: int
     dtype: DType
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A list of slices: start and stop of each."""
-
-    bounds: Hashed
-
-
-def _outline(value: Any) -> Any:
+def _key_of(value: Any) -> Any:
+    """Return a hashable object with the properties of an argument that a recording depends on."""
     if isinstance(value, Flat):
         return _Buffer(value.bytes.nbytes, value.dtype)
-    if isinstance(value, list):
-        return _Parts((value if isinstance(value, Parts) else Parts(value)).bounds)
-    return value
+    return Parts(value) if type(value) is list else value
 
 
 @lru_cache(_MAX_RECORDINGS)
@@ -122,29 +111,16 @@ def _record(
     names: tuple[str, ...],
     spec: tuple[Any, ...],
 ) -> Recording:
-    schedule = Schedule([each.nbytes for each in spec if isinstance(each, _Buffer)])
-    values = _on_paper(spec)
+    buffers = [each for each in spec if isinstance(each, _Buffer)]
+    schedule = Schedule([each.nbytes for each in buffers])
+    flats = (_flat(Paper(i, 0, each.nbytes), each.dtype) for i, each in enumerate(buffers))
+    values = [next(flats) if isinstance(each, _Buffer) else each for each in spec]
     n_positional = len(values) - len(names)
     named = dict(zip(names, values[n_positional:], strict=True))
     recorder = _Recorder(schedule, rank, nodes)
     result = _run_through(algorithm(*values[:n_positional], t=recorder, **named))
     schedule.finish()
     return Recording(schedule, tuple(recorder.peers), result)
-
-
-def _on_paper(spec: tuple[Any, ...]) -> list[Any]:
-    values: list[Any] = []
-    n_buffers = 0
-    for each in spec:
-        if isinstance(each, _Buffer):
-            values.append(_flat(Paper(n_buffers, 0, each.nbytes), each.dtype))
-            n_buffers += 1
-        elif isinstance(each, _Parts):
-            pairs = zip(each.bounds[::2], each.bounds[1::2], strict=True)
-            values.append([slice(start, stop) for start, stop in pairs])
-        else:
-            values.append(each)
-    return values
 
 
 def _flat(paper: Paper, dtype: DType) -> Flat:
@@ -155,31 +131,25 @@ def _span(x: Flat | Bytes) -> tuple[int, int, int]:
     return cast(Paper, x.bytes if isinstance(x, Flat) else x).span
 
 
-def _run_through(strand: Coroutine[Any, Any, Any]) -> Any:
+def _run_through(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
-        strand.send(None)
+        coroutine.send(None)
     except StopIteration as stop:
         return stop.value
-    strand.close()
-    raise AssertionError("an algorithm awaits nothing but its Performer")
+    coroutine.close()
+    raise AssertionError("an algorithm may await nothing but its Performer")
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """A message on paper."""
-
-    number: int
-    source: int = ANY_SOURCE
+class _RecordedMessage(Request):
+    number: int  # its number in the schedule
 
     def test(self) -> bool:
         return False
 
-    def cancel(self) -> None:
-        """Do nothing."""
-
 
 class _Recorder(Performer):
-    """Appends what an algorithm does to a schedule."""
+    """Appends the actions of an algorithm to a schedule."""
 
     def __init__(self, schedule: Schedule, rank: int, nodes: tuple[int, ...]) -> None:
         self.rank = rank
@@ -201,16 +171,16 @@ class _Recorder(Performer):
         return part
 
     def isend(self, data: Bytes, dest: int) -> Request:
-        return _Noted(self._schedule.send(_span(data), self._number_of(dest)))
+        return _RecordedMessage(self._schedule.send(_span(data), self._number_of(dest)))
 
     def irecv(self, out: Bytes, source: int) -> Request:
-        return _Noted(self._schedule.receive(_span(out), self._number_of(source)))
+        return _RecordedMessage(self._schedule.receive(_span(out), self._number_of(source)))
 
     def _number_of(self, rank: int) -> int:
         return self.peers.setdefault(self._members[rank], len(self.peers))
 
     async def wait(self, *requests: Request) -> None:
-        self._schedule.wait([cast(_Noted, request).number for request in requests])
+        self._schedule.wait([cast(_RecordedMessage, request).number for request in requests])
 
     def scratch(self, like: Flat, count: int) -> Flat:
         nbytes = count * like.dtype.itemsize

@@ -1,11 +1,11 @@
-"""Feeding the ranks of a job: which samples are whose, and batches that are there in time.
+"""Deals out samples to the ranks of a job, and loads batches ahead of time.
 
     import ringcomm as rc
     sampler = rc.data.ShardedSampler(len(x), remainder="uneven")
     for images, labels in rc.data.Loader((x, y), 32, sampler=sampler, optimizer=optimizer):
         ...
 
-Needs no torch; works with torch's DataLoader as well as without it.
+Needs no torch. A ShardedSampler works with torch's DataLoader, too.
 """
 
 from ringcomm.data.idx import mnist, read_idx

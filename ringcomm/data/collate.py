@@ -1,4 +1,4 @@
-"""Samples become a batch."""
+"""Makes a batch of samples, and maps a function over the arrays of a batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ringcomm.arrays import adapter_for
 
 
 def stack(samples: Sequence[Any]) -> Any:
-    """Return a batch of samples, which are alike and at least one.
+    """Return a batch of one or more samples of the same structure.
 
-    Numbers and numpy arrays become a numpy array with one dimension more in front, torch tensors a
-    tensor; tuples, lists and dicts of them become one of batches; anything else a list.
+    Stacks numbers and numpy arrays into a numpy array with a new first dimension, and tensors into
+    a tensor. Tuples, lists and dicts become one such object of batches. Others become a list.
     """
     first = samples[0]
     if isinstance(first, dict):
@@ -41,7 +41,7 @@ def stack(samples: Sequence[Any]) -> Any:
 
 
 def map_arrays(change: Callable[[Any], Any], batch: Any) -> Any:
-    """Return the batch with each array, or list, of it changed."""
+    """Return the batch with change() applied to each array, and to each list without arrays."""
     if isinstance(batch, dict):
         return {key: map_arrays(change, value) for key, value in batch.items()}
     if isinstance(batch, tuple):

@@ -1,4 +1,4 @@
-"""IDX files, in which MNIST and its relatives come: http://yann.lecun.com/exdb/mnist."""
+"""Reads IDX files, the format of MNIST: http://yann.lecun.com/exdb/mnist."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _MOST_DIMENSIONS = 32
 
 
 def read_idx(path: str | Path) -> NDArray[Any]:
-    """Return the array in an IDX file, in native byte order; .gz is unpacked.
+    """Return the array of an IDX file, plain or gzipped, in native byte order.
 
     Raises:
         FileNotFoundError: neither `path` nor `path`.gz exists.
-        ValueError: it is no IDX file, or is cut short; the text says what it has.
+        ValueError: the file is not an IDX file, or is cut short; the text says what is wrong.
     """
     return _array(*_read(Path(path)))
 
 
 def mnist(folder: str | Path) -> tuple[Arrays, Arrays]:
-    """Return MNIST, or a set in its format: (images, labels) to train with, and to test with.
+    """Return (images, labels) of the training set and of the test set, for data in MNIST's format.
 
     Args:
-        folder: has train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, each
-            plain or .gz.
+        folder: folder with train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k-
+            files, each plain or .gz.
 
     Returns:
         Images: uint8, shape (n, rows, columns). Labels: uint8, shape (n,).
 
     Raises:
-        FileNotFoundError: one is missing; the text says which.
-        ValueError: one is broken, or there are not as many labels as images.
+        FileNotFoundError: a file is missing; the text says which.
+        ValueError: a file is broken, or the numbers of images and labels differ.
     """
     return _pair(Path(folder), "train"), _pair(Path(folder), "t10k")
 
@@ -59,14 +59,14 @@ def _of_kind(path: Path, magic: int) -> NDArray[Any]:
     if found != magic:
         what = {_IMAGES: "images", _LABELS: "labels"}
         raise ValueError(
-            f"{source}: begins with {found}, and a file of {what[magic]} with {magic}. Is it "
+            f"{source}: begins with {found}, but a file of {what[magic]} with {magic}. Is it "
             f"{what.get(found, 'another kind of file')}?"
         )
     return _array(content, source)
 
 
 def _read(path: Path) -> tuple[bytes, Path]:
-    """Return the content of a file, unpacked, and which file it was."""
+    """Return the content of `path` or `path`.gz, unpacked, and the path of the file."""
     source = path if path.exists() else path.with_name(path.name + ".gz")
     if not source.exists():
         raise FileNotFoundError(f"neither {path} nor {source} exists")
@@ -91,9 +91,8 @@ def _array(content: bytes, source: Path) -> NDArray[Any]:
     wanted = start + dtype.itemsize * int(np.prod(shape, dtype=object))
     if len(content) != wanted:
         raise ValueError(
-            f"{source}: its header says {' x '.join(map(str, shape))}, {wanted} bytes; it has "
-            f"{len(content)}"
+            f"{source}: its header is for {' x '.join(map(str, shape))}, {wanted} bytes, but it "
+            f"has {len(content)}"
         )
-    return (
-        np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
-    )
+    array = np.frombuffer(content, dtype, offset=start).reshape(shape)
+    return array.astype(dtype.newbyteorder("="))

@@ -1,4 +1,4 @@
-"""Loader: batches of this rank's samples, made ready while it computes."""
+"""Loader: loads batches of this rank's samples while the rank computes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 import numpy as np
 
-from ringcomm import config
+from ringcomm.config import read_settings
 from ringcomm.data.collate import map_arrays, stack
 from ringcomm.data.prefetch import LateError, prefetched
 from ringcomm.data.sampler import Batches, ShardedSampler, State, require_sampler
@@ -19,38 +20,39 @@ _NAMED = 8  # samples that an error names
 
 
 class Loader:
-    """An iterable of batches: each time the next epoch of this rank's samples.
+    """An iterable of batches: each iteration is the next epoch of this rank's samples.
 
-    Every rank gets as many batches. A batch is made ready by a thread while the one before is
-    computed with. That is enough where samples are rows of arrays, or are read from files; for a
-    dataset whose samples cost much Python, use torch's DataLoader with workers and
-    batch_sampler=sampler.batches(n). A dataset that draws from a global random generator does so in
-    that thread: pass prefetch=0, or let it have a generator of its own.
+    Every rank gets the same number of batches. While the rank computes with one batch, a thread
+    loads the next. That is fast enough if samples are rows of arrays, or come from files. For a
+    dataset that spends much Python on each sample, use torch's DataLoader with workers and
+    batch_sampler=sampler.batches(n). If a dataset draws from a global random generator, pass
+    prefetch=0, or give it a generator of its own: otherwise the dataset draws in that thread.
 
     Args:
-        data: a tuple or dict of arrays (numpy, memory-mapped, torch) with as many rows, or one
-            array: a batch has the same structure. Else a dataset: `len(data)` samples, `data[i]`,
-            or `data.__getitems__([i, j])` if it has that.
-        batch_size: samples of this rank in a batch.
+        data: a tuple or dict of arrays (numpy, memory-mapped, torch) with the same number of rows,
+            or one array; a batch has the same structure. Or a dataset with len(data) and data[i];
+            if it has data.__getitems__([i, j]), this is used instead.
+        batch_size: number of this rank's samples in a batch.
         sampler: a ShardedSampler over the data; by default ShardedSampler(data), shuffled.
-        optimizer: a DistributedOptimizer, whose set_samples() is called with the number of samples
-            of each batch as it is handed out, so that batches of unequal sizes count by their
-            samples. Where several batches make a step, the last one's number counts.
-        collate: makes a batch of a list of samples of a dataset; by default numbers and arrays
-            are stacked.
-        prefetch: batches made ready ahead; 0: none, and no thread.
-        drop_last: leave out batches that are smaller.
+        optimizer: a DistributedOptimizer. For each batch, its set_samples() is called with the
+            number of samples, so that batches of different sizes have weights in proportion. If a
+            step has several batches, the number of the last batch counts.
+        collate: function that makes a batch of a list of samples of a dataset; by default, numbers
+            and arrays are stacked.
+        prefetch: number of batches to load ahead; with 0 there is no thread.
+        drop_last: leave out batches that are smaller than batch_size.
 
     Attributes:
-        sampler: what deals out the samples.
-        batches: the same in batches.
+        sampler: the ShardedSampler.
+        batches: the sampler's samples, in batches.
 
     Raises:
         TypeError: optimizer has no set_samples(), or data is none of the above.
-        ValueError: arrays of different lengths, a sampler of other data, or a number out of range.
+        ValueError: arrays have different lengths, the sampler is for other data, or a number is out
+            of range.
 
-    What a dataset raises is raised at its batch, with a note of the samples; TimeoutError where a
-    batch takes longer than RINGCOMM_TIMEOUT_S.
+    An iteration raises the error of a dataset in place of the batch, with a note that names the
+    samples. It raises TimeoutError if a batch takes longer than RINGCOMM_TIMEOUT_S.
     """
 
     def __init__(
@@ -81,19 +83,23 @@ class Loader:
         self.batches = Batches(self.sampler, batch_size, drop_last=drop_last)
         self._data, self._optimizer, self._prefetch = data, optimizer, prefetch
         self._collate = stack if collate is None else collate
-        self._consumed: int | None = None  # of the epoch under way
-        self._under_way: weakref.ref[Generator[Any, None, None]] | None = None  # not a cycle
+        self._consumed: int | None = None  # samples, in the epoch under way
+        self._under_way: weakref.ref[Generator[Any, None, None]] | None = None  # no cycle
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+    def iterate(self, on_next: Callable[[Any], object] | None = None) -> Iterator[Any]:
+        """As iter(); before each batch, on_next() is called with the batch that follows."""
         earlier = None if self._under_way is None else self._under_way()
         if earlier is not None:
             earlier.close()
-        epoch = self._epoch()
+        epoch = self._epoch(on_next)
         self._under_way = weakref.ref(epoch)
         return epoch
 
     def __len__(self) -> int:
-        """Return how many batches the epoch under way has, else the next."""
+        """Return the number of batches of the epoch under way, or else of the next epoch."""
         return len(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
@@ -101,30 +107,33 @@ class Loader:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> State:
-        """Return where this rank is: the batches that were handed out count as trained on."""
+        """Return the position of this rank. Batches that it has received count as trained on."""
         return self.sampler.state_dict(self._consumed if self.sampler.has_begun else None)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where a run stopped; see ShardedSampler.load_state_dict()."""
+        """Continue where a run stopped; see ShardedSampler.load_state_dict()."""
         self.sampler.load_state_dict(state)
         self._consumed = None
 
-    def _epoch(self) -> Generator[Any, None, None]:
+    def _epoch(self, on_next: Callable[[Any], object] | None) -> Generator[Any, None, None]:
         with contextlib.closing(self._loaded(self.batches.begin())) as loaded:
             self._consumed = consumed = 0
-            for n, batch in loaded:
+            ahead: Iterator[Any] = chain(loaded, [None])
+            for (n, batch), after in pairwise(ahead) if on_next else zip(loaded, repeat(None)):
                 self._consumed = consumed = consumed + n
                 if self._optimizer is not None:
                     self._optimizer.set_samples(n)
+                if on_next and after:
+                    on_next(after[1])
                 yield batch
         self._consumed = None
 
     def _loaded(self, batches: Iterator[list[int]]) -> Generator[tuple[int, Any], None, None]:
         if not self._prefetch:
-            for indices in batches:  # map() would take a StopIteration of the dataset for its own
+            for indices in batches:  # map() would end at a StopIteration of the dataset
                 yield self._load(indices)
             return
-        timeout_s = config.settings().timeout_s
+        timeout_s = read_settings().timeout_s
         try:
             yield from prefetched(
                 self._load, batches, ahead=self._prefetch, timeout_s=timeout_s or None
@@ -146,33 +155,27 @@ class Loader:
 
     def _batch(self, indices: list[int]) -> Any:
         data = self._data
-        if _is_columns(data):
+        if _columns(data):
             rows = np.asarray(indices, np.int64)
             return map_arrays(lambda column: column[rows], data)
-        if not indices:  # a dataset cannot say what its samples are like without one
+        if not indices:  # a sample shows the structure of the empty batch
             return map_arrays(lambda column: column[:0], self._batch([0]))
         if hasattr(data, "__getitems__"):
             return self._collate(data.__getitems__(indices))
         return self._collate([data[index] for index in indices])
 
 
-def _is_columns(data: Any) -> bool:
-    if isinstance(data, tuple) and data:
-        return all(map(_is_array, data))
-    if isinstance(data, dict) and data:
-        return all(map(_is_array, data.values()))
-    return _is_array(data)
-
-
-def _is_array(data: Any) -> bool:
-    return hasattr(data, "shape") and hasattr(data, "__getitem__")
+def _columns(data: Any) -> list[Any]:
+    """Return the arrays of `data`, or [] if it is a dataset."""
+    if isinstance(data, dict):
+        data = tuple(data.values())
+    columns = data if isinstance(data, tuple) else (data,)
+    is_array = [hasattr(each, "shape") and hasattr(each, "__getitem__") for each in columns]
+    return list(columns) if all(is_array) else []
 
 
 def _length(data: Any) -> int:
-    if _is_columns(data):
-        columns = (
-            data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else [data]
-        )
+    if columns := _columns(data):
         lengths = [len(column) for column in columns]
         if len(set(lengths)) > 1:
             raise ValueError(f"Loader: the arrays have different lengths: {lengths}")

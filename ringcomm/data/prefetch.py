@@ -1,4 +1,4 @@
-"""Results computed ahead, in a thread, in order."""
+"""Computes results ahead, in a thread."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 _END = object()
-_END_S = 5.0  # what load() is given to return before its thread is left to itself
+_END_S = 5.0  # seconds to wait for a load() that is under way when the generator is closed
 
 
 class LateError(Exception):
-    """A result has not come in time."""
+    """A result did not come in time."""
 
 
 def prefetched(
     load: Callable[[T], R], items: Iterable[T], *, ahead: int, timeout_s: float | None
 ) -> Generator[R, None, None]:
-    """Yield load(item) for each item, of which a thread keeps up to `ahead` ready.
+    """Yield load(item) for each item, in order; a thread keeps up to `ahead` results ready.
 
-    Errors of `items` or load() are raised where the result would have been; LateError if one takes
+    Raises an error of `items` or load() in place of the result, and LateError if a result takes
     longer than timeout_s. Closing the generator ends the thread.
     """
     room = threading.Semaphore(ahead)
@@ -58,5 +58,5 @@ def prefetched(
     finally:
         is_closed.set()
         room.release()
-        with contextlib.suppress(RuntimeError):  # the interpreter is going down
+        with contextlib.suppress(RuntimeError):  # the interpreter is exiting
             thread.join(_END_S)

@@ -1,13 +1,13 @@
-"""ShardedSampler: the samples of each epoch, dealt out to the ranks."""
+"""ShardedSampler: deals out the samples of each epoch to the ranks."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Final
 
-from ringcomm.data.alike import require_alike
-from ringcomm.data.order import (
+from ringcomm.data.epoch_order import (
     REMAINDERS,
     Indices,
     Phases,
@@ -19,48 +19,52 @@ from ringcomm.data.order import (
     share_length,
     share_of,
 )
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.init_rank_size import engine, is_initialized
+from ringcomm.errors import MismatchError
 
 State = dict[str, Any]
+_SHOWN: Final = 60  # characters of an argument in an error
 
 
 class ShardedSampler:
-    """The indices of this rank's samples: an iterable that is another epoch each time.
+    """An iterable of the indices of this rank's samples: each iteration is the next epoch.
 
-    All ranks together see each sample once per epoch, but for the remainder. Each iteration is an
-    epoch: the one that follows the last, whether that was gone through or left by `break`. As
-    `sampler=` of torch's DataLoader it deals out samples, as `batch_sampler=sampler.batches(32)`
-    batches, of which every rank gets as many. Ranks must pass the same arguments. They compare them
-    in the first iteration, which is collective therefore, if those that share the data are all
-    ranks of the job; otherwise nothing is sent.
+    All ranks together see each sample once per epoch, except for the remainder. An epoch that the
+    program left with `break` counts as over. For torch's DataLoader, pass `sampler=sampler`, or
+    `batch_sampler=sampler.batches(32)`, which has the same number of batches on every rank. Ranks
+    must pass the same arguments. If all ranks of the job share the data, they compare the arguments
+    in the first iteration, which is collective then.
 
         for epoch in range(sampler.epoch, 10):
             for x, y in DataLoader(data, batch_sampler=sampler.batches(32)):
                 ...
 
     Args:
-        data: the dataset, or how many samples it has.
-        shuffle: another order in each epoch, a function of (seed, epoch) alone.
-        seed: at least 0, the same on every rank.
-        remainder: what becomes of the samples that do not go round. "drop": fewer than `size` are
-            left out, others in each epoch if it shuffles. "pad": as few are seen twice, so that
-            none is left out. "uneven": none is left out or repeated, and some ranks have one
-            sample more: see batches(), and set_samples() of DistributedOptimizer.
-        rank: of this process within those that share the data; by default, of all.
-        size: how many share the data; by default, all ranks.
+        data: the dataset, or the number of its samples.
+        shuffle: use a different order in each epoch, a function of (seed, epoch) alone.
+        seed: seed of the order, at least 0, the same on every rank.
+        remainder: the treatment of the last samples if `size` does not divide their number. "drop"
+            leaves out fewer than `size` samples, which change with the epoch if `shuffle`. "pad"
+            repeats fewer than `size` samples. "uneven" leaves out and repeats none, and gives some
+            ranks one sample more: see batches(), and set_samples() of DistributedOptimizer.
+        rank: rank of this process among the processes that share the data; by default its rank in
+            the job.
+        size: number of processes that share the data; by default all ranks of the job.
 
     Attributes:
-        epoch: the one under way, else the next.
+        epoch: the epoch under way, or else the next.
 
     Raises:
-        ValueError: no such remainder, or a negative number, or rank not below size.
-        TypeError: rank without size, or data is a tuple or dict, whose length is not its samples'.
+        ValueError: remainder is not known, a number is negative, or rank is not below size.
+        TypeError: rank or size is missing, or data is a tuple or dict, whose len() does not count
+            samples.
         NotInitializedError: init() has not run, and size is not given.
 
     The first iteration raises MismatchError, on every rank, if ranks have different arguments,
     batches, or epochs.
 
-    Cost: 8 bytes per sample of the whole dataset on each rank, 24 while it shuffles.
+    Cost: 8 bytes per sample of the whole dataset on each rank, 24 during a shuffle.
     """
 
     def __init__(
@@ -76,20 +80,20 @@ class ShardedSampler:
         if (rank is None) != (size is None):
             raise TypeError(f"ShardedSampler: pass both rank and size, or none; not {rank}, {size}")
         if isinstance(data, tuple | dict):
-            raise TypeError("ShardedSampler: of several arrays, pass the number of rows: len(x)")
+            raise TypeError("ShardedSampler: for several arrays, pass the number of rows: len(x)")
         self.n = len(data) if isinstance(data, Sized) else operator.index(data)
         self.rank = engine().rank if rank is None else operator.index(rank)
         self.size = engine().size if size is None else operator.index(size)
         self.shuffle, self.seed, self.remainder = bool(shuffle), operator.index(seed), remainder
         self._refuse_bad_arguments()
-        self._epoch = 0  # of the next run
+        self._epoch = 0  # of self._run, or else the next
         self._phases: Phases = ()
         self._run: EpochShare | None = None
         self._is_compared = False
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, else the next."""
+        """The epoch under way, or else the next."""
         run = self._run
         return self._epoch if run is None else run.epoch + run.is_over
 
@@ -99,7 +103,7 @@ class ShardedSampler:
             yield from batch
 
     def __len__(self) -> int:
-        """Return how many samples this rank has in the epoch under way, else in the next."""
+        """Return the number of this rank's samples in the epoch under way, or else in the next."""
         run = self._run
         if run is not None and not run.is_over:
             return len(run.share)
@@ -110,21 +114,24 @@ class ShardedSampler:
         return Batches(self, batch_size, drop_last=drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iter(). Not needed where epochs follow each other.
+        """Set the epoch of the next iter(). Not needed if epochs follow each other.
 
-        It starts at its beginning, unless it is the one that load_state_dict() has just resumed.
+        The epoch starts at its beginning, unless load_state_dict() has just resumed it.
         """
         epoch = _natural("epoch", epoch)
         if self._run is not None or epoch != self._epoch:
             self._set(epoch, ())
 
     def state_dict(self, consumed: int | None = None) -> State:
-        """Return where this rank is, as plain numbers; local.
+        """Return the position of this rank, as plain numbers; local.
 
         Args:
-            consumed: how many of its samples this rank has trained on in this epoch; by default
-                what was handed out, which with a DataLoader that has workers is ahead of that.
-                rc.data.Loader keeps count itself: use its state_dict().
+            consumed: number of samples of this epoch that this rank has trained on. By default, all
+                that the sampler has dealt out, which are too many if a DataLoader has workers.
+                rc.data.Loader counts by itself: use its state_dict().
+
+        Raises:
+            ValueError: consumed is more than this rank's samples, or negative.
         """
         if self._run is None and consumed:
             raise ValueError(
@@ -145,15 +152,16 @@ class ShardedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where a run stopped, on any number of ranks: no sample is repeated or lost.
+        """Continue where a run stopped, on any number of ranks: no sample is repeated or lost.
 
         Args:
-            state: what state_dict() returned on any rank, if all had consumed as many samples, as
-                they have at the end of a step with equal batches; else the list of all ranks'.
+            state: the state_dict() of any rank, if all ranks had consumed the same number of
+                samples, as after a step with equal batches; else the list of all ranks' states.
 
         Raises:
-            ValueError: it is of other data, seed or shuffling, or states are missing, or it is
-                not what state_dict() returns.
+            TypeError: state is not a dict or a list of dicts, or a number in it is not an int.
+            ValueError: the state is for other data, seed or shuffling, or not from state_dict(), or
+                states are missing.
         """
         states = [_whole(each) for each in ([state] if isinstance(state, Mapping) else state)]
         if not isinstance(state, Mapping):
@@ -163,10 +171,10 @@ class ShardedSampler:
             if first[what] != value:
                 raise ValueError(
                     f"ShardedSampler: the state has {what}={first[what]}, this sampler {value}: "
-                    "the rest of its epoch would be other samples. Use the same data and arguments"
+                    "the rest of the epoch would have other samples. Pass equal data and arguments"
                 )
         epoch = min(each["epoch"] for each in states)
-        # A rank that was through with it is in the next epoch already.
+        # A rank that had finished the epoch is in the next epoch already.
         counts = [each["taken"] if each["epoch"] == epoch else self.n for each in states]
         if isinstance(state, Mapping):
             counts *= first["size"]
@@ -177,23 +185,22 @@ class ShardedSampler:
 
     @property
     def has_begun(self) -> bool:
-        """True if `epoch` was begun by an iteration of this sampler."""
+        """True if an iteration of this sampler has begun `epoch`."""
         return self._run is not None
 
     @property
     def is_under_way(self) -> bool:
-        """True once some samples of an epoch have been handed out, until all have."""
+        """True if some, but not all, samples of an epoch have been dealt out."""
         return self._run is not None and self._run.taken > 0 and not self._run.is_over
 
     def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> EpochShare:
-        """Begin the next epoch, and return this rank's part of it. Collective the first time.
+        """Begin the next epoch, and return this rank's share of it. Collective the first time.
 
-        Args:
-            batch_size: of the batches in which it will be handed out; 0: none.
-            drop_last: of these batches.
+        Ranks compare the arguments, which are those of Batches; without batches, batch_size is 0.
         """
         if not self._is_compared:
             self._compare({"batch_size": batch_size, "drop_last": drop_last})
+            self._is_compared = True
         if self._run is not None:
             self._set(self._run.epoch + 1, ())
         order = epoch_order(self.n, seed=self.seed, epoch=self._epoch, is_shuffled=self.shuffle)
@@ -203,25 +210,46 @@ class ShardedSampler:
         return self._run
 
     def longest(self) -> int:
-        """Return how many samples the rank with most has in the epoch under way, else the next."""
+        """Return the largest number of samples of any rank in the epoch under way, or the next."""
         return self.length_of(0)
 
     def length_of(self, rank: int) -> int:
-        """Return how many samples a rank has in the epoch under way, else in the next."""
+        """Return the number of a rank's samples in the epoch under way, or else in the next."""
         is_over = self._run is not None and self._run.is_over
         left = n_remaining(self.n, () if is_over else self._phases)
         return share_length(left, rank, self.size, self.remainder)
 
     @property
     def _arguments_of_order(self) -> dict[str, Any]:
-        """All that the order of an epoch is a function of."""
+        """The arguments that determine the order of an epoch, besides its number."""
         return {"samples": self.n, "shuffle": self.shuffle, "seed": self.seed}
 
     def _compare(self, batching: Mapping[str, Any]) -> None:
+        """Raise MismatchError on every rank if ranks have different arguments.
+
+        Collective if the sampler is for all ranks of the job. If it is for other processes (rank=
+        and size=), this does nothing, because the engine has no group of these processes.
+        """
+        if not is_initialized() or self.size == 1:
+            return
+        if (self.rank, self.size) != (engine().rank, engine().size):
+            return
         phases = tuple(map(tuple, self._phases))
         mine = {"remainder": self.remainder, "epoch": self._epoch, "phases": phases}
-        require_alike({**self._arguments_of_order, **mine, **batching}, self.rank, self.size)
-        self._is_compared = True
+        given = collectives.allgather_object(
+            {**self._arguments_of_order, **mine, **batching}, name="arguments of ShardedSampler"
+        )
+        known = [(rank, each) for rank, each in enumerate(given) if each is not None]  # join()
+        first, expected = known[0]
+        for what, value in expected.items():
+            for other, arguments in known:
+                if arguments[what] != value:
+                    raise MismatchError(
+                        f"ShardedSampler: rank {first} has {_shown(what, value)}, rank {other} "
+                        f"{_shown(what, arguments[what])}: samples would be used twice, or "
+                        "never. Pass the same on every rank. If not all ranks of the job share "
+                        "the data, pass rank= and size="
+                    )
 
     def _set(self, epoch: int, phases: Phases) -> None:
         self._epoch, self._phases, self._run = epoch, phases, None
@@ -231,30 +259,30 @@ class ShardedSampler:
             _natural(what, value)
         if self.remainder not in REMAINDERS:
             raise ValueError(
-                f"ShardedSampler: remainder is {', '.join(REMAINDERS)}, not {self.remainder!r}"
+                f"ShardedSampler: remainder must be {', '.join(REMAINDERS)}, not {self.remainder!r}"
             )
         if not 0 <= self.rank < self.size:
             raise ValueError(f"ShardedSampler: rank {self.rank} is not one of {self.size} ranks")
 
 
+@dataclass(eq=False)
 class EpochShare:
-    """One iteration over a rank's share of an epoch; `taken` samples have been handed out."""
+    """One iteration over a rank's share of an epoch."""
 
-    def __init__(self, epoch: int, share: Indices) -> None:
-        self.epoch = epoch
-        self.share = share
-        self.taken = 0
-        self.is_over = False
+    epoch: int
+    share: Indices
+    taken: int = 0  # samples that have been dealt out
+    is_over: bool = False
 
     def take(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Hand out batches of these lengths."""
+        """Deal out batches of these lengths."""
         for length in lengths:
             start, self.taken = self.taken, self.taken + length
             yield self.share[start : start + length].tolist()
         self.is_over = True
 
     def consumed(self, said: int | None) -> int:
-        """Return how many samples were trained on, if that was said, else were handed out."""
+        """Return `said`, the number of samples trained on; if None, the number dealt out."""
         if said is None:
             return len(self.share) if self.is_over else self.taken
         if not 0 <= said <= len(self.share):
@@ -265,21 +293,17 @@ class EpochShare:
 
 
 class Batches:
-    """A ShardedSampler's samples in batches: as many on every rank, each a list of indices.
+    """A ShardedSampler's samples in batches: the same number on every rank, each a list of indices.
 
-    Made by ShardedSampler.batches(); a `batch_sampler` for torch's DataLoader.
+    Made by ShardedSampler.batches(); a `batch_sampler` for torch's DataLoader. The attributes
+    sampler, batch_size and drop_last are the arguments.
 
     Args:
-        sampler: what is dealt out; it keeps count of epochs.
-        batch_size: of each rank; the last batch may be smaller. With remainder="uneven" it may
-            have one sample less on some ranks; it is empty only where a rank has fewer samples
-            than others have batches, which batch_size=1 can bring about.
-        drop_last: leave out batches that are smaller.
-
-    Attributes:
-        sampler: as passed.
-        batch_size: as passed.
-        drop_last: as passed.
+        sampler: the ShardedSampler, which deals out the samples, and counts epochs.
+        batch_size: samples of each rank in a batch. The last batch may be smaller. With remainder=
+            "uneven", batches of some ranks may have one sample less; a batch is empty only if its
+            rank has fewer samples than there are batches, as may happen with batch_size=1.
+        drop_last: leave out batches that are smaller than batch_size.
 
     Raises:
         ValueError: batch_size is less than 1.
@@ -299,7 +323,7 @@ class Batches:
         yield from self.begin()  # at the first next()
 
     def __len__(self) -> int:
-        """Return how many batches the epoch under way has, else the next; as many on each rank."""
+        """Return the number of batches of the epoch under way, or else of the next."""
         return len(self._lengths(len(self.sampler)))
 
     def set_epoch(self, epoch: int) -> None:
@@ -322,7 +346,7 @@ _KEYS: Final = ("epoch", "phases", "taken", "rank", "size", "samples", "shuffle"
 
 
 def _whole(state: Any) -> State:
-    """Return a state, its numbers as ints; refuse what is none."""
+    """Return a state with its numbers as ints; raise if it is not from state_dict()."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"ShardedSampler: load_state_dict() takes what state_dict() returned, or a list of "
@@ -350,13 +374,13 @@ def _whole(state: Any) -> State:
 
 
 def require_sampler(label: str, sampler: object) -> None:
-    """Raise TypeError if this is no ShardedSampler."""
+    """Raise TypeError if `sampler` is not a ShardedSampler."""
     if not isinstance(sampler, ShardedSampler):
         raise TypeError(f"{label}: sampler must be a ringcomm.data.ShardedSampler, not {sampler!r}")
 
 
 def _require_complete(states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states that are not those of all ranks of one job at one moment."""
+    """Raise ValueError if these are not the states of all ranks of one job at one moment."""
     ranks = [each["rank"] for each in states]
     size = states[0]["size"] if states else 1
     if ranks != list(range(size)):
@@ -389,3 +413,8 @@ def _natural(what: str, value: int) -> int:
     if value < 0:
         raise ValueError(f"ShardedSampler: the {what} is at least 0, not {value}")
     return value
+
+
+def _shown(what: str, value: Any) -> str:
+    text = f"{what}={value}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

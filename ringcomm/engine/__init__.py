@@ -1,1 +1,1 @@
-"""The collectives of a rank: matched, agreed on, carried out. Contracts are in api/."""
+"""Operations of a rank, matched with those of the others. api/ has the public functions."""

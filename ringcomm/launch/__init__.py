@@ -1,1 +1,1 @@
-"""The `ringcomm` command: cli.py finds the subcommand, each of which is a module of its own."""
+"""run(), and the `ringcomm` command: cli.py calls its subcommands, which are modules."""

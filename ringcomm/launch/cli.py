@@ -1,4 +1,4 @@
-"""The entry point of `ringcomm`: a table of subcommands, each imported only when it is called."""
+"""The entry point of `ringcomm`: a table of subcommands, which are imported when called."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final
 
 import ringcomm
 
-# name -> ("module:function", help). The function takes its arguments and returns the exit code.
+# name -> ("module:function", help). The function takes the arguments and returns the exit code.
 _COMMANDS: Final = {
     "check": (
-        "ringcomm.launch.check:main",
-        "say what is installed, what does not fit and the fix",
+        "ringcomm.launch.check_install.command:main",
+        "show what is installed, what does not fit and the fix",
     ),
     "bench": (
         "ringcomm.launch.bench.command:main",
-        "measure the collectives on this job's ranks; under mpirun",
+        "measure the collectives on this job's ranks (under mpirun)",
     ),
     "tune": (
         "ringcomm.launch.tune:main",
-        "measure the algorithms on this job's ranks (under mpirun) and keep the table",
+        "measure the algorithms on this job's ranks (under mpirun) and save the table",
     ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that `argv` (by default the command line) names; return its exit code.
+    """Run a subcommand and return its exit code; `argv` is the command line by default.
 
     Raises:
         SystemExit: after --help and --version (code 0), or a wrong command line (code 2).
@@ -47,9 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ringcomm {ringcomm.__version__}")
     parser.add_argument("command", choices=list(_COMMANDS), metavar="command", help="see below")
-    # Not add_subparsers(): its parsers would need the options of commands that nobody called.
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command takes")
-    rest.required = False  # else the error for a bare `ringcomm` asks for arguments, too
+    # Not add_subparsers(), which would need the options of all commands.
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    rest.required = False  # else the error for a bare `ringcomm` also asks for arguments
     return parser
 
 

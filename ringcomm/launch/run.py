@@ -1,4 +1,4 @@
-"""run() calls a function on N new ranks, from a notebook or another program that is not a rank."""
+"""run(): calls a function on N new ranks, from a notebook or another program outside of a job."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ringcomm import config
+from ringcomm.config import environment
 from ringcomm.errors import CommTimeoutError, ConfigError, PeerFailedError, RingcommError
-from ringcomm.launch.rank import CALL, Report, dumps, report_path
+from ringcomm.launch.run_rank import CALL, Report, dumps, report_path
 
 if TYPE_CHECKING:
-    from ringcomm.launch.child import Outcome
+    from ringcomm.launch.child_process import Outcome
 
 R = TypeVar("R")
-# The guardian names the first rank that failed; MPICH ends the others before they can (measured).
+# The guardian names the first rank that failed. MPICH ends the other ranks before they can name it.
 _GUARDIANS_LINE = re.compile(r"^x rank (\d+) \(host [^)]*\) (.+?)(?: - exit \d+)?$", re.MULTILINE)
 _TAIL = 20  # lines of a failed job's output
 
@@ -37,11 +37,11 @@ def run(
     mpirun_options: Sequence[str] = (),
     quiet: bool = False,
 ) -> list[R]:
-    """Return what func(*args, **kwargs) returns on each of `np` new ranks, in rank order.
+    """Return the results of func(*args, **kwargs) on each of `np` new ranks, in rank order.
 
-    Starts them with mpirun on this machine and waits until all have ended; this process becomes no
-    rank. func calls init() itself. It and its arguments travel by cloudpickle if that is installed,
-    so that functions of a notebook and lambdas work; else by pickle, and func must be in a module.
+    Starts the ranks with mpirun on this machine, and waits until all have ended. This process does
+    not become a rank. `func` must call init() itself. With cloudpickle installed, `func` may be a
+    lambda or a function of a notebook; without it, `func` must be in a module.
 
         def train(lr):
             hvd.init()
@@ -51,22 +51,23 @@ def run(
         hvd.run(train, kwargs={"lr": 0.1}, np=4)
 
     Args:
-        func: what each rank calls.
-        args: its arguments.
-        kwargs: its arguments by keyword.
-        np: number of ranks; there may be more than cores.
-        timeout_s: the job is ended after that; None: never, for its own waits have deadlines.
-        env: environment variables on top of this process's.
-        mpirun_options: as mpirun takes them, before the program.
-        quiet: do not print what the ranks have printed; it is printed when the job has ended.
+        func: the function that each rank calls.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        np: number of ranks, which may exceed the number of cores.
+        timeout_s: seconds after which the job is ended; None: no limit. The operations of the ranks
+            have their own timeouts.
+        env: environment variables for the ranks, in addition to those of this process.
+        mpirun_options: options of mpirun, which precede the program.
+        quiet: discard the output of the ranks; otherwise it is printed after the job has ended.
 
     Raises:
-        PeerFailedError: a rank raised or died. `rank` and `reason` say which one was first, the
-            text has its traceback, and what it raised is the cause (`__cause__`) if it could be
-            sent.
-        CommTimeoutError: timeout_s is over; `missing` are the ranks that had not returned.
-        ConfigError: no mpirun, or one that does not fit: what `ringcomm check` says.
-        TypeError: func or an argument, or what it returned, cannot be sent to another process.
+        PeerFailedError: a rank raised or died. `rank` and `reason` name the first such rank, the
+            text has its traceback, and `__cause__` is its exception if that could be sent.
+        CommTimeoutError: the job was ended after timeout_s; `missing` are the ranks that had not
+            returned.
+        ConfigError: mpirun is missing or does not fit, as `ringcomm check` says.
+        TypeError: func, an argument or a result cannot be sent to another process.
         ValueError: np is less than 1, or timeout_s is not more than 0.
         RingcommError: the job could not be started, or failed after func had returned.
     """
@@ -76,9 +77,9 @@ def run(
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"run: timeout_s is more than 0, or None, not {timeout_s}")
     call = _packed(func, tuple(args), dict(kwargs or {}))
-    environ = config.environment()
+    environ = environment()
     mpirun, variables = _launcher(np, environ)
-    from ringcomm.launch.child import outside_of_a_job, run_child
+    from ringcomm.launch.child_process import outside_of_a_job, run_child
 
     with tempfile.TemporaryDirectory(prefix="ringcomm-run-") as name:
         folder = Path(name)
@@ -104,7 +105,7 @@ def _packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     cure = "pip install cloudpickle, or define it in a module that the ranks can import"
     if is_plain and home == "__main__":
         name = getattr(func, "__qualname__", repr(func))
-        raise TypeError(f"run: {name} is of __main__, where ranks do not find it: {cure}")
+        raise TypeError(f"run: {name} is defined in __main__, where ranks cannot find it: {cure}")
     try:
         return pack((func, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -113,10 +114,10 @@ def _packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _launcher(np: int, environ: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
-    """Return the command that starts np ranks, up to its options, and the variables it needs."""
-    from ringcomm.launch.findings import judge
-    from ringcomm.launch.gather import gather
-    from ringcomm.launch.trial import plan_trial, problem_of
+    """Return the mpirun command for np ranks, without a program, and its environment variables."""
+    from ringcomm.launch.check_install.gather_facts import gather
+    from ringcomm.launch.check_install.judge_facts import judge
+    from ringcomm.launch.check_install.trial_job import plan_trial, problem_of
 
     facts = gather(environ)
     problem = problem_of(judge(facts))
@@ -130,10 +131,10 @@ def _launcher(np: int, environ: Mapping[str, str]) -> tuple[list[str], Mapping[s
 
 
 def _start(folder: Path) -> str:
-    """Return the program of a rank; it imports what this process could."""
+    """Return the program of a rank, which imports from the same folders as this process."""
     return (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from ringcomm.launch.rank import main; main({str(folder)!r})"
+        f"from ringcomm.launch.run_rank import main; main({str(folder)!r})"
     )
 
 
@@ -180,7 +181,7 @@ def _raise_failure(reports: list[Report | None], outcome: Outcome) -> NoReturn:
 
 
 def _cause(report: Report) -> BaseException | None:
-    with contextlib.suppress(Exception):  # it is of a class that cannot be made here
+    with contextlib.suppress(Exception):  # this process may lack the class of the exception
         error = pickle.loads(report.exception) if report.exception else None
         return error if isinstance(error, BaseException) else None
     return None
@@ -188,4 +189,4 @@ def _cause(report: Report) -> BaseException | None:
 
 def _tail(outcome: Outcome) -> str:
     lines = outcome.last_lines(_TAIL)
-    return "\n".join([" It printed at last:", *lines]) if lines else " It printed nothing"
+    return "\n".join([" Its last lines of output:", *lines]) if lines else " It printed nothing"

@@ -1,4 +1,4 @@
-"""`mpirun -np N ringcomm tune`: measures every algorithm on the ranks and hosts of this job."""
+"""`ringcomm tune`: measures every algorithm on the ranks and hosts of this job."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import numpy as np
 import ringcomm as rc
 from ringcomm._version import __version__
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives.layout import describe
+from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.message_patterns import chunks
+from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.collectives.recording import perform
-from ringcomm.collectives.schedule import chunks
-from ringcomm.collectives.select import Case, choose
-from ringcomm.collectives.table import Table
+from ringcomm.collectives.select_algorithm import Case, choose
 from ringcomm.config import COLLECTIVES
-from ringcomm.engine.api import tuning
+from ringcomm.engine.api import tuning_files
 from ringcomm.engine.api.explain import bytes_text
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.algorithm_choice import MODULES
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.core.selection import MODULES
-from ringcomm.launch.bench.command import sizes
+from ringcomm.engine.core.plan import Plan
+from ringcomm.launch.bench.cases import parse_sizes
 from ringcomm.transport.channel import Channel
 
 _FLOAT32 = DTYPES["float32"]
 _SIZES = [1 << n for n in range(10, 27, 2)]  # 1 KiB to 64 MiB
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 50  # of each algorithm and size
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 50  # rounds of each algorithm and size
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         table = Table(layout, current.transport.implementation, __version__, seconds)
         print(_printed(table))
         if current.groups.default.shares_memory:
-            print("\nranks of one host meet in its memory (node), whatever is measured")
-        print(f"written to {tuning.save(current.settings, table)}", flush=True)
+            print("\nranks of one host always use its shared memory (node), not this table")
+        print(f"written to {tuning_files.save(current.settings, table)}", flush=True)
     rc.shutdown()
     return 0
 
@@ -63,14 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ringcomm tune",
         description="Measure every algorithm on the ranks and hosts of this job and write a table, "
-        "by which later jobs of the same layout choose; ranks of one host always meet in its "
-        "memory. RINGCOMM_TUNING names its folder.",
+        "by which later jobs of the same layout choose algorithms; ranks of one host always use "
+        "its shared memory. RINGCOMM_TUNING names the table's folder.",
     )
     parser.add_argument(
         "--sizes",
         type=_sizes,
         default=_SIZES,
-        help="what to measure, as in 4K,1M,64M (default: 1K to 64M in steps of 4)",
+        help="sizes to measure, as in 4K,1M,64M (default: 1K to 64M in steps of 4)",
     )
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="about how long to measure (default: 60)"
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    if min(found := sizes(text)) < _FLOAT32.itemsize:
+    if min(found := parse_sizes(text)) < _FLOAT32.itemsize:
         raise argparse.ArgumentTypeError(f"{text!r}: a size is at least {_FLOAT32.itemsize} bytes")
     return found
 
@@ -87,7 +87,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _measured(
     collective: str, sizes: list[int], budget_s: float
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (nbytes, seconds by algorithm): the median of the slowest rank's times."""
+    """Yield (nbytes, seconds by algorithm), medians of the slowest rank's times."""
     for nbytes in sizes:
         if rc.rank() == 0:
             print(f"measuring {collective}, {bytes_text(nbytes)}", file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ def _measured(
         case = Case(collective, nbytes, _FLOAT32, nodes, shares_memory=shares_memory)
         names = list(choose(case).seconds)
         x = Flat(np.zeros(nbytes // 4 * 4, np.uint8), _FLOAT32)
-        first = _round(collective, names, x)  # warms up, and tells how many there is time for
+        first = _round(collective, names, x)  # warms up, and gives the number of rounds
         n_rounds = min(max(int(budget_s / len(sizes) / sum(first)), _MIN_ROUNDS), _MAX_ROUNDS)
         rounds = [_round(collective, names, x) for _ in range(n_rounds)]
         by_name = zip(*rounds, strict=True)
@@ -105,13 +105,13 @@ def _measured(
 
 
 def _round(collective: str, names: list[str], x: Flat) -> list[float]:
-    """Return the seconds of each algorithm in turn, on the slowest rank: alike on all ranks."""
+    """Return the seconds of each algorithm on its slowest rank. All ranks get the same list."""
     times = np.array([_seconds(collective, name, x) for name in names])
     return [float(s) for s in rc.allreduce_(times, rc.MAX)]
 
 
 def _seconds(collective: str, name: str, x: Flat) -> float:
-    """Return how long one collective takes once all ranks have agreed on it."""
+    """Return the seconds of one collective. The time in which the ranks agree is not counted."""
     module = MODULES[name]
     parts = chunks(x.count, rc.size())
 
@@ -131,7 +131,7 @@ def _seconds(collective: str, name: str, x: Flat) -> float:
 
 
 def _printed(table: Table) -> str:
-    """Return the table as text, the fastest of each row marked."""
+    """Return the table as text, with a star at the fastest of each row."""
     lines = [f"{table.layout}, {table.implementation}, ringcomm {table.version}; us, float32"]
     for collective, rows in table.seconds.items():
         names = list(dict.fromkeys(name for row in rows.values() for name in sorted(row)))

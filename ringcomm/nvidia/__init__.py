@@ -1,1 +1,1 @@
-"""NVIDIA's driver, cupy and NCCL on this machine, and what is missing of them."""
+"""Finds NVIDIA's driver, cupy and NCCL on this machine, and says what is missing."""

@@ -1,47 +1,34 @@
 """Parameter server: some ranks own the parameters, the others push gradients and pull values."""
 
 from ringcomm.ps import initializers, optim
-from ringcomm.ps.calls import function
-from ringcomm.ps.checkpoint import load, restore, save
-from ringcomm.ps.checkpoint_files import load_state_dict
-from ringcomm.ps.deltas import Delta, RowDelta, Stamp
+from ringcomm.ps.checkpoint.client import load, restore, save
+from ringcomm.ps.checkpoint.files import load_state_dict
+from ringcomm.ps.client.dense.function_calls import function
+from ringcomm.ps.client.dense.table import Table, table
+from ringcomm.ps.client.future import Future, Pushed
+from ringcomm.ps.client.rows.hash_table import HashTable, hashtable
+from ringcomm.ps.client.rows.maintenance import Metadata
+from ringcomm.ps.client.rows.prefetching_loader import prefetching
+from ringcomm.ps.client.rows.pull_many import pull_many
 from ringcomm.ps.evaluation import Report, evaluator, report, reports, snapshot
-from ringcomm.ps.future import Future, Pushed
-from ringcomm.ps.hashtable import HashTable, hashtable
-from ringcomm.ps.job import (
-    complete_step,
-    init,
-    is_chief,
-    rank,
-    should_stop,
-    size,
-    stop,
-    workers,
-)
-from ringcomm.ps.policies import Admit, Evict
-from ringcomm.ps.rebalancing import Rebalanced, rebalance
-from ringcomm.ps.rounds import SSP, FirstOf
-from ringcomm.ps.row_upkeep import Metadata
+from ringcomm.ps.job import complete_step, init, rank, should_stop, size, stop, workers
+from ringcomm.ps.placement.rebalance import Rebalanced, rebalance
+from ringcomm.ps.row_policies import Admit, Evict
+from ringcomm.ps.session import is_chief
 from ringcomm.ps.statistics import stats
-from ringcomm.ps.subscribing import News, Subscription, subscribe
-from ringcomm.ps.table import Table, table
+from ringcomm.ps.update_modes import SSP, FirstOf
 
 __all__ = [
     "SSP",
     "Admit",
-    "Delta",
     "Evict",
     "FirstOf",
     "Future",
     "HashTable",
     "Metadata",
-    "News",
     "Pushed",
     "Rebalanced",
     "Report",
-    "RowDelta",
-    "Stamp",
-    "Subscription",
     "Table",
     "complete_step",
     "evaluator",
@@ -53,6 +40,8 @@ __all__ = [
     "load",
     "load_state_dict",
     "optim",
+    "prefetching",
+    "pull_many",
     "rank",
     "rebalance",
     "report",
@@ -64,7 +53,6 @@ __all__ = [
     "snapshot",
     "stats",
     "stop",
-    "subscribe",
     "table",
     "workers",
 ]

@@ -1,4 +1,4 @@
-"""What pushes and pulls are compressed with: as a user says it, and as a table's spec has it."""
+"""Compression of pushes and pulls: from the user's arguments to a table's spec, and to codecs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spec_of(
     error_feedback: bool | None = None,
     is_dense: bool = True,
 ) -> dict[str, Any]:
-    """Return what a table's spec says of compression; empty if there is none.
+    """Return the entry for compression of a table's spec; empty if there is none.
 
     Args:
         label: "table[w]".
@@ -81,12 +81,12 @@ def spec_of(
 
 
 def push_codec(compression: Mapping[str, Any]) -> FramedCodec | None:
-    """Return what pushes are compressed with, by a table's spec."""
+    """Return the codec of pushes, by a table's spec."""
     return _from_json(compression.get("push"))
 
 
 def pull_codec(compression: Mapping[str, Any]) -> FramedCodec | None:
-    """Return what pulls are compressed with, by a table's spec."""
+    """Return the codec of pulls, by a table's spec."""
     return _from_json(compression.get("pull"))
 
 
@@ -102,12 +102,12 @@ def _to_json(codec: FramedCodec | None) -> dict[str, Any] | None:
     return {"codec": type(codec).__name__, **fields}
 
 
-def _from_json(told: Mapping[str, Any] | None) -> FramedCodec | None:
-    if told is None:
+def _from_json(data: Mapping[str, Any] | None) -> FramedCodec | None:
+    if data is None:
         return None
-    settings = {name: value for name, value in told.items() if name != "codec"}
-    made: FramedCodec = _KINDS[told["codec"]](**settings)
-    return made
+    settings = {name: value for name, value in data.items() if name != "codec"}
+    codec: FramedCodec = _KINDS[data["codec"]](**settings)
+    return codec
 
 
 def is_finite(x: Array) -> bool:

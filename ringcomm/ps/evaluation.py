@@ -8,24 +8,24 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ringcomm.errors import CommTimeoutError, RingcommError
-from ringcomm.ps.client import Ask
-from ringcomm.ps.frames import Header, Kind, Status
-from ringcomm.ps.future import Future, require_timeout
-from ringcomm.ps.job import Session, evaluate_by, session
-from ringcomm.ps.link import Delivery
-from ringcomm.ps.messages import packed_json
-from ringcomm.ps.moments import hold, new_id, release
+from ringcomm.ps.client.future import require_timeout
+from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, release
+from ringcomm.ps.client.request import Request
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Header, Kind, Status
+from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.session import Session, require_not_begun, session
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Report(NamedTuple):
-    """What an evaluator has found.
+    """The result of an evaluation.
 
     Attributes:
         step: of the training.
         metrics: name -> number.
-        rank: of the job: who reports.
+        rank: of the evaluator, in the job.
     """
 
     step: int
@@ -36,17 +36,19 @@ class Report(NamedTuple):
 def evaluator(every: int) -> Callable[[F], F]:
     """Mark the function that evaluators run: function(step), every so many steps of the slowest.
 
-    `step` is what the slowest worker has completed when the snapshot is asked for: a multiple of
-    `every`, or more if the evaluation before took longer; none is made up for. What is seen may be
-    some steps further. Within it ps.table(...) and pull() see a snapshot. It must be marked before
-    ps.init(), which calls it on ranks that evaluate. What it raises ends the whole job, training
-    too, as the failure of any rank does.
+    `step` is how many steps the slowest worker has completed when the snapshot is requested: a
+    multiple of `every`, or more if the evaluation before took longer; none is made up for. The
+    snapshot may be some steps further. Within the function ps.table(...) and pull() read it. The
+    function must be marked before ps.init(), which calls it on ranks that evaluate. An error that
+    it raises ends the whole job, training too, as the failure of any rank does.
     """
     if every < 1:
         raise ValueError(f"ps.evaluator: every is {every}; it must be 1 or more")
 
     def mark(function: F) -> F:
-        evaluate_by(function, every, _run)
+        global _evaluation  # noqa: PLW0603 - one program has one evaluation
+        require_not_begun("ps.evaluator", "which calls it")
+        _evaluation = _Evaluation(function, every)
         return function
 
     return mark
@@ -54,13 +56,13 @@ def evaluator(every: int) -> Callable[[F], F]:
 
 @contextlib.contextmanager
 def snapshot() -> Iterator[int]:
-    """Let pulls of this rank see all tables at one moment, until the end of the block.
+    """Make pulls of this rank read all tables as they are at one moment, until the block ends.
 
-    Of tables with rounds, exactly between two of them; of others, each block at one instant. No
-    partition moves to another server meanwhile. Dense tables are copied; of a hash table, servers
-    keep the rows that change meanwhile as they were, so that it takes no time however large it is,
-    and a push takes longer by the rows that it is the first to change. Metadata and numbers of rows
-    are those of now.
+    A table with rounds is read exactly between two of them; of others, each block at one instant.
+    No partition moves to another server meanwhile. Dense tables are copied. Of a hash table,
+    servers keep the old values of rows that change meanwhile: so a snapshot takes no time, however
+    large the table is, and a push takes longer by the rows that it is the first to change. Metadata
+    and numbers of rows are the present ones.
 
     Yields:
         The number of rounds, of the table with rounds that has had the most; 0 without one.
@@ -68,25 +70,25 @@ def snapshot() -> Iterator[int]:
     current = session()
     if current.snapshot:
         raise RingcommError("ps.snapshot: this rank is in one already")
-    number = new_id(current)
+    number = new_id(current.client)
     try:
-        rounds = hold(current, number).rounds
+        rounds = hold(current.client, number).rounds
         current.snapshot = number
         yield max(rounds.values(), default=0)
     finally:
         current.snapshot = 0
-        release(current, number)
+        release(current.client, number)
 
 
 def report(step: int, metrics: dict[str, float]) -> None:
-    """Send what was found to the chief, where ps.reports() returns it."""
+    """Send metrics to the chief, where ps.reports() returns them."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"ps.report: metrics must be a dict of name -> number, not {metrics!r}")
     current = session()
-    chief = current.layout.workers[0]
-    said = Report(int(step), {name: float(x) for name, x in metrics.items()}, 0)
+    chief = current.layout.chief
     header = Header(Kind.REPORT, origin=current.engine.job_rank)
-    current.desk.link.send(chief, header, packed_json([said.step, said.metrics]))
+    numbers = {name: float(x) for name, x in metrics.items()}
+    current.client.link.send(chief, header, packed_json([int(step), numbers]))
     current.engine.nudge()
 
 
@@ -95,8 +97,8 @@ def reports(*, until: int | None = None, timeout_s: float | None = None) -> list
 
     Args:
         until: wait for one of this step, or of a later one; None: for nothing.
-        timeout_s: how long, in seconds; None: ps.init(deadline_s=). What has come by then is told
-            by the next call.
+        timeout_s: how long, in seconds; None: ps.init(deadline_s=). Reports that have come by then
+            are returned by the next call.
 
     Raises:
         CommTimeoutError: no evaluator has reported such a step by then.
@@ -104,19 +106,19 @@ def reports(*, until: int | None = None, timeout_s: float | None = None) -> list
     """
     require_timeout("ps.reports", timeout_s)
     current = session()
-    told = current.desk.reports
+    arrived = current.dispatcher.reports
 
     def has_come() -> bool:
-        return until is None or any(json.loads(each.meta)[0] >= until for each in told)
+        return until is None or any(json.loads(each.meta)[0] >= until for each in arrived)
 
     if until is not None:
         _await_report(current, has_come, until, timeout_s)
-    came = []
-    while told:
-        delivery = told.popleft()
+    reports = []
+    while arrived:
+        delivery = arrived.popleft()
         step, metrics = json.loads(delivery.meta)
-        came.append(Report(step, metrics, delivery.source))
-    return came
+        reports.append(Report(step, metrics, delivery.source))
+    return reports
 
 
 def _await_report(
@@ -137,25 +139,38 @@ def _await_report(
 
 
 def wait_for_step(step: int, timeout_s: float | None = None) -> int | None:
-    """Return what every worker has completed once that is `step` or more.
+    """Return the steps that every worker has completed once they are `step` or more.
 
     None if all left before.
     """
-    current = session()
-    client = current.client
-    reached: list[int | None] = [None]
+    client = session().client
+    request = Request(Kind.TICK, server=client.leader, clock=step, option=1)
 
-    def note(reply: Delivery) -> None:
-        if reply.header.status == Status.OK:
-            reached[0] = reply.header.clock
+    def read(reply: Delivery) -> int | None:
+        return reply.header.clock if reply.header.status == Status.OK else None
 
-    future = Future(client, f"step {step}", 1, lambda: reached[0], client.timestamp())
-    client.ask([Ask(Kind.TICK, server=0, clock=step, option=1, on_reply=note)], future)
-    return future.wait(timeout_s)
+    return client.call_one(f"step {step}", request, read).wait(timeout_s)
 
 
-def _run(current: Session, function: Callable[[int], object], every: int) -> None:
-    """Evaluate until the workers have left."""
+class _Evaluation(NamedTuple):
+    """A function that is marked @ps.evaluator."""
+
+    function: Callable[[int], object]
+    every: int
+
+
+_evaluation: _Evaluation | None = None
+
+
+def is_marked() -> bool:
+    """Return True if a function is marked @ps.evaluator."""
+    return _evaluation is not None
+
+
+def evaluate() -> None:
+    """Run the function that is marked until the workers have left."""
+    assert _evaluation is not None
+    function, every = _evaluation
     due = every
     while (step := wait_for_step(due, float("inf"))) is not None:
         with snapshot():

@@ -1,8 +1,8 @@
-"""What a row of a hash table holds before its first update.
+"""Initial values of the rows of a hash table, before the first update.
 
-A pure function of (seed, table, key): the same bits in any order, on any server, on any machine,
-whether the row was touched before or not. So rows need neither be stored nor sent until they are
-updated.
+They are a pure function of (seed, table, key): the same bits in any order, on any server, on any
+machine, whether the row was touched before or not. So rows need neither be stored nor sent until
+they are updated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Initializer:
         return np.array(self.parameters, np.float64)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what from_json() makes this initializer of again."""
+        """Return JSON from which from_json() makes this initializer again."""
         return {"code": self.code, "parameters": list(self.parameters), "seed": self.seed}
 
 

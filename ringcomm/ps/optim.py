@@ -1,7 +1,7 @@
-"""What a server does with a push: optimizers with the names and hyper-parameters of torch.
+"""Updaters: how servers apply pushes, with the names and hyper-parameters of torch's optimizers.
 
 They hold numbers alone, and travel as numbers with every push, so that a learning-rate schedule
-reaches the servers. The updates themselves are in C++ (`_core.apply_update`, `_core.Rows.push`).
+reaches the servers. The updates themselves are in C++ (`_core.apply_update`, `_core.Shard.push`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringcomm import _core
 
 @dataclass(frozen=True)
 class Updater:
-    """What turns a value and a push into the next value.
+    """Base of all updaters: they compute the next value from a value and a push.
 
     Attributes:
         code: the number of the updater in the C++ core.
@@ -54,7 +54,7 @@ class Updater:
 
     @property
     def slot_fill(self) -> tuple[float, ...]:
-        """What each slot starts with."""
+        """The value with which each slot starts."""
         return tuple(_core.slot_plan(self.code, self.hyper)[2])
 
     @property
@@ -98,7 +98,7 @@ class Updater:
         return changed
 
     def to_json(self) -> dict[str, Any]:
-        """Return what from_json() makes this updater of again."""
+        """Return JSON from which from_json() makes this updater again."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {"updater": type(self).__name__} | {
             name: list(value) if isinstance(value, tuple) else value
@@ -132,7 +132,7 @@ class Assign(Updater):
 
 @dataclass(frozen=True)
 class Add(Updater):
-    """What was pushed is added to the value. Works on every table and leaves its state alone."""
+    """Adds what is pushed to the value. Works on every table and leaves its state alone."""
 
     code = 1
 

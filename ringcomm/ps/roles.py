@@ -1,4 +1,4 @@
-"""Which rank does what in a job with parameter servers: a decision, from what all ranks said."""
+"""Decides the role of each rank from the arguments that all ranks passed to ps.init()."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROLES: Final[tuple[str, ...]] = get_args(Role)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What one rank asked for in ps.init().
+class InitOptions:
+    """The arguments of one rank to ps.init().
 
     Attributes:
-        role: what its command says it is; None: what remains.
-        servers: how many there shall be; None: as the others say.
-        evaluators: how many there shall be among the ranks without a role.
+        role: of its command; None: what remains.
+        servers: how many; None: as other ranks say.
+        evaluators: how many among the ranks without a role.
         colocated: servers live in the processes of workers.
         replication: copies of each partition.
         placement: how partitions are spread.
@@ -43,20 +43,40 @@ class Wish:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who is who, by rank of the job; each ascending, but for servers, which are numbered so.
+    """The role of each rank. All ranks are of the job.
 
     Attributes:
-        workers: train. Ranks of the default group, in this order; the first is the chief.
-        servers: own partitions; the s-th is server s.
+        workers: train. The default group, in this order.
+        servers: own partitions, by server number.
         evaluators: read snapshots. If one fails the job ends, as with any rank.
+        leader: number of the server that opens tables, and decides what moves.
     """
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     evaluators: tuple[int, ...]
+    leader: int = 0
+
+    @property
+    def chief(self) -> int:
+        """The worker that initialises, checkpoints and logs."""
+        return self.workers[0]
+
+    @property
+    def server_numbers(self) -> tuple[int, ...]:
+        """The numbers of all servers, by which messages and views name them."""
+        return tuple(range(len(self.servers)))
+
+    def rank_of(self, server: int) -> int:
+        """Return the rank of a server."""
+        return self.servers[server]
+
+    def number_of(self, rank: int) -> int:
+        """Return the number of the server that a rank is. Raises ValueError."""
+        return self.servers.index(rank)
 
     def role_of(self, rank: int) -> Role:
-        """Return what a rank is; a colocated server is a worker."""
+        """Return the role of a rank; a colocated server is a worker."""
         if rank in self.workers:
             return "worker"
         return "server" if rank in self.servers else "evaluator"
@@ -67,72 +87,72 @@ class Layout:
         return not set(self.servers).isdisjoint(self.workers)
 
 
-def assign(wishes: Sequence[Wish], hosts: Sequence[int]) -> Layout:
-    """Return who is who.
+def assign(all_options: Sequence[InitOptions], hosts: Sequence[int]) -> Layout:
+    """Return the role of each rank.
 
-    Servers are, of those that no command declares, one per host in turn from the highest rank
-    down, evaluators the highest of the rest; so rank 0 is a worker.
+    Of the ranks whose command declares no role, servers are one per host in turn, from the highest
+    rank down, and evaluators the highest of the rest; so rank 0 is a worker.
 
     Args:
-        wishes: of every rank.
+        all_options: of every rank.
         hosts: of every rank: the lowest rank of its host.
 
     Raises:
         ConfigError: they contradict each other, or no worker is left.
     """
-    for rank, wish in enumerate(wishes):
-        _require_sound(rank, wish)
-    _require_alike(wishes)
-    declared = {role: _declared(wishes, role) for role in ROLES}
-    open_ranks = [rank for rank, wish in enumerate(wishes) if wish.role is None]
-    servers = _servers(wishes, hosts, declared, open_ranks)
-    if not wishes[0].colocated:
+    for rank, options in enumerate(all_options):
+        _require_sound(rank, options)
+    _require_alike(all_options)
+    declared = {role: _declared(all_options, role) for role in ROLES}
+    open_ranks = [rank for rank, options in enumerate(all_options) if options.role is None]
+    servers = _servers(all_options, hosts, declared, open_ranks)
+    if not all_options[0].colocated:
         open_ranks = [rank for rank in open_ranks if rank not in servers]
-    evaluators, open_ranks = _evaluators(wishes, declared, open_ranks)
+    evaluators, open_ranks = _evaluators(all_options, declared, open_ranks)
     workers = tuple(sorted([*declared["worker"], *open_ranks]))
     if not workers:
         raise ConfigError(
-            f"ps.init: {_count(len(wishes), 'rank')}, of which {_count(len(servers), 'server')} "
-            f"and {_count(len(evaluators), 'evaluator')}, leave no worker. Start more ranks, or "
-            "ask for fewer servers"
+            f"ps.init: {_count(len(all_options), 'rank')}, of which "
+            f"{_count(len(servers), 'server')} and {_count(len(evaluators), 'evaluator')}, leave "
+            "no worker. Start more ranks, or ask for fewer servers"
         )
     return Layout(workers, tuple(servers), tuple(sorted(evaluators)))
 
 
-def _require_sound(rank: int, wish: Wish) -> None:
-    if wish.role is not None and wish.role not in ROLES:
+def _require_sound(rank: int, options: InitOptions) -> None:
+    if options.role is not None and options.role not in ROLES:
         raise ConfigError(
-            f"ps.init: rank {rank} says role={wish.role!r}; roles are {', '.join(ROLES)}"
+            f"ps.init: rank {rank} says role={options.role!r}; roles are {', '.join(ROLES)}"
         )
-    every_s = wish.rebalance_every_s
+    every_s = options.rebalance_every_s
     if every_s is not None and not 0 < every_s < math.inf:
         raise ConfigError(
             f"ps.init: rank {rank} says rebalance_every_s={every_s}; it must be more than 0"
         )
     for name, value, least in (
-        ("servers", wish.servers, 1),
-        ("evaluators", wish.evaluators, 0),
-        ("replication", wish.replication, 1),
+        ("servers", options.servers, 1),
+        ("evaluators", options.evaluators, 0),
+        ("replication", options.replication, 1),
     ):
         if value is not None and value < least:
             raise ConfigError(f"ps.init: rank {rank} says {name}={value}; at least {least}")
 
 
-def _require_alike(wishes: Sequence[Wish]) -> None:
-    """Refuse what ranks say differently; a command of servers alone need not repeat the counts."""
+def _require_alike(all_options: Sequence[InitOptions]) -> None:
+    """Refuse arguments that differ; a command of servers alone need not repeat the counts."""
     first: dict[str, tuple[int, object]] = {}
-    for rank, wish in enumerate(wishes):
-        said: dict[str, object] = {}
-        if wish.servers is not None:
-            said["servers"] = wish.servers
-        if wish.role is None:
-            said["evaluators"] = wish.evaluators
-        if wish.role != "server":
-            said |= {"replication": wish.replication, "placement": wish.placement}
-            said["colocated"] = wish.colocated
-        if wish.role in (None, "worker"):
-            said["rebalance_every_s"] = wish.rebalance_every_s
-        for name, value in said.items():
+    for rank, options in enumerate(all_options):
+        values: dict[str, object] = {}
+        if options.servers is not None:
+            values["servers"] = options.servers
+        if options.role is None:
+            values["evaluators"] = options.evaluators
+        if options.role != "server":
+            values |= {"replication": options.replication, "placement": options.placement}
+            values["colocated"] = options.colocated
+        if options.role in (None, "worker"):
+            values["rebalance_every_s"] = options.rebalance_every_s
+        for name, value in values.items():
             other, before = first.setdefault(name, (rank, value))
             if before != value:
                 raise ConfigError(
@@ -141,17 +161,17 @@ def _require_alike(wishes: Sequence[Wish]) -> None:
                 )
 
 
-def _declared(wishes: Sequence[Wish], role: str) -> list[int]:
-    return [rank for rank, wish in enumerate(wishes) if wish.role == role]
+def _declared(all_options: Sequence[InitOptions], role: str) -> list[int]:
+    return [rank for rank, options in enumerate(all_options) if options.role == role]
 
 
 def _servers(
-    wishes: Sequence[Wish],
+    all_options: Sequence[InitOptions],
     hosts: Sequence[int],
     declared: dict[str, list[int]],
     open_ranks: list[int],
 ) -> list[int]:
-    asked = next((w.servers for w in wishes if w.servers is not None), None)
+    asked = next((w.servers for w in all_options if w.servers is not None), None)
     found = declared["server"]
     if found:
         if asked is not None and asked != len(found):
@@ -160,18 +180,18 @@ def _servers(
                 f"({', '.join(map(str, found))}) declare role='server'. Leave servers= out, or "
                 f"start {asked} of them"
             )
-        if wishes[open_ranks[0] if open_ranks else 0].colocated:
+        if all_options[open_ranks[0] if open_ranks else 0].colocated:
             raise ConfigError(
                 "ps.init: colocated=True, and ranks declare role='server': it is one or the other"
             )
         return found
     count = 1 if asked is None else asked
-    colocated = wishes[0].colocated
+    colocated = all_options[0].colocated
     candidates = sorted([*open_ranks, *declared["worker"]]) if colocated else open_ranks
     spare = len(candidates) - (0 if colocated or declared["worker"] else 1)
     if count > spare:
         raise ConfigError(
-            f"ps.init: {_count(count, 'server')} asked for, and {_count(len(wishes), 'rank')} "
+            f"ps.init: {_count(count, 'server')} asked for, and {_count(len(all_options), 'rank')} "
             f"started, of which {max(spare, 0)} can be one. Start more ranks (mpirun -np N), or "
             "ask for fewer servers (servers=, RINGCOMM_PS_SERVERS)"
         )
@@ -192,11 +212,11 @@ def spread(ranks: Sequence[int], hosts: Sequence[int], count: int) -> list[int]:
 
 
 def _evaluators(
-    wishes: Sequence[Wish], declared: dict[str, list[int]], open_ranks: list[int]
+    all_options: Sequence[InitOptions], declared: dict[str, list[int]], open_ranks: list[int]
 ) -> tuple[list[int], list[int]]:
     """Return the evaluators, and the ranks that are still open."""
     found = declared["evaluator"]
-    count = next((wish.evaluators for wish in wishes if wish.role is None), 0)
+    count = next((options.evaluators for options in all_options if options.role is None), 0)
     if found and count not in (0, len(found)):
         raise ConfigError(
             f"ps.init: evaluators={count}, and {_count(len(found), 'rank')} "
@@ -212,7 +232,7 @@ def _evaluators(
     split = len(open_ranks) - count
     chosen, rest = open_ranks[split:], open_ranks[:split]
     for rank in chosen:
-        if not wishes[rank].evaluates:
+        if not all_options[rank].evaluates:
             raise ConfigError(
                 f"ps.init: rank {rank} is to evaluate (evaluators={count}), and no function is "
                 "marked @ps.evaluator(every=N). It must stand before ps.init()"

@@ -1,4 +1,4 @@
-"""What servers have measured."""
+"""ps.stats(): statistics of the servers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import weakref
 from collections import Counter
 from typing import Any, Final
 
-from ringcomm.ps.frames import Kind
-from ringcomm.ps.job import Session, session
-from ringcomm.ps.moments import ask_all
+from ringcomm.ps.client.json_requests import ask_json
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.session import Session, session
 
 _RATES: Final = {
     "requests": "requests_per_s",
@@ -21,34 +21,28 @@ _before: Final[weakref.WeakKeyDictionary[Session, list[dict[str, Any]]]] = (
 
 
 def stats() -> list[dict[str, Any]]:
-    """Return what each server has done so far, by server.
+    """Return the statistics of each server, by server.
 
     Returns:
         For each:
         "requests", "nbytes_in", "nbytes_out": since it began, "seconds" ago.
         "requests_per_s", "nbytes_in_per_s", "nbytes_out_per_s": since this rank's last call.
         "waiting": pulls that wait for a round, or for a slow worker.
-        "queue": those, and what waits to leave or for its body.
+        "queue": those, and frames that wait to leave or for their body.
         "pushes", "pulls", "late", "apply_s" (seconds spent on updates), "elements", "rows",
         "row_nbytes" (memory they take), "partitions" (of hash tables), "admitted", "rejected",
         "evicted", and "staleness", a histogram: updates that an async push had missed -> how many
-        did. Those are all since its worker last pulled, that worker's own too. Of slices of dense
-        tables that it has now, since they were made: they take these numbers along when they move.
-        Of hash tables, what this server has done; a push counts a key once, however often it
-        stands in it.
+        did. These are all updates since its worker last pulled, its own included. Slices of dense
+        tables count since they were made: they keep these numbers when they move. Of hash tables,
+        this server's own work counts; a push counts a key once, however often the key stands in it.
         "tables": name -> number of the partition -> the same of each.
         "hashtables": name -> the same of all that the server has of a hash table.
     """
     current = session()
-    told = collect(current)
-    before = _before.get(current) or [{} for _ in told]
-    _before[current] = told
-    return [_summary(now, then) for now, then in zip(told, before, strict=True)]
-
-
-def collect(current: Session, *, keys: bool = False) -> list[dict[str, Any]]:
-    """Return what each server tells; with `keys`, also of each partition of hash tables."""
-    return ask_all(current, Kind.STATS, {"keys": keys})
+    answers = ask_json(current.client, Kind.STATS, {"keys": False}).wait()
+    before = _before.get(current) or [{} for _ in answers]
+    _before[current] = answers
+    return [_summary(now, then) for now, then in zip(answers, before, strict=True)]
 
 
 def _summary(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The status page of each rank, its last words, and the guardian that watches a node."""
+"""How ranks end: their status pages, the hooks that record an end, the guardian of each node."""

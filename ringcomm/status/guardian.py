@@ -1,7 +1,7 @@
-"""Starts the guardian of a node: a small C++ program that outlives the ranks it watches.
+"""Starts the guardian of a node, a small C++ program that outlives the ranks that it watches.
 
-Spawned with vfork and exec, never forked: a fork of a rank would keep a copy of its memory, and is
-unsafe beside the threads of torch, OpenMP and MPI.
+The guardian is started with vfork and exec. A plain fork would keep a copy of the rank's memory,
+and is not safe with the threads of torch, OpenMP and MPI.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringcomm import _core
-from ringcomm.descriptors import needed_for
+import ringcomm._core
+from ringcomm.open_errors import needed_for
 
-_PROGRAM = Path(_core.__file__).with_name("ringcomm-guardian")
+_PROGRAM = Path(ringcomm._core.__file__).with_name("ringcomm-guardian")
 _START_S = 10.0
 _END_S = 5.0
-_FOREVER_S = 1e9  # which the program takes for "never"
+_FOREVER_S = 1e9  # means "never" to the program
 
 
 @dataclass(frozen=True)
 class Ward:
-    """A rank to watch; its descriptors are handed over if the guardian may not open them itself."""
+    """A rank to watch."""
 
     pid: int
-    page_fd: int  # descriptor of its status page, in that process
-    nonce: int  # of the page
-    handed: tuple[int, ...] = ()  # its page, and the lifeline that hangs up when it dies
+    page_fd: int  # descriptor of its status page, in the rank's process
+    nonce: int  # secret number in the page
+    # Descriptors of page and lifeline, for the guardian to inherit if it may not open the page.
+    handed: tuple[int, ...] = ()
 
     @property
     def argument(self) -> str:
@@ -38,14 +39,14 @@ class Ward:
 
 
 class Guardian:
-    """The guardian of this node, child of the rank that started it.
+    """The guardian of this node, a child process of the rank that started it.
 
     Args:
         wards: the ranks of this node.
-        grace_s: how long ranks may live on after a failure.
-        is_fault_tolerant: the others go on when one has failed.
-        is_hydra: the launcher is MPICH's, which takes a job for a success if a rank left by C's
-            _exit(0). The guardian keeps it from ending before it has seen another exit code.
+        grace_s: seconds that ranks may live after a failure.
+        is_fault_tolerant: the other ranks continue after a failure.
+        is_hydra: the launcher is MPICH's, which reports success if a rank ended with C's _exit(0).
+            The guardian keeps the job alive until the launcher has seen another exit code.
     """
 
     def __init__(
@@ -80,16 +81,14 @@ class Guardian:
             raise OSError(f"{_PROGRAM} did not start to watch (exit {self._process.returncode})")
 
     def wait(self) -> None:
-        """Wait briefly for the guardian to end, as it does once all its ranks have left."""
+        """Wait at most 5 s for the guardian, which ends soon after all its ranks have left."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        # It belongs to the job, not to this process: no warning, and no wait, if it is still there.
-        if self._process.returncode is None:
-            self._process.returncode = 0
+        self.disown()
 
     def disown(self) -> None:
-        """Detach it: it runs on without this process."""
-        self._process.returncode = 0
+        """Leave the guardian running; it belongs to the job, not to this process."""
+        self._process.returncode = 0  # Popen neither warns nor waits
 
     def _is_watching(self) -> bool:
         pipe = self._process.stdout

@@ -1,7 +1,7 @@
-"""Records how a rank ends: hooks on every way out of Python.
+"""Records how a rank ends, with a hook for each way in which Python can end.
 
-They are bound to the rank's own pid. A forked child (a DataLoader worker) inherits them and must
-not speak for the rank, nor be stopped by it.
+The hooks act in the rank's own process only. A forked child, such as a DataLoader worker, inherits
+them, but its end is not the rank's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from ringcomm._core import StatusPage
 from ringcomm.errors import PeerFailedError
-from ringcomm.status.page import Ending
+from ringcomm.status.page_enums import Ending
 
 _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAMES = 3
@@ -26,15 +26,15 @@ _REPORT_S = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's own account of its end; it blames the rank whose failure it followed, if any."""
+    """A rank's own account of its end."""
 
     reason: str
-    blames: int | None = None
+    blames: int | None = None  # the rank whose failure ended this rank, if any
     exit_code: int = 1
 
 
 class LastWords:
-    """Records this rank's failure, if any, on its page and tells `on_failure`, once."""
+    """Records a failure of this rank on its page; calls `on_failure` for the first one."""
 
     def __init__(self, page: StatusPage, on_failure: Callable[[Failure], None]) -> None:
         self.failure: Failure | None = None
@@ -43,10 +43,8 @@ class LastWords:
         self._pid = os.getpid()
         self._earlier_error = getattr(sys, "last_value", None)
         self._is_armed = True
-        self._excepthook = sys.excepthook
-        self._thread_hook = threading.excepthook
-        self._sys_exit = sys.exit
-        self._os_exit = os._exit
+        self._excepthook, self._thread_hook = sys.excepthook, threading.excepthook
+        self._sys_exit, self._os_exit = sys.exit, os._exit
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         sys.exit = self._on_sys_exit
@@ -54,7 +52,7 @@ class LastWords:
         page.record_this_process()
 
     def disarm(self) -> None:
-        """After shutdown(): every way out is in order now. Hooks set over these stay."""
+        """From now on, record nothing. Remove the hooks, unless others were set after them."""
         self._is_armed = False
         self._on_failure = lambda _: None
         if sys.excepthook == self._on_exception:
@@ -67,25 +65,25 @@ class LastWords:
             os._exit = self._os_exit
 
     def end_with(self, error: BaseException) -> None:
-        """Report an error that comes after the program's end as what ended it."""
+        """Record an error raised after the program's end, as if it had ended the program."""
         self._on_exception(type(error), error, error.__traceback__)
 
     def follow(self, rank: int) -> None:
-        """Record that this rank, whose program is over, ends with 1 because `rank` has failed."""
+        """Record that this rank, whose program is over, exits with 1 because `rank` failed."""
         self._page.record_end(Ending.PEER_FAILED, rank, "PeerFailedError", "", "")
         self.wait_for_report()
 
     def wait_for_report(self) -> None:
-        """Return when the guardian has printed its report, after a second at the latest.
+        """Return when the guardian has printed its report, or after a second.
 
-        As soon as a rank ends, mpirun ends the others and closes the guardian's output.
+        When this rank ends, mpirun ends the others and closes the guardian's output.
         """
         self._page.wait_for_report(_REPORT_S)
 
     def notice_unseen_exception(self) -> None:
-        """Record the exception that ended the program if a later excepthook kept it from ours.
+        """Record the exception that ended the program, if a later excepthook hid it from ours.
 
-        The interpreter leaves it in sys.last_value before it calls any hook.
+        The interpreter stores the exception in sys.last_value before it calls a hook.
         """
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None or error is self._earlier_error or self.failure is not None:
@@ -120,10 +118,8 @@ class LastWords:
             self._page.record_end(Ending.PEER_FAILED, error.rank, *words)
             self._tell(Failure(error.reason, error.rank))
             return
-        if isinstance(error, KeyboardInterrupt) and not _was_raised_by_code(error):
-            self._page.record_end(Ending.INTERRUPTED, 1, *words)
-        else:
-            self._page.record_end(Ending.EXCEPTION, 1, *words)
+        is_interrupt = isinstance(error, KeyboardInterrupt) and not _was_raised_by_code(error)
+        self._page.record_end(Ending.INTERRUPTED if is_interrupt else Ending.EXCEPTION, 1, *words)
         self._tell(Failure(f"raised {lines[-1]}"))
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
@@ -142,7 +138,7 @@ class LastWords:
             self._page.record_end(Ending.OS_EXIT, status, "os._exit", where, "")
             self._tell(Failure(f"called os._exit({status}) before shutdown()"))
             self.wait_for_report()
-            # MPICH's mpiexec reports a job as good when a rank ends so in its middle (measured).
+            # With 0, MPICH's mpiexec would report success (measured).
             status = status or 1
         self._os_exit(status)
 
@@ -153,9 +149,9 @@ class LastWords:
 
 
 class _Exit(SystemExit):
-    """The exception of sys.exit(n): it knows whether it was caught, or really ends the process.
+    """The exception of sys.exit(n). It calls `on_real_exit` if it ends the process.
 
-    When nobody has caught it, the interpreter reads its code, and no Python code is running then.
+    If the program does not catch it, the interpreter reads `code` while no Python code runs.
     """
 
     def __init__(self, status: Any, where: str, on_real_exit: Callable[[int, str], None]) -> None:
@@ -182,7 +178,7 @@ def _is_called_by_interpreter() -> bool:
 
 
 def _ended_the_program(error: BaseException) -> bool:
-    """Return True if it came out of the main program, not out of a callback that C code printed."""
+    """Return True if the main program raised the error, not a callback whose error C printed."""
     trace = error.__traceback__
     if trace is None:
         return False
@@ -193,17 +189,17 @@ def _ended_the_program(error: BaseException) -> bool:
 
 
 def _headline(error: BaseException) -> str:
-    """Return "ValueError: boom", one line, even if the error's own __str__ fails."""
+    """Return the error in one line, "ValueError: boom", even if its __str__ raises."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - it is being reported for another reason already
+    except Exception:  # noqa: BLE001 - the first error is more important
         text = "<its text cannot be shown>"
     first = (text.splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _clean(text: str) -> str:
-    """Return text that can be encoded: a lone surrogate must not lose the record."""
+    """Return text that can be encoded: without lone surrogates."""
     return text.encode(errors="replace").decode()
 
 
@@ -212,7 +208,7 @@ def _whole(error: BaseException) -> str:
 
 
 def _was_raised_by_code(error: BaseException) -> bool:
-    """Return True if a `raise` of the program caused it, not a signal."""
+    """Return True if a `raise` of the program raised the error, not a signal."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -228,7 +224,7 @@ def _line_of(frame: Any) -> str:
 
 
 def _last_frames(error: BaseException) -> list[str]:
-    """Return where the user's own code was, innermost last; libraries only if there is no other."""
+    """Return the frames of the user's code, innermost last, or else those of libraries."""
     trace = traceback.extract_tb(error.__traceback__)
     others = [f for f in trace if not f.filename.startswith((_OWN_FILES, threading.__file__))]
     own = [f for f in others if "site-packages" not in f.filename]

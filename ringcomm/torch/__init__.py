@@ -1,10 +1,10 @@
-"""Data-parallel training with torch: Horovod's names, two lines around an existing optimizer.
+"""Data-parallel training with torch, with Horovod's API.
 
     import ringcomm.torch as hvd
     hvd.init()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-The collectives of ringcomm itself (`import ringcomm as rc`) take torch tensors as they are.
+The collectives of ringcomm itself (`import ringcomm as rc`) take torch tensors, too.
 """
 
 from importlib.util import find_spec as _find_spec
@@ -16,12 +16,12 @@ except ModuleNotFoundError as error:
         "ringcomm.torch needs torch: pip install 'ringcomm[torch]'", name="torch"
     ) from error
 
-from ringcomm.collectives.op import AVERAGE as Average
-from ringcomm.collectives.op import MAX as Max
-from ringcomm.collectives.op import MIN as Min
-from ringcomm.collectives.op import PRODUCT as Product
-from ringcomm.collectives.op import SUM as Sum
-from ringcomm.engine.api.world import (
+from ringcomm.collectives.operators import AVERAGE as Average
+from ringcomm.collectives.operators import MAX as Max
+from ringcomm.collectives.operators import MIN as Min
+from ringcomm.collectives.operators import PRODUCT as Product
+from ringcomm.collectives.operators import SUM as Sum
+from ringcomm.engine.api.init_rank_size import (
     cross_rank,
     cross_size,
     is_initialized,
@@ -95,11 +95,11 @@ from ringcomm.torch.horovod.reductions import (
 )
 from ringcomm.torch.optimizer import DistributedOptimizer
 from ringcomm.torch.sync_batch_norm import SyncBatchNorm
+from ringcomm.torch.training.broadcast_states import broadcast_optimizer_state, broadcast_parameters
 from ringcomm.torch.training.checkpoint import Checkpoint, Restored
 from ringcomm.torch.training.grad_scaler import GradScaler
+from ringcomm.torch.training.learning_rates import WarmupLR, scaled_lr
 from ringcomm.torch.training.metrics import Metrics, average_metrics
-from ringcomm.torch.training.schedules import WarmupLR, scaled_lr
-from ringcomm.torch.training.state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
     "Adasum", "Average", "Checkpoint", "Compression", "DistributedOptimizer", "GradScaler",
@@ -119,9 +119,9 @@ __all__ = [
     "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
 
-if _find_spec("ringcomm.torch.distributed") is not None:  # the rest does without that folder
+if _find_spec("ringcomm.torch.distributed") is not None:  # the other folders work without it
+    from ringcomm.torch.distributed.ddp_comm_hook import node_hook
     from ringcomm.torch.distributed.entry import init_process_group, register
-    from ringcomm.torch.distributed.hook import node_hook
 
     register()
     __all__ += ["init_process_group", "node_hook"]

@@ -1,4 +1,4 @@
-"""Lets scripts that import horovod.torch run on ringcomm unchanged.
+"""Runs scripts that import horovod.torch on ringcomm, without changes to them.
 
     mpirun -np 4 python -m ringcomm.torch.as_horovod train.py --epochs 3
 
@@ -7,8 +7,8 @@ or, as the first lines of a script:
     from ringcomm.torch.as_horovod import install
     install()
 
-From then on `import horovod.torch as hvd` gives ringcomm.torch. Nothing is written to disk, and an
-installed Horovod is hidden in this process alone.
+After that, `import horovod.torch as hvd` gives ringcomm.torch in this process. The files of an
+installed Horovod stay as they are.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from __future__ import annotations
 import runpy
 import sys
 
-from ringcomm.torch.horovod.alias import install
+from ringcomm.torch.horovod.module_aliases import install
 
 __all__ = ["install", "main"]
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script, or with -m a module, as Python would."""
+    """Run a script, or a module after -m, as Python does."""
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(
             "usage: python -m ringcomm.torch.as_horovod [-m] SCRIPT [ARGUMENTS ...]\n\n"
-            "Runs SCRIPT with horovod.torch being ringcomm.torch; with -m it is a module's name.",
+            "Runs a script, or with -m a module, in which horovod.torch is ringcomm.torch.",
             file=sys.stdout if arguments[:1] else sys.stderr,
         )
         raise SystemExit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)

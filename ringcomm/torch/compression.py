@@ -1,4 +1,4 @@
-"""Compressors: they turn a tensor into a smaller one, which is sent."""
+"""Compressors, which turn a tensor into a smaller one to send."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 
 class Compressor(Protocol):
-    """Turns a tensor into what is sent, and what was received back."""
+    """Type of Compression.none, fp16 and bf16, and of compressors that scripts define."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Return what is to be sent, and what decompress() needs to know."""
+        """Return the tensor to send, and the argument `ctx` of decompress()."""
         ...
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Return what was received in the form of what was sent."""
+        """Return the received tensor in the original dtype."""
         ...
 
 
 class NoneCompressor:
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
@@ -37,19 +37,19 @@ class NoneCompressor:
 
 
 class _Cast:
-    """Sends wider floating-point tensors in a 16-bit dtype; others as they are."""
+    """Sends floating-point tensors of more than 16 bits in a 16-bit dtype, others unchanged."""
 
     wire: torch.dtype
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Return the tensor in 16 bits, and its own dtype; sums are computed in float32."""
+        """Return the tensor in 16 bits, and its original dtype. The ranks add in float32."""
         is_wider = tensor.dtype.is_floating_point and tensor.dtype.itemsize > cls.wire.itemsize
         return (tensor.to(cls.wire), tensor.dtype) if is_wider else (tensor, None)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Return the tensor in its own dtype."""
+        """Return the tensor in its original dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
@@ -66,19 +66,8 @@ class BF16Compressor(_Cast):
 
 
 class Compression:
-    """Values of the argument `compression`."""
+    """The values of the argument `compression`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-def compress(
-    compression: Compressor, tensor: torch.Tensor
-) -> tuple[torch.Tensor, torch.dtype | None]:
-    """Return what a compressor makes of a tensor. Raises TypeError for anything else."""
-    if not hasattr(compression, "decompress"):
-        raise TypeError(f"compression is one of hvd.Compression, not {compression!r}")
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"hvd's collectives take torch tensors, not {type(tensor).__qualname__}")
-    return compression.compress(tensor)

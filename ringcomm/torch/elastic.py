@@ -1,7 +1,7 @@
 """Horovod's names for elastic training, which this version does not have.
 
-Scripts import them at their top, also where they train with a fixed number of ranks: so each can be
-imported, decorated with and inherited from, and says at its use what is missing.
+Scripts import these names even if they train with a fixed number of ranks. So a script can import
+them, decorate functions and derive classes; calling any of these raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any, NoReturn, TypeVar
 
 R = TypeVar("R")
 
-__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
-
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts have joined or left the job. Never raised by this version.
+    """Hosts have joined or left the job. This version never raises it.
 
     Attributes:
-        skip_sync: the state need not be sent to all ranks again.
+        skip_sync: True if the ranks need not receive the state again.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -28,7 +26,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Return a function that raises NotImplementedError: the decorator of elastic training."""
+    """Decorate a training function: return a function that raises NotImplementedError."""
 
     @functools.wraps(func)
     def refuse(*args: Any, **kwargs: Any) -> R:
@@ -39,7 +37,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
 
 class State:
-    """State of an elastic training. Raises NotImplementedError when it is made."""
+    """State of elastic training. Its constructor raises NotImplementedError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -47,21 +45,21 @@ class State:
 
 
 class ObjectState(State):
-    """State of any objects. Raises NotImplementedError when it is made."""
+    """State that consists of any objects; see State."""
 
 
 class TorchState(ObjectState):
-    """State of a model and an optimizer. Raises NotImplementedError when it is made."""
+    """State that consists of a model and an optimizer; see State."""
 
 
 class ElasticSampler(State):
-    """Sampler of an elastic training. Raises NotImplementedError when it is made."""
+    """Sampler for elastic training; see State."""
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(name: str) -> NoReturn:
     raise NotImplementedError(
-        f"{what}: this version of ringcomm has no elastic training. Start the job with a fixed "
-        "number of ranks and call the training function itself; ringcomm.torch.Checkpoint saves "
-        "what a job needs to go on after it has failed, also on another number of ranks, and "
-        "ringcomm.data has samplers that go on in the middle of an epoch"
+        f"{name}: this version of ringcomm has no elastic training. Start the job with a fixed "
+        "number of ranks and call the training function itself. After a failure, a job can go on "
+        "from a ringcomm.torch.Checkpoint, also on another number of ranks; the samplers of "
+        "ringcomm.data go on in the middle of an epoch"
     )

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.collectives.op import AVERAGE, Op
-from ringcomm.engine.api.world import engine
+from ringcomm.collectives.operators import AVERAGE, Op
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 from ringcomm.torch.horovod.reduce_op import AnyOp, op_of
 from ringcomm.torch.optim.adasum import with_adasum
-from ringcomm.torch.optim.averaging import AveragingOptimizer, with_averaging
+from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer
 from ringcomm.torch.optim.options import (
     GradientOptions,
     groups_of,
@@ -23,7 +23,7 @@ from ringcomm.torch.optim.options import (
     require_passes,
 )
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.optim.wrapping import named_in_order
+from ringcomm.torch.optim.wrapping import derive, named_in_order
 
 T = TypeVar("T", bound=Optimizer)
 
@@ -45,66 +45,68 @@ def DistributedOptimizer(
 ) -> T:
     """Return `optimizer` with gradients averaged over all ranks when backward() returns.
 
-    The result is of a subclass of the optimizer's own class and shares its state, so learning-rate
-    schedulers, state_dict(), param_groups and isinstance() work as before, also for a scheduler
-    that was made earlier. It can be copied and pickled. It also has
+    The class of the result is a subclass of the optimizer's class. The result shares the state of
+    `optimizer`. So state_dict(), param_groups, isinstance() and learning-rate schedulers work as
+    before, also schedulers made earlier. The result can be copied and pickled. It also has
 
-    - synchronize(): see .grad final without a step; step() does it by itself.
+    - synchronize(): make .grad final without a step; step() calls it.
     - skip_synchronize(): context in which step() uses .grad as it is.
-    - set_samples(n): weigh this rank's gradient of this step by n, e.g. its batch size.
-    - set_backward_passes_per_step(n): from the next step on.
-    - clip_grad_norm_(max_norm): torch's, also right where ranks have parts of the gradients.
+    - set_samples(n): weight this rank's gradient of this step with n, for example its batch size.
+    - set_backward_passes_per_step(n): change backward_passes_per_step, from the next step on.
+    - clip_grad_norm_(max_norm): as in torch; also for shard_state=1, where a rank has a part of the
+      gradients.
 
-    Every rank must wrap the same parameters in the same order, and run as many backward() and
-    step() as the others. A rank may leave parameters out, or have no backward() for a step: what is
-    missing counts as zeros. A parameter that no rank used keeps .grad None. .grad is a view of
-    memory that the next backward() overwrites: clone what is to be kept.
+    Every rank must wrap the same parameters in the same order, and call backward() and step() as
+    often as the others. A rank may leave parameters unused, or call no backward() for a step: the
+    missing gradients count as zeros. A parameter that no rank used keeps .grad None. .grad is a
+    view of memory that the next backward() overwrites: clone it to keep it.
 
     Args:
         optimizer: any torch.optim.Optimizer over parameters on the CPU or a CUDA device; closures
             work.
         named_parameters: model.named_parameters(), for error messages. It may name more
             parameters than the optimizer holds.
-        compression: what is sent: Compression.none, fp16 or bf16.
-        backward_passes_per_step: the first n - 1 backward() of a step send nothing; the n-th sends
-            the sum of what all have computed, and so do any that follow.
-        op: Average or Sum. Adasum: gradients stay each rank's own, and what step() adds to the
-            weights is combined; of the arguments that follow it takes process_set and
-            sync_weights alone.
-        gradient_predivide_factor: gradients are divided by it before they are sent and multiplied
-            after, for 16-bit dtypes whose sums would overflow.
-        num_groups: this many groups of parameters travel as one message each; 0: buckets of
+        compression: compressor for gradients: Compression.none, fp16 or bf16.
+        backward_passes_per_step: n: the first n - 1 backward() of a step send nothing; the n-th and
+            later ones send the sum of all gradients of the step so far.
+        op: Average, Sum or Adasum. With Adasum each rank keeps its own gradients, and the changes
+            that step() makes to the weights are combined. Of the arguments below, Adasum allows
+            only process_set and sync_weights.
+        gradient_predivide_factor: number by which gradients are divided before the reduction and
+            multiplied after it, for 16-bit dtypes whose sums would overflow.
+        num_groups: number of groups of parameters; each group is one message. 0: buckets of
             RINGCOMM_FUSION_MIB.
-        groups: lists of parameters that travel as one message each, or their number.
-        sparse_as_dense: sparse gradients are reduced as dense ones. step() sees them sparse again,
-            but for shard_state=1.
-        process_set: the ranks that take part; on others the optimizer works alone.
-        shard_state: 1: each rank keeps the state of its share of the parameters alone, and updates
-            that (ZeRO-1). It changes no result, but .grad is this rank's part of the mean, and zero
-            elsewhere; state_dict() is collective. See docs/sharded_optimizer.md, and
-            ringcomm.torch.zero.sharding.ShardedOptimizer.
-        sync_weights: in the first backward() ranks compare a fingerprint of their parameters,
-            frozen ones too, and where they differ all have those of the first rank at its end, and
-            a warning says so. Frozen ones of named_parameters that the optimizer does not hold are
-            compared, and a warning tells that they differ, but they are left as they are. What
-            makes all alike before is hvd.broadcast_parameters(model.state_dict()), which sends
-            buffers, too. False: ranks mean to have different weights.
+        groups: lists of parameters, or the number of lists; each list is one message.
+        sparse_as_dense: True: reduce sparse gradients as dense ones. They are sparse again in
+            step(), unless shard_state is 1.
+        process_set: the ranks that take part; on other ranks the optimizer works alone.
+        shard_state: 1: each rank keeps the optimizer's state for its share of the parameters, and
+            updates that share (ZeRO-1). The results stay the same. .grad is this rank's part of the
+            mean, and zero elsewhere; state_dict() is collective. See docs/sharded_optimizer.md and
+            ringcomm.torch.zero.sharded_optimizer.ShardedOptimizer.
+        sync_weights: True: in the first backward(), ranks compare a fingerprint of their
+            parameters, frozen ones too. If they differ, all ranks get the first rank's parameters,
+            with a warning. Frozen parameters that named_parameters names but the optimizer does not
+            hold stay as they are, with a warning. To send buffers, too, call
+            hvd.broadcast_parameters(model.state_dict()) first. False: ranks may have different
+            weights.
 
     Raises:
         NotInitializedError: init() has not run.
-        TypeError: a parameter is on another device, or of a dtype that cannot be reduced, or
-            shard_state=1 with an optimizer that is not known to go by element.
-        ValueError: named_parameters has no names, or they are not unique, a parameter of the
-            optimizer has none or belongs to another DistributedOptimizer, one in groups is not the
-            optimizer's, or an argument is out of range.
+        TypeError: a parameter is on a device of another type, or its dtype cannot be reduced, or
+            shard_state is 1 and the optimizer is not known to update each element by itself.
+        ValueError: named_parameters has no names, or they are not unique; a parameter of the
+            optimizer has no name or belongs to another DistributedOptimizer; a parameter in groups
+            is not the optimizer's; or an argument is out of range.
 
-    backward() and step() then raise MismatchError (on every rank), PeerFailedError and
-    CommTimeoutError; and RingcommError after a backward() that failed, until zero_grad().
+    backward() and step() raise MismatchError (on every rank), PeerFailedError and CommTimeoutError.
+    After a backward() that failed they raise RingcommError until zero_grad() is called.
 
-    Cost: the buckets, as large as the gradients; one copy of each gradient; per backward()
-    2 (size - 1) / size of their bytes sent while it runs, and at its end one message of a byte per
-    parameter; with shard_state=1 half of that, and as much again in step(). The sum over ranks of N
-    batches of b equals one process with a batch of N * b as far as floating point allows.
+    Cost: memory for the buckets, as large as the gradients; one copy of each gradient. backward()
+    sends 2 (size - 1) / size of the gradients' bytes while it runs, and at its end one message of a
+    byte per parameter. With shard_state=1, backward() sends half of that, and step() the other
+    half. N ranks with batches of b get the results of one process with a batch of N * b, up to
+    rounding.
     """
     if isinstance(optimizer, AveragingOptimizer):
         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
@@ -129,16 +131,16 @@ def DistributedOptimizer(
             sync_weights,
         )
         require_own(options, named, given or ())
-        wrap = with_averaging
+        part = AveragingOptimizer
         if options.is_sharded:
-            from ringcomm.torch.zero.elementwise import require_elementwise
-            from ringcomm.torch.zero.sharding import with_sharding as wrap
+            from ringcomm.torch.zero.sharded_optimizer import ShardedOptimizer as part
+            from ringcomm.torch.zero.sharded_optimizer import require_elementwise
 
             require_elementwise(optimizer)
         reducer = GradientReducer(named, options, backward_passes_per_step, given or ())
-        return wrap(optimizer, reducer)
+        return derive(optimizer, part, _reducer=reducer)
     if shard_state:
-        raise ValueError("op=hvd.Adasum combines what whole steps add: it needs shard_state=0")
+        raise ValueError("op=hvd.Adasum combines updates of whole tensors: it needs shard_state=0")
     require_mean(gradient_predivide_factor, op)
     require_passes(backward_passes_per_step)
     return with_adasum(

@@ -1,8 +1,9 @@
-"""Batch normalization over the batches of all ranks, as one process with all of them would do.
+"""Batch normalization with the statistics of all ranks' batches.
 
-Forward: each rank sends the count, mean and squared deviations of each channel, and combines what
-the others sent (Chan et al. 1979, the parallel form, which does not cancel where a mean is large
-beside its deviation). Backward: two sums per channel. Both travel as float64.
+In forward(), each rank sends its count of values and, for each channel, the mean and the sum of
+squared deviations; every rank combines them (Chan et al. 1979). This form stays exact even if a
+mean is large compared to the deviations. In backward(), ranks add up two sums per channel. Ranks
+send float64.
 """
 
 from __future__ import annotations
@@ -15,38 +16,38 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.torch.backward.registry import weight_of_step
+from ringcomm.torch.backward.serial_numbers_and_samples import weight_of_step
 from ringcomm.torch.optim.buckets import wide
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization whose statistics are those of all ranks' batches together.
+    """Batch normalization with the statistics of all ranks' batches.
 
-    In training mode forward() and backward() are collective: every rank of the process set runs
+    In training mode forward() and backward() are collective: every rank of the process set calls
     them as often as the others, with batches of any size, 0 included. Gradients of weight and bias
-    are this rank's own, for DistributedOptimizer to average; what set_samples() says is heeded. In
-    eval mode nothing is sent: like torch.nn.BatchNorm it uses the running statistics, or, where
-    there are none, this rank's batch. Parameters, buffers and state_dict() are those of
-    torch.nn.BatchNorm; the running statistics are the same bits on every rank.
+    are this rank's own; DistributedOptimizer averages them, weighted as set_samples() says. In eval
+    mode ranks send nothing: like torch.nn.BatchNorm, the layer uses the running statistics, or the
+    statistics of this rank's batch if there are none. Parameters, buffers and state_dict() are as
+    in torch.nn.BatchNorm. The running statistics have the same bits on every rank.
 
     Args:
         num_features: channels C of an input of shape (N, C, ...).
-        eps: added to the variance.
-        momentum: weight of the newest batch in the running statistics; None: their plain mean.
-        affine: has weight and bias, each of shape (C,).
-        track_running_stats: keep running statistics.
+        eps: small number, added to the variance.
+        momentum: weight of the latest batch in the running statistics; None: mean of all batches.
+        affine: True: the layer has weight and bias, each of shape (C,).
+        track_running_stats: True: the layer keeps running statistics.
         process_set: a ProcessSet, or rc.Group, of the ranks that share statistics; None: all.
-        device: of parameters and buffers.
-        dtype: of parameters and buffers.
+        device: device of parameters and buffers.
+        dtype: dtype of parameters and buffers.
 
-    forward() raises ValueError, for an input that has fewer than 2 dimensions or another number of
-    channels, and on every rank if all of them together have fewer than 2 values per channel.
+    forward() raises ValueError if the input has fewer than 2 dimensions or another number of
+    channels, and on every rank if all ranks together have fewer than 2 values per channel.
 
     Cost: forward, an allgather of 2 C + 1 float64 from each rank; backward, an allreduce of 2 C.
-    With create_graph=True, for gradient penalties, two more in backward, and one for each of these
-    in the backward of that; every rank must then create the graph.
+    With create_graph=True, for gradient penalties, backward() has three allreduces, and the
+    backward() of its graph has three, too. Every rank must then pass create_graph=True.
     """
 
     def __init__(  # noqa: PLR0917 - as in torch and Horovod
@@ -71,8 +72,8 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: Any = None) -> Any:
         """Return `module` with every BatchNorm in it replaced by a SyncBatchNorm.
 
-        Parameters, buffers and hooks stay the same objects, so an optimizer made before still
-        fits. A module that is itself a BatchNorm is not changed but replaced by what is returned.
+        Parameters, buffers and hooks stay the same objects, so optimizers that were made before
+        still work. If `module` itself is a BatchNorm, a new module is returned.
 
         Raises:
             ValueError: a lazy BatchNorm has seen no batch yet.
@@ -83,10 +84,10 @@ class SyncBatchNorm(_BatchNorm):
         """Return the normalized input, in its shape, dtype and memory format."""
         self._check_input_dim(input)
         if not self.training:
-            return self._normalized_alone(input)
+            return super().forward(input)
         group = _group_of(self.process_set)
         if (engine().size if group is None else group.size) == 1:
-            return self._normalized_alone(input)
+            return super().forward(input)
         y, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
         if self.track_running_stats:
             self._track(mean, variance * (count / (count - 1)))
@@ -104,9 +105,6 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.num_features}"
             )
 
-    def _normalized_alone(self, input: Tensor) -> Tensor:
-        return super().forward(input)
-
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased_variance: Tensor) -> None:
         assert self.running_mean is not None
@@ -114,9 +112,9 @@ class SyncBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
-        newest = 1 / float(self.num_batches_tracked) if momentum is None else momentum
+        weight = 1 / float(self.num_batches_tracked) if momentum is None else momentum
         for running, value in ((self.running_mean, mean), (self.running_var, unbiased_variance)):
-            running.mul_(1 - newest).add_(value.to(running), alpha=newest)
+            running.mul_(1 - weight).add_(value.to(running), alpha=weight)
 
     @classmethod
     def _converted(
@@ -124,9 +122,9 @@ class SyncBatchNorm(_BatchNorm):
     ) -> Any:
         if module in done:
             return done[module]
-        is_one = isinstance(module, _BatchNorm)
-        result = done[module] = cls._of(module, process_set) if is_one else module
-        for name, child in module._modules.items():  # named_children() skips a repeated one
+        is_batch_norm = isinstance(module, _BatchNorm)
+        result = done[module] = cls._of(module, process_set) if is_batch_norm else module
+        for name, child in module._modules.items():  # named_children() lists a module only once
             if child is not None:
                 result._modules[name] = cls._converted(child, process_set, done)
         return result
@@ -162,7 +160,7 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         mean, variance, count = _statistics(x, group)
         inverse = (variance + eps).rsqrt()
-        like_x = wide(x[:0]).dtype  # 16-bit inputs have statistics in float32
+        like_x = wide(x[:0]).dtype  # float32 for inputs of 16 bits
         y = functional.batch_norm(
             x,
             mean.to(x.device, like_x),
@@ -172,7 +170,7 @@ class _Normalize(torch.autograd.Function):
             eps=eps,
         )
         ctx.save_for_backward(x, mean.to(x.device, like_x), inverse.to(x.device, like_x))
-        # Within a checkpoint torch 2.6 forgets the hooks of a parameter that is saved like these.
+        # weight is not saved: in checkpointed code torch 2.6 loses the hooks of saved parameters.
         ctx.weight, ctx.weight_version = weight, None if weight is None else weight._version
         ctx.group, ctx.count, ctx.eps = group, count, eps
         ctx.mark_non_differentiable(mean, variance)
@@ -184,14 +182,17 @@ class _Normalize(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         axes, dy = _all_but_channels(x), dy.to(mean.dtype)
         deviation = x - _per_channel(mean, x)
-        is_graph = torch.is_grad_enabled()  # create_graph=True: no operation in place
+        is_graph = torch.is_grad_enabled()  # create_graph=True: no in-place operations
         if is_graph:
             deviation, inverse = _differentiable(ctx, deviation)
         sum_dy = dy.sum(axes)
         sum_product = (dy * deviation).sum(axes)
         dx = None
         if needs_x:
-            mean_dy, mean_product = _means(sum_dy, sum_product, ctx.count, ctx.group)
+            # Each rank's gradients are multiplied by its weight (set_samples()) later. So the ranks
+            # sum weighted gradients, and each rank divides the sum by its own weight.
+            sums = torch.stack([sum_dy, sum_product])
+            mean_dy, mean_product = _sum_over_ranks(sums, ctx.group, is_weighted=True) / ctx.count
             slope = _per_channel(-inverse.square() * mean_product, x)
             dx = deviation * slope + dy if is_graph else deviation.mul_(slope).add_(dy)
             shift = _per_channel(mean_dy, x)
@@ -213,10 +214,10 @@ def _weight_of(ctx: Any) -> Any:
 
 
 def _differentiable(ctx: Any, centred: Tensor) -> tuple[Tensor, Tensor]:
-    """Return deviation and inverse anew, by operations that can be differentiated again.
+    """Return deviation and inverse again, as differentiable functions of all ranks' inputs.
 
-    Mean and deviation are functions of all ranks' inputs. `centred` is the input less the mean as a
-    constant, so that a mean that is large beside its deviation does not cancel.
+    `centred` is the input minus the mean, which is a constant here. Sums of `centred` stay exact
+    even if the mean is large compared to the deviations.
     """
     axes, count, group = _all_but_channels(centred), ctx.count, ctx.group
     shift = _sum_over_ranks(centred.sum(axes), group) / count
@@ -226,33 +227,33 @@ def _differentiable(ctx: Any, centred: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Values and gradients are summed over all ranks, one of both weighed as _means() says.
+    """Sums values over all ranks, and gradients in backward(). One of the two sums is weighted.
 
-    A rank's gradient is that of the sum of all losses, divided by its own weight: so the gradient
-    of a plain sum is a weighed one, and the other way round.
+    A rank with weight w has gradients of (sum of w * loss over all ranks) / w. So backward() of
+    a plain sum is a weighted sum, and backward() of a weighted sum is a plain sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Group | None, is_weighed: bool) -> Tensor:
-        ctx.group, ctx.is_weighed = group, is_weighed
-        weight = weight_of_step(engine()) if is_weighed else 1.0
+    def forward(ctx: Any, values: Tensor, group: Group | None, is_weighted: bool) -> Tensor:
+        ctx.group, ctx.is_weighted = group, is_weighted
+        weight = weight_of_step(engine()) if is_weighted else 1.0
         mine = values.detach().to("cpu", torch.float64)
-        # The mean over an empty batch is NaN, which a factor of 0 would not cancel.
+        # Not a product: an empty batch has NaN, and 0 * NaN is NaN.
         mine = mine * weight if weight else torch.zeros_like(mine)
         total = collectives.allreduce(mine, group=group, deterministic=True)
         return (total / weight if weight else total).to(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _sum_over_ranks(gradient, ctx.group, is_weighed=not ctx.is_weighed), None, None
+        return _sum_over_ranks(gradient, ctx.group, is_weighted=not ctx.is_weighted), None, None
 
 
-def _sum_over_ranks(values: Tensor, group: Group | None, *, is_weighed: bool = False) -> Tensor:
-    return cast(Tensor, _SumOverRanks.apply(values, group, is_weighed))  # type: ignore[no-untyped-call]
+def _sum_over_ranks(values: Tensor, group: Group | None, *, is_weighted: bool = False) -> Tensor:
+    return cast(Tensor, _SumOverRanks.apply(values, group, is_weighted))  # type: ignore[no-untyped-call]
 
 
 def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, float]:
-    """Return mean and biased variance of each channel, float64 (C,), and how many values it has."""
+    """Return each channel's mean and biased variance, float64 (C,), and its number of values."""
     axes, channels = _all_but_channels(x), x.shape[1]
     count = x.numel() // channels if channels else 0
     mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
@@ -271,18 +272,6 @@ def _statistics(x: Tensor, group: Group | None) -> tuple[Tensor, Tensor, float]:
     mean = (counts * means).sum(0) / total
     squares = (deviations + counts * (means - mean).square()).sum(0)
     return mean, squares / total, total
-
-
-def _means(
-    sum_dy: Tensor, sum_product: Tensor, count: float, group: Group | None
-) -> tuple[Tensor, Tensor]:
-    """Return both sums as means over all ranks' values.
-
-    Where gradients will be weighed by numbers of samples, a rank's loss reaches the others with its
-    weight, too; theirs are applied to what is returned here, so it is divided by them.
-    """
-    sums = _sum_over_ranks(torch.stack([sum_dy, sum_product]), group, is_weighed=True)
-    return sums[0] / count, sums[1] / count
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

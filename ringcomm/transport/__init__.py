@@ -1,1 +1,1 @@
-"""The wire: who carries bytes between ranks, and how a rank waits for them."""
+"""Messages between ranks over MPI, the memory that they share, and news of failed ranks."""

@@ -1,43 +1,45 @@
-"""The seam of the wire: Transport. What it shares within a node is transport.node.SharedNode."""
+"""The interface of the layer that carries messages: a Transport, and its requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ringcomm import _core
+from ringcomm._core import Runner
 from ringcomm.arrays.base import Bytes
 
 if TYPE_CHECKING:
     from ringcomm._core import Loop
-    from ringcomm.transport.mail import Mail
     from ringcomm.transport.node.shm import SharedNode
     from ringcomm.transport.tags import TagLayout
+    from ringcomm.transport.unannounced_messages import ShortMessages
 
 ANY_SOURCE = -1
-WireFault = _core.WireFault  # the wire refused an operation: a hint that a peer died
 
 
 class Request(Protocol):
-    """A message under way. Its buffer belongs to the transport until test() is True."""
+    """A message under way, or another event that an operation waits for.
+
+    The transport owns the buffer of a message until test() returns True.
+    """
 
     def test(self) -> bool:
-        """Return True once it is complete; never blocks. Raises WireFault."""
+        """Return True if the request is complete; never blocks. Raises WireFault."""
         ...
 
     def cancel(self) -> None:
-        """Give up a receive that has not been matched. No effect on a send."""
-        ...
+        """Give up a receive that has not been matched. Does nothing for sends and most events."""
+        return  # not abstract
 
     @property
     def source(self) -> int:
-        """The rank a completed receive came from."""
-        ...
+        """The rank that sent the message of a completed receive."""
+        return ANY_SOURCE  # not abstract
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A control message: a packed Header and text, see ringcomm.transport.header."""
+    """A control message: a packed ringcomm.transport.control_header.Header, then text."""
 
     source: int
     message: bytes
@@ -45,11 +47,11 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Died:
-    """A rank's process is no more."""
+    """The process of a rank has ended."""
 
-    rank: int  # that rank
-    reason: str  # what is known of how, in words
-    blames: int  # the rank whose failure it followed, or itself
+    rank: int
+    reason: str  # how it ended, in words
+    blames: int  # the rank that failed first: `rank`, or another whose failure ended `rank`
 
 
 Event = Arrived | Died
@@ -58,33 +60,33 @@ Event = Arrived | Died
 class Transport(Protocol):
     """Point-to-point messages between the ranks 0..size-1 of one job.
 
-    Messages of one (source, tag) arrive in the order they were sent. Nothing here blocks: waiting,
-    with its deadline and its watch on peers, is the business of ringcomm.engine.progress alone.
-    Thread-safe for one thread at a time, and any number that call control() and wake().
+    Messages with the same source and tag arrive in the order they were sent. Only park()
+    blocks; ringcomm.engine.progress calls it with a deadline, and watches peers. One thread at
+    a time may use a transport; any number of threads may call control() and wake() meanwhile.
     """
 
     rank: int
     size: int
-    nodes: tuple[int, ...]  # of each rank: the lowest rank of its node
-    implementation: str  # what carries the messages: "Open MPI v5.0.11"
+    nodes: tuple[int, ...]  # for each rank, the lowest rank of its node
+    implementation: str  # the library that carries the messages: "Open MPI v5.0.11"
     tags: TagLayout  # the same on all ranks
-    is_threaded: bool  # more than one thread may use it, one at a time
-    runner: _core.Runner | None  # carries out recorded algorithms without Python, if the wire can
-    ring_epoch: int  # version of the membership
-    incarnation: int  # life of this rank
+    is_threaded: bool  # different threads may use this transport in turn
+    runner: Runner | None  # carries out recorded algorithms without Python; None: there is none
+    ring_epoch: int  # number of earlier transports; the same on all ranks
+    incarnation: int  # how many times this rank was restarted
 
     @property
     def loop(self) -> Loop:
-        """Advances what is under way in C++ without the GIL."""
+        """The loop that advances operations in C++, without the GIL."""
         ...
 
-    def mail(self) -> Mail:
-        """Return the channel of letters; opened by the first call, at any time on each rank."""
+    def short_messages(self) -> ShortMessages:
+        """Return the channel of short messages. Ranks may call this at different times."""
         ...
 
     @property
     def node(self) -> SharedNode | None:
-        """The memory that the ranks of this node share; None: there is none."""
+        """The memory that the ranks of this node share; None if they share none."""
         ...
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
@@ -96,33 +98,39 @@ class Transport(Protocol):
         ...
 
     def control(self, dest: int, message: bytes) -> None:
-        """Send a control message; best effort, never blocks, never raises for a dead peer."""
+        """Send a control message; best effort, never raises for a dead peer."""
         ...
 
     def poll(self) -> list[Event]:
-        """Return what happened since the last call. Each death is reported once."""
+        """Return the events since the last call. Each death is reported once."""
         ...
 
     def park(self, seconds: float) -> None:
-        """Sleep for at most `seconds`, less if something may have arrived or wake() is called."""
+        """Sleep for `seconds`, or until a message may have arrived or another thread calls wake().
+
+        Returns at once if another thread has called wake() since the last park().
+        """
         ...
 
     def wake(self) -> None:
-        """End the park() of another thread, or let its next one return at once."""
+        """End the park() of another thread; if there is none, the next park() returns at once."""
         ...
 
     def abandon(self, requests: list[Request]) -> None:
-        """Cancel own receives; keep requests and buffers alive for ever, peers may still write."""
+        """Cancel receives, but not sends.
+
+        Keeps all requests and buffers alive for ever, as peers may still use them.
+        """
         ...
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks of an mpi4py communicator; ValueError if one is not a rank here."""
+        """Return the ranks of an mpi4py communicator. Raises ValueError for unknown processes."""
         ...
 
     def label(self, rank: int) -> str:
-        """Return "rank 3 (host a, pid 4711)"."""
+        """Return the text that names a rank, such as "rank 3 (host a, pid 4711)"."""
         ...
 
     def close(self, *, is_clean: bool) -> None:
-        """Close the wire; collective if is_clean, local after a failure."""
+        """Close the wire: a collective call if is_clean, a local one after a failure."""
         ...

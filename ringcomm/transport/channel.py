@@ -1,6 +1,6 @@
-"""One operation's view of the wire: messages among its ranks, and what it waits for.
+"""One operation's view of the wire: it sends messages, waits for them, and reduces.
 
-Algorithms are coroutines: `await t.exchange(...)` hands what is waited for to whoever drives them
+Algorithms are coroutines: `await t.exchange(...)` yields requests to the progress loop
 (ringcomm.engine.progress.loop), so one thread advances many operations.
 """
 
@@ -13,29 +13,27 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from ringcomm import _core
-from ringcomm._core import NodeStep
+from ringcomm._core import NodeStep, Schedule, WireFault, combine, combine_rounded, divide
 from ringcomm.arrays.base import Bytes, Flat
-from ringcomm.transport.base import ANY_SOURCE, Request, Transport, WireFault
-from ringcomm.transport.header import Kind
-from ringcomm.transport.members import Members
-from ringcomm.transport.node.shm import StepRequest
+from ringcomm.transport.base import ANY_SOURCE, Request, Transport
+from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_messages import Letter, Watch
+from ringcomm.transport.group_members import Members
 from ringcomm.transport.node.steps import MEET, Meeting, NodeCopy, NodeReduction
 from ringcomm.transport.performer import Performer, Reduction
-from ringcomm.transport.running import Running
+from ringcomm.transport.program_requests import NextMove, Running, StepRequest
 from ringcomm.transport.tags import DATA
-from ringcomm.transport.watch import Letter, Watch
 
 
-class Phases(Protocol):
-    """Records when an operation does what; see ringcomm.engine.progress.timeline."""
+class PhaseRecorder(Protocol):
+    """Records the phases of an operation; see ringcomm.engine.progress.timeline."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that records its block."""
+        """Return a context that records its block as a phase."""
         ...
 
     def span(self, name: str, begin_ns: int, end_ns: int) -> None:
-        """Record what is over, in nanoseconds of the monotonic clock."""
+        """Record a phase that is over; times are nanoseconds of the monotonic clock."""
         ...
 
 
@@ -44,7 +42,7 @@ _UNSEEN = contextlib.nullcontext()
 
 @dataclass
 class Wait:
-    """Awaits requests: yields them to the driver, which resumes once all are complete."""
+    """Awaitable that yields requests to the progress loop; the await ends when all are complete."""
 
     requests: tuple[Request, ...]
 
@@ -53,9 +51,9 @@ class Wait:
 
 
 class Until:
-    """Request that is complete once test() says so: nothing is under way for it."""
+    """Request without a message: it is complete once a function returns True."""
 
-    source = -1
+    source = ANY_SOURCE
 
     def __init__(self, test: Callable[[], bool]) -> None:
         self.test = test
@@ -65,32 +63,28 @@ class Until:
 
 
 class Disagreement(Exception):
-    """The ranks of a node are about to do different things in one operation. Nothing was sent."""
+    """The ranks of a node have entered one operation with different calls. No data has moved."""
 
 
 class Channel(Performer):
-    """Messages of one operation among the ranks of a group, and what is done with them.
+    """Messages and reductions of one operation among the ranks of a group.
 
-    Ranks here are indices into `members`. Only the thread that drives the operation may use it.
+    Ranks are indices into `members`. Only the thread that drives the operation may use its channel.
 
     Args:
-        watch: the control channel.
-        key: of the operation, the same on all of its ranks.
-        members: the group's ranks of the job, in its order.
-        context: of the group.
-        stream: what tells this operation's messages from those of others in flight.
-        channel: DATA, CALLS, P2P or GROUPS.
-        phases: the timeline.
-        slot: of the operation in shared memory, if it has one.
-        fingerprint: of what this rank is about to do; ranks that share memory compare it.
+        watch: the Watch, which sends and receives control messages.
+        key: key of the operation, the same on all of its ranks.
+        members: the ranks of the job that form the group, in its order.
+        context, stream, channel: fields of the tag of the operation's messages, see TagLayout.
+        phases: recorder of the operation's phases; None: they are not recorded.
+        slot: number of the operation's slot in shared memory; None: it has no slot.
+        fingerprint: digest of this rank's call; ranks that share memory compare it.
 
     Attributes:
-        rank: index of this rank in the group.
-        size: of the group.
         awaited: ranks of the job; if all of them leave, this operation cannot complete.
-        meeting: where all of them share memory; None: they do not.
-        has_met: all ranks are known to be about to do the same.
-        linger_s: how long a step is driven by who starts it, before others get their turn.
+        meeting: slot in which all ranks meet in shared memory; None if they do not share memory.
+        has_met: all ranks have shown the same fingerprint.
+        linger_s: for so many seconds, only the thread that has started a step drives it.
     """
 
     def __init__(
@@ -102,7 +96,7 @@ class Channel(Performer):
         context: int = 0,
         stream: int = 0,
         channel: int = DATA,
-        phases: Phases | None = None,
+        phases: PhaseRecorder | None = None,
         slot: int | None = None,
         fingerprint: int = 0,
     ) -> None:
@@ -123,12 +117,10 @@ class Channel(Performer):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """For each rank of the group, a number that identifies its node."""
         return self.members.nodes
 
     def among(self, ranks: Sequence[int]) -> Self:
-        """Return this channel as some of its ranks see it."""
-        part = copy.copy(self)  # `_posted` stays one set: abandon() of either gives up on both
+        part = copy.copy(self)  # `_posted` is shared: abandon() of one gives up requests of both
         part.members = self.members.part(ranks)
         assert part.members.place is not None
         part.rank, part.size = part.members.place, len(ranks)
@@ -136,54 +128,46 @@ class Channel(Performer):
         return part
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that puts its block on the timeline: "wait", "reduce", "copy"."""
+        """Return a context that records its block on the timeline as `name`, such as "wait"."""
         return _UNSEEN if self._phases is None else self._phases.phase(name)
 
     def isend(self, data: Bytes, dest: int) -> Request:
-        """Start to send `data`, which must not change until wait() has returned."""
         request = self.transport.isend(data, self.members[dest], self.tag)
         self._posted.add(request)
         return request
 
     def irecv(self, out: Bytes, source: int) -> Request:
-        """Start to receive exactly out.nbytes bytes."""
         request = self.transport.irecv(out, self.members[source], self.tag)
         self._posted.add(request)
         return request
 
     async def wait(self, *requests: Request) -> None:
-        """Return when all requests are complete; the operation ends here if they never will be."""
         with self.phase("wait"):
             await Wait(requests)
         self._posted.difference_update(requests)
 
     async def reduce_in_node(self, what: NodeReduction) -> None:
-        """Reduce in shared memory.
-
-        Raises:
-            Disagreement: a rank is about to do something else.
-        """
+        """Reduce in shared memory. Raises Disagreement."""
         assert self.meeting is not None
-        await self._step(what.begin(self.meeting), what)
+        await self.follow(what.begin(self.meeting), what)
 
     async def copy_in_node(self, shown: Bytes, pulls: list[tuple[int, int, Bytes]]) -> None:
-        """Show `shown` to the others; fill each (rank, offset, out) with what they show.
+        """Show `shown` to the others; each (rank, offset, out) fills `out` from the rank's `shown`.
 
-        Raises:
-            Disagreement: a rank is about to do something else.
+        Raises Disagreement.
         """
         assert self.meeting is not None
         what = NodeCopy(shown, pulls)
-        await self._step(what.begin(self.meeting), what)
+        await self.follow(what.begin(self.meeting), what)
 
     async def meet(self) -> None:
-        """Return when all ranks are here, and are about to do the same. Raises Disagreement."""
+        """Return once all ranks have entered with the same fingerprint. Raises Disagreement."""
         assert self.meeting is not None
-        await self._step(MEET.begin(self.meeting), MEET)
+        await self.follow(MEET.begin(self.meeting), MEET)
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Ranks of the job that have not come to where this one waits for them in shared memory."""
+        """Ranks of the job for which this rank waits in shared memory."""
         return tuple(
             rank
             for request in tuple(self._posted)
@@ -192,11 +176,7 @@ class Channel(Performer):
         )
 
     async def follow(self, step: NodeStep, *buffers: Any) -> None:
-        """Carry on with a step that was begun already. Raises Disagreement."""
-        await self._step(step, *buffers)
-
-    async def _step(self, step: NodeStep, *buffers: Any) -> None:
-        assert self.meeting is not None
+        """Return once a step is over; keep its buffers alive until then. Raises Disagreement."""
         with self.phase("shared memory"):
             if not step.is_over and not step.drive(self.linger_s):
                 request = StepRequest(step, self.transport.loop, self.members, buffers)
@@ -215,15 +195,11 @@ class Channel(Performer):
             return step.fault
         return f"rank {self.members[step.quitter]} has given this operation up"
 
-    async def run(
-        self, schedule: _core.Schedule, arguments: list[Bytes], peers: Sequence[int]
-    ) -> None:
+    async def run(self, schedule: Schedule, arguments: list[Bytes], peers: Sequence[int]) -> None:
         """Carry out a recorded algorithm without Python; the transport must have a runner.
 
-        Args:
-            schedule: see ringcomm.collectives.recording.
-            arguments: the buffers that it was recorded for, or others of the same sizes.
-            peers: those that it speaks with, by its numbers for them.
+        `arguments` have the sizes for which the algorithm was recorded. `peers[i]` is the rank of
+        the group that the schedule calls peer i.
         """
         runner = self.transport.runner
         assert runner is not None
@@ -234,36 +210,31 @@ class Channel(Performer):
         self._posted.add(running)
         self.transport.loop.add(run)
         while not running.test():
-            await Wait((running.next_move(),))
+            await Wait((NextMove(running),))
         self._posted.discard(running)
         if self._phases is not None:
             for phase in run.phases():
                 self._phases.span(*phase)
 
     def scratch(self, like: Flat, count: int) -> Flat:
-        """Return uninitialised memory."""
         return like.like(count)
 
     def copy(self, out: Flat, x: Flat) -> None:
-        """Set out to x."""
         with self.phase("copy"):
             out.bytes[:] = x.bytes
 
     def combine(self, total: Flat, x: Flat, op: Reduction) -> None:
-        """Set total to total op x."""
         with self.phase("reduce"):
-            _core.combine(total.bytes, x.bytes, total.dtype.kernel, op.kernel)
+            combine(total.bytes, x.bytes, total.dtype.kernel, op.kernel)
 
     def divide(self, total: Flat, divisor: int) -> None:
-        """Divide each element."""
         with self.phase("reduce"):
-            _core.divide(total.bytes, divisor, total.dtype.kernel)
+            divide(total.bytes, divisor, total.dtype.kernel)
 
     def combine_rounded(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
-        """Set out to the sources' combination, rounded once."""
         raw = [source.bytes for source in sources]
         with self.phase("reduce"):
-            _core.combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
+            combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
 
     def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
         """Send a control message to a rank of the group."""
@@ -279,7 +250,7 @@ class Channel(Performer):
         return letter
 
     def abandon(self) -> None:
-        """Give up on whatever is under way, after any error: its buffers must stay alive."""
+        """Give up all requests after an error; the transport keeps their buffers alive."""
         self.transport.abandon(list(self._posted))
         self._posted.clear()
 

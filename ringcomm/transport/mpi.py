@@ -1,7 +1,7 @@
-"""The wire over mpi4py: two communicators of our own, one for data, one for control.
+"""The wire over mpi4py: a communicator for data, and one for control messages.
 
-Point-to-point only: after a rank has died, MPI's collectives
-hang or return wrong sums, while these messages fail or time out (measured, Open MPI 5).
+Operations use point-to-point messages only. After a rank has died, MPI's collectives hang or return
+wrong sums, while point-to-point messages fail or time out (measured, Open MPI 5).
 """
 
 from __future__ import annotations
@@ -16,43 +16,34 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from ringcomm import launched
-from ringcomm._core import Loop, NodeMemory, StatusPage
+from ringcomm._core import Loop, NodeMemory, StatusPage, WireFault
 from ringcomm.arrays.base import Bytes
+from ringcomm.launched import is_fault_tolerant
 from ringcomm.status.guardian import Ward
-from ringcomm.status.page import Ending, State, how_it_ended
-from ringcomm.transport.base import (
-    ANY_SOURCE,
-    Arrived,
-    Died,
-    Event,
-    Request,
-    WireFault,
-)
-from ringcomm.transport.mail import Mail
-from ringcomm.transport.mpi_library import agreed_tags, runner_over
-from ringcomm.transport.news import DIRECT
-from ringcomm.transport.node.meeting import meet
+from ringcomm.status.page_enums import Ending, State, how_it_ended
+from ringcomm.transport.base import ANY_SOURCE, Arrived, Died, Event, Request
+from ringcomm.transport.failure_news import DIRECT
+from ringcomm.transport.node.interruptible_sleep import Parking
 from ringcomm.transport.node.neighbours import Neighbours, Offer
-from ringcomm.transport.node.parking import Parking
+from ringcomm.transport.node.node_discovery import meet
 from ringcomm.transport.node.shm import SharedNode, make_memory
+from ringcomm.transport.start_mpi import agreed_tags, runner_over
+from ringcomm.transport.unannounced_messages import ShortMessages
 
 if TYPE_CHECKING:
-    from ringcomm.transport.mpi_library import MPI
+    from ringcomm.transport.start_mpi import MPI
 
 _log = logging.getLogger("ringcomm")
-_CONTROL_TAG, _FIRST_MAIL_TAG = 1, 2
+_CONTROL_TAG, _FIRST_SHORT_TAG = 1, 2
 _CONTROL_MAX = 4096
 _LOOK_FOR_DEATHS_S = 1e-3
-_SEGMENT = 1 << 30  # MPI counts are C ints: 2 GiB in one message fail in mpi4py and in MPI-3
-
+_SEGMENT = 1 << 30  # MPI counts are C ints: a message of 2 GiB fails in mpi4py and in MPI-3
 
 # Requests and buffers that MPI may touch after a failure, even when the transport is gone.
 _grave: list[object] = []
 
-
-# Where a rank lives. node: the lowest rank of its node. machine: the lowest of what MPI takes for
-# its host; local_rank and local_size count there.
+# The place of a rank. node: the lowest rank of its node. machine: the lowest rank on the host that
+# MPI reports; local_rank and local_size count the ranks of that host.
 PLACE: Final = np.dtype(
     [("host", "S64"), ("pid", "i8")]
     + [(name, "i4") for name in ("node", "machine", "local_rank", "local_size")]
@@ -70,7 +61,7 @@ class _MpiRequest:
         self._status = mpi.Status()
         self._is_receive = is_receive
         self._expected = buffer.nbytes if is_receive else 0
-        self.buffer = buffer  # alive as long as MPI may touch it
+        self.buffer = buffer  # kept alive as long as MPI may touch it
 
     def test(self) -> bool:
         try:
@@ -88,12 +79,12 @@ class _MpiRequest:
 
     def cancel(self) -> None:
         if not self._is_receive:
-            return  # MPI-4 deprecates cancelling sends; without it they are matched, or not
+            return  # MPI-4 deprecates cancelling sends
         for request in self._requests:
             try:
                 request.Cancel()
             except self._mpi.Exception:
-                continue  # the request of a dead peer may refuse
+                continue  # MPI may refuse if the peer is dead
 
     @property
     def source(self) -> int:
@@ -101,22 +92,18 @@ class _MpiRequest:
 
 
 class MpiTransport:
-    """Transport over a duplicate of `comm`; collective over all its ranks.
+    """Transport over a duplicate of `comm`. Collective over the ranks of `comm`.
 
     Args:
         mpi: the module mpi4py.MPI.
-        comm: by default the world.
-        is_native: recorded algorithms run without Python.
+        comm: an mpi4py communicator; None: the world.
+        is_native: run recorded algorithms without Python.
 
     Attributes:
-        places: where each rank lives, see PLACE.
-        nodes: of each rank: the lowest rank of its node.
-        node: the memory that this rank shares with its node, if it does.
-        implementation: name and version of the MPI library.
-        tags: their layout, as wide as the libraries of all ranks allow.
+        places: the place of each rank, see PLACE.
         page: this rank's status page.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
-        ring_epoch: how many transports this process has had before on the same ranks.
+        ring_epoch: number of earlier transports of this process on the same ranks.
     """
 
     incarnation = 0
@@ -133,23 +120,23 @@ class MpiTransport:
             each.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank: int = self._data.rank
         self.size: int = self._data.size
-        self.is_fault_tolerant = launched.is_fault_tolerant()
+        self.is_fault_tolerant = is_fault_tolerant()
         self.is_threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE
         self._thread = threading.get_ident()
         self._look_for_deaths_at = 0.0
         self._status = mpi.Status()
         self._outbox: list[tuple[MPI.Request, Bytes]] = []
         self._outbox_lock = threading.Lock()
-        self._mail: Mail | None = None
+        self._short_messages: ShortMessages | None = None
         self._dead: set[int] = set()
         self.runner = runner_over(mpi, self._data, _SEGMENT) if is_native else None
         self._settle()
 
     def _make_control(self, comm: MPI.Comm | None) -> tuple[MPI.Comm, int]:
-        """Return the communicator of control messages, and how many transports it has had before.
+        """Return the communicator of control messages, and how many transports used it before.
 
-        The world's is kept for the next init(): a message of an earlier one, passed on late, is
-        known by its ring_epoch.
+        The communicator of the world is kept for the next init(). Ranks may pass on messages of
+        an earlier transport late; ring_epoch shows to which transport a message belongs.
         """
         cls = type(self)
         if comm is not None:
@@ -159,7 +146,6 @@ class MpiTransport:
         return kept, epoch
 
     def ranks_of(self, comm: MPI.Comm) -> tuple[int, ...]:
-        """Return the ranks of a communicator."""
         if not isinstance(comm, self._mpi.Comm) or comm == self._mpi.COMM_NULL:
             raise ValueError(f"{comm!r} is no mpi4py communicator of this process")
         group, mine = comm.Get_group(), self._data.Get_group()
@@ -171,7 +157,7 @@ class MpiTransport:
         return ranks
 
     def _settle(self) -> None:
-        """Make the status page, learn where everybody lives, watch the ranks of this node."""
+        """Make the status page, exchange places, watch the ranks of this node, share memory."""
         candidates: MPI.Comm = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
         host, pid, nonce = socket.gethostname(), os.getpid(), secrets.randbits(63)
         job: str = self._data.bcast(secrets.token_hex(4))
@@ -199,7 +185,7 @@ class MpiTransport:
     def _share_memory(
         self, candidates: MPI.Comm, node: list[int], memory: NodeMemory | None
     ) -> SharedNode | None:
-        """Map what the ranks of this node share; None on all of them if one cannot."""
+        """Map the memory of this node's other ranks; return None on all of them if one fails."""
         problem = "" if memory is not None else "a rank has none"
         shared = None if memory is None else SharedNode(memory, self.rank, len(node))
         for rank in node:
@@ -208,7 +194,7 @@ class MpiTransport:
             try:
                 shared.adopt(rank, self._neighbours[rank].memory())
             except (OSError, RuntimeError) as error:
-                shared, problem = None, f"that of rank {rank} cannot be mapped: {error}"
+                shared, problem = None, f"rank {rank}'s cannot be mapped: {error}"
         shares = dict(candidates.allgather((self.rank, shared is not None)))
         if len(node) == 1 or all(shares[rank] for rank in node):
             return shared
@@ -222,21 +208,19 @@ class MpiTransport:
         return None
 
     def wards(self) -> list[Ward]:
-        """Return what a guardian must know of the ranks of this node."""
+        """Return the ranks of this node, for a guardian to watch."""
         me = self._offer
         others = [self._neighbours[rank].ward() for rank in self._neighbours.ranks]
         return [Ward(me.pid, me.page, me.nonce), *others]
 
     def close_handed(self) -> None:
-        """Close what was handed over for the guardian, which by now runs or never will."""
+        """Close the descriptors for the guardian: by now it has them, or it will never start."""
         self._neighbours.close_handed()
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:
-        """Start to send."""
         return self._begin(self._data.Isend, data, dest, tag)
 
     def irecv(self, out: Bytes, source: int, tag: int) -> Request:
-        """Start to receive."""
         source = self._mpi.ANY_SOURCE if source == ANY_SOURCE else source
         return self._begin(self._data.Irecv, out, source, tag, is_receive=True)
 
@@ -250,7 +234,6 @@ class MpiTransport:
         return _MpiRequest(self._mpi, requests, buffer, is_receive=is_receive)
 
     def control(self, dest: int, message: bytes) -> None:
-        """Send a control message; best effort."""
         if not self.is_threaded and threading.get_ident() != self._thread:
             return
         buffer = np.frombuffer(message[:_CONTROL_MAX], np.uint8)
@@ -259,18 +242,18 @@ class MpiTransport:
             if request.Test():
                 return
         except self._mpi.Exception:
-            return  # the dead set will tell why
+            return  # poll() reports the death that causes this
         with self._outbox_lock:
             self._outbox.append((request, buffer))
 
-    def mail(self) -> Mail:
-        """Return the channel of letters; letters that come before this call are kept by MPI."""
-        if self._mail is None:
-            self._mail = Mail(self._mpi, self._control, _FIRST_MAIL_TAG + self.ring_epoch)
-        return self._mail
+    def short_messages(self) -> ShortMessages:
+        if self._short_messages is None:  # MPI keeps the messages that come before this call
+            self._short_messages = ShortMessages(
+                self._mpi, self._control, _FIRST_SHORT_TAG + self.ring_epoch
+            )
+        return self._short_messages
 
     def poll(self) -> list[Event]:
-        """Drive MPI's progress and return control messages, then deaths."""
         events = self._received()
         now = time.monotonic()
         if now < self._look_for_deaths_at:
@@ -278,7 +261,7 @@ class MpiTransport:
         self._look_for_deaths_at = now + _LOOK_FOR_DEATHS_S
         dead = self._neighbours.ended() + self._failed_in_mpi()
         if dead:
-            events += self._received()  # what it sent before its death has come by now
+            events += self._received()  # messages sent before the death have arrived by now
         for rank in dead:
             if rank not in self._dead:
                 self._dead.add(rank)
@@ -286,43 +269,38 @@ class MpiTransport:
         return events
 
     def park(self, seconds: float) -> None:
-        """Sleep; a neighbour's death ends it early if `seconds` is at least 1 ms."""
         self._parking.sleep(seconds)
 
     def wake(self) -> None:
-        """End the sleep."""
         self._parking.wake()
 
     def abandon(self, requests: list[Request]) -> None:
-        """Cancel receives; keep sends, too: peers may still use all the buffers."""
         unfinished = [request for request in requests if not _is_over(request)]
         for request in unfinished:
             request.cancel()
         _grave.extend(unfinished)
 
     def label(self, rank: int) -> str:
-        """Return "rank 3 (host a, pid 4711)"."""
         place = self.places[rank]
         return f"rank {rank} (host {place['host'].decode()}, pid {place['pid']})"
 
     def close(self, *, is_clean: bool) -> None:
-        """Free the communicators if all ranks do; after a failure MPI keeps them."""
         self.loop.stop()
         self._parking.close()
         self._neighbours.close()
         if self.runner is not None:
             self.runner.close()
         if not is_clean:
-            _grave.extend((self._outbox, self._mail))
+            _grave.extend((self._outbox, self._short_messages))
             return
-        if self._mail is not None:
-            self._mail.close()
+        if self._short_messages is not None:
+            self._short_messages.close()
         for request, _ in self._outbox:
             request.Wait()
         self._outbox.clear()
         self._data.Free()
         if self._is_of_world or self.size > DIRECT:
-            return  # what others pass on may come late
+            return  # keep _control: ranks may still pass on news to this one
         self._control.Free()
 
     def _received(self) -> list[Event]:
@@ -348,9 +326,12 @@ class MpiTransport:
             return []
         failed: MPI.Group = self._control.Get_failed()
         if failed.size == 0:
-            return []
+            return []  # this is MPI_GROUP_EMPTY, which must not be freed
         everyone = self._control.Get_group()
-        return list(failed.Translate_ranks(None, everyone))
+        ranks = list(failed.Translate_ranks(None, everyone))
+        failed.Free()
+        everyone.Free()
+        return ranks
 
     def _death(self, rank: int) -> list[Event]:
         self._neighbours.unwatch(rank)
@@ -358,7 +339,7 @@ class MpiTransport:
             return [Died(rank, "died (so says MPI)", rank)]
         last_words = self._neighbours[rank].page.snapshot()
         if last_words["state"] == State.LEFT:
-            return []  # it ended in order
+            return []  # it called shutdown(), so this is no failure
         blames = rank
         if last_words["end_kind"] == Ending.PEER_FAILED:
             blames = last_words["end_code"]

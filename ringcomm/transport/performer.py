@@ -1,8 +1,8 @@
-"""The interface of an algorithm to its wire: move bytes between ranks, and combine them.
+"""The operations that an algorithm may use: move bytes between ranks, and combine them.
 
-An algorithm touches memory through its performer alone, and never looks at the values. So the same
-coroutine can be carried out step by step (ringcomm.transport.channel) or written down once, to be
-run without Python (ringcomm.collectives.recording).
+An algorithm touches memory through its Performer alone, and never looks at the values. So the same
+coroutine can run step by step (ringcomm.transport.channel), or be recorded once and then run
+without Python (ringcomm.collectives.recording).
 """
 
 from __future__ import annotations
@@ -16,28 +16,23 @@ from ringcomm.transport.base import Request
 
 
 class Reduction(Protocol):
-    """How values are combined; see ringcomm.collectives.op.Op."""
+    """A reduction operator; see ringcomm.collectives.operators.Op."""
 
     @property
     def kernel(self) -> int:
-        """Code of the reduction kernels."""
+        """The number of this operator in the reduction kernels."""
         ...
 
     def divisor(self, size: int) -> int:
-        """Return what the combination of `size` ranks' values is divided by at the end."""
+        """Return the divisor of the combined values of `size` ranks; 1 for all but an average."""
         ...
 
 
 class Performer(ABC):
-    """Carries out what one rank does in one algorithm, or notes it for later.
+    """Carries out the actions of one rank in one algorithm, or records them."""
 
-    Attributes:
-        rank: index of this rank in the group.
-        size: of the group.
-    """
-
-    rank: int
-    size: int
+    rank: int  # index of this rank in the group
+    size: int  # number of ranks of the group
 
     @property
     @abstractmethod
@@ -46,15 +41,15 @@ class Performer(ABC):
 
     @abstractmethod
     def among(self, ranks: Sequence[int]) -> Self:
-        """Return this as some of its ranks see it, numbered by their place in `ranks`.
+        """Return a view for some of the ranks, numbered by their index in `ranks`.
 
-        It shares the tag: between two ranks messages arrive in the order they were sent, whichever
-        view they were sent through. So algorithms may follow each other on several views if each
-        receives all that was sent to it, and any two ranks that meet in several of them do so in
-        the same order.
+        All views share the tag: between two ranks, messages arrive in the order in which they were
+        sent, also through different views. So algorithms may follow each other on several views if
+        each algorithm receives all messages that were sent to it, and if any two ranks use the
+        views that they share in the same order.
 
         Args:
-            ranks: of the group, this one among them; the same on all of them.
+            ranks: ranks of the group, this rank included; the same sequence on each of them.
         """
 
     @abstractmethod
@@ -67,11 +62,11 @@ class Performer(ABC):
 
     @abstractmethod
     async def wait(self, *requests: Request) -> None:
-        """Return when all requests are complete; the operation ends here if they never will be."""
+        """Return when all requests are complete. If they cannot complete, the operation fails."""
 
     @abstractmethod
     def scratch(self, like: Flat, count: int) -> Flat:
-        """Return `count` uninitialised elements that live as long as the algorithm runs."""
+        """Return `count` uninitialised elements of like's dtype, alive while the algorithm runs."""
 
     @abstractmethod
     def copy(self, out: Flat, x: Flat) -> None:
@@ -94,18 +89,15 @@ class Performer(ABC):
         await self.wait(self.irecv(out, source), self.isend(data, dest))
 
     def finish(self, total: Flat, op: Reduction, size: int) -> None:
-        """Turn the combination of `size` ranks' values into what `op` asks for.
-
-        To be called by the one owner of each element.
-        """
+        """Divide the combined values of `size` ranks if op needs that. Their owner calls this."""
         if op.divisor(size) != 1:
             self.divide(total, op.divisor(size))
 
     def combine_all(self, out: Flat, sources: list[Flat], op: Reduction) -> None:
-        """Set out to ((sources[0] op sources[1]) op ...), finished; out may be one of the sources.
+        """Set out to the complete reduction of `sources`; out may be one of them.
 
-        The order is that of the list: the same bits whatever the size of the buffers. sources[0] is
-        overwritten.
+        Combines them in the order of the list, so the bits do not depend on the size of the
+        buffers. Overwrites sources[0].
         """
         if out.dtype.is_16bit_float:
             self.combine_rounded(out, sources, op, op.divisor(len(sources)))

@@ -10,17 +10,17 @@ from gpu_ranks import TRANSPORTS, choose, on_gpus
 from harness import at_length
 from loopback import LoopbackTransport
 from random_programs import make_program, run_program
-from samples import total as total_of
-from samples import whole_numbers
+from sample_values import total as total_of
+from sample_values import whole_numbers
 from simulated_nccl import FakeCommunicator
 
 import ringcomm as rc
-from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.operations.adasum import plan_adasum
 from ringcomm.engine.operations.allreduce import plan_allreduce
-from ringcomm.engine.operations.into import plan_allgather_into
+from ringcomm.engine.operations.into_array import plan_allgather_into
 from ringcomm.gpu.executor import plans
 from ringcomm.gpu.executor.gpus import Gpus
 from ringcomm.gpu.transports.ipc import IpcTransport

@@ -6,26 +6,29 @@ Each check takes the text of the source, so that the last test can show what it 
 import ctypes
 import ctypes.util
 
-import gpu_codecs as reference
 import ml_dtypes
 import numpy as np
 import pytest
 from gpu_emulation import Memory, addresses, launch
 from harness import at_length
-from reductions import HALVES, NUMPY, is_defined
+from numpy_operators import HALVES, NUMPY, is_defined
 
 from ringcomm import _core
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.op import AVERAGE, BAND, BXOR, MAX, MIN, PRODUCT, SUM
-from ringcomm.gpu.kernels.codec import CODEC_BLOCKS, DequantiseKernel, QuantiseKernel
-from ringcomm.gpu.kernels.kernel import source
-from ringcomm.gpu.kernels.pack import CHUNK_COUNT, TENSORS_PER_LAUNCH, PackKernel, chunk_table
+from ringcomm.collectives.operators import AVERAGE, BAND, BXOR, MAX, MIN, PRODUCT, SUM
+from ringcomm.gpu.kernels.base import source
+from ringcomm.gpu.kernels.pack import (
+    CHUNK_COUNT,
+    PACKED_ITEMSIZES,
+    TENSORS_PER_LAUNCH,
+    PackKernel,
+    chunk_table,
+)
 from ringcomm.gpu.kernels.reduce import ReduceKernel
-from ringcomm.gpu.kernels.update import UpdateKernel, adam_numbers, sgd_numbers
+from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel, adam_numbers, sgd_numbers
 
 F16, BF16, F32, F64 = (DTYPES[name] for name in (*HALVES, "float32", "float64"))
 FLOATS = [*HALVES, "float32", "float64", "complex64", "complex128"]
-CANONICAL = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000, "float64": 0x7FF8 << 48}
 
 
 def numpy_of(dtype):
@@ -88,11 +91,8 @@ def check_reduce(op, dtype, n, count, where="in place", *, divisor=1, text=None)
         targets = [
             memory.place(np.zeros_like(row), of_targets[k % 2] * step) for k, row in enumerate(rows)
         ]
-    kernel = ReduceKernel(dtype, op, n, n)
-    arguments = kernel.pack_arguments(
-        addresses(sources), addresses(targets), hi=count, divisor=divisor
-    )
-    launch(kernel, arguments, text=text)
+    kernel = ReduceKernel(addresses(sources), addresses(targets), count, dtype, op, divisor)
+    launch(kernel, text=text)
     assert {bits(t) for t in targets} == {bits(reduced_on_cpu(op, rows, divisor))}
     memory.check()
 
@@ -137,8 +137,7 @@ def test_quotients_have_the_bits_of_the_cpu(dtype, n, divisor):
 def test_one_source_is_copied_with_its_very_bits(dtype):
     rows = [numbers(dtype, 1003, 5)]
     targets = [np.empty_like(rows[0]) for _ in range(3)]
-    kernel = ReduceKernel(dtype, SUM, 1, 3)
-    launch(kernel, kernel.pack_arguments(addresses(rows), addresses(targets), hi=1003))
+    launch(ReduceKernel(addresses(rows), addresses(targets), 1003, dtype, SUM))
     assert {bits(target) for target in targets} == {bits(rows[0])}
 
 
@@ -149,13 +148,12 @@ def test_the_shards_of_all_ranks_are_the_whole_on_all_ranks(dtype, n, shift):
     memory, count = Memory(), 4099
     rows = [numbers(dtype, count, k) for k in range(n)]
     buffers = [memory.place(row, shift * dtype.itemsize) for row in rows]
-    kernel = ReduceKernel(dtype, AVERAGE, n, n)
     bounds = [count * rank // n for rank in range(n + 1)]
     for rank in reversed(range(n)):
-        arguments = kernel.pack_arguments(
-            addresses(buffers), addresses(buffers), lo=bounds[rank], hi=bounds[rank + 1], divisor=n
-        )
-        launch(kernel, arguments, grid=kernel.grid(bounds[rank + 1] - bounds[rank], 132))
+        shards = addresses(buffer[bounds[rank] : bounds[rank + 1]] for buffer in buffers)
+        length = bounds[rank + 1] - bounds[rank]
+        kernel = ReduceKernel(shards, shards, length, dtype, AVERAGE, divisor=n)
+        launch(kernel, grid=kernel.grid(132))
     assert {bits(buffer) for buffer in buffers} == {bits(reduced_on_cpu(SUM, rows, n))}
     memory.check()
 
@@ -164,44 +162,34 @@ def test_the_shards_of_all_ranks_are_the_whole_on_all_ranks(dtype, n, shift):
 def test_bits_do_not_depend_on_the_grid(grid):
     rows = [numbers(F32, 20_011, k) for k in range(2)]
     out = np.empty_like(rows[0])
-    kernel = ReduceKernel(F32, SUM, 2, 1)
-    launch(kernel, kernel.pack_arguments(addresses(rows), [out.ctypes.data], hi=20_011), grid=grid)
+    launch(ReduceKernel(addresses(rows), addresses([out]), 20_011, F32, SUM), grid=grid)
     assert bits(out) == bits(reduced_on_cpu(SUM, rows, 1))
 
 
 def test_grids_are_as_large_as_the_work_and_the_gpu():
-    kernel = ReduceKernel(F32, SUM, 4, 4)
-    assert kernel.per_block == 256 * 2 * 4
-    assert [kernel.grid(n, 132) for n in (0, 1, 2048, 2049, 1 << 30)] == [1, 1, 1, 2, 528]
-    assert PackKernel(F32, BF16).grid(800, 132) == 528
-    assert QuantiseKernel(F32, "Int8").grid(2049, 132) == 2
+    counts = [0, 1, 2048, 2049, 1 << 30]
+    grids = [ReduceKernel((0,) * 4, (0,) * 4, count, F32, SUM).grid(132) for count in counts]
+    assert grids == [1, 1, 1, 2, 528]
+    assert PackKernel((), 0, 4, False, 0, 800).grid(132) == 528
 
 
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: ReduceKernel(F32, BAND, 2, 2), "no meaning"),
-        (lambda: ReduceKernel(F32, SUM, 249, 248), "249 sources"),
-        (lambda: ReduceKernel(F32, SUM, 0, 1), "0 sources"),
-        (lambda: ReduceKernel(F32, SUM, 2, 1).pack_arguments([1], [2], hi=3), "1 addresses"),
-        (lambda: ReduceKernel(F32, SUM, 1, 1).pack_arguments([1], [2], hi=3, divisor=0), "by 0"),
+        (lambda: ReduceKernel((0,), (0,), 3, F32, BAND), "no meaning"),
+        (lambda: ReduceKernel((0,) * 249, (0,) * 248, 3, F32, SUM), "249 sources"),
+        (lambda: ReduceKernel((), (0,), 3, F32, SUM), "0 sources"),
+        (lambda: ReduceKernel((0,), (0,), 3, F32, SUM, 0), "by 0"),
+        (lambda: ReduceKernel((0,), (0,), 3, DTYPES["uint8"], BAND, 2), "by 2"),
+        (lambda: PackKernel((0,) * 481, 0, 4, False, 0, 1), "481"),
         (
-            lambda: ReduceKernel(DTYPES["uint8"], BAND, 1, 1).pack_arguments(
-                [1], [2], hi=3, divisor=2
-            ),
-            "by 2",
+            lambda: UpdateKernel((0,), (0,), (0,), 3, F64, F32, "Sgd", adam_numbers(1, lr=1), 1.0),
+            "not float64",
         ),
-        (lambda: PackKernel(DTYPES["int8"], F32), "not int8"),
-        (lambda: PackKernel(F32, F32).pack_arguments([1] * 481, 1, chunks=1, n_chunks=1), "481"),
-        (lambda: UpdateKernel(F64, F32, "Sgd", 2, 2), "not float64"),
         (
-            lambda: UpdateKernel(F32, F32, "Adam", 1, 1).pack_arguments(
-                [1], [1], [1], adam_numbers(1, lr=0.1), hi=3
-            ),
+            lambda: UpdateKernel((0,), (0,), (0,), 3, F32, F32, "Adam", adam_numbers(1, lr=1), 1.0),
             "owns 3 arrays",
         ),
-        (lambda: QuantiseKernel(F32, "Int8", block=100), "not 100"),
-        (lambda: DequantiseKernel(F32, "Int8", block=0), "not 0"),
     ],
 )
 def test_what_no_kernel_does_is_refused(make, what):
@@ -212,93 +200,47 @@ def test_what_no_kernel_does_is_refused(make, what):
 # --- PACK and UNPACK ----------------------------------------------------------------------------
 
 
-def canonical(x):
-    """Return x with every NaN the one that kernels write."""
-    name = x.dtype.name
-    out = x.copy()
-    out.view(f"u{x.dtype.itemsize}")[np.isnan(x.astype(np.float64))] = CANONICAL[name]
-    return out
-
-
-def cast(x, target, scale):
-    """Return x * scale as another dtype, rounded once."""
-    if scale == 1 and x.dtype == numpy_of(target):
-        return x.copy()
-    wide = np.dtype(np.float64 if "float64" in (x.dtype.name, target.name) else np.float32)
-    with np.errstate(all="ignore"):
-        y = x.astype(wide) if scale == 1 else x.astype(wide) * wide.type(np.float32(scale))
-        if wide == np.float64 and target.is_16bit_float:
-            out = np.empty(x.size, numpy_of(target))
-            codes = (target.kernel, F64.kernel)
-            _core.convert(out.view(np.uint8), y.view(np.uint8), *codes)
-            return canonical(out)
-        return canonical(y.astype(numpy_of(target)))
-
-
 COUNTS = [0, 1, 7, 8, 9, 1000, CHUNK_COUNT, CHUNK_COUNT + 33]
 # Where a tensor begins after a multiple of 16 bytes, in elements.
 SHIFTS = [0, 0, 3, 0, 1, 1, 0, 5]
 
 
-def check_pack(source, target, scale, padding, *, unpacks=False, text=None):
-    memory = Memory()
-    rows = [numbers(source, count, k) for k, count in enumerate(COUNTS)]
-    expected = [cast(row, target, scale) for row in rows]
+def check_pack(itemsize, padding, *, unpacks=False, text=None):
+    memory, dtype = Memory(), np.dtype(("V", itemsize))
+    rows = [numbers(DTYPES["uint8"], count * itemsize, count).view(dtype) for count in COUNTS]
     places = np.cumsum([3 if padding == 1 else 0, *(-(-c // padding) * padding for c in COUNTS)])
-    whole = np.zeros(int(places[-1]) + 5, numpy_of(source if unpacks else target))
+    whole = np.zeros(int(places[-1]) + 5, dtype)
     filled = whole.copy()
-    for place, row in zip(places, rows if unpacks else expected, strict=False):
+    for place, row in zip(places, rows, strict=False):
         filled[place : place + row.size] = row
     buffer = memory.place(filled if unpacks else whole)
-    shifts = [s * (target if unpacks else source).itemsize for s in SHIFTS]
-    given = [np.zeros_like(row) for row in expected] if unpacks else rows
+    shifts = [shift * itemsize for shift in SHIFTS]
+    given = [np.zeros_like(row) for row in rows] if unpacks else rows
     tensors = [memory.place(x, shift) for x, shift in zip(given, shifts, strict=True)]
     table = memory.place(chunk_table(COUNTS, places[:-1].tolist()))
-    kernel = PackKernel(source, target, unpacks)
-    arguments = kernel.pack_arguments(
-        addresses(tensors),
-        buffer.ctypes.data,
-        chunks=table.ctypes.data,
-        n_chunks=table.size,
-        scale=scale,
-    )
-    launch(kernel, arguments, text=text)
-    written, right = (tensors, expected) if unpacks else ([buffer], [filled])
+    place = (buffer.ctypes.data, itemsize, unpacks, table.ctypes.data, table.size)
+    launch(PackKernel(addresses(tensors), *place), text=text)
+    written, right = (tensors, rows) if unpacks else ([buffer], [filled])
     assert [bits(x) for x in written] == [bits(x) for x in right]
     memory.check()
 
 
-PACKED = [(F32, BF16), (F64, F16), (F16, F32), (F32, F32)]
-EVERY_PACKED = [(s, t) for s in (F16, BF16, F32, F64) for t in (F16, BF16, F32, F64)]
-
-
-@pytest.mark.parametrize(("source", "target"), at_length(EVERY_PACKED, PACKED), ids=str)
-@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3])
+@pytest.mark.parametrize("itemsize", PACKED_ITEMSIZES)
 @pytest.mark.parametrize("padding", [8, 1])
-def test_tensors_are_packed_scaled_and_cast(source, target, scale, padding):
-    check_pack(source, target, scale, padding)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"), at_length(EVERY_PACKED, [(BF16, F32), (F32, F32)]), ids=str
-)
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
-@pytest.mark.parametrize("padding", [8, 1])
-def test_tensors_are_unpacked_scaled_and_cast(source, target, scale, padding):
-    check_pack(source, target, scale, padding, unpacks=True)
+@pytest.mark.parametrize("unpacks", [False, True])
+def test_tensors_are_packed_and_unpacked_with_their_very_bits(itemsize, padding, unpacks):
+    check_pack(itemsize, padding, unpacks=unpacks)
 
 
 def test_a_launch_takes_as_many_tensors_as_it_says():
     tensors = [np.array([k], np.float32) for k in range(TENSORS_PER_LAUNCH)]
     buffer = np.empty(TENSORS_PER_LAUNCH, np.float32)
     table = chunk_table([1] * len(tensors), range(len(tensors)))
-    kernel = PackKernel(F32, F32)
-    arguments = kernel.pack_arguments(
-        addresses(tensors), buffer.ctypes.data, chunks=table.ctypes.data, n_chunks=table.size
-    )
-    launch(kernel, arguments)
+    place = (buffer.ctypes.data, 4, False, table.ctypes.data, table.size)
+    kernel = PackKernel(addresses(tensors), *place)
+    launch(kernel)
     assert buffer.tolist() == [*range(TENSORS_PER_LAUNCH)]
-    assert sum(argument.nbytes for argument in arguments) < 4096
+    assert sum(argument.nbytes for argument in kernel.arguments) < 4096
 
 
 # --- UPDATE -------------------------------------------------------------------------------------
@@ -348,56 +290,46 @@ STEPS = {"Sgd": (sgd, sgd_numbers), "Momentum": (sgd, sgd_numbers), "Adam": (ada
 
 
 class Owner:
-    """The owner of elements [lo, hi) of weights, whose copies are everywhere."""
+    """The rank that updates elements of the weights, whose copies are on all ranks."""
 
-    def __init__(self, kernel, options, *, lo, hi, shift):
-        rng = np.random.default_rng(lo + hi)
-        self.memory, self.kernel, self.options = Memory(), kernel, options
-        self.lo, self.hi = lo, hi
-        states = {"Sgd": 0, "Momentum": 1, "Adam": 2}[kernel.rule]
-        self.numpy_step, self.numbers = STEPS[kernel.rule]
-        first = [rng.standard_normal(hi - lo, np.float32), *[np.zeros(hi - lo, f32)] * states]
-        self.owned = [self.memory.place(x, 4 * shift) for x in first]
+    def __init__(self, dtypes, rule, options, *, n_targets, count, shift, owned_shift):
+        rng = np.random.default_rng(count)
+        self.memory, self.dtypes, self.rule, self.options = Memory(), dtypes, rule, options
+        self.count = count
+        states = {"Sgd": 0, "Momentum": 1, "Adam": 2}[rule]
+        self.numpy_step, self.numbers = STEPS[rule]
+        first = [rng.standard_normal(count, np.float32), *[np.zeros(count, f32)] * states]
+        self.owned = [self.memory.place(x, 4 * owned_shift) for x in first]
         self.expected = [x.copy() for x in first]
-        empty = np.zeros(hi + 5, numpy_of(kernel.weight))
-        self.weights = [
-            self.memory.place(empty, shift * empty.itemsize) for _ in range(kernel.n_targets)
-        ]
+        empty = np.zeros(count, numpy_of(dtypes[1]))
+        self.weights = [self.memory.place(empty, shift * empty.itemsize) for _ in range(n_targets)]
 
     def step(self, step, gradients, scale, text=None):
-        arguments = self.kernel.pack_arguments(
-            addresses(gradients),
-            addresses(self.weights),
-            addresses(self.owned),
-            self.numbers(step, **self.options),
-            lo=self.lo,
-            hi=self.hi,
-            scale=scale,
-        )
-        launch(self.kernel, arguments, text=text)
+        arrays = (addresses(each) for each in (gradients, self.weights, self.owned))
+        numbers = self.numbers(step, **self.options)
+        kernel = UpdateKernel(*arrays, self.count, *self.dtypes, self.rule, numbers, scale)
+        launch(kernel, text=text)
         total = gradients[0].astype(f32)
         for gradient in gradients[1:]:
             total = total + gradient.astype(f32)
         weights, *states = self.expected
-        grad = total[self.lo : self.hi] * f32(scale)
-        self.numpy_step(weights, grad, states, step, **self.options)
+        self.numpy_step(weights, total * f32(scale), states, step, **self.options)
 
     def check(self):
         for ours, numpys in zip(self.owned, self.expected, strict=True):
             assert bits(ours) == bits(numpys)
-        right = np.zeros_like(self.weights[0])
-        right[self.lo : self.hi] = self.expected[0].astype(right.dtype)
+        right = self.expected[0].astype(self.weights[0].dtype)
         assert {bits(x) for x in self.weights} == {bits(right)}
         self.memory.check()
 
 
-def check_update(gradient, weight, rule, options, *, lo=3, shift=0, text=None):
-    n, hi = 3, lo + 1000
-    kernel = UpdateKernel(gradient, weight, rule, n, n)
-    owner = Owner(kernel, options, lo=lo, hi=hi, shift=shift)
+def check_update(gradient, weight, rule, options, *, shift=3, owned_shift=0, text=None):
+    n, count = 3, 1000
+    shifts = {"shift": shift, "owned_shift": owned_shift}
+    owner = Owner((gradient, weight), rule, options, n_targets=n, count=count, **shifts)
     for step in (1, 2, 3):
         rng = np.random.default_rng(step)
-        rows = [rng.standard_normal(hi).astype(numpy_of(gradient)) for _ in range(n)]
+        rows = [rng.standard_normal(count).astype(numpy_of(gradient)) for _ in range(n)]
         gradients = [owner.memory.place(row, shift * gradient.itemsize) for row in rows]
         owner.step(step, gradients, 1 / n, text)
     owner.check()
@@ -419,9 +351,11 @@ EVERY_KIND = [(g, w) for g in (F16, BF16, F32) for w in (F16, BF16, F32)]
 
 @pytest.mark.parametrize(("rule", "options"), RULES, ids=str)
 @pytest.mark.parametrize(("gradient", "weight"), at_length(EVERY_KIND, KINDS), ids=str)
-@pytest.mark.parametrize(("lo", "shift"), [(0, 0), (3, 0), (16, 1)])
-def test_updates_equal_the_formulas_bit_for_bit(gradient, weight, rule, options, *, lo, shift):
-    check_update(gradient, weight, rule, options, lo=lo, shift=shift)
+@pytest.mark.parametrize(("shift", "owned_shift"), [(0, 0), (3, 0), (1, 1)])
+def test_updates_equal_the_formulas_bit_for_bit(
+    gradient, weight, rule, options, *, shift, owned_shift
+):
+    check_update(gradient, weight, rule, options, shift=shift, owned_shift=owned_shift)
 
 
 class Twin:
@@ -447,16 +381,11 @@ class Twin:
     def step(self, step, grad):
         self.param.grad = self.torch.from_numpy(grad.copy())
         self.optimizer.step()
-        kernel = UpdateKernel(F32, F32, self.rule, 1, 1)
         pushed = np.empty_like(self.weights)
-        arguments = kernel.pack_arguments(
-            [grad.ctypes.data],
-            [pushed.ctypes.data],
-            addresses([self.weights, *self.states]),
-            STEPS[self.rule][1](step, **self.options),
-            hi=grad.size,
-        )
-        launch(kernel, arguments)
+        arrays = ([grad], [pushed], [self.weights, *self.states])
+        numbers = STEPS[self.rule][1](step, **self.options)
+        of_kernel = (grad.size, F32, F32, self.rule, numbers, 1.0)
+        launch(UpdateKernel(*map(addresses, arrays), *of_kernel))
         assert bits(pushed) == bits(self.weights)
 
     def torchs_states(self):
@@ -523,138 +452,6 @@ def test_a_step_of_adam_has_the_bits_of_torch_where_its_root_is_the_nearest():
     assert bits(twin.weights[is_nearest]) == bits(twin.param.detach().numpy()[is_nearest])
 
 
-# --- QUANTISE and DEQUANTISE --------------------------------------------------------------------
-
-
-LARGEST = float(np.finfo(f32).max)  # 127 times its 127th part overflow
-
-
-def gradients(dtype, count, seed):
-    """Return numbers of very different sizes in different blocks, with all that is special."""
-    rng = np.random.default_rng([seed, count])
-    x = (
-        rng.standard_normal(count)
-        * 10.0 ** np.repeat(rng.integers(-3, 3, count // 32 + 1), 32)[:count]
-    )
-    x[rng.random(count) < 0.05] *= 0
-    for place, special in enumerate([np.nan, np.inf, -LARGEST, 3e-39, -1e-44]):
-        x[place * 513 + 100 : place * 513 + 101] = special
-    x[3072:] = 0
-    with np.errstate(over="ignore"):
-        return x.astype(numpy_of(dtype))
-
-
-def check_quantise(code, dtype, block, count, *, with_residual=True, text=None):
-    memory, draws = Memory(), (7, 2**40 + 1)
-    residual = np.zeros(count, f32) if with_residual else None
-    kept = memory.place(np.zeros(count, f32), 4)
-    scales = memory.place(np.zeros(-(-count // block), f32), 4)
-    codes = memory.place(np.zeros(count, np.uint8), 3)
-    kernel = QuantiseKernel(dtype, code, block)
-    for draw in draws:
-        x = memory.place(gradients(dtype, count, draw), dtype.itemsize)
-        arguments = kernel.pack_arguments(
-            x.ctypes.data,
-            residual=kept.ctypes.data if with_residual else 0,
-            scales=scales.ctypes.data,
-            codes=codes.ctypes.data,
-            count=count,
-            seed=2**33 + 5,
-            draw=draw,
-        )
-        launch(kernel, arguments, grid=2, text=text)
-        expected = reference.quantise(
-            x, residual, code=code, block=block, seed=2**33 + 5, draw=draw
-        )
-        assert bits(scales) == bits(expected.scales)
-        assert bits(codes) == bits(expected.codes)
-        assert residual is None or bits(kept) == bits(residual)
-    memory.check()
-
-
-EVERY_CODED = [(dtype, block) for dtype in (F32, BF16, F16) for block in CODEC_BLOCKS]
-CODED = [(F32, 64), (F32, 256), (F32, 512), (BF16, 256)]
-
-
-@pytest.mark.parametrize("code", ["Int8", "E4M3"])
-@pytest.mark.parametrize(("dtype", "block"), at_length(EVERY_CODED, CODED), ids=str)
-@pytest.mark.parametrize("count", [0, 1, 255, 4099])
-@pytest.mark.parametrize("with_residual", [True, False])
-def test_encoding_has_the_bits_of_the_reference(code, dtype, block, count, with_residual):
-    check_quantise(code, dtype, block, count, with_residual=with_residual)
-
-
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-def test_int8_without_a_residual_is_the_payload_of_the_cpu_codec(dtype):
-    x = gradients(dtype, 4099, 1)
-    encoded = reference.quantise(x, None, code="Int8", seed=11, draw=12)
-    payload = np.empty(encoded.scales.nbytes + 4099, np.uint8)
-    _core.encode_int8(payload, x.view(np.uint8), dtype.kernel, 256, 11, 12)
-    assert bits(payload) == bits(encoded.scales) + bits(encoded.codes)
-
-
-def check_dequantise(code, dtype, block, accumulates, text=None):
-    memory, count = Memory(), 4099
-    encoded = reference.quantise(gradients(F32, count, 1), None, code=code, block=block)
-    first = gradients(dtype, count, 2)
-    out = memory.place(first, dtype.itemsize)
-    scales, codes = memory.place(encoded.scales, 4), memory.place(encoded.codes, 1)
-    kernel = DequantiseKernel(dtype, code, block, accumulates)
-    arguments = kernel.pack_arguments(
-        scales=scales.ctypes.data, codes=codes.ctypes.data, out=out.ctypes.data, count=count
-    )
-    launch(kernel, arguments, text=text)
-    with np.errstate(all="ignore"):
-        value = reference.dequantise(encoded, code=code, block=block)
-        value = first.astype(f32) + value if accumulates else value
-        assert bits(out) == bits(canonical(value.astype(numpy_of(dtype))))
-    memory.check()
-
-
-@pytest.mark.parametrize("code", ["Int8", "E4M3"])
-@pytest.mark.parametrize(("dtype", "block"), at_length(EVERY_CODED, [(BF16, 256)]), ids=str)
-@pytest.mark.parametrize("accumulates", [True, False])
-def test_decoding_has_the_bits_of_the_reference(code, dtype, block, accumulates):
-    check_dequantise(code, dtype, block, accumulates)
-
-
-def test_int8_is_decoded_as_by_the_cpu_codec():
-    encoded = reference.quantise(gradients(F32, 4099, 1), None, code="Int8")
-    payload = np.concatenate([encoded.scales.view(np.uint8), encoded.codes])
-    out = np.empty(4099, f32)
-    _core.decode_int8(out.view(np.uint8), payload, F32.kernel, 256)
-    assert np.array_equal(out, reference.dequantise(encoded, code="Int8"), equal_nan=True)
-
-
-def test_e4m3_is_float8_e4m3fn():
-    every = np.arange(256, dtype=np.uint8)
-    values = every.view(ml_dtypes.float8_e4m3fn).astype(f32)
-    assert np.array_equal(reference.E4M3, values, equal_nan=True)
-
-
-def test_e4m3_rounds_to_nearest_even():
-    middles = (reference.E4M3[:126] + reference.E4M3[1:127]) / 2
-    near = [middles, np.nextafter(middles, f32(0)), np.nextafter(middles, f32(448))]
-    rng = np.random.default_rng(0)
-    wide = (rng.standard_normal(10_000) * 10.0 ** rng.integers(-5, 3, 10_000)).astype(f32)
-    x = np.concatenate([*near, *(-y for y in near), reference.E4M3[:127], wide])
-    x = x[np.abs(x) <= 448]
-    right = x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    assert np.array_equal(reference.nearest_e4m3(x), right)
-
-
-@pytest.mark.parametrize("code", ["Int8", "E4M3"])
-def test_what_is_decoded_plus_the_residual_is_what_was_given(code):
-    rng = np.random.default_rng(3)
-    residual, given, taken = np.zeros(1000, f32), np.zeros(1000), np.zeros(1000)
-    for draw in range(20):
-        x = rng.standard_normal(1000, f32)
-        encoded = reference.quantise(x, residual, code=code, draw=draw)
-        given += x
-        taken += reference.dequantise(encoded, code=code)
-    np.testing.assert_allclose(taken + residual, given, atol=1e-5)
-
-
 # --- what the checks catch ----------------------------------------------------------------------
 
 FAULTS = {
@@ -669,18 +466,18 @@ FAULTS = {
         lambda text: check_reduce(SUM, BF16, 3, 1000, text=text),
     ),
     "the elements behind the vectors are dropped": (
-        "? body.begin : hi;",
+        "? body.begin : count;",
         "? body.begin : body.end;",
         lambda text: check_reduce(SUM, F32, 3, 1003, text=text),
     ),
     "the elements before the vectors are dropped": (
-        "side == 0 ? lo : body.end",
+        "side == 0 ? 0 : body.end",
         "body.end",
         lambda text: check_reduce(SUM, F32, 3, 1003, "shifted alike", text=text),
     ),
     "the last vector is not whole": (
-        "(hi - begin) / kWidth * kWidth",
-        "(hi - begin + kWidth - 1) / kWidth * kWidth",
+        "(count - begin) / kWidth * kWidth",
+        "(count - begin + kWidth - 1) / kWidth * kWidth",
         lambda text: check_reduce(SUM, F32, 3, 1001, text=text),
     ),
     "NaN loses in MIN": (
@@ -703,20 +500,10 @@ FAULTS = {
         "a.re * b.re + a.im * b.im",
         lambda text: check_reduce(PRODUCT, DTYPES["complex64"], 3, 1000, text=text),
     ),
-    "float64 is rounded twice": (
-        "static RC_INLINE f16 from(double x) { return from(round_to_odd(x)); }",
-        "static RC_INLINE f16 from(double x) { return from(static_cast<float>(x)); }",
-        lambda text: check_pack(F64, F16, 1.0, 8, text=text),
-    ),
-    "the scale is applied after rounding": (
-        "To<T>::from(is_scaled ? widen(x) * scale : widen(x))",
-        "To<T>::from(widen(To<T>::from(widen(x))) * scale)",
-        lambda text: check_pack(F32, BF16, 1 / 3, 8, text=text),
-    ),
     "a chunk begins where its tensor does": (
-        "tensors.at[chunk.tensor]) + chunk.start;\n    void* target",
-        "tensors.at[chunk.tensor]);\n    void* target",
-        lambda text: check_pack(F32, BF16, 1.0, 8, text=text),
+        "tensors.at[chunk.tensor]) + chunk.start;",
+        "tensors.at[chunk.tensor]);",
+        lambda text: check_pack(4, 8, text=text),
     ),
     "a product is not fused": (
         "fmaf(n.fresh, g, state[0] * n.momentum)",
@@ -732,36 +519,6 @@ FAULTS = {
         "for (int k = 0; k < kStates; ++k) states[k].store",
         "for (int k = 0; k < kStates && k < 1; ++k) states[k].store",
         lambda text: check_update(F32, F32, *RULES[5], text=text),
-    ),
-    "the residual is not updated": (
-        "residual[i] = sum - Code::value(code) * scale;",
-        "(void)residual;",
-        lambda text: check_quantise("Int8", F32, 256, 4099, text=text),
-    ),
-    "the residual of a block with NaN is lost": (
-        "if (residual != nullptr && is_number) residual",
-        "if (residual != nullptr) residual",
-        lambda text: check_quantise("E4M3", F32, 256, 4099, text=text),
-    ),
-    "random numbers change places": (
-        "const int k = run * 8 + quarter * 2 + half;",
-        "const int k = run * 8 + quarter + half * 4;",
-        lambda text: check_quantise("Int8", F32, 256, 4099, text=text),
-    ),
-    "ties are rounded up": (
-        "0x7ffffu + (magnitude >> 20 & 1u)",
-        "0x7ffffu + 1u",
-        lambda text: check_quantise("E4M3", BF16, 64, 4099, text=text),
-    ),
-    "a scale overflows": (
-        "return fits ? scale :",
-        "return fits || true ? scale :",
-        lambda text: check_quantise("Int8", F32, 256, 4099, text=text),
-    ),
-    "decoding does not accumulate": (
-        "value[u] = widen(out[at]) + value[u];",
-        ";",
-        lambda text: check_dequantise("Int8", F32, 256, True, text=text),
     ),
 }
 

@@ -18,12 +18,12 @@ from random_programs import make_program, run_program
 from simulated_nccl import FakeNccl
 
 import ringcomm as rc
-from ringcomm.config import settings
-from ringcomm.engine.api.world import engine
+from ringcomm.config import read_settings
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor.gpus import Drivers, Gpus, cuda_drivers
 from ringcomm.gpu.transports import nccl_nccl4py
-from ringcomm.gpu.transports.nccl_nccl4py import Nccl4pyProvider
-from ringcomm.nvidia import presence
+from ringcomm.gpu.transports.nccl_nccl4py import Nccl4py
+from ringcomm.nvidia import judge_software
 
 
 class NCCLError(Exception):
@@ -82,7 +82,7 @@ class Bindings:
         comm.comm_destroy()
 
 
-class OneEach(Nccl4pyProvider):
+class OneEach(Nccl4py):
     """Each communicator has functions of its own: those for groups do not tell whose they are."""
 
     def __init__(self, fake):
@@ -90,10 +90,10 @@ class OneEach(Nccl4pyProvider):
         self._fake = fake
 
     def unique_id(self):
-        return Nccl4pyProvider.unique_id(self._fresh())
+        return Nccl4py.unique_id(self._fresh())
 
     def connect(self, unique_id, rank, size):
-        return Nccl4pyProvider.connect(self._fresh(), unique_id, rank, size)
+        return Nccl4py.connect(self._fresh(), unique_id, rank, size)
 
     def _fresh(self):
         fresh = copy.copy(self)
@@ -108,8 +108,8 @@ def installed(monkeypatch, bindings):
         package.nccl = bindings
     monkeypatch.setitem(sys.modules, "nccl", types.ModuleType("nccl"))
     monkeypatch.setitem(sys.modules, "nccl.bindings", package)
-    stack = presence.Stack(
-        driver=presence.Driver(), cupy=presence.Cupy(version="14.2.0", cuda=13020)
+    stack = judge_software.Stack(
+        driver=judge_software.Driver(), cupy=judge_software.Cupy(version="14.2.0", cuda=13020)
     )
     monkeypatch.setattr(nccl_nccl4py, "probe", lambda: stack)
 
@@ -144,13 +144,13 @@ def test_what_nccl_refuses_is_told_with_its_words(monkeypatch):
 
     installed(monkeypatch, Refusing(None))
     with pytest.raises(rc.RingcommError, match="ncclCommInitRank failed: UnhandledCudaError"):
-        Nccl4pyProvider().connect(b"x" * 128, 0, 1)
+        Nccl4py().connect(b"x" * 128, 0, 1)
 
 
 def test_where_it_is_not_installed_the_remedy_is_told(monkeypatch):
     installed(monkeypatch, None)
     with pytest.raises(
-        rc.ConfigError, match="pip install nccl4py cuda-bindings, or set it to cupy"
+        rc.ConfigError, match="pip install nccl4py cuda-bindings, or set RINGCOMM_NCCL to cupy"
     ):
         cuda_drivers("nccl4py").provider()
 
@@ -162,10 +162,10 @@ def test_a_version_that_is_too_old_is_refused(monkeypatch):
 
     installed(monkeypatch, Old(None))
     with pytest.raises(rc.ConfigError, match=r"NCCL 2\.18\.0 is too old"):
-        Nccl4pyProvider()
+        Nccl4py()
 
 
 def test_the_setting_has_two_values():
-    assert settings({"RINGCOMM_NCCL": "nccl4py"}).nccl == "nccl4py"
+    assert read_settings({"RINGCOMM_NCCL": "nccl4py"}).nccl == "nccl4py"
     with pytest.raises(rc.ConfigError, match="RINGCOMM_NCCL is 'torch'; it must be one of cupy,"):
-        settings({"RINGCOMM_NCCL": "torch"})
+        read_settings({"RINGCOMM_NCCL": "torch"})

@@ -12,11 +12,11 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm import arrays
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.gpu.executor.gpus import Gpus
-from ringcomm.nvidia import probing
-from ringcomm.nvidia.presence import Cupy, Driver, Nccl, Stack
+from ringcomm.nvidia import find_software
+from ringcomm.nvidia.judge_software import Cupy, Driver, Nccl, Stack
 
 NO_CUPY = Stack()
 CUPY_ALONE = Stack(cupy=Cupy(version="14.2.0", cuda=13020, nvrtc="13.0", has_headers=True))
@@ -36,7 +36,7 @@ def found(monkeypatch):
 
     def find(stack):
         monkeypatch.setattr(arrays, "_added", [])
-        monkeypatch.setattr(probing, "probe", lambda: stack)
+        monkeypatch.setattr(find_software, "probe", lambda: stack)
         monkeypatch.setattr(arrays, "_cupy", lambda: pytest.fail("cupy was touched"))
 
     return find
@@ -64,7 +64,7 @@ def test_explain_promises_no_transport(stack, line, found):
 
 def test_where_a_gpu_can_be_used_explain_says_what_will_choose(monkeypatch, found):
     found(NO_CUPY)
-    monkeypatch.setattr(probing, "probe", lambda: WITHOUT_NCCL)
+    monkeypatch.setattr(find_software, "probe", lambda: WITHOUT_NCCL)
     (told,) = run_ranks(1, lambda _: str(rc.explain(1000, device="cuda")))
     assert told.endswith("first operation on them takes the first usable of nccl, ipc and staged")
 

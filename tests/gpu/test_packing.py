@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import simulated_gpu as sim
 from gpu_ranks import choose, on_gpus
-from samples import whole_numbers
+from sample_values import whole_numbers
 
 import ringcomm as rc
-from ringcomm.gpu.device import packing
+from ringcomm.gpu.device import pack_layouts
+from ringcomm.gpu.kernels.pack import TENSORS_PER_LAUNCH
 
 SIGNALLING = 0x7FA00001  # as a float32 a NaN that arithmetic would make quiet
 
@@ -44,7 +45,7 @@ def test_grouped_arrays_of_every_width_keep_their_bits(dtype, transport, tmp_pat
 
 
 def test_more_arrays_than_one_launch_takes(tmp_path):
-    n = packing.TENSORS_PER_LAUNCH + 1
+    n = TENSORS_PER_LAUNCH + 1
 
     def body(rank):
         xs = [sim.array(np.full(1 + number % 3, number + rank, "f4")) for number in range(n)]
@@ -57,7 +58,7 @@ def test_more_arrays_than_one_launch_takes(tmp_path):
 @pytest.mark.parametrize("bound", ["layouts", "room"])
 def test_no_more_tables_than_there_is_room_for(bound, tmp_path, monkeypatch):
     if bound == "layouts":
-        monkeypatch.setattr(packing, "_MOST_LAYOUTS", 2)
+        monkeypatch.setattr(pack_layouts, "_MOST_LAYOUTS", 2)
 
     def body(rank):
         gpu, packs = sim.current_gpu(), []

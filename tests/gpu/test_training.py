@@ -71,7 +71,7 @@ print("equal", round(time.monotonic() - began, 1), flush=True)
     ("transport", "shard_state"),
     at_length(
         [(t, s) for t in ("ipc", "nccl", "staged") for s in (0, 1)],
-        [("nccl", 0)],  # test_fused_update.py trains over ipc, with shard_state
+        [("nccl", 0)],  # test_shard_state_fused_update.py trains over ipc, with shard_state
     ),
 )
 def test_training_on_gpus_equals_one_process(transport, shard_state, tmp_path):

@@ -8,7 +8,7 @@ from harness import outcomes
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.gpu.executor import transport_setup as gpu_founding
 from ringcomm.gpu.executor.gpus import Drivers, Gpus
 

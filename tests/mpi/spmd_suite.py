@@ -10,21 +10,21 @@ import re
 import socket
 from pathlib import Path
 
-import conformance
 import ml_dtypes
 import numpy as np
 import pytest
+import transport_conformance
+from algorithm_cases import CASES, body_of, channel, drive, flat
 from mpi4py import rc as mpi4py_rc
 from random_programs import make_program, run_program
-from recordings import CASES, body_of, channel, drive, flat
-from samples import total, whole_numbers
+from sample_values import total, whole_numbers
 
 import ringcomm as rc
+from ringcomm._core import WireFault
 from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.recording import perform
-from ringcomm.engine.api import world
+from ringcomm.engine.api import init_rank_size
 from ringcomm.transport import mpi as mpi_transport
-from ringcomm.transport.base import WireFault
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64]
 
@@ -79,12 +79,12 @@ def test_ranks_are_numbered_within_their_host_and_across_hosts():
 
 
 def test_init_twice_is_once():
-    before = world.engine()
+    before = init_rank_size.engine()
     rc.init()
-    assert world.engine() is before
+    assert init_rank_size.engine() is before
 
 
-@pytest.mark.parametrize("body", conformance.BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", transport_conformance.BODIES, ids=lambda body: body.__name__)
 def test_transport(body, mpi):
     if rc.size() == 1:
         pytest.skip("a rank alone sends no message that could have another size")
@@ -160,7 +160,7 @@ def test_abandoned_receives_take_no_message_without_python_either(wires):
     t.abandon()
     rc.barrier()
     transport = wires["whole"]
-    conformance.finish(
+    transport_conformance.finish(
         transport,
         transport.irecv(out, left, t.tag),
         transport.isend(np.full(8, 7, np.uint8), right, t.tag),
@@ -207,7 +207,7 @@ def test_random_programs_with_groups_and_asynchronous_operations(seed):
 
 
 def test_contexts_of_dropped_groups_are_used_again(monkeypatch):
-    wire = world.engine().transport
+    wire = init_rank_size.engine().transport
     monkeypatch.setattr(wire, "tags", dataclasses.replace(wire.tags, n_contexts=8))
     before, ranks = [], list(range(rc.size()))
     for index in range(60):
@@ -293,15 +293,15 @@ def test_objects_travel():
 
 def test_the_status_page_says_what_the_rank_does():
     rc.allreduce(np.ones(10), name="on the page")
-    world.engine().note_step(5)
-    seen = world._world.transport.page.snapshot()
+    init_rank_size.engine().note_step(5)
+    seen = init_rank_size._world.transport.page.snapshot()
     assert (seen["rank"], seen["size"], seen["step"]) == (rc.rank(), rc.size(), 5)
     assert seen["op_name"] == "allreduce[on the page]"
     assert seen["op_nbytes"] == 80
 
 
 def test_neighbours_are_watched_and_their_pages_mapped():
-    transport = world._world.transport
+    transport = init_rank_size._world.transport
     neighbours = transport._neighbours
     assert sorted([*neighbours.watched, rc.rank()]) == ranks_of_this_host()
     for rank in neighbours.ranks:
@@ -315,7 +315,7 @@ def test_operations_leave_no_request_behind():
     for _ in range(50):
         rc.allreduce(np.ones(100_000, np.float32))
     gc.collect()
-    transport = world._world.transport
+    transport = init_rank_size._world.transport
     rc.barrier()
     assert mpi_transport._grave == before
     assert len(transport._outbox) <= rc.size()

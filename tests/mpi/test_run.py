@@ -208,7 +208,7 @@ def test_without_cloudpickle_a_lambda_is_refused_before_anything_starts(monkeypa
 def test_without_cloudpickle_a_function_of_main_is_refused(monkeypatch, module):
     without_cloudpickle(monkeypatch)
     monkeypatch.setattr(module.add, "__module__", "__main__")
-    with pytest.raises(TypeError, match=r"^run: add is of __main__, where ranks do not find it"):
+    with pytest.raises(TypeError, match=r"^run: add is defined in __main__, where ranks cannot"):
         rc.run(module.add, (1,))
 
 
@@ -218,9 +218,9 @@ def test_an_argument_that_cannot_be_sent_is_refused():
 
 
 def test_without_mpirun_the_error_says_how_to_get_one(monkeypatch):
-    from ringcomm.launch import gather
+    from ringcomm.launch.check_install import gather_facts
 
-    monkeypatch.setattr(gather, "_launcher", lambda _: None)
+    monkeypatch.setattr(gather_facts, "_launcher", lambda _: None)
     with pytest.raises(
         rc.ConfigError, match=r"run: neither beside Python nor on PATH\. pip install"
     ):

@@ -35,7 +35,7 @@ def test_what_is_measured_is_printed_kept_and_chosen_by(tmp_path):
 
     explained = run_script(2, EXPLAIN, cwd=tmp_path, env=env)
     assert explained.code == 0, explained.output
-    assert explained.output.count(": node, for its ranks share their node's memory") == 2
+    assert explained.output.count(": node, because its ranks share their node's memory") == 2
     assert explained.output.count(f"{row['ring'] * 1e6:10.1f} us") == 2  # beside what it measured
 
 

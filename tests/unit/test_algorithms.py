@@ -5,25 +5,25 @@ import numpy as np
 import pytest
 from harness import at_length, run_ranks
 from loopback import LoopbackHub
-from samples import whole_numbers
+from sample_values import whole_numbers
 
 import ringcomm as rc
 from ringcomm.arrays import DTYPES, Flat
-from ringcomm.collectives import schedule
+from ringcomm.collectives import message_patterns
 from ringcomm.collectives.algorithms import (
     circulant,
     direct,
     hierarchical,
-    pipeline,
     ring,
     segmented,
+    segments_under_way,
 )
-from ringcomm.collectives.layout import hosts
-from ringcomm.collectives.schedule import chunks, consecutive
+from ringcomm.collectives.message_patterns import chunks, consecutive
+from ringcomm.collectives.ranks_by_host import hosts
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.plan import Plan
 
 HALVES = {"ring": ring, "segmented": segmented, "direct": direct, "circulant": circulant}
 LAYOUTS = {
@@ -113,7 +113,7 @@ def ragged(count, size):
 @pytest.fixture
 def short_segments(monkeypatch):
     for limit in ("WIRE_SEGMENT_NBYTES", "NODE_SEGMENT_NBYTES"):
-        monkeypatch.setattr(schedule, limit, 128)
+        monkeypatch.setattr(message_patterns, limit, 128)
 
 
 def counts(size):
@@ -267,7 +267,7 @@ def test_at_most_a_few_segments_are_under_way():
         await segmented.allreduce_(flat(values(rank, 5000, np.float32)), t, rc.SUM)
         return max(under_way)
 
-    assert run_on(range(3), body) == [2 * pipeline.AHEAD] * 3
+    assert run_on(range(3), body) == [2 * segments_under_way.AHEAD] * 3
 
 
 @pytest.mark.parametrize("algorithm", ["segmented", "circulant", "hierarchical"])

@@ -13,9 +13,9 @@ from loopback import LoopbackTransport
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core import ledger
-from ringcomm.engine.core.current import serve_thread
+from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.lifecycle import leave, stop
 from ringcomm.engine.progress.loop import Progress
 from ringcomm.transport.tags import TagLayout

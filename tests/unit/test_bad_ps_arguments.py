@@ -28,12 +28,21 @@ def rows():
     return {"keys": KEYS, "rows": np.ones((6, 3), np.float32)}
 
 
+class Ahead:
+    """What has prefetch()."""
+
+    def prefetch(self, inputs):
+        """Begin to fetch nothing."""
+
+
 # What each function is called with where it is called as it should be.
 JOB = {
     "complete_step": dict,
     "hashtable": lambda: {"dim": 3},
     "load": lambda: {"path": "saved"},
     "load_state_dict": lambda: {"path": "saved"},
+    "prefetching": lambda: {"loader": [], "collection": Ahead(), "ids": len},
+    "pull_many": lambda: {"pulls": []},
     "rebalance": dict,
     "report": lambda: {"step": 1, "metrics": {}},
     "reports": dict,
@@ -43,13 +52,12 @@ JOB = {
 }
 APART = {
     "init", "stop", "should_stop", "workers", "rank", "size", "is_chief", "stats", "snapshot",
-    "evaluator", "function", "subscribe",  # begin or end something, or have no such arguments
-    "Delta", "Future", "HashTable", "Metadata", "News", "Pushed", "Rebalanced", "Report",
-    "RowDelta", "Stamp", "Subscription", "Table",  # nobody makes one
+    "evaluator", "function",  # begin or end something, or have no such arguments
+    "Future", "HashTable", "Metadata", "Pushed", "Rebalanced", "Report",
+    "Table",  # nobody makes one
 }  # fmt: skip
 TABLE = {"bounds_of": lambda: {"part": 0}, "pull": dict, "push": gradient, "push_pull": gradient}
 ROWS = {
-    "changed": dict,
     "erase": lambda: {"keys": KEYS},
     "metadata": lambda: {"keys": KEYS},
     "pull": lambda: {"keys": KEYS},

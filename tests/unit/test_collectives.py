@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length, outcomes, run_ranks
-from samples import total, whole_numbers
+from sample_values import total, whole_numbers
 
 import ringcomm as rc
 

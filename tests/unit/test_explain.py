@@ -11,7 +11,7 @@ from loopback import LoopbackHub
 import ringcomm as rc
 from ringcomm import config
 from ringcomm.config import Settings
-from ringcomm.engine.core.selection import MODULES
+from ringcomm.engine.core.algorithm_choice import MODULES
 from ringcomm.transport.node.steps import NodeReduction
 
 
@@ -58,7 +58,7 @@ def test_it_tells_why_an_algorithm_is_out():
         "allreduce of 1 KiB bfloat16 AVERAGE, deterministic on 2 hosts x 2 ranks: direct, the "
         "only one that can"
     )
-    assert "\n  ring          no: it would round bfloat16 at every stop" in text
+    assert "\n  ring          no: it would round bfloat16 at every rank" in text
 
 
 def test_it_tells_what_is_forced_and_what_cannot_be():
@@ -119,13 +119,13 @@ def test_a_wrong_argument_is_named(kwargs, error, text):
     ],
 )
 def test_an_algorithm_is_forced_for_all_collectives_or_for_some(text, expected):
-    assert config.settings({"RINGCOMM_ALGORITHM": text}).forced == expected
+    assert config.read_settings({"RINGCOMM_ALGORITHM": text}).forced == expected
 
 
 @pytest.mark.parametrize("text", ["", "rings", "broadcast:ring", "allreduce:", "ring,", ":ring"])
 def test_an_unknown_algorithm_names_the_known_ones(text):
     with pytest.raises(rc.ConfigError, match=f"RINGCOMM_ALGORITHM is '{text}'.*hierarchical"):
-        config.settings({"RINGCOMM_ALGORITHM": text})
+        config.read_settings({"RINGCOMM_ALGORITHM": text})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_unknown_algorithm_names_the_known_ones(text):
 )
 def test_two_choices_for_the_same_are_refused(text, what):
     with pytest.raises(rc.ConfigError, match=f"which has two choices for {what}"):
-        config.settings({"RINGCOMM_ALGORITHM": text})
+        config.read_settings({"RINGCOMM_ALGORITHM": text})
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,6 @@ def test_a_forced_algorithm_that_cannot_is_announced_once_by_the_first_rank(capl
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
-        "RINGCOMM_ALGORITHM: allreduce does not go by ring, for it would round float16 at every "
-        "stop, where all ranks' sum is rounded once; it goes by direct."
+        "RINGCOMM_ALGORITHM: allreduce cannot use ring, because it would round float16 at every "
+        "rank, not once at the end; it uses direct."
     )

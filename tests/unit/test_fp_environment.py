@@ -12,10 +12,11 @@ import ringcomm as rc
 from ringcomm import _core
 from ringcomm.arrays import DTYPES
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.scaling import scale
+from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.operations.adasum import combine
 from ringcomm.ps import initializers, optim
-from ringcomm.ps.rows import row_spec
+from ringcomm.ps.protocol.frame_meta import MISSING
+from ringcomm.ps.server.rows.row_spec import row_spec
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc",
@@ -168,10 +169,12 @@ def test_rows_have_the_same_bits(bits):
 
     def results():
         spec = row_spec(4, updater, init=initializers.normal(std=1e-39, seed=3))
-        rows = _core.Rows(spec)
-        rows.push(keys, grads, updater.code, updater.hyper, 0.0, 1)
+        rows = _core.Shard(spec, np.zeros(1, np.uint32), 0)
+        rows.push([(keys, grads, 1.0, None)], updater.code, updater.hyper, 1.0, 0.0, 1)
         out = np.empty((60, 4), np.float32)
-        rows.gather(np.arange(60, dtype=np.uint64), out, "init")  # some have no row yet
+        rows.gather(
+            np.arange(60, dtype=np.uint64), out, MISSING.index("init")
+        )  # some have no row yet
         return out.tobytes()
 
     right = results()

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from harness import at_length, outcomes, run_ranks
 from loopback import LoopbackHub, LoopbackTransport
-from samples import total, whole_numbers
+from sample_values import total, whole_numbers
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.lifecycle import leave
 from ringcomm.engine.peers import groups
-from ringcomm.transport.mpi_library import agreed_tags
+from ringcomm.transport.start_mpi import agreed_tags
 from ringcomm.transport.tags import DATA, TagLayout
 
 pytestmark = pytest.mark.usefixtures("wire")

@@ -116,7 +116,7 @@ def test_without_an_mpi_library_the_error_says_what_to_install():
 @pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_a_silent_singleton_is_refused(variable):
     code = (
-        "from ringcomm.transport.mpi_library import refuse_silent_singleton\n"
+        "from ringcomm.transport.start_mpi import refuse_silent_singleton\n"
         "refuse_silent_singleton(world_size=2)\n"
         "refuse_silent_singleton(world_size=1)"
     )

@@ -12,7 +12,7 @@ from harness import run_ranks
 from loopback import LoopbackHub
 
 import ringcomm as rc
-from ringcomm.collectives.select import choose
+from ringcomm.collectives.select_algorithm import choose
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/internals").glob("*.md"))]

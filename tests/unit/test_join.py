@@ -90,6 +90,7 @@ def test_every_collective_goes_on(size):
         assert np.array_equal(several[0], total)
         assert [len(each) for each in rc.grouped_allgather([x, x[:1]])] == [4 * n, n]
         assert np.array_equal(rc.grouped_reduce_scatter([x])[0], total[mine])
+        assert rc.grouped_allreduce_([]) == rc.grouped_allgather([]) == []
         rc.barrier()
         return True
 

@@ -10,17 +10,18 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import codec, ps
-from ringcomm.engine.api.world import engine
-from ringcomm.ps import client, leaving
-from ringcomm.ps.client import Ask
-from ringcomm.ps.credit import Credit, Turns
-from ringcomm.ps.dense import DensePartition
-from ringcomm.ps.frames import Kind
-from ringcomm.ps.hashed import Shard
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.ps import end_of_job
+from ringcomm.ps.client import client, flow_control
+from ringcomm.ps.client.flow_control import Credit, Turns
+from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
-from ringcomm.ps.placement import Move
-from ringcomm.ps.rebalancing import move_all
-from ringcomm.ps.serving import Server
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import Move
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.server.dense.partition import DensePartition
+from ringcomm.ps.server.rows.hash_shard import Shard
+from ringcomm.ps.server.server import Server
 
 NBYTES, CREDIT, N_PUSHES = 100_000, 400_000, 60
 
@@ -37,7 +38,7 @@ class Slow:
         self.changed = threading.Condition()
         self.n_at_rest, self.n_workers = 0, n_workers
         self.most = self.n_waits = 0
-        wait_until, push = client.Client._wait_until, kind.push
+        wait_until, decoded = client.Client.wait_until, kind.decoded
         slow = self
 
         def waiting(self, *args):
@@ -50,16 +51,16 @@ class Slow:
         def late_push(self, *args):
             with slow.changed:
                 assert slow.changed.wait_for(lambda: slow.n_at_rest == slow.n_workers, 20)
-            push(self, *args)
+            return decoded(self, *args)
 
-        monkeypatch.setattr(client.Client, "_wait_until", waiting)
-        monkeypatch.setattr(kind, "push", late_push)
+        monkeypatch.setattr(client.Client, "wait_until", waiting)
+        monkeypatch.setattr(kind, "decoded", late_push)
 
     def note(self, its_client, change):
         with self.changed:
             self.n_at_rest += change
             self.n_waits += change > 0
-            self.most = max(self.most, sum(its_client.n_bytes.values()))
+            self.most = max(self.most, sum(its_client.outstanding.credit.n_bytes.values()))
             self.changed.notify_all()
 
 
@@ -97,7 +98,7 @@ def hashed(**options):
 )
 @pytest.mark.parametrize("has_credit", [True, False], ids=["bounded", "without credit"])
 def test_memory_stays_bounded_when_the_server_is_slow(make, kind, has_credit, monkeypatch):
-    monkeypatch.setattr(client, "CREDIT_NBYTES", CREDIT if has_credit else 1 << 40)
+    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", CREDIT if has_credit else 1 << 40)
     slow = []
 
     def body(_):
@@ -121,22 +122,22 @@ def test_memory_stays_bounded_when_the_server_is_slow(make, kind, has_credit, mo
 @pytest.mark.parametrize("has_credit", [True, False], ids=["bounded", "without credit"])
 def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credit, monkeypatch):
     """Rounds wait at the server; compressed pushes do so as they are."""
-    credit = CREDIT if compression is None else CREDIT // 50
-    monkeypatch.setattr(client, "CREDIT_NBYTES", credit if has_credit else 1 << 40)
+    limit = CREDIT if compression is None else CREDIT // 50
+    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", limit if has_credit else 1 << 40)
     may_go, n_waits = threading.Semaphore(0), []
 
     def body(rank):
         push = dense(mode="sync", compression=compression)
         if rank == 0:
-            wait_until = client.Client._wait_until
+            wait_until = client.Client.wait_until
 
             def waiting(self, *args):
                 if self is session().client:
-                    n_waits.append(sum(self.n_bytes.values()))
+                    n_waits.append(sum(self.outstanding.credit.n_bytes.values()))
                     may_go.release()
                 wait_until(self, *args)
 
-            monkeypatch.setattr(client.Client, "_wait_until", waiting)
+            monkeypatch.setattr(client.Client, "wait_until", waiting)
             for _ in range(N_PUSHES):
                 future = push()
             for _ in range(N_PUSHES):
@@ -149,7 +150,7 @@ def test_memory_stays_bounded_when_another_worker_is_slow(compression, has_credi
 
     peak, total = peak_of(body, 2), N_PUSHES * NBYTES
     if has_credit:
-        assert max(n_waits) <= credit
+        assert max(n_waits) <= limit
         assert len(n_waits) > N_PUSHES / 2
         assert peak < 3 * CREDIT + 1_500_000 < total / 2
     elif compression is None:
@@ -182,7 +183,7 @@ def hash_tables(names, n_blocks, block_nbytes):
 def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monkeypatch):
     """Each has more than its credit under way, which waits for what the others push later."""
     block, n_blocks = 32_000, 8
-    monkeypatch.setattr(client, "CREDIT_NBYTES", 3 * block)
+    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 3 * block)
     monkeypatch.setattr(client, "STALL_S", 0.02)
     most = []
 
@@ -191,7 +192,7 @@ def test_workers_may_push_large_tables_in_different_orders(make, n_servers, monk
         order = tables[rank:] + tables[:rank]
         for _ in range(2):
             futures = [push() for push, _ in order]
-            most.append(max(session().client.n_bytes.values()))
+            most.append(max(session().client.outstanding.credit.n_bytes.values()))
             assert all(each.wait().applied for each in futures)
         return [pull().mean() for _, pull in tables]
 
@@ -236,7 +237,7 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
         assert push.wait().applied
         return t.pull().wait().tolist()
 
-    monkeypatch.setattr(client, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 10)
     monkeypatch.setattr(client, "STALL_S", 0.02)
     monkeypatch.setattr(Server, "on_request", hear_late)
     assert run_workers(2, body, 2) == [[1.0] * 40] * 2
@@ -246,15 +247,15 @@ def test_an_earlier_block_does_not_wait_for_a_later_one_that_moved_to_its_server
 def test_who_leaves_behind_pushes_that_wait_for_credit_stops_no_move_that_others_wait_for(
     monkeypatch,
 ):
-    monkeypatch.setattr(client, "CREDIT_NBYTES", 10)
+    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 10)
     monkeypatch.setattr(client, "STALL_S", 0.02)
-    has_settled, settle = threading.Event(), leaving._settle
+    has_settled, settle = threading.Event(), end_of_job._settle
 
     def note_settling(current):
         has_settled.set()
         settle(current)
 
-    monkeypatch.setattr(leaving, "_settle", note_settling)
+    monkeypatch.setattr(end_of_job, "_settle", note_settling)
 
     def body(rank):
         t = ps.table("w", 40, updater=ps.optim.Add(), mode="sync", block_nbytes=40)
@@ -272,26 +273,28 @@ def test_who_leaves_behind_pushes_that_wait_for_credit_stops_no_move_that_others
     assert run_workers(2, body, 2) == [[1.0] * 40, None]
 
 
-def test_a_table_has_one_push_on_its_way_whatever_others_wait_for():
-    def ask(table, nbytes=100, kind=Kind.PUSH, server=0):
-        return Ask(kind, (table, 0), server=server, body=np.empty(nbytes, np.uint8))
+def test_a_table_has_one_push_under_way_whatever_others_wait_for(monkeypatch):
+    def request(table, nbytes=100, kind=Kind.PUSH, server=0):
+        return Request(kind, (table, 0), server=server, body=np.empty(nbytes, np.uint8))
 
-    credit = Credit(lambda: (250, 3))
+    monkeypatch.setattr(flow_control, "CREDIT_NBYTES", 250)
+    monkeypatch.setattr(flow_control, "CREDIT_REQUESTS", 3)
+    bound = Credit()
     for _ in range(2):
-        credit.note(ask(1), 1)
-    assert not credit.allows(ask(1))
-    assert credit.allows(ask(1, nbytes=50))
-    assert credit.allows(ask(1, server=1))
-    assert credit.allows(ask(2))
-    assert not credit.allows(ask(2, kind=Kind.CALL))
-    credit.note(ask(2), 1)
-    assert not credit.allows(ask(2))
-    assert not credit.allows(ask(2, nbytes=0))
-    assert credit.allows(ask(3, nbytes=0))
-    assert credit.allows(ask(0, kind=Kind.LEAVE))
-    assert credit.busy() == {0}
-    credit.note(ask(2), -1)
-    assert credit.allows(ask(2))
+        bound.count(request(1), 1)
+    assert not bound.allows(request(1))
+    assert bound.allows(request(1, nbytes=50))
+    assert bound.allows(request(1, server=1))
+    assert bound.allows(request(2))
+    assert not bound.allows(request(2, kind=Kind.CALL))
+    bound.count(request(2), 1)
+    assert not bound.allows(request(2))
+    assert not bound.allows(request(2, nbytes=0))
+    assert bound.allows(request(3, nbytes=0))
+    assert bound.allows(request(0, kind=Kind.LEAVE))
+    assert bound.busy() == {0}
+    bound.count(request(2), -1)
+    assert bound.allows(request(2))
 
 
 def test_the_least_turn_is_known_whatever_left_and_came_back_in_which_order():

@@ -15,15 +15,15 @@ from harness import at_length
 from ps_jobs import run_workers
 
 import ringcomm as rc
-from ringcomm import files, ps
-from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.current import serve_thread
-from ringcomm.files import BrokenFileError
-from ringcomm.ps import checkpoint_files
+from ringcomm import atomic_files, ps
+from ringcomm.atomic_files import BrokenFileError
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.current_engine import serve_thread
+from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
-from ringcomm.ps.placement import Move
-from ringcomm.ps.rebalancing import move_all
-from ringcomm.ps.state import State, recut
+from ringcomm.ps.partition_state import State, recut
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import Move
 
 COUNT = 1003
 GRADIENTS = np.random.default_rng(0).standard_normal((40, 2, COUNT)).astype(np.float32)
@@ -363,7 +363,7 @@ def test_pushes_that_wait_for_their_round_are_not_saved_as_applied(tmp_path):
         train(t, rank, range(2))
         if rank == 1:
             future = t.push(GRADIENTS[2, rank])
-            asked = session().client._asked
+            asked = session().client.outstanding.requests
             waiting.update({ask.partition: sequence for sequence, ask in asked.items()})
             ps.stats()  # what came before has arrived
             pushed.set()
@@ -635,10 +635,10 @@ def test_slices_that_do_not_cover_a_range_are_refused():
 def test_a_file_is_replaced_at_once_or_stays(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    with pytest.raises(TypeError), files.replacing(path) as file:
+    with pytest.raises(TypeError), atomic_files.replacing(path) as file:
         file.write("no bytes")
     assert path.read_bytes() == b"old"
-    with files.replacing(path) as file:
+    with atomic_files.replacing(path) as file:
         file.write(json.dumps([1]).encode())
     assert json.loads(path.read_text()) == [1]
     assert os.listdir(tmp_path) == ["x"]

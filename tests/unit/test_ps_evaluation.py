@@ -9,16 +9,17 @@ from ps_jobs import run_all, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps import job, moments
-from ringcomm.ps.frames import Kind
-from ringcomm.ps.snapshots import STOP
+from ringcomm.ps import evaluation, job
+from ringcomm.ps.client import json_requests, pause_moves_and_snapshot
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.snapshot_numbers_and_request_names import STOP
 
 pytestmark = pytest.mark.usefixtures("wire")
 
 
 @pytest.fixture(autouse=True)
 def no_evaluation(monkeypatch):
-    monkeypatch.setattr(job, "_evaluation", None)
+    monkeypatch.setattr(evaluation, "_evaluation", None)
 
 
 def train(t, steps, count):
@@ -124,7 +125,7 @@ def test_a_mark_behind_init_is_refused():
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_servers):
-    monkeypatch.setattr(moments, "_TRIES", 1)
+    monkeypatch.setattr(pause_moves_and_snapshot, "_TRIES", 1)
     seen = []
 
     @ps.evaluator(every=1)
@@ -147,7 +148,7 @@ def test_a_snapshot_needs_one_attempt_however_fast_rounds_are(monkeypatch, n_ser
 @pytest.mark.long
 @pytest.mark.parametrize("n_servers", [1, 2])
 def test_tables_that_open_beside_a_snapshot_need_no_second_attempt(monkeypatch, n_servers):
-    monkeypatch.setattr(moments, "_TRIES", 1)
+    monkeypatch.setattr(pause_moves_and_snapshot, "_TRIES", 1)
     are_open = threading.Event()
 
     def body(rank):
@@ -172,7 +173,11 @@ def test_rounds_that_a_rank_has_stopped_go_on_once_it_has_left():
         t = ps.table("w", 30, updater=ps.optim.SGD(1.0), mode="sync")
         if rank == 1:
             current = job.session()
-            moments.ask_all(current, Kind.SNAPSHOT, {"do": STOP, "id": moments.new_id(current)})
+            json_requests.ask_json(
+                current.client,
+                Kind.SNAPSHOT,
+                {"do": STOP, "id": pause_moves_and_snapshot.new_id(current.client)},
+            ).wait()
             return None
         train(t, 5, 30)
         return t.pull().wait()[0]

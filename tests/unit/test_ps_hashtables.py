@@ -12,8 +12,8 @@ from ps_row_model import DIM, Model
 
 import ringcomm as rc
 from ringcomm import _core, ps
-from ringcomm.ps import hashed
 from ringcomm.ps.job import session
+from ringcomm.ps.server.rows import hash_shard as hashed
 
 pytestmark = pytest.mark.usefixtures("wire")
 
@@ -256,7 +256,7 @@ def test_a_push_that_comes_twice_is_applied_once():
     def body(_):
         kv = ps.hashtable("emb", 2, updater=ps.optim.Add())
         client = session().client
-        ask, twice = client._link.ask, []
+        ask, twice = client.link.ask, []
 
         def ask_twice(dest, header, meta, body):
             ask(dest, header, meta, body)
@@ -264,10 +264,10 @@ def test_a_push_that_comes_twice_is_applied_once():
                 twice.append(header)
                 ask(dest, header, meta, body)
 
-        client._link.ask = ask_twice
+        client.link.ask = ask_twice
         for _ in range(3):
             kv.push([1], np.ones((1, 2), np.float32)).wait()
-        client._link.ask = ask
+        client.link.ask = ask
         assert len(twice) == 3
         return kv.pull([1]).wait().tolist(), int(kv.metadata(1).wait().pushes)
 
@@ -329,5 +329,5 @@ def test_a_shard_refuses_keys_of_others_and_changes_nothing():
     keys = np.arange(100, dtype=np.uint64)
     grads = np.ones((100, 2), np.float32)
     with pytest.raises(ValueError, match="which another server owns"):
-        shard.push([(keys, grads, 1.0)], 1, np.empty(0), 1.0, 0.0, 1)
+        shard.push([(keys, grads, 1.0, None)], 1, np.empty(0), 1.0, 0.0, 1)
     assert len(shard) == 0

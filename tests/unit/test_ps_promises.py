@@ -13,16 +13,15 @@ from ps_jobs import deadline, run_workers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps import link
-from ringcomm.ps.client import Ask
-from ringcomm.ps.frames import Kind
-from ringcomm.ps.future import Future
+from ringcomm.ps.client.request import Request
 from ringcomm.ps.job import session
-from ringcomm.ps.messages import PullMeta, PushMeta
-from ringcomm.ps.serving import Server
+from ringcomm.ps.protocol import link
+from ringcomm.ps.protocol.frame_meta import PullMeta, PushMeta
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.server.server import Server
 
 NOTHING = np.empty(0, np.uint8)
-SMALL, LARGE = 10, 50_000  # elements: within a letter, and in memory or a message of their own
+SMALL, LARGE = 10, 50_000  # elements: within a frame, and in memory or a message of their own
 MODES = ["async", "sync", ps.SSP(1), ps.FirstOf(2)]
 
 
@@ -32,14 +31,14 @@ def ones(count, value=1.0):
 
 @pytest.fixture
 def late_bodies(monkeypatch):
-    """Bodies that are messages leave a little after the letters that announce them."""
-    test = link._Later.test
+    """Bodies that are messages leave a little after the frames that announce them."""
+    test = link._Sending.test
 
     def test_later(later):
         due = later.__dict__.setdefault("due", time.monotonic() + 0.002)
         return time.monotonic() >= due and test(later)
 
-    monkeypatch.setattr(link._Later, "test", test_later)
+    monkeypatch.setattr(link._Sending, "test", test_later)
 
 
 # --- always -------------------------------------------------------------------------------------
@@ -97,7 +96,7 @@ def test_no_pull_sees_half_an_update_or_goes_back(count):
             t.push(gradient)
         while rank < 2 and n_pulls[rank] < 50:
             values = t.pull(out=out).wait()
-            assert values.min() == values.max() == t._versions[0] >= before
+            assert values.min() == values.max() == t.blocks.versions[0] >= before
             before = values[0]
             n_pulls[rank] += before > 0  # those before the first push do not count
         return before
@@ -110,7 +109,7 @@ def test_a_pull_waits_for_the_push_before_it_however_long_that_is_under_way():
     def body(rank):
         t = ps.table("w", 10, updater=ps.optim.Add())
         t.pull().wait()
-        wire, kept = session().client._link, []
+        wire, kept = session().client.link, []
         ask, wire.ask = wire.ask, lambda *request: kept.append(request)
         t.push(ones(10))
         pull = t.pull()
@@ -129,7 +128,7 @@ def test_a_pull_waits_for_the_push_before_it_however_long_that_is_under_way():
 def test_a_push_that_comes_twice_is_applied_once(count, mode):
     def body(rank):
         t = ps.table("w", count, updater=ps.optim.SGD(1.0), mode=mode, block_nbytes=4 * count)
-        wire = session().client._link
+        wire = session().client.link
         ask = wire.ask
 
         def ask_twice(dest, header, meta, body):
@@ -274,13 +273,13 @@ def deaf(monkeypatch):
     """Set: servers take no notice of requests; what came meanwhile is carried out afterwards."""
     is_deaf, on_request, kept = threading.Event(), Server.on_request, defaultdict(list)
 
-    def hear(server, delivery):
+    def handle(server, delivery):
         mine = kept[server.index]  # each in its own thread
         mine.append(delivery)
         while mine and not is_deaf.is_set():
             on_request(server, mine.pop(0))
 
-    monkeypatch.setattr(Server, "on_request", hear)
+    monkeypatch.setattr(Server, "on_request", handle)
     return is_deaf
 
 
@@ -347,7 +346,7 @@ def raw(*shape):
 
 
 KEY = np.zeros(8, np.uint8)
-LETTERS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 rows, meta, body)
+SENSELESS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 rows, meta, body)
     "a kind that is none": (200, 1, b"", NOTHING),
     "a push to no table": (Kind.PUSH, 0, push_meta(), raw(4)),
     "a pull of no table": (Kind.PULL, 0, b"", NOTHING),
@@ -375,9 +374,9 @@ LETTERS = {  # what no client of ours sends: (kind, table: 0 none, 1 dense, 2 ro
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("letter", LETTERS)
-def test_a_letter_that_makes_no_sense_changes_nothing(letter, mode):
-    assert run_workers(2, job(mode, letter)) == undisturbed(mode)
+@pytest.mark.parametrize("senseless", SENSELESS)
+def test_a_request_that_makes_no_sense_changes_nothing(senseless, mode):
+    assert run_workers(2, job(mode, senseless)) == undisturbed(mode)
 
 
 @functools.cache
@@ -385,17 +384,17 @@ def undisturbed(mode):
     return run_workers(2, job(mode))
 
 
-def job(mode, letter=None):
-    """Return a body that trains, with such a letter in between, and tells all there is to see."""
+def job(mode, senseless=None):
+    """Return a body that trains, with such a request in between, and returns all results."""
 
     def body(rank):
         updater = ps.optim.Adam(0.1)  # the number of its steps shows in what it does
         t = ps.table("w", 4, updater=updater, mode=mode)
         kv = ps.hashtable("emb", 2, updater=updater, mode=mode)
         first = train(t, kv)
-        if rank == 0 and letter is not None:
+        if rank == 0 and senseless is not None:
             with pytest.raises((ValueError, KeyError, TypeError, rc.RingcommError)) as told:
-                send(t, kv, LETTERS[letter]).wait()
+                send(t, kv, SENSELESS[senseless]).wait()
             assert not isinstance(told.value, rc.CommTimeoutError)
         rc.barrier()
         return first, train(t, kv), train(t, kv), t.pull().wait().tolist(), len(kv)
@@ -415,13 +414,12 @@ def train(t, kv):
     return applied, values, [(part["pushes"], part["late"]) for part in parts]
 
 
-def send(t, kv, letter):
-    kind, which, meta, content = letter
+def send(t, kv, senseless):
+    kind, which, meta, content = senseless
     client, number = session().client, (0, t.number, kv.number)[which]
-    future = Future(client, "letter", 1, lambda: None, client.timestamp())
     partition = (number, 0) if which == 1 else None
-    client.ask([Ask(kind, partition, server=0, table=number, meta=meta, body=content)], future)
-    return future
+    request = Request(kind, partition, server=0, table=number, meta=meta, body=content)
+    return client.call("senseless", [request], lambda: None)
 
 
 def test_an_updater_of_another_kind_is_refused_where_it_is_set():

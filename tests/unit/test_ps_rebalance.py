@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from harness import wait_until
 from ps_jobs import moving_beside, run_workers
-from samples import whole_numbers
+from sample_values import whole_numbers
 
 import ringcomm as rc
 from ringcomm import ps
-from ringcomm.ps.frames import Kind
+from ringcomm.ps.client.request_order import RequestOrder
 from ringcomm.ps.job import session
-from ringcomm.ps.lanes import Lane
-from ringcomm.ps.moving import Mover
-from ringcomm.ps.placement import Move
-from ringcomm.ps.rebalancing import move_all
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import Move
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.server.partition_transfer import Transfer
 
 COUNT, BLOCK = 6000, 4000  # bytes of a block: 6 partitions of 1000 float32
 
@@ -172,6 +172,7 @@ def test_a_mean_that_waits_for_its_release_goes_along():
     assert run_workers(2, body, 2) == [3.0 + 6.0] * 2
 
 
+@pytest.mark.usefixtures("wire")
 def test_what_was_sent_in_an_older_view_is_sent_back_though_the_partition_is_there_again():
     def body(rank):
         t = ps.table("w", 10, updater=ps.optim.Add())
@@ -180,11 +181,13 @@ def test_what_was_sent_in_an_older_view_is_sent_back_though_the_partition_is_the
         for dest in (1 - owner, owner):
             assert move(t, 0, dest).moved == 1
         t.pull().wait()
-        n_moved = client.n_moved
-        assert client._lanes[partition].epoch == 2
-        client._lanes[partition].epoch = 1  # as one that was on its way all the time
+        n_moved = client.outstanding.n_resent
+        assert client.outstanding.owners.orders[partition].epoch == 2
+        client.outstanding.owners.orders[
+            partition
+        ].epoch = 1  # as one that was on its way all the time
         assert t.push(np.ones(10, np.float32)).wait().applied
-        assert client.n_moved == n_moved + 1
+        assert client.outstanding.n_resent == n_moved + 1
         return t.pull().wait()[0]
 
     assert run_workers(1, body, 2) == [1.0]
@@ -192,11 +195,11 @@ def test_what_was_sent_in_an_older_view_is_sent_back_though_the_partition_is_the
 
 def test_who_only_reads_where_values_stand_hears_of_what_moves(monkeypatch):
     monkeypatch.setattr(harness, "wire", "node")
-    movers, is_over, begin = [], threading.Event(), Mover.__init__
+    transfers, is_over, begin = [], threading.Event(), Transfer.__init__
 
-    def begin_noted(mover, server):
-        movers.append(mover)
-        begin(mover, server)
+    def begin_noted(transfer, *arguments, **options):
+        transfers.append(transfer)
+        begin(transfer, *arguments, **options)
 
     def body(rank):
         t = ps.table("w", COUNT, block_nbytes=BLOCK)
@@ -208,11 +211,11 @@ def test_who_only_reads_where_values_stand_hears_of_what_moves(monkeypatch):
             return
         try:
             assert move(t, 0, 1 - owners(t)[0]).moved == 1
-            wait_until(lambda: owners(t) and not any(each._retired for each in movers), "kept")
+            wait_until(lambda: owners(t) and not any(each._retired for each in transfers), "kept")
         finally:
             is_over.set()
 
-    monkeypatch.setattr(Mover, "__init__", begin_noted)
+    monkeypatch.setattr(Transfer, "__init__", begin_noted)
     run_workers(2, body, 2)
 
 
@@ -240,7 +243,9 @@ def test_who_leaves_has_first_sent_again_what_came_back():
         t = ps.table("w", 10, updater=ps.optim.Add())
         assert move(t, 0, 1 - owners(t)[0]).moved == 1
         t.pull().wait()
-        session().client._lanes[t.number, 0].epoch = 0  # as if the news were still on its way
+        session().client.outstanding.owners.orders[
+            t.number, 0
+        ].epoch = 0  # as if the news were still on its way
         future = t.push(np.ones(10, np.float32))
         session().leave()
         return future.done() and future.result().applied
@@ -253,7 +258,9 @@ def test_a_push_that_came_back_is_sent_again_as_it_was_made():
         t = ps.table("w", 10, updater=ps.optim.Add())
         assert move(t, 0, 1 - owners(t)[0]).moved == 1
         t.pull().wait()
-        session().client._lanes[t.number, 0].epoch = 0  # as if the news were still on its way
+        session().client.outstanding.owners.orders[
+            t.number, 0
+        ].epoch = 0  # as if the news were still on its way
         x = np.ones(10, np.float32)
         future = t.push(x)
         x.fill(7)
@@ -269,7 +276,7 @@ def test_a_push_that_comes_again_after_a_move_is_not_applied_again(mode):
     def body(rank):
         t = ps.table("w", 10, updater=ps.optim.SGD(1.0), mode=mode)
         current, sent = session(), []
-        wire, dest = current.client._link, 1 - owners(t)[0]
+        wire, dest = current.client.link, 1 - owners(t)[0]
         ask = wire.ask
         wire.ask = lambda *request: sent.append(request) or ask(*request)
         t.push(np.full(10, -1, np.float32)).wait()
@@ -278,7 +285,7 @@ def test_a_push_that_comes_again_after_a_move_is_not_applied_again(mode):
         assert move(t, 0, dest).moved == 1
         t.pull().wait()
         _, (kind, _, *rest), *payload = request
-        epoch = current.client._lanes[t.number, 0].epoch
+        epoch = current.client.outstanding.owners.orders[t.number, 0].epoch
         wire.ask(current.layout.servers[dest], (kind, epoch, *rest), *payload)
         assert owners(t)[0] == dest  # the server has answered what came after it
         t.push(np.zeros(10, np.float32)).wait()
@@ -293,11 +300,11 @@ def test_values_are_not_read_any_more_where_they_stood_before_a_move(monkeypatch
     def body(rank):
         t = ps.table("w", 10, updater=ps.optim.Add())
         t.pull().wait()
-        before = t._blocks[0]
+        before = t._pulls.known[0]
         assert move(t, 0, 1 - owners(t)[0]).moved == 1
         t.push(np.ones(10, np.float32)).wait()
-        t._blocks[0] = before  # as if the news were still on their way
-        session().client._lanes[t.number, 0].epoch = before[0]
+        t._pulls.known[0] = before  # as if the news were still on their way
+        session().client.outstanding.owners.orders[t.number, 0].epoch = before[0]
         return t.pull().wait().tolist()
 
     assert run_workers(1, body, 2) == [[1.0] * 10]
@@ -337,7 +344,7 @@ def test_a_table_that_is_opened_late_is_found_where_it_is():
         t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
         t.push(np.ones(COUNT, np.float32)).wait()
         rc.barrier()
-        return t.pull().wait().sum(), session().client.n_moved * rank
+        return t.pull().wait().sum(), session().client.outstanding.n_resent * rank
 
     assert run_workers(2, body, 2) == [(2.0 * COUNT, 0), (2.0 * COUNT, 0)]
 
@@ -365,6 +372,24 @@ def test_traffic_decides_where_partitions_go():
     assert run_workers(1, body, 2) == [20.0 * 3000]
 
 
+def test_only_traffic_since_the_last_rebalance_decides():
+    def body(rank):
+        t = ps.table("w", COUNT, updater=ps.optim.Add(), block_nbytes=BLOCK)
+
+        def push_to_blocks_of(server):
+            for part, owner in owners(t).items():
+                where = slice(part * 1000, part * 1000 + 1000)
+                for _ in range(20 * (owner == server)):
+                    t.push(np.ones(1000, np.float32), where=where).wait()
+
+        push_to_blocks_of(0)
+        ps.rebalance().wait()
+        push_to_blocks_of(1)
+        return ps.rebalance().wait().load
+
+    assert run_workers(1, body, 2) == [(0.0, 1.0)]
+
+
 def test_servers_tell_what_they_do():
     def body(rank):
         t = ps.table("w", COUNT, updater=ps.optim.SGD(0.1), block_nbytes=BLOCK)
@@ -390,41 +415,31 @@ def test_servers_tell_what_they_do():
         assert sum(after["staleness"].values()) == 30
 
 
-# --- lanes --------------------------------------------------------------------------------------
+# --- orders --------------------------------------------------------------------------------------
 def test_what_came_back_leaves_in_the_order_in_which_it_was_made():
-    lane = Lane()
-    assert [lane.ask(k) for k in (1, 2, 3)] == [True] * 3
-    assert lane.came_back(2, epoch=5) == []
-    assert not lane.ask(4)
-    assert lane.came_back(3, epoch=5) == []
-    assert lane.answered(1) == [2, 3, 4]
-    assert lane.is_settled
-    assert lane.ask(5)
-
-
-def test_what_went_along_is_not_waited_for():
-    lane = Lane()
-    lane.ask(1)
-    lane.ask(2)
-    assert lane.moved(3, along=[1]) == []
-    assert not lane.is_settled
-    assert lane.came_back(2, epoch=3) == [2]
-    assert lane.answered(1) == []
-    assert lane.is_settled
+    order = RequestOrder()
+    assert [order.add(k) for k in (1, 2, 3)] == [True] * 3
+    assert order.returned(2, epoch=5) == []
+    assert not order.add(4)
+    assert order.returned(3, epoch=5) == []
+    assert order.answered(1) == [2, 3, 4]
+    assert order.is_settled
+    assert order.add(5)
 
 
 def test_news_of_two_moves_may_come_in_the_wrong_order():
-    lane = Lane()
-    lane.ask(1)
-    lane.ask(2)
-    assert lane.moved(7, along=[1]) == []
-    assert lane.moved(6, along=[1]) == []
-    assert lane.came_back(2, epoch=6) == [2]
-    assert lane.epoch == 7
+    order = RequestOrder()
+    order.add(1)
+    order.add(2)
+    assert order.moved(7) == []
+    assert order.moved(6) == []
+    assert order.returned(1, epoch=6) == []
+    assert order.returned(2, epoch=6) == [1, 2]
+    assert order.epoch == 7
 
 
 def test_a_server_that_sends_back_what_is_its_own_is_at_fault():
-    lane = Lane(epoch=4)
-    lane.ask(1)
+    order = RequestOrder(epoch=4)
+    order.add(1)
     with pytest.raises(ValueError, match="of epoch 4 came back with epoch 4"):
-        lane.came_back(1, epoch=4)
+        order.returned(1, epoch=4)

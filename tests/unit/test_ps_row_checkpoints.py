@@ -9,12 +9,15 @@ from ps_jobs import run_workers
 
 import ringcomm as rc
 from ringcomm import _core, ps
-from ringcomm.ps import checkpoint_files, hashed, job
+from ringcomm.ps import evaluation
+from ringcomm.ps.checkpoint import files as checkpoint_files
 from ringcomm.ps.job import session
-from ringcomm.ps.placement import HASH_PARTITIONS, Move
-from ringcomm.ps.rebalancing import move_all
-from ringcomm.ps.row_states import RowsPartition
-from ringcomm.ps.rows import row_spec
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
+from ringcomm.ps.protocol.frame_meta import MISSING
+from ringcomm.ps.server.rows import hash_shard as hashed
+from ringcomm.ps.server.rows.row_partition import RowsPartition
+from ringcomm.ps.server.rows.row_spec import row_spec
 
 DIM, UNIVERSE = 5, 300
 ALL = np.arange(UNIVERSE, dtype=np.uint64)
@@ -32,7 +35,7 @@ def steps_are_seconds(monkeypatch):
     state = {"now": 0.0}
     monkeypatch.setattr(hashed, "now", lambda: state["now"])
     monkeypatch.setattr(hashed, "work_after_push", lambda _: 0)
-    monkeypatch.setattr(job, "_evaluation", None)
+    monkeypatch.setattr(evaluation, "_evaluation", None)
     return state
 
 
@@ -99,12 +102,9 @@ def test_slots_are_not_refilled_with_something_else_after_a_restore(tmp_path):
     def states(shard):
         rows = shard.rows.find
         found = [rows(n).export() for n in range(HASH_PARTITIONS) if rows(n) is not None]
-        assert all(cursor == -1 for cursor, _ in found)
-        whole = [
-            np.concatenate(each) for each in zip(*(arrays for _, arrays in found), strict=True)
-        ]
+        whole = [np.concatenate(each) for each in zip(*found, strict=True)]
         order = np.argsort(whole[0])
-        return [each[order].tobytes() for each in whole[:-1]]  # but for stamps
+        return [each[order].tobytes() for each in whole]
 
     shards = []
 
@@ -162,7 +162,7 @@ def test_pushes_that_wait_for_their_round_are_not_saved_as_applied(tmp_path):
         kv.push(KEYS[0, rank], ROWS[0, rank]).wait()
         if rank == 1:
             future = kv.push(KEYS[1, rank], ROWS[1, rank])
-            waiting.extend(session().client._asked)
+            waiting.extend(session().client.outstanding.requests)
             ps.stats()  # what came before has arrived
             pushed.set()
             assert is_saved.wait(60)
@@ -333,7 +333,7 @@ def test_a_snapshot_costs_what_changes_and_nothing_once_it_is_over():
 
     def push(keys, stamp):
         grads = np.ones((len(keys), DIM), np.float32)
-        shard.push([(keys, grads, 1.0)], updater.code, updater.hyper, 1.0, 0.0, stamp)
+        shard.push([(keys, grads, 1.0, None)], updater.code, updater.hyper, 1.0, 0.0, stamp)
 
     def pull(**options):
         out = np.empty((UNIVERSE, DIM), np.float32)
@@ -362,9 +362,31 @@ def test_a_partition_without_rows_has_no_state():
         spec.append(opened()._spec)
 
     run_workers(1, body)
-    shard = hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0, [0])
+    shard = hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0)
     part = RowsPartition(shard, 5)
     assert part.is_empty
     assert part.state().arrays == {}
     part.load(part.state())
     assert (part.stamp, shard.stamp) == (0, 0)
+
+
+@pytest.mark.parametrize("load", ["load", "load_values"])
+def test_a_checkpoint_with_arrays_that_are_not_known_any_more_is_loaded(load):
+    spec, keys = [], np.arange(1, 40, dtype=np.uint64)
+
+    def body(_):
+        spec.append(opened(updater=ps.optim.Add(), mode="async", admit=None, evict=None)._spec)
+
+    run_workers(1, body)
+    shards = [hashed.Shard(spec[0], [0] * HASH_PARTITIONS, 0) for _ in range(2)]
+    grads = np.ones((len(keys), DIM), np.float32)
+    shards[0].rows.push([(keys, grads, 1.0, None)], ps.optim.Add.code, np.empty(0), 1.0, 0.0, 1)
+    for number in range(HASH_PARTITIONS):
+        state = RowsPartition(shards[0], number).state()
+        if state.arrays:
+            state.arrays["stamps"] = np.ones(len(state.arrays["keys"]), np.uint64)
+        getattr(RowsPartition(shards[1], number), load)(state)
+    found = [np.empty(len(keys) * DIM, np.float32) for _ in shards]
+    for shard, out in zip(shards, found, strict=True):
+        shard.pull(keys, out.view(np.uint8), MISSING.index("raise"))
+    np.testing.assert_array_equal(*found)

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from harness import at_length
 from ps_jobs import moving_beside, run_workers
-from samples import whole_numbers
+from sample_values import whole_numbers
 
 import ringcomm as rc
 from ringcomm import _core, ps
-from ringcomm.ps import hashed, leaving
-from ringcomm.ps.frames import Kind
+from ringcomm.ps import end_of_job
 from ringcomm.ps.job import session
-from ringcomm.ps.messages import PushMeta
-from ringcomm.ps.placement import HASH_PARTITIONS, Move
-from ringcomm.ps.rebalancing import move_all
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import HASH_PARTITIONS, Move
+from ringcomm.ps.protocol.frame_meta import PushMeta
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.server.rows import hash_shard as hashed
 
 N, DIM = 600, 3
 KEYS = np.arange(N, dtype=np.uint64) * np.uint64(7919)
@@ -254,17 +255,17 @@ def test_a_push_that_comes_again_behind_a_move_is_not_applied_again():
         kv = ps.hashtable("emb", DIM, updater=ps.optim.Add())
         assert move(kv, KEYS, 0) > 0
         client = session().client
-        sends, send = [], client._send
+        sends, send = [], client.outstanding._send
 
         def noting(ask, sequence, epoch):
             sends.append((ask, sequence))
             send(ask, sequence, epoch)
 
-        client._send = noting
+        client.outstanding._send = noting
         kv.push(KEYS, ONES).wait()
         [(ask, sequence)] = sends
         assert move(kv, KEYS[:300], 1) > 0
-        epoch = client.row_calls[kv.number]._lane.epoch
+        epoch = kv._calls._order.epoch
         kv.pull(KEYS).wait()
         went = np.isin(partitions_of(KEYS), partitions_of(KEYS[:300]))
         ask.server = 1  # what would come if the answer of the server before had been lost
@@ -281,16 +282,16 @@ def test_a_push_that_comes_again_behind_a_move_is_not_applied_again():
 def test_a_call_of_a_view_long_ago_comes_back_and_is_carried_out_once():
     def body(_):
         kv = ps.hashtable("emb", DIM, updater=ps.optim.Add())
-        calls = session().client.row_calls[kv.number]
+        calls = kv._calls
         old = calls._owners.copy()
         for dest in (1, 0):
             assert move(kv, KEYS, dest) > 0
         kv.pull(KEYS).wait()
-        calls._lane.epoch, calls._owners = 0, old  # as if the news were still on their way
-        n_moved = session().client.n_moved
+        calls._order.epoch, calls._owners = 0, old  # as if the news were still on their way
+        n_moved = session().client.outstanding.n_resent
         assert kv.push(KEYS, ONES).wait().applied
-        assert session().client.n_moved == n_moved + 1
-        calls._lane.epoch, calls._owners = 0, old
+        assert session().client.outstanding.n_resent == n_moved + 1
+        calls._order.epoch, calls._owners = 0, old
         assert len(kv) == N
         return kv.pull(KEYS).wait().tolist()
 
@@ -338,15 +339,15 @@ def test_part_of_a_round_whose_worker_has_left_stays_where_it_is_and_counts():
 
 def test_rows_do_not_move_while_a_worker_is_leaving(monkeypatch):
     is_leaving, may_leave, has_left = (threading.Event() for _ in range(3))
-    ask = leaving._ask
+    ask_servers = end_of_job.ask_servers
 
-    def slowly(current, kind, *args, **options):
+    def slowly(client, label, kind, *args, **options):
         if kind == Kind.LEAVE and not has_left.is_set():
             is_leaving.set()
             assert may_leave.wait(60)
-        ask(current, kind, *args, **options)
+        return ask_servers(client, label, kind, *args, **options)
 
-    monkeypatch.setattr(leaving, "_ask", slowly)
+    monkeypatch.setattr(end_of_job, "ask_servers", slowly)
 
     def leave():
         session().leave()
@@ -466,7 +467,7 @@ def test_a_table_that_is_opened_late_is_found_where_it_is():
         kv = ps.hashtable("emb", DIM, updater=ps.optim.Add())
         kv.push(KEYS, ONES).wait()
         rc.barrier()
-        return kv.pull(KEYS).wait().sum(), session().client.n_moved * rank
+        return kv.pull(KEYS).wait().sum(), session().client.outstanding.n_resent * rank
 
     assert run_workers(2, body, 2) == [(2.0 * N * DIM, 0), (2.0 * N * DIM, 0)]
 
@@ -481,7 +482,7 @@ def test_partitions_that_cannot_be_taken_stay_and_lose_nothing(monkeypatch):
             raise MemoryError("no memory")
 
         monkeypatch.setattr(hashed.Shard, "own", full)
-        with pytest.raises(rc.RingcommError, match="cannot take it: no memory"):
+        with pytest.raises(rc.RingcommError, match="cannot take it: MemoryError: no memory"):
             move(kv, KEYS[:20], 1)
         monkeypatch.undo()
         assert owned() == before
@@ -495,8 +496,7 @@ def test_partitions_that_cannot_be_taken_stay_and_lose_nothing(monkeypatch):
 def test_traffic_decides_where_rows_go():
     def body(_):
         kv = ps.hashtable("emb", DIM, updater=ps.optim.Add())
-        client = session().client
-        owners = client.row_calls[kv.number]._owners
+        owners = kv._calls._owners
         many = np.arange(20_000, dtype=np.uint64)
         hot = many[owners[partitions_of(many)] == 0]  # all on server 0
         for _ in range(5):

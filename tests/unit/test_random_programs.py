@@ -1,7 +1,7 @@
 """Random programs of collectives against numpy, over ranks as threads."""
 
 import pytest
-from faulty import Faults
+from faulty_transport import Faults
 from harness import at_length, run_ranks
 from random_programs import make_program, run_program
 

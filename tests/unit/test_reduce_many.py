@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import at_length
-from reductions import HALVES, NUMPY, is_defined
+from numpy_operators import HALVES, NUMPY, is_defined
 
 from ringcomm import _core
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.op import BAND, BXOR, MAX, MIN, PRODUCT, SUM
+from ringcomm.collectives.operators import BAND, BXOR, MAX, MIN, PRODUCT, SUM
 
 FLOATS = [*HALVES, "float32", "float64", "complex64", "complex128"]
 
@@ -307,7 +307,14 @@ def portable(tmp_path_factory):
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC"]
     include = f"-I{here.parents[2] / 'csrc' / 'kernels'}"
     subprocess.run(
-        [compiler, *flags, include, here.with_name("portable_float16.cpp"), "-o", library],
+        [
+            compiler,
+            *flags,
+            include,
+            here.with_name("float16_reduction_without_f16c.cpp"),
+            "-o",
+            library,
+        ],
         check=True,
     )
     return ctypes.CDLL(str(library)).reduce_float16

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from faulty import Faults
+from faulty_transport import Faults
 from harness import run_ranks
 
 import ringcomm as rc
@@ -71,7 +71,7 @@ def taken(monkeypatch):
     for route, by in ROUTES.items():
         owner, name = found(by)
         monkeypatch.setattr(owner, name, noting(route, getattr(owner, name)))
-    stand_in = importlib.import_module("ringcomm.engine.executors.stand_in").plan_stand_in
+    stand_in = importlib.import_module("ringcomm.engine.executors.joined_rank").plan_stand_in
     monkeypatch.setattr(f"{rc.join.__module__}.plan_stand_in", stand_in)
     return noted
 
@@ -110,5 +110,5 @@ def test_the_table_lists_all_routes():
         for path in ENGINE.rglob("*.py")
         if re.search(r"(?<!class )\b(Completed)?Task\(", path.read_text())
     }
-    # extensions.py watches over what the launch of a GPU has left on its stream.
-    assert makers == {"engine", "conversations", "extensions"}
+    # layer_hooks.py watches over what the launch of a GPU has left on its stream.
+    assert makers == {"engine", "tasks_outside_collectives", "layer_hooks"}

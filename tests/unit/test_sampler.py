@@ -9,7 +9,7 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm.data import Loader, ShardedSampler
-from ringcomm.data.order import batch_lengths, epoch_order, n_remaining, remaining
+from ringcomm.data.epoch_order import batch_lengths, epoch_order, n_remaining, remaining
 
 SIZES = [1, 2, 3, 4, 7]
 COUNTS = [0, 1, 2, 6, 29, 84]

@@ -2,13 +2,13 @@
 
 import threading
 
-import conformance
 import numpy as np
 import pytest
+import transport_conformance
 from loopback import LoopbackHub
 
 
-@pytest.mark.parametrize("body", conformance.BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", transport_conformance.BODIES, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_loopback(body, size):
     hub = LoopbackHub(size)

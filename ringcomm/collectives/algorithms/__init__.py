@@ -1,1 +1,1 @@
-"""The algorithms: coroutines over a Performer; arrays in, arrays out."""
+"""The algorithms of the collectives, coroutines that act through a Performer."""

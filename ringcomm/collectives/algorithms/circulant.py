@@ -1,21 +1,21 @@
 """Reduce-scatter and allgather on a circulant graph: few rounds for any number of ranks.
 
-ceil(log2 size) rounds instead of the ring's size - 1, and the ring's volume; not pipelined, so for
-sizes at which the latency counts. nbytes / 2 of scratch; not for 16-bit floats, see direct.py. The
-order in which ranks are added differs from chunk to chunk.
+Sends as many bytes as the ring, in ceil(log2 size) rounds instead of size - 1. Rounds are not
+pipelined, so this is for sizes at which latency counts. Takes nbytes / 2 of scratch memory. Not for
+16-bit floats, see direct.py. The order of the additions differs from chunk to chunk.
 """
 
 from __future__ import annotations
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.algorithms.two_phases import allreduce_of
-from ringcomm.collectives.op import SUM, Op
-from ringcomm.collectives.schedule import circulant_hops, cyclic_runs
+from ringcomm.collectives.algorithms.ring import allreduce_of
+from ringcomm.collectives.message_patterns import circulant_hops, cyclic_runs
+from ringcomm.collectives.operators import SUM, Op
 from ringcomm.transport.performer import Performer
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
-    """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced."""
+    """Return this rank's reduced chunk, a view of x; the rest of x has partial results."""
     for distance, n_chunks in circulant_hops(t.size):
         dest, source = (t.rank + distance) % t.size, (t.rank - distance) % t.size
         growing = _stretches(x, parts, t.rank, n_chunks)
@@ -32,7 +32,7 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SU
 
 
 async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
-    """Fill x with every rank's chunk, this rank's being in its place already."""
+    """Fill x with every rank's chunk. This rank's chunk is in its place already."""
     for distance, n_chunks in reversed(circulant_hops(t.size)):
         dest, source = (t.rank - distance) % t.size, (t.rank + distance) % t.size
         await t.wait(
@@ -45,6 +45,6 @@ allreduce_ = allreduce_of(reduce_scatter_, allgather_)
 
 
 def _stretches(x: Flat, parts: list[slice], first: int, n_chunks: int) -> list[Flat]:
-    """Return n_chunks chunks from `first` on, in two pieces where they pass the end of x."""
+    """Return n_chunks chunks from `first` on, in two pieces if they pass the end of x."""
     runs = cyclic_runs(first, n_chunks, len(parts))
     return [x[parts[run[0]].start : parts[run[-1]].stop] for run in runs]

@@ -1,13 +1,14 @@
-"""Two dimensions: within each host by memory, between hosts by as many wires' ends as ranks.
+"""Reduces within each host through its memory, and between hosts by several ranks of each.
 
-Each of the first k ranks of a host gets a k-th of the host's sum, k being the smallest number of
-ranks on any host; the k-th ranks of all hosts reduce among themselves; the host's ranks share what
-came. A ring over all ranks sends (size - 1) / size of the buffer over each wire and way, this
-(hosts - 1) / hosts of it: a fifth less for 3 hosts x 2 ranks, and fewer steps.
+Let k be the smallest number of ranks on any host. Each of the first k ranks of a host gets a k-th
+of the host's sum. The first ranks of all hosts reduce their parts among themselves, as do
+the second ranks, and so on. Then the ranks of a host share the results. Each host sends
+(hosts - 1) / hosts of the buffer in each direction, where a ring over all ranks sends
+(size - 1) / size: a fifth less for 3 hosts x 2 ranks, and in fewer steps.
 
-Not for 16-bit floats or deterministic sums: the sum of each host would be rounded, or would break
-the rank order. They go all pairs at once (direct.py); partial sums in float32 would be twice as
-long, which for 2 ranks per host is what direct.py sends.
+Not for 16-bit floats, because the sum of each host would be rounded, nor for deterministic sums,
+which are in rank order: direct.py is for these. Partial sums in float32 would be twice as long;
+for 2 ranks per host that is no less than direct.py sends.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from __future__ import annotations
 from types import ModuleType
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives import select
+from ringcomm.collectives import select_algorithm
 from ringcomm.collectives.algorithms import direct, node, segmented
-from ringcomm.collectives.layout import columns, host_of
-from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.message_patterns import chunks
+from ringcomm.collectives.operators import AVERAGE, SUM, Op
+from ringcomm.collectives.ranks_by_host import columns, host_of
 from ringcomm.collectives.recording import live, perform
-from ringcomm.collectives.schedule import chunks
 from ringcomm.transport.channel import Channel
 
 
@@ -33,22 +34,16 @@ async def allreduce_(
     within: ModuleType | None = None,
     across: ModuleType | None = None,
 ) -> None:
-    """Replace x by its reduction over all ranks; all ranks end up with the same bits.
+    """Replace x by its reduction over all ranks, with the contract of ring.allreduce_.
 
     Args:
-        x: same count and dtype on every rank; not 16-bit floats.
-        t: all ranks, in any order, on any number of hosts.
-        op: AVERAGE divides each element once, at its one owner.
-        within: the algorithm among the ranks of a host; some of its chunks may be empty. By default
-            shared memory, or direct.py where there is none.
-        across: the algorithm among ranks of different hosts; by default as their number and the
-            size of x suggest.
+        x, op: array and operator, as for ring.allreduce_.
+        t: channel of all ranks, in any order, on any number of hosts.
+        within: the algorithm among the ranks of a host; it must accept empty chunks. By default
+            node.py if they share memory, else direct.py.
+        across: the algorithm between hosts; by default select_algorithm.across() chooses.
 
-    Raises:
-        PeerFailedError: a rank died; x is undefined.
-        CommTimeoutError: a rank did not come in time; x is undefined.
-
-    Cost: 2 (hosts - 1) / hosts * nbytes over the wire of each host and way.
+    Cost: each host sends and receives 2 (hosts - 1) / hosts * nbytes.
     """
     of_place = columns(t.nodes)
     k, n_hosts = len(of_place), len(of_place[0])
@@ -56,9 +51,9 @@ async def allreduce_(
     place = here.index(t.rank)
     parts = chunks(x.count, k) + [slice(x.count, x.count)] * (len(here) - k)
     if across is None:
-        across = _ACROSS[select.across(x.bytes.nbytes, n_hosts)]
+        across = _ACROSS[select_algorithm.across(x.bytes.nbytes, n_hosts)]
     partial = SUM if op is AVERAGE else op
-    local = t.among(here)  # its pairs and those of `column` are others: no message is mistaken
+    local = t.among(here)  # no pair is in `local` and in `column`: messages cannot mix
     if within is None:
         within = direct if local.meeting is None else node
     share = await perform(within.reduce_scatter_, local, x, parts, op=partial)

@@ -1,4 +1,4 @@
-"""Gather, scatter, alltoall: each byte goes straight to where it is due."""
+"""Gather, scatter and alltoall that send each part straight to its receiver."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 from ringcomm.arrays.base import Flat
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.schedule import consecutive, shifted_pairs
+from ringcomm.collectives.message_patterns import consecutive, shifted_pairs
 from ringcomm.transport.performer import Performer
 
 
 async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Performer) -> None:
-    """Fill root's x, whose own part is in its place, with every rank's `own`, at parts[rank]."""
+    """Fill x[parts[r]] on root with `own` of each rank r. Root's part is in its place already."""
     if t.rank != root:
         await t.wait(t.isend(own.bytes, root))
         return
@@ -32,10 +32,7 @@ async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: 
 async def alltoall_(
     x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Performer
 ) -> None:
-    """Send x[sent[r]] to each rank r, and receive out[received[r]] from it.
-
-    Cost: size - 1 messages in flight each way, in shifted order.
-    """
+    """Send x[sent[r]] to each rank r, and receive out[received[r]] from it; all pairs at once."""
     t.copy(out[received[t.rank]], x[sent[t.rank]])
     requests = []
     for dest, source in shifted_pairs(t.rank, t.size):
@@ -45,7 +42,7 @@ async def alltoall_(
 
 
 async def alltoall_counts(counts: list[int], t: Performer) -> list[int]:
-    """Send counts[r] to each rank r; return what each rank sent to this one."""
+    """Send counts[r] to each rank r; return the numbers that the ranks sent to this one."""
     mine, theirs = (Flat(np.empty(8 * t.size, np.uint8), DTYPES["int64"]) for _ in range(2))
     mine.bytes.view(np.int64)[:] = counts
     one_each = consecutive([1] * t.size)

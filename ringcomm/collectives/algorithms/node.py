@@ -1,8 +1,8 @@
-"""Inside a node: every rank reads what the others have brought, in shared memory.
+"""Collectives for the ranks of one node: each rank reads the arrays of the others in shared memory.
 
-The same functions as in ring.py, direct.py, tree.py and linear.py, carried out by C++
-(csrc/shm/node_step.hpp). Sums are in rank order, in float32 for 16-bit floats, and every element is
-computed once or by every rank in the same way: the same bits on all ranks, whatever the buffers.
+The functions are those of ring.py, direct.py, tree.py and linear.py. C++ carries them out
+(csrc/shm/node_step.hpp). Sums are in rank order, in float32 for 16-bit floats. Each element is
+computed once, or by every rank in the same way, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringcomm.arrays.base import Bytes, Flat
-from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.operators import SUM, Op
 from ringcomm.collectives.recording import live
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
@@ -23,14 +23,14 @@ _NOTHING: Bytes = np.empty(0, np.uint8)
 async def allreduce_(x: Flat, t: Channel, op: Op = SUM) -> None:
     """Replace x by its reduction over all ranks.
 
-    Cost: x in registered memory: one pass, two bytes moved per byte; else four.
+    Cost: moves two bytes per byte of x if x is in registered memory, else four.
     """
     await t.reduce_in_node(NodeReduction(x.bytes, x.bytes, *_kernel(x, t, op)))
 
 
 @live
 async def reduce(x: Flat, out: Flat | None, root: int, t: Channel, op: Op = SUM) -> None:
-    """Write the reduction of x to root's out, which may be its x; None on the other ranks."""
+    """Write the reduction of x to root's `out`, which may be its x. Other ranks pass None."""
     target = None if out is None else out.bytes
     await t.reduce_in_node(NodeReduction(x.bytes, target, *_kernel(x, t, op), To.ROOT, root))
 
@@ -48,10 +48,9 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Channel, op: Op = SUM)
 
 @live
 async def allgather_(x: Flat, parts: list[slice], t: Channel) -> None:
-    """Fill x with every rank's chunk, this rank's being in its place already."""
+    """Fill x with every rank's chunk. This rank's chunk is in its place already."""
     own = x[parts[t.rank]].bytes
-    pulls = [(r, 0, x[parts[r]].bytes) for r in _others_first(t)]
-    await t.copy_in_node(own, pulls)
+    await t.copy_in_node(own, [(r, 0, x[parts[r]].bytes) for r in _others(t)])
 
 
 @live
@@ -65,12 +64,12 @@ async def broadcast_(x: Flat, root: int, t: Channel) -> None:
 
 @live
 async def gather_(x: Flat | None, own: Flat, parts: list[slice], root: int, t: Channel) -> None:
-    """Fill root's x with every rank's `own`, root's being in its place already."""
+    """Fill x[parts[r]] on root with `own` of each rank r. Root's part is in its place already."""
     if t.rank != root:
         await t.copy_in_node(own.bytes, [])
         return
     assert x is not None
-    await t.copy_in_node(_NOTHING, [(r, 0, x[parts[r]].bytes) for r in _others_first(t)])
+    await t.copy_in_node(_NOTHING, [(r, 0, x[parts[r]].bytes) for r in _others(t)])
 
 
 @live
@@ -89,33 +88,26 @@ async def scatter_(x: Flat | None, out: Flat, parts: list[slice], root: int, t: 
 async def alltoall_(
     x: Flat, sent: list[slice], out: Flat, received: list[slice], t: Channel
 ) -> None:
-    """Take x[sent[rank]] of every rank's x to where it is received."""
-    begins = np.array([part.start * x.dtype.itemsize for part in sent], np.int64)
-    theirs = np.empty(t.size, np.int64)
-    spots = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
-    await t.copy_in_node(begins.view(np.uint8), spots)
-    pulls = [(r, int(theirs[r]), out[received[r]].bytes) for r in _all_own_first(t)]
-    await t.copy_in_node(x.bytes, pulls)
+    """Send x[sent[r]] to each rank r, and receive out[received[r]] from it."""
+    begins = await alltoall_counts([part.start * x.dtype.itemsize for part in sent], t)
+    ranks = (t.rank, *_others(t))
+    await t.copy_in_node(x.bytes, [(r, begins[r], out[received[r]].bytes) for r in ranks])
 
 
 @live
 async def alltoall_counts(counts: list[int], t: Channel) -> list[int]:
-    """Send counts[r] to each rank r; return what each rank sent to this one."""
+    """Send counts[r] to each rank r; return the numbers that the ranks sent to this one."""
     theirs = np.empty(t.size, np.int64)
-    spots = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
-    await t.copy_in_node(np.array(counts, np.int64).view(np.uint8), spots)
-    return [int(n) for n in theirs]
+    pulls = [(r, 8 * t.rank, theirs[r : r + 1].view(np.uint8)) for r in range(t.size)]
+    await t.copy_in_node(np.array(counts, np.int64).view(np.uint8), pulls)
+    return theirs.tolist()
 
 
 def _kernel(x: Flat, t: Channel, op: Op) -> tuple[int, int, int]:
-    """Return operator, dtype and divisor, as the kernels take them."""
-    return op.kernel, x.dtype.kernel, t.size if op is AVERAGE else 1
+    """Return operator, dtype and divisor, the arguments of the kernels."""
+    return op.kernel, x.dtype.kernel, op.divisor(t.size)
 
 
-def _all_own_first(t: Channel) -> list[int]:
-    """Return all ranks, each rank with another one first, so that not all read of the same."""
-    return [(t.rank + shift) % t.size for shift in range(t.size)]
-
-
-def _others_first(t: Channel) -> list[int]:
-    return _all_own_first(t)[1:]
+def _others(t: Channel) -> list[int]:
+    """Return the other ranks, the next one first, so that ranks do not all read the same memory."""
+    return [(t.rank + shift) % t.size for shift in range(1, t.size)]

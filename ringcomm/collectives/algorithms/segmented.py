@@ -1,9 +1,9 @@
-"""The ring of ring.py as it runs between hosts: host by host, and in segments.
+"""The ring of ring.py for several hosts: visits host by host, and sends chunks in segments.
 
-While a segment is reduced, the next ones are on the wire. The ring visits all ranks of a host
-before it goes on, so that each wire is crossed once; every rank owns the chunk of its own number
-all the same. 2 (size - 1) / size * nbytes sent,
-and AHEAD segments of scratch. Not for 16-bit floats, see direct.py.
+While a rank reduces one segment, the next are on the wire. The ring visits all ranks of a host
+before it goes to the next host, so each host sends to one host only. As in ring.py, rank r owns
+chunk r. An allreduce sends 2 (size - 1) / size * nbytes, and takes AHEAD segments of scratch
+memory. Not for 16-bit floats, see direct.py.
 """
 
 from __future__ import annotations
@@ -13,28 +13,23 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.algorithms.pipeline import AHEAD, Pipeline, cut
-from ringcomm.collectives.algorithms.two_phases import allreduce_of
-from ringcomm.collectives.layout import host_order
-from ringcomm.collectives.op import SUM, Op
-from ringcomm.collectives.schedule import Step, allgather_steps, reduce_scatter_steps
+from ringcomm.collectives.algorithms.ring import allreduce_of
+from ringcomm.collectives.algorithms.segments_under_way import AHEAD, Pipeline, cut
+from ringcomm.collectives.message_patterns import Step, allgather_steps, reduce_scatter_steps
+from ringcomm.collectives.operators import SUM, Op
+from ringcomm.collectives.ranks_by_host import host_order
 from ringcomm.transport.performer import Performer
 
 
 async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SUM) -> Flat:
-    """Return this rank's reduced chunk, a view of x; the rest of x is left half-reduced."""
+    """Return this rank's reduced chunk, a view of x; the rest of x has partial results."""
     ring, cuts = _ring(x, parts, t)
     ahead = min(AHEAD, len(cuts[0]))
     scratch = [t.scratch(x, max(each[0].count for each in cuts)) for _ in range(ahead)]
-    steps = reduce_scatter_steps(ring.rank, ring.size)
-
-    def add(total: Flat, arrived: Flat) -> None:
-        t.combine(total, arrived, op)
-
-    moves = [
-        Move(sent, scratch[n % ahead][: total.count], functools.partial(add, total))
-        for n, (sent, total) in enumerate(_segments(cuts, steps))
-    ]
+    moves = []
+    for n, (sent, total) in enumerate(_segments(cuts, reduce_scatter_steps(ring.rank, ring.size))):
+        arriving = scratch[n % ahead][: total.count]
+        moves.append(Move(sent, arriving, functools.partial(t.combine, total, arriving, op)))
     await _flow(moves, ahead, ring)
     own = x[parts[t.rank]]
     t.finish(own, op, t.size)
@@ -42,10 +37,9 @@ async def reduce_scatter_(x: Flat, parts: list[slice], t: Performer, op: Op = SU
 
 
 async def allgather_(x: Flat, parts: list[slice], t: Performer) -> None:
-    """Fill x with every rank's chunk, this rank's being in its place already."""
+    """Fill x with every rank's chunk. This rank's chunk is in its place already."""
     ring, cuts = _ring(x, parts, t)
-    steps = allgather_steps(ring.rank, ring.size)
-    moves = [Move(sent, filled, lambda _: None) for sent, filled in _segments(cuts, steps)]
+    moves = [Move(*pair) for pair in _segments(cuts, allgather_steps(ring.rank, ring.size))]
     await _flow(moves, min(AHEAD, len(cuts[0])), ring)
 
 
@@ -53,34 +47,35 @@ allreduce_ = allreduce_of(reduce_scatter_, allgather_)
 
 
 class Move(NamedTuple):
-    """A segment that goes right, where the one from the left arrives, and what is done with it."""
+    """One segment sent to the right, and one received from the left."""
 
     sent: Flat
     arriving: Flat
-    arrived: Callable[[Flat], None]
+    when_complete: Callable[[], None] | None = None
 
 
 async def _flow(moves: Iterable[Move], ahead: int, ring: Performer) -> None:
     """Carry out `moves` in order, `ahead` of them at a time.
 
-    What arrives in one step goes right in the next: `ahead` must not exceed the segments of a step.
+    A segment that arrives in one step is sent in the next, so `ahead` must not be more than the
+    number of segments of a step.
     """
     left, right = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
     pipeline = Pipeline(ring, ahead)
-    for sent, arriving, arrived in moves:
+    for sent, arriving, when_complete in moves:
         await pipeline.make_room()
         requests = [ring.irecv(arriving.bytes, left), ring.isend(sent.bytes, right)]
-        pipeline.put(requests, functools.partial(arrived, arriving))
+        pipeline.put(requests, when_complete)
     await pipeline.drain()
 
 
 def _ring(x: Flat, parts: list[slice], t: Performer) -> tuple[Performer, list[list[Flat]]]:
-    """Return the ring host by host, and the segments of the chunks in its order."""
+    """Return the ranks as a ring, host by host, and the chunks' segments in ring order."""
     order = host_order(t.nodes)
     return t.among(order), cut(x, [parts[rank] for rank in order], t)
 
 
 def _segments(cuts: list[list[Flat]], steps: Iterable[Step]) -> Iterator[tuple[Flat, Flat]]:
-    """Yield what goes right and what comes from the left, segment by segment, step by step."""
+    """Yield, step by step, each segment to send and the segment to receive meanwhile."""
     for step in steps:
         yield from zip(cuts[step.send], cuts[step.receive], strict=True)

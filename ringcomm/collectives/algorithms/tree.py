@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringcomm.arrays.base import Flat
-from ringcomm.collectives.schedule import binomial_tree
+from ringcomm.collectives.message_patterns import binomial_tree
 from ringcomm.transport.performer import Performer
 
 

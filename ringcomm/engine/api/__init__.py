@@ -1,1 +1,1 @@
-"""The public calls: collectives, messages, groups, handles; init and shutdown."""
+"""The public functions: collectives, messages, registered arrays, init() and shutdown()."""

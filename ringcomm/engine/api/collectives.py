@@ -1,22 +1,21 @@
 """The collectives, each with its contract. Every rank of the group must call the same ones.
 
-Common to all: `x` is a numpy array, a torch tensor on the CPU or a CUDA device, or a cupy array, of
-any dtype among float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, complex64
-and complex128, and what comes back is of the same kind. On a GPU a call returns once its work is on
-a stream: behind what the caller's stream was given before, and before what it is given after. What
-is passed in is left alone, except by the functions whose name ends in `_`. A strided array is
-copied. `group` is a rc.Group, None for all ranks; `root` is a rank within it. The operators of
-reductions are those of rc.Op, which see.
+Common to all: `x` is a numpy array, a torch tensor on the CPU or a GPU, or a cupy array. Its
+dtype is float16, bfloat16, float32, float64, int8 to int64, uint8 to uint64, bool, complex64 or
+complex128. The result is an array of the same library. On a GPU a call returns once its work is on
+a stream. This work runs after the earlier work of the caller's stream, and before its later work.
+Only functions whose name ends in `_` change their arguments. A strided array is copied. `group` is
+a rc.Group, None for all ranks; `root` is a rank within the group. For the operators see rc.Op.
 
-Operations without a name are matched by their order in each group. A `name` matches those of the
-same name, in whatever order each rank starts them (forms whose name ends in `_async` do not block);
-it is agreed on at its first use and may be used again once the operation is over.
+Unnamed operations are matched by their order in each group. Named ones are matched by `name`, in
+whatever order each rank starts them (functions whose name ends in `_async` do not block).
+The ranks agree on a name at its first use. It may be used again once the operation is over.
 
-Raises, all of them: MismatchError (the same on every rank, the engine stays usable; the text says
-if anything was sent, which only happens under a name that had been agreed on), PeerFailedError,
-CommTimeoutError (after both, the engine is unusable), NotInitializedError; and
-TypeError or ValueError for an argument that is wrong in the same way on every rank. A ValueError or
-TypeError on this rank alone: an operation of that name is pending here, or the name is no str, or
+All functions raise MismatchError, the same on every rank. The engine stays usable. Data may have
+been sent only if ranks had agreed on this name before; else the text says "Nothing was sent". They
+also raise NotInitializedError, and PeerFailedError and CommTimeoutError, after which the engine is
+unusable. If all ranks raise TypeError or ValueError, an argument is wrong on all of them in the
+same way. If only this rank does, an operation of that name is pending here, the name is no str, or
 this rank is not in the group.
 """
 
@@ -27,15 +26,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from ringcomm.collectives.op import SUM, Op, ReductionOptions
+from ringcomm.collectives.operators import SUM, Op, ReductionOptions
 from ringcomm.engine.api.forms import Request, blocking, in_place, started, with_shortcut
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.core.handle import Handle  # noqa: F401 - in annotations that forms have
-from ringcomm.engine.executors.device import note_current_gpu
-from ringcomm.engine.executors.node import short_calls_of
-from ringcomm.engine.executors.stand_in import plan_stand_in
-from ringcomm.engine.operations.allgather import plan_allgather, plan_gather
+from ringcomm.engine.core.handle import Handle  # noqa: F401 - used by annotations of the forms
+from ringcomm.engine.executors.gpu_loader import note_current_gpu
+from ringcomm.engine.executors.joined_rank import plan_stand_in
+from ringcomm.engine.executors.short_allreduce import short_calls_of
+from ringcomm.engine.operations.allgather_and_gather import plan_allgather, plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
@@ -62,12 +61,12 @@ def allreduce(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> Request[A]:
-    """Return the reduction of x over all ranks; the same bits on every rank.
+    """Return the reduction of x over all ranks. All ranks get the same bits.
 
     Args:
-        x: any shape, also empty and 0-d; same shape and dtype on every rank.
-        deterministic: reduce each element as ((0 + 1) + 2) + ... in rank order: the same bits in
-            every run, for any size of buffer.
+        x: array of any shape, also empty and 0-d; same shape and dtype on every rank.
+        deterministic: reduce each element in rank order, ((x0 + x1) + x2) + ..., which gives the
+            same bits in every run, for any size of buffer.
 
     Returns:
         A new array of x's shape and dtype.
@@ -81,7 +80,7 @@ def allreduce(
 _allreduce_by_plan = in_place(
     allreduce,
     "Replace x by its reduction over all ranks and return it.",
-    "x itself; undefined after PeerFailedError, CommTimeoutError or a MismatchError that says so.",
+    "x, undefined after PeerFailedError, CommTimeoutError, or a MismatchError whose text says so.",
 )
 
 
@@ -94,7 +93,7 @@ def allreduce_(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> A:
-    """Reduce in place, by the short call where that is open."""
+    """Reduce in place, by a short call if one is possible."""
     if name is None and deterministic is False:
         which = engine().groups.default if group is None else group
         if isinstance(which, Group):
@@ -114,10 +113,10 @@ def reduce(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> Request[A | None]:
-    """Return the reduction of x over all ranks on root, None on the others.
+    """Return the reduction of x over all ranks; None on every rank but root.
 
     Args:
-        x: any shape, also empty and 0-d; same shape and dtype on every rank.
+        x: array of any shape, also empty and 0-d; same shape and dtype on every rank.
 
     Returns:
         On root a new array of x's shape and dtype.
@@ -138,11 +137,11 @@ def reduce_(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> Request[A]:
-    """Replace root's x by its reduction over all ranks and return x; the others' is left alone.
+    """Replace root's x by its reduction over all ranks and return x. Other ranks keep their x.
 
     Args:
-        x: any shape, also empty and 0-d; same shape and dtype on every rank.
-        root: the rank whose x gets it.
+        x: array of any shape, also empty and 0-d; same shape and dtype on every rank.
+        root: the rank whose x gets the result.
     """
     args = (x, ReductionOptions(op, deterministic), root)
     return Request("reduce_", name, group, partial(plan_reduce, in_place=True), args)
@@ -160,10 +159,10 @@ def reduce_scatter(
     """Return this rank's rows of the reduction of x over all ranks.
 
     Args:
-        x: at least one dimension; same shape and dtype on every rank.
+        x: array with at least one dimension; same shape and dtype on every rank.
 
     Returns:
-        A new array: the first dimension n is split, the first n % size ranks get one row more.
+        A new array. The n rows are split evenly; the first n % size ranks get one row more.
     """
     options = ReductionOptions(op, deterministic)
     return Request("reduce_scatter", name, group, plan_reduce_scatter, (x, options), borrows=True)
@@ -172,7 +171,7 @@ def reduce_scatter(
 reduce_scatter_ = in_place(
     reduce_scatter,
     "Return this rank's rows of the reduction as a view of x, which must be contiguous.",
-    "A view of x, whose other rows are undefined: the first dimension n is split, the first\n"
+    "A view of x, whose other rows are undefined. The n rows are split evenly; the first\n"
     "    n % size ranks get one row more.",
 )
 
@@ -182,8 +181,8 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> R
     """Return the arrays of all ranks, one after another along the first dimension.
 
     Args:
-        x: at least one dimension; same dtype on every rank, and same shape but for the first
-            dimension, which may differ and may be 0.
+        x: array with at least one dimension; same dtype on every rank, and same shape except for
+            the first dimension, which may differ and may be 0.
 
     Returns:
         A new array, shape (sum of first dimensions, *x.shape[1:]), in rank order.
@@ -195,7 +194,7 @@ def allgather(x: A, *, name: str | None = None, group: Group | None = None) -> R
 def gather(
     x: A, root: int = 0, *, name: str | None = None, group: Group | None = None
 ) -> Request[A | None]:
-    """Return what allgather() returns on root, None on the others."""
+    """Return the result of allgather(); None on every rank but root."""
     return Request("gather", name, group, plan_gather, (x, root))
 
 
@@ -206,11 +205,11 @@ def scatter(
     """Return this rank's rows of root's x.
 
     Args:
-        x: at least one dimension; looked at on root only, None will do elsewhere.
-        root: the rank whose rows all get.
+        x: array with at least one dimension; used on root only, may be None on other ranks.
+        root: the rank whose rows are distributed.
 
     Returns:
-        A new array of root's kind and dtype: the first dimension n is split, the first n % size
+        A new array of root's library and dtype. The n rows are split evenly; the first n % size
         ranks get one row more.
     """
     return Request("scatter", name, group, plan_scatter, (x, root))
@@ -225,12 +224,12 @@ def alltoall(
     name: str | None = None,
     group: Group | None = None,
 ) -> Request[Any]:
-    """Return the rows that every rank has for this one, one after another in rank order.
+    """Return the rows that all ranks send to this rank, one after another in rank order.
 
     Args:
-        splits: how many rows of x go to each rank; None: as many to each, which must be possible.
-            May differ between ranks.
-        return_splits: return (rows, splits), too: how many came from each rank, a list of ints.
+        splits: number of rows of x for each rank; may differ between ranks. None: x is split
+            evenly, and its number of rows must be a multiple of size.
+        return_splits: return (rows, number of rows from each rank as a list of ints).
 
     Returns:
         A new array, shape (rows received, *x.shape[1:]).
@@ -245,8 +244,8 @@ def broadcast(
     """Return root's x on every rank.
 
     Args:
-        x: same shape and dtype on every rank; its values matter on root only.
-        root: the rank whose values all get.
+        x: array of the same shape and dtype on every rank; its values matter on root only.
+        root: the rank whose values all ranks get.
 
     Returns:
         A new array of x's shape and dtype.
@@ -254,33 +253,33 @@ def broadcast(
     return Request("broadcast", name, group, plan_broadcast, (x, root))
 
 
-broadcast_ = in_place(broadcast, "Replace x by root's x and return it. On root x is not touched.")
+broadcast_ = in_place(broadcast, "Replace x by root's x and return x. On root x stays as it is.")
 
 
 @blocking
 def barrier(*, name: str | None = None, group: Group | None = None) -> Request[None]:
-    """Return when every rank has called it."""
+    """Return when every rank has called this function."""
     return Request("barrier", name, group, plan_barrier)
 
 
 def join() -> int:
-    """Take part in what the other ranks do until all have called this; blocks.
+    """Take part in the operations of other ranks until all ranks have called join(); blocks.
 
-    For ranks that have fewer batches than others: this one goes on to contribute what changes no
-    result (0 to a SUM, 1 to a PRODUCT, no rows to an allgather ...), to operations with a name and
-    without, and of any group. An AVERAGE is still divided by the number of all ranks.
+    For ranks that have fewer batches than others: this rank contributes data that changes no result
+    (0 to a SUM, 1 to a PRODUCT, no rows to an allgather ...), to named and unnamed operations of
+    all its groups. An AVERAGE is still divided by the number of all ranks.
 
     Returns:
-        The last rank that called it, the same on all.
+        The last rank that called join(), the same on all ranks.
 
     Raises:
         PeerFailedError: a rank left without joining.
-        CommTimeoutError: nothing has happened for RINGCOMM_TIMEOUT_S, and not all have joined.
+        CommTimeoutError: not all ranks have joined, and none did anything for RINGCOMM_TIMEOUT_S.
 
-    A broadcast or scatter from a rank that has joined is a MismatchError on the others.
+    A broadcast or scatter from a rank that has joined raises MismatchError on the others.
     """
     current = engine()
-    note_current_gpu(current)  # what it stands in for may be on a GPU
+    note_current_gpu(current)  # arrays of the others may be on a GPU
     return current.join(plan_stand_in)
 
 
@@ -293,14 +292,14 @@ def grouped_allreduce(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> Request[list[A]]:
-    """Return the reductions of several arrays, agreed on at once and fused where dtypes are alike.
+    """Return several reductions, with one agreement; arrays of one dtype are fused.
 
     Args:
-        name: of the whole call.
-        deterministic: as in allreduce(): the bits do not depend on what is fused.
+        name: name of the whole call; None: matched by order.
+        deterministic: reduce in rank order; see allreduce(). Fusion does not change the bits.
 
     Returns:
-        A new array for each.
+        A list with a new array for each of xs.
     """
     options = ReductionOptions(op, deterministic)
     return Request("grouped_allreduce", name, group, plan_grouped_allreduce, (xs, options))
@@ -315,10 +314,10 @@ grouped_allreduce_ = in_place(
 def grouped_allgather(
     xs: Sequence[A], *, name: str | None = None, group: Group | None = None
 ) -> Request[list[A]]:
-    """Return allgather() of each of xs, agreed on at once.
+    """Return allgather() of each of xs, with one agreement.
 
     Args:
-        xs: list or tuple; as many on every rank, each as allgather() takes it. May be empty.
+        xs: list or tuple of equally many arrays on every rank; may be empty. See allgather().
     """
     return Request("grouped_allgather", name, group, plan_grouped_allgather, (xs,))
 
@@ -332,7 +331,7 @@ def grouped_reduce_scatter(
     group: Group | None = None,
     deterministic: bool = False,
 ) -> Request[list[A]]:
-    """Return reduce_scatter() of each of xs, agreed on at once."""
+    """Return reduce_scatter() of each of xs, with one agreement."""
     plan, args = plan_grouped_reduce_scatter, (xs, ReductionOptions(op, deterministic))
     return Request("grouped_reduce_scatter", name, group, plan, args)
 
@@ -343,7 +342,7 @@ def broadcast_object(
     """Return root's object on every rank, pickled on the way; on root it is `obj` itself.
 
     Args:
-        obj: anything that can be pickled; looked at on root only.
+        obj: anything that can be pickled; used on root only.
         root: the rank whose object all get.
         name: matches the operations of this name on the other ranks; None: matched by order.
         group: the ranks that take part; None: all.
@@ -366,11 +365,11 @@ def allgather_object(obj: Any, *, name: str | None = None, group: Group | None =
     return [obj if r == mine else pickle.loads(each) for r, each in enumerate(packed)]
 
 
-# The forms that do not block. handle.wait() returns what the blocking form does, or raises what it
-# does; errors of arguments, too, for the other ranks must learn of them. Until an operation is
-# over, an array that was passed in must not be changed, and one that is overwritten not be read;
-# reductions and broadcasts that are not in place copy x at once. A rank may have 16,384 operations
-# pending; the next one raises RingcommError.
+# The asynchronous forms. handle.wait() returns or raises the same as the blocking form; it also
+# raises errors of arguments, because the other ranks must learn of them. Until the operation is
+# over, arguments must not be changed, and those that it overwrites must not be read; reductions and
+# broadcasts that are not in place copy x at once. A rank may have 16,384 operations pending; the
+# next one raises RingcommError.
 allreduce_async = started(allreduce)
 allreduce_async_ = started(allreduce_)
 reduce_async = started(reduce)

@@ -1,4 +1,4 @@
-"""Why a collective goes the way it goes."""
+"""explain(): which algorithm or transport a collective uses, and why."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 
 from ringcomm.arrays.dtypes import DTYPES, DType
-from ringcomm.collectives.layout import describe
-from ringcomm.collectives.op import SUM, Op, ReductionOptions
-from ringcomm.collectives.select import Case, Choice
+from ringcomm.collectives.operators import SUM, Op, ReductionOptions
+from ringcomm.collectives.ranks_by_host import describe
+from ringcomm.collectives.select_algorithm import Case, Choice
 from ringcomm.config import COLLECTIVES
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.call import checked_options
 from ringcomm.engine.core.context import EngineContext
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import TransportChoice, device_executor, is_on_gpu
+from ringcomm.engine.executors.gpu_loader import TransportChoice, device_executor, is_on_gpu
 from ringcomm.errors import ConfigError
 
 
 @dataclass(frozen=True, repr=False)
 class GpuExplanation:
-    """How a group's arrays on GPUs travel, in words: print it.
+    """The transport of a group's arrays on GPUs; print() shows it with the reason.
 
     Attributes:
-        choice: the transport, and why not the others; None: the first operation will choose.
-        wanted: RINGCOMM_GPU_TRANSPORT.
+        choice: the transport, and why not another; None before the group's first operation.
+        wanted: the value of RINGCOMM_GPU_TRANSPORT.
         problem: why this rank can use no GPU, and what to do; empty if it can.
     """
 
@@ -50,12 +50,12 @@ class GpuExplanation:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """A choice in words: print it.
+    """The algorithm of a collective; print() shows it with the reason.
 
     Attributes:
-        case: what is to be carried out.
+        case: the collective, and the facts on which the choice depends.
         op: the operator.
-        choice: the algorithm, with the seconds of each that fits and why the others do not.
+        choice: the algorithm, the times of all that fit, and why the others do not fit.
     """
 
     case: Case
@@ -68,12 +68,11 @@ class Explanation:
         how += ", deterministic" if case.is_deterministic else ""
         lines = [
             f"{case.collective} of {bytes_text(case.nbytes)} {case.dtype}{how} on "
-            f"{describe(case.nodes)}: {choice.algorithm}, {_because(self)}"
+            f"{describe(case.nodes)}: {choice.algorithm}, {_because(choice, len(case.nodes))}"
         ]
         width = max(map(len, [*choice.seconds, *choice.unfit]))
-        # The estimates are for what messages take; nobody chooses by them where memory is shared.
-        is_told = choice.is_measured or choice.why != "memory"
-        times = choice.seconds if is_told else {}
+        # Estimates are for messages, so they do not apply to ranks that share memory.
+        times = choice.seconds if choice.is_measured or choice.why != "memory" else {}
         lines += [f"  {name:<{width}}  {s * 1e6:10.1f} us" for name, s in times.items()]
         lines += [f"  {name:<{width}}  no: {reason}" for name, reason in choice.unfit.items()]
         return "\n".join(lines)
@@ -91,21 +90,21 @@ def explain(
     group: Group | None = None,
     device: str = "cpu",
 ) -> Explanation | GpuExplanation:
-    """Return which algorithm such a collective goes by, and why; print it. Local.
+    """Return the algorithm that a collective uses, and why; print() shows both. Local.
 
     Args:
-        nbytes: of the whole buffer, of an allgather that of the result.
-        dtype: a name ("bfloat16"), or what numpy or torch call a dtype.
+        nbytes: bytes of the whole buffer; for an allgather, bytes of the result.
+        dtype: a name ("bfloat16"), or a dtype of numpy or torch.
         collective: "allreduce", "reduce_scatter" or "allgather".
         op: operator of the reduction.
-        deterministic: elements are to be reduced in rank order.
-        group: whose collective; None: all ranks. This rank need not be a member.
-        device: "cuda": for arrays on GPUs, which of their transports the group's first operation
-            chose; until then it looks for a GPU, which loads cupy and starts the driver.
+        deterministic: the reduction adds in rank order, as with allreduce(deterministic=True).
+        group: the ranks that take part; None: all ranks. This rank need not be a member.
+        device: "cpu", or "cuda" for the transport of arrays on GPUs, which the group's first
+            operation on them chooses. Before that, "cuda" loads cupy and looks for a GPU.
 
     Raises:
-        TypeError: no such dtype, or an operator without meaning for it, or nbytes is no int.
-        ValueError: no such collective, or nbytes is negative.
+        TypeError: there is no such dtype, the operator has no meaning for it, or nbytes is no int.
+        ValueError: there is no such collective, or nbytes is negative.
         NotInitializedError: init() has not run.
     """
     if collective not in COLLECTIVES:
@@ -119,14 +118,14 @@ def explain(
     for_gpu = is_on_gpu(device)
     current = engine()
     group = current.groups.or_default(group)
-    kind = _dtype(dtype)
+    known = _dtype(dtype)
     checked_options(ReductionOptions(op))
     if collective != "allgather":
-        op.require(kind)
+        op.require(known)
     if for_gpu:
         return _explain_gpu(current, group)
-    shares_memory = group.shares_memory
-    case = Case(collective, nbytes, kind, group.ranks.nodes, deterministic, shares_memory)
+    nodes = group.ranks.nodes
+    case = Case(collective, nbytes, known, nodes, deterministic, group.shares_memory)
     return Explanation(case, op, current.selection.choice(case))
 
 
@@ -142,21 +141,20 @@ def _explain_gpu(current: EngineContext, group: Group) -> GpuExplanation:
 
 
 def bytes_text(nbytes: int) -> str:
-    """Return "64 KiB"."""
+    """Return a number of bytes as text, such as "64 KiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
     return f"{nbytes} B"
 
 
-def _because(explanation: Explanation) -> str:
-    choice, n_ranks = explanation.choice, len(explanation.case.nodes)
+def _because(choice: Choice, n_ranks: int) -> str:
     reasons = {
         "forced": "as RINGCOMM_ALGORITHM says",
         "measured": "the fastest that `ringcomm tune` measured",
         "estimated": f"the fastest by estimate (to measure: mpirun -np {n_ranks} ringcomm tune)",
         "only": "the only one that can",
-        "memory": "for its ranks share their node's memory",
+        "memory": "because its ranks share their node's memory",
     }
     but = f" ({choice.overruled}, as RINGCOMM_ALGORITHM says, cannot)" if choice.overruled else ""
     return reasons[choice.why] + but

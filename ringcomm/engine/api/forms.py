@@ -1,8 +1,7 @@
 """The forms of a collective, made from one declaration: blocking, in place, asynchronous.
 
-A declaration has the signature that a user sees, and returns a Request. The forms are typed by
-ParamSpec, so type checkers know the signature and the result of each. Arguments that many of them
-have are described here.
+A declaration has the signature that a user sees, and returns a Request. By ParamSpec, type checkers
+know signature and result of each form. The help texts of common arguments are here, too.
 """
 
 from __future__ import annotations
@@ -13,71 +12,61 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
-from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
+from ringcomm.engine.core.plan import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _COMMON: Final = {
-    "x": "at least one dimension; same dtype on every rank, and same shape but for the first "
-    "dimension.",
-    "xs": "list or tuple; as many, of the same shapes and dtypes, on every rank. May be empty.",
+    "x": "array with at least one dimension; same dtype on every rank, and same shape except for "
+    "the first dimension.",
+    "xs": "list or tuple of arrays, with the same shapes and dtypes on every rank. May be empty.",
     "root": "the rank that gets the result.",
     "op": "rc.SUM, AVERAGE, MIN, MAX, PRODUCT, BAND, BOR or BXOR.",
-    "name": "matches the operations of this name on the other ranks; None: matched by order.",
+    "name": "the ranks' operations of one name belong together; None: matched by order.",
     "group": "the ranks that take part; None: all.",
-    "deterministic": "reduce in rank order, as allreduce() does then.",
+    "deterministic": "reduce in rank order; see allreduce().",
 }
 
 
 class Request(NamedTuple, Generic[R]):
-    """One call of a collective.
+    """One call of a collective."""
 
-    Attributes:
-        kind: name of the collective.
-        name: the user's name for this operation.
-        group: the ranks that take part; None: all.
-        plan: plan(group, name, *args, **form) checks the arguments and says what to do.
-        args: see plan.
-        borrows: plan() has an option is_borrowed, for arguments that stay as they are.
-    """
-
-    kind: str
-    name: str | None
+    kind: str  # name of the collective
+    name: str | None  # given by the user
     group: Group | None
-    plan: Callable[..., Plan[R]]
+    plan: Callable[..., Plan[R]]  # plan(group, name, *args, **form)
     args: tuple[Any, ...] = ()
-    borrows: bool = False
+    borrows: bool = False  # plan() has the option is_borrowed; see Reduction
 
     def execute(self, mark: str = "", **form: bool) -> R:
-        """Carry it out; return the result. `mark` follows the kind."""
+        """Carry out the operation and return its result. `mark` is appended to the kind."""
         kind, name, group, plan, args, _ = self
         return engine().execute(kind + mark, name, lambda g: plan(g, name, *args, **form), group)
 
     def start(self, mark: str = "", **form: bool) -> Handle[R]:
-        """Begin it; see execute()."""
+        """Begin the operation; see execute()."""
         kind, name, group, plan, args, _ = self
         return engine().start(kind + mark, name, lambda g: plan(g, name, *args, **form), group)
 
 
 def blocking(declaration: Callable[P, Request[R]]) -> Callable[P, R]:
-    """Return the form that returns the result; a decorator of the declaration."""
+    """Return the blocking form of a declaration; a decorator."""
 
     def form(*args: P.args, **kwargs: P.kwargs) -> R:
         request = declaration(*args, **kwargs)
         return request.execute(is_borrowed=True) if request.borrows else request.execute()
 
-    doc = complete_doc(declaration, _COMMON)
-    return _presented(form, declaration, declaration.__name__, doc)
+    return _presented(form, declaration, declaration.__name__, complete_doc(declaration, _COMMON))
 
 
 def in_place(form: Callable[P, R], summary: str, returns: str = "x itself.") -> Callable[P, R]:
-    """Return the form that overwrites its argument, with this summary and result in its help."""
-    declaration = vars(form)["declaration"]
+    """Return the in-place form of a blocking form; its help gets `summary` and `returns`."""
+    declaration = vars(form)["__wrapped__"]
 
     def overwrite(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -94,8 +83,8 @@ def in_place(form: Callable[P, R], summary: str, returns: str = "x itself.") -> 
 
 
 def started(form: Callable[P, R]) -> Callable[P, Handle[R]]:
-    """Return the form that returns a Handle at once, of a blocking one."""
-    declaration, is_in_place = vars(form)["declaration"], "is_in_place" in vars(form)
+    """Return the asynchronous form of a blocking or in-place one."""
+    declaration, is_in_place = vars(form)["__wrapped__"], "is_in_place" in vars(form)
 
     def start(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         try:
@@ -117,7 +106,7 @@ def started(form: Callable[P, R]) -> Callable[P, Handle[R]]:
 def require_arguments(
     form: Callable[..., Any], error: TypeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise TypeError in the name of the form if `error` is of the call and not from within it."""
+    """Raise a TypeError that names the form if `error` comes from arguments that do not fit."""
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
         return
     try:
@@ -127,7 +116,7 @@ def require_arguments(
 
 
 def with_shortcut(form: F) -> Callable[[F], F]:
-    """Decorator: a function that takes a shortcut, or else calls this form, looks like it."""
+    """Decorate a faster variant of `form`: copy the form's help and attributes to it."""
 
     def decorate(function: F) -> F:
         function.__doc__ = form.__doc__
@@ -140,20 +129,19 @@ def with_shortcut(form: F) -> Callable[[F], F]:
 def _presented(
     form: F, declaration: Callable[..., Any], name: str, doc: str | None, result: str = "{}"
 ) -> F:
-    """Return a form that has its own name and docstring, and shows the declared parameters."""
+    """Set name, docstring and signature of a form; return the form."""
     form.__name__ = form.__qualname__ = name
     form.__module__, form.__doc__ = declaration.__module__, doc
     returned = declaration.__annotations__["return"].removeprefix("Request[")[:-1]
     form.__annotations__ = {**declaration.__annotations__, "return": result.format(returned)}
     signature = inspect.signature(declaration)
     vars(form)["__signature__"] = signature.replace(return_annotation=result.format(returned))
-    vars(form)["__wrapped__"] = declaration  # where typing.get_type_hints() finds the names
-    vars(form)["declaration"] = declaration
+    vars(form)["__wrapped__"] = declaration  # as functools.wraps() does
     return form
 
 
 def complete_doc(function: Callable[..., Any], common: Mapping[str, str]) -> str | None:
-    """Return a docstring with the arguments that it does not list itself."""
+    """Return the docstring; the texts of `common` describe arguments that it does not list."""
     if function.__doc__ is None:  # python -OO
         return None
     head, returns, tail = inspect.cleandoc(function.__doc__).partition("\n\nReturns:")
@@ -168,7 +156,7 @@ def complete_doc(function: Callable[..., Any], common: Mapping[str, str]) -> str
 
 
 def _in_place_doc(doc: str | None, summary: str, returns: str) -> str | None:
-    """Return a docstring with another summary and result, and the same arguments."""
+    """Return the docstring with another summary and result."""
     if doc is None:
         return None
     arguments, _, tail = doc[doc.index("Args:") :].partition("\n\nReturns:\n")

@@ -1,1 +1,1 @@
-"""Operations of one rank: matched with those of the other ranks, agreed on, carried out."""
+"""The engine: it starts operations, lets ranks agree on them, and ends them."""

@@ -1,8 +1,7 @@
-"""The round in which the ranks of a group agree on what they are about to do.
+"""The agreement: the round of messages in which the ranks of a group compare their calls.
 
-ceil(log2 size) control messages per rank: each passes on its fingerprint, whether all that it has
-heard of agree, and the largest value proposed. Only a disagreement costs more: then the calls
-themselves go round.
+Each rank sends ceil(log2 size) messages with its fingerprint, a flag (all known fingerprints are
+equal) and the largest known proposal. If fingerprints differ, the ranks exchange whole calls.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ import numpy as np
 
 from ringcomm.arrays import DTYPES, Flat
 from ringcomm.collectives.algorithms import circulant, node, tree
-from ringcomm.collectives.schedule import consecutive, dissemination_steps
+from ringcomm.collectives.message_patterns import consecutive, dissemination_steps
 from ringcomm.engine.core.call import Call, explain_mismatch
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.header import Kind
+from ringcomm.transport.control_header import Kind
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks know after a round: the same on each."""
+    """The result of an agreement, the same on all ranks."""
 
-    is_agreed: bool  # all make the same call
-    value: int  # the largest that was proposed
-    in_use: int  # the bits that any rank has set
+    is_agreed: bool  # all ranks make the same call
+    value: int  # the largest proposal
+    in_use: int  # the bits that at least one rank passed as in_use
 
 
 async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0) -> Verdict:
-    """Return once every rank has entered this operation, with what they say; a barrier, too."""
+    """Return the verdict once every rank has entered this operation, as in a barrier."""
     all_agree, value = True, proposal
     with t.phase("negotiation"):
         for round_, (dest, source) in enumerate(dissemination_steps(t.rank, t.size)):
@@ -58,13 +57,9 @@ async def agree(fingerprint: int, proposal: int, t: Channel, *, in_use: int = 0)
 async def mismatch(
     call: Call, number: int, t: Channel, *, has_moved: bool = False
 ) -> MismatchError:
-    """Return the error that tells what each rank called, the same on all of them.
+    """Return the error that names the call of each rank, the same error on all ranks.
 
-    Args:
-        call: this rank's.
-        number: of the operation, for the label of an unnamed one.
-        t: a channel on which nothing but calls is sent.
-        has_moved: ranks that took it for a call agreed on before may have sent data already.
+    `t` carries nothing but calls. For number and has_moved see explain_mismatch().
     """
     calls = [Call.unpack(each) for each in await gather_bytes(call.pack(), t)]
     return MismatchError(explain_mismatch(calls, number, t.members, has_moved=has_moved))
@@ -74,9 +69,8 @@ async def gather_counts(count: int, t: Channel) -> list[int]:
     """Return every rank's count."""
     counts = np.zeros(t.size, np.int64)
     counts[t.rank] = count
-    one_each = consecutive([1] * t.size)
     whole = Flat(counts.view(np.uint8), DTYPES["int64"])
-    await node_or(circulant, t).allgather_(whole, one_each, t)
+    await node_or(circulant, t).allgather_(whole, consecutive([1] * t.size), t)
     return [int(n) for n in counts]
 
 
@@ -86,7 +80,7 @@ async def gather_bytes(mine: bytes, t: Channel) -> list[bytes]:
 
 
 async def gather_alike(mine: bytes, t: Channel) -> list[bytes]:
-    """Return every rank's bytes, of which there are as many on each; none: nobody waits."""
+    """Return every rank's bytes. All ranks pass equally many; if that is 0, return [] at once."""
     return await _gathered(mine, consecutive([len(mine)] * t.size), t) if mine else []
 
 
@@ -98,16 +92,16 @@ async def _gathered(mine: bytes, parts: list[slice], t: Channel) -> list[bytes]:
 
 
 async def broadcast_bytes(packed: bytes, root: int, t: Channel) -> bytes:
-    """Return root's bytes, of which the others need not know how many they are."""
+    """Return root's bytes; the other ranks need not know how many there are."""
     nbytes = np.array([len(packed)], np.int64)
-    way = node_or(tree, t)
-    await way.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
+    algorithm = node_or(tree, t)
+    await algorithm.broadcast_(Flat(nbytes.view(np.uint8), DTYPES["int64"]), root, t)
     is_root = t.rank == root
     data = np.frombuffer(packed, np.uint8) if is_root else np.empty(nbytes[0], np.uint8)
-    await way.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
+    await algorithm.broadcast_(Flat(data, DTYPES["uint8"]), root, t)
     return data.tobytes()
 
 
 def node_or(otherwise: Any, t: Channel) -> Any:
-    """Return the algorithms in shared memory where all ranks have it, else that module of them."""
+    """Return `node`, the algorithms in shared memory, if all ranks share it, else `otherwise`."""
     return otherwise if t.meeting is None else node

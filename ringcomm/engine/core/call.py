@@ -1,4 +1,4 @@
-"""A call of a collective, in a form that ranks can compare. Pure."""
+"""Calls of collectives, which ranks compare, and the texts of their mismatches. Pure."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import numpy as np
 
 from ringcomm.arrays.base import AnyAdapter, Array
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.op import Op, ReductionOptions
-from ringcomm.transport.members import ranks_text as listed
+from ringcomm.collectives.operators import Op, ReductionOptions
+from ringcomm.transport.group_members import ranks_text as listed
 
 _MAX_TEXT = 400
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective, as far as all ranks must agree on it."""
+    """The facts of one call of a collective on which all ranks must agree."""
 
-    kind: str
-    name: str | None = None  # the user's
+    kind: str  # "allreduce_"
+    name: str | None = None  # given by the user
     reduction: ReductionOptions | None = None
     dtype: str | None = None
     shape: tuple[int | None, ...] | None = None  # None: ranks may differ
-    root: int | None = None  # the rank that a broadcast comes from
-    members: tuple[tuple[str, tuple[int | None, ...]], ...] | None = None
+    root: int | None = None
+    members: tuple[tuple[str, tuple[int | None, ...]], ...] | None = None  # arrays' (dtype, shape)
     settings: tuple[str, ...] | None = None  # of init(): "RINGCOMM_ALGORITHM=auto"
-    error: str | None = None  # why this rank cannot take part; the others raise, too
-    is_once: bool = False  # no other operation will have this name
+    error: str | None = None  # why this rank cannot take part, so that all ranks raise
+    is_once: bool = False  # no rank will use the name again
     place: str | None = None  # "cuda" for arrays in a GPU's memory
 
     @functools.cached_property  # packing and hashing take 15 us
     def fingerprint(self) -> int:
-        """64 bits that differ where calls differ."""
+        """A 64-bit digest of the call."""
         return int.from_bytes(_digest(self.pack(), 8), "little")
 
     def pack(self, *, whole: bool = False) -> bytes:
-        """Return the wire form; names and errors are cut at 400 characters, unless whole."""
+        """Return the wire form; names and errors are cut at 400 characters unless `whole`."""
         fields = vars(self).copy()  # asdict() copies deeply: 21 us against 0.2
         fields.pop("fingerprint", None)
         for key in ("name", "error"):
@@ -52,17 +52,16 @@ class Call:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Call:
-        """Read the wire form."""
+        """Return the call that pack() has encoded."""
         fields = json.loads(packed)
-        if fields["shape"] is not None:
-            fields["shape"] = tuple(fields["shape"])
+        for key in ("shape", "settings"):
+            if fields[key] is not None:
+                fields[key] = tuple(fields[key])
         if fields["members"] is not None:
             fields["members"] = tuple((dtype, tuple(shape)) for dtype, shape in fields["members"])
         if fields["reduction"] is not None:
             op, *others = fields["reduction"]
             fields["reduction"] = ReductionOptions(Op[op], *others)
-        if fields["settings"] is not None:
-            fields["settings"] = tuple(fields["settings"])
         return cls(**fields)
 
     def label(self, sequence: int) -> str:
@@ -70,7 +69,7 @@ class Call:
         return f"{self.kind} #{sequence}" if self.name is None else f"{self.kind}[{self.name}]"
 
 
-def reduction_call(  # noqa: PLR0917 - of every reduction, and keywords take longer
+def reduction_call(  # noqa: PLR0917 - every reduction calls this, and keywords take longer
     kind: str,
     name: str | None,
     options: ReductionOptions,
@@ -78,11 +77,7 @@ def reduction_call(  # noqa: PLR0917 - of every reduction, and keywords take lon
     adapter: AnyAdapter,
     root: int | None = None,
 ) -> Call:
-    """Return what all ranks must agree on before they reduce x.
-
-    Raises:
-        TypeError: an option is of a wrong type, or has no meaning for x.
-    """
+    """Return the call of a reduction of x. Raises TypeError for an option that does not fit x."""
     options = checked_options(options)
     dtype, shape = adapter.dtype(x), adapter.shape(x)
     return _call_of_reduction(kind, name, options, dtype.name, shape, root, adapter.place)
@@ -98,13 +93,13 @@ def _call_of_reduction(  # noqa: PLR0917
     root: int | None,
     place: str | None,
 ) -> Call:
-    """Return the same Call each time, so that it is checked, and its fingerprint computed, once."""
+    """Return one Call for equal arguments: it is checked, and its fingerprint computed, once."""
     options.require(DTYPES[dtype])
     return Call(kind, name, options, dtype, shape, root, place=place)
 
 
 def checked_options(options: ReductionOptions) -> ReductionOptions:
-    """Return options that can be compared. Raises TypeError where one is of a wrong type."""
+    """Return options that can be compared. Raises TypeError for an option of a wrong type."""
     if not isinstance(options.op, Op):
         raise TypeError(f"op must be one of ringcomm.{', '.join(map(str, Op))}, not {options.op!r}")
     if options.deterministic is False:
@@ -114,7 +109,7 @@ def checked_options(options: ReductionOptions) -> ReductionOptions:
 
 
 def require_flag(what: str, flag: object) -> None:
-    """Raise TypeError unless it is True or False: what has no truth would fail among messages."""
+    """Raise TypeError unless flag is True or False; bool() could fail on it later."""
     if not isinstance(flag, bool | np.bool_):
         raise TypeError(f"{what} must be True or False, not {flag!r}")
 
@@ -128,25 +123,21 @@ def _digest(data: bytes, nbytes: int) -> bytes:
 def explain_mismatch(
     calls: Sequence[Call], sequence: int, ranks: Sequence[int], *, has_moved: bool = False
 ) -> str:
-    """Return what is wrong, with the values and the ranks, and what to do.
+    """Return the text of a mismatch: the values, the ranks that have each, and what to do.
 
-    Args:
-        calls: what the ranks of a group called; they differ.
-        sequence: number of the operation among those that have no name.
-        ranks: whose they are.
-        has_moved: data may have been sent already, for all had agreed on a call of this name.
+    `sequence` is the operation's number, for the label of an unnamed one. has_moved: ranks may have
+    sent data already, because they had agreed on this name before.
     """
     text = _explain(calls, sequence, ranks)
     if not has_moved:
         return f"{text} Nothing was sent."
     if not any(call.kind.endswith("_") for call in calls):
         return text
-    return f"{text} What it was to overwrite is undefined now, for this name had been agreed on."
+    return f"{text} What the call overwrites is undefined now: the name was agreed on before."
 
 
 def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
-    failed = {call.error for call in calls if call.error is not None}
-    if failed:
+    if any(call.error is not None for call in calls):
         return _explain_errors(calls, sequence, ranks)
     if all(call.settings for call in calls):
         return _explain_settings(calls, ranks)
@@ -161,12 +152,12 @@ def _explain(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) -> str:
             if field == "kind" and starts >= {"", "sparse_"}:
                 what_next = _ONE_LAYOUT
             return f"{_subject(calls, sequence, field)}: {sides}. {what_next}"
-    return f"{calls[0].label(sequence)}: ranks disagree, but not in what they call. Report a bug."
+    return f"{calls[0].label(sequence)}: ranks disagree, but their calls are equal. Report a bug."
 
 
 _ONE_LAYOUT = (
-    "One has a sparse tensor, the other a dense one: let all have one layout, by .to_dense() or by "
-    "sparse= of the layer."
+    "One has a sparse tensor, the other a dense one. Use one layout on all ranks, by .to_dense() "
+    "or by sparse= of the layer."
 )
 _ONE_NAME = "Every rank must call the same operation under one name."
 _ADVICE = {
@@ -196,7 +187,7 @@ def _sides(calls: Sequence[Call], field: str, sequence: int, ranks: Sequence[int
 
 
 def _deeds(calls: Sequence[Call], values: Sequence[str]) -> list[str]:
-    """Return what each rank does with its array: in a broadcast only the root sends one."""
+    """Return "sent VALUE" for each rank, or "would receive VALUE" if a broadcast's root sends."""
     root = calls[0].root if calls[0].kind.startswith("broadcast") else None
     return [
         f"{'sent' if root in (None, index) else 'would receive'} {value}"
@@ -234,7 +225,7 @@ def _explain_members(calls: Sequence[Call], sequence: int, ranks: Sequence[int])
     label = calls[0].label(sequence)
     if len(set(map(len, members))) > 1:
         counts = _by_value(_deeds(calls, [f"{len(each)} arrays" for each in members]), ranks)
-        return f"{label}: {counts}. Pass as many arrays on every rank."
+        return f"{label}: {counts}. Pass equally many arrays on every rank."
     for index, each in enumerate(zip(*members, strict=True)):
         if len(set(each)) > 1:
             values = [f"{dtype} {shape_text(shape)}" for dtype, shape in each]
@@ -249,7 +240,7 @@ def _explain_settings(calls: Sequence[Call], ranks: Sequence[int]) -> str:
         if len(set(each)) > 1:
             is_version = each[0].startswith("ringcomm ")
             advice = "Install one version on all hosts." if is_version else _SET_ALIKE
-            sides = _by_value([f"came with {value}" for value in each], ranks)
+            sides = _by_value([f"started with {value}" for value in each], ranks)
             return f"{calls[0].kind}: {sides}. {advice}"
     raise AssertionError("the settings agree")
 
@@ -266,7 +257,7 @@ def _explain_errors(calls: Sequence[Call], sequence: int, ranks: Sequence[int]) 
     bad = [r for r, _ in failed]
     return (
         f"{call.label(sequence)}: {ranks_text(bad)} could not take part: {call.error}"
-        + (f" (so says rank {rank})" if len(bad) > 1 else "")
+        + (f" (the text is of rank {rank})" if len(bad) > 1 else "")
         + f". Fix the call on {ranks_text(bad)}."
     )
 

@@ -1,42 +1,27 @@
-"""How operations end: on this rank, for those who wait for them, and for the engine."""
+"""How operations end, what their callers get, and which errors break the engine."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 from ringcomm.config import Settings
-from ringcomm.engine.core.execution import Deferred
-from ringcomm.engine.core.pending import Pending, PendingOperation
-from ringcomm.engine.core.state import EngineState
+from ringcomm.engine.core.engine_state import EngineState
+from ringcomm.engine.core.pending_operations import Pending, PendingOperation
+from ringcomm.engine.core.plan import Deferred
 from ringcomm.engine.progress.deadlines import ANSWER_S, ask_around, describe_wait
 from ringcomm.engine.progress.loop import Progress
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.errors import CommTimeoutError, ConfigError, MismatchError, RingcommError
-from ringcomm.transport.watch import Watch
+from ringcomm.transport.control_messages import Watch
 
 _log = logging.getLogger("ringcomm")
 
 
-class DroppedErrors:
-    """Logs errors whose handles are gone; when one ends many operations, its text comes once."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def warn(self, error: BaseException) -> None:
-        """Log an error, unless it says the same as the one before."""
-        text = str(error)
-        if text != self._last:
-            self._last = text
-            _log.warning("nobody waited for an operation that failed: %s", text)
-
-
 class Completion:
-    """Waits for tasks, takes note of their ends, and decides which errors break the engine."""
+    """Waits for tasks, notes their ends, and decides which errors break the engine."""
 
     def __init__(
         self, watch: Watch, settings: Settings, state: EngineState, pending: Pending
@@ -45,7 +30,7 @@ class Completion:
         self._state = state
         self._pending = pending
         self.progress = Progress(watch, settings, self._on_over, self.break_engine)
-        self.dropped = DroppedErrors()
+        self._last_dropped = ""
         self._has_warned_of_names = False
 
     def result_of(self, task: Task | CompletedTask, timeout_s: float | None = None) -> Any:
@@ -58,41 +43,38 @@ class Completion:
             self._wait(task, math.inf if timeout_s is None else timeout_s)
         task.is_asked = True
         if isinstance(task.error, RingcommError):
-            raise copy.copy(task.error) from task.error.__cause__  # each waiter has its traceback
+            raise copy.copy(task.error) from task.error.__cause__  # a traceback per waiter
         if task.error is not None:
             raise task.error
         return task.result.take() if isinstance(task.result, Deferred) else task.result
 
-    def complete(self, begin: Callable[[], Task | CompletedTask]) -> Any:
-        """Begin a task of which nobody has a handle, and return its result; blocks."""
-        task = None
-        try:
-            task = begin()
-            return self.result_of(task)
-        except BaseException as error:
-            self.break_unless_over(task, error)
-            raise
-
     def break_unless_over(self, task: Task | CompletedTask | None, error: BaseException) -> None:
-        """Break the engine if the wait for a task was interrupted; None: it did not begin."""
+        """Break the engine if `error` interrupted a task; None: the task did not begin."""
         if task is not None and not task.is_over:
             self.break_engine(error)
 
     def break_engine(self, error: BaseException, label: str = "") -> None:
-        """Break the engine and end all tasks: an interrupt, or a broken wire; any thread.
+        """Break the engine and end all tasks, as after an interrupt; any thread may call.
 
-        label: of the operation that is to blame; by default that is the oldest one.
+        label: the operation to blame; by default the oldest one.
         """
         if self._state.break_off(label or self._pending.oldest() or "ringcomm", error):
             self.progress.fail_soon(self._state.copy_of_error)
 
+    def warn_of_dropped(self, error: BaseException) -> None:
+        """Log an error that no caller will see; once if it has ended several operations."""
+        text = str(error)
+        if text != self._last_dropped:
+            self._last_dropped = text
+            _log.warning("nobody waited for an operation that failed: %s", text)
+
     def _wait(self, task: Task, limit_s: float) -> None:
-        """Return once the task is over; ask who is missing before giving up on it for now."""
+        """Return once the task is over. After limit_s find missing ranks, then raise an error."""
         try:
             if self.progress.wait(task, limit_s):
                 return
             missing: list[int] = []
-            text = f"{task.label}: is not over"
+            text = f"{task.label}: is not over."
             if limit_s > 0:
                 ask_around(task, self._watch)
                 if self.progress.wait(task, min(ANSWER_S, limit_s)):
@@ -104,13 +86,13 @@ class Completion:
             self.break_engine(error)
             raise
         raise CommTimeoutError(
-            f"{text} The timeout of this wait is over. It is still under way, and the engine stays "
-            "usable: wait again, or pass a larger timeout_s.",
+            f"{text} The timeout of this wait is over. The operation is still under way, and the "
+            "engine stays usable: wait again, or pass a larger timeout_s.",
             missing=missing,
         )
 
     def _on_over(self, task: Task, error: BaseException | None) -> None:
-        """Take note that a task is over, and decide whether the engine survives its error."""
+        """Note that a task is over, and break the engine if the error requires it."""
         try:
             with self._pending.lock:
                 work = self._pending.get(task.key)
@@ -130,20 +112,20 @@ class Completion:
         if error is not None and is_fatal and self._state.break_off(task.label, error):
             self.progress.fail_all(self._state.copy_of_error)
         elif task.is_dropped and error is not None:
-            self.dropped.warn(error)
+            self.warn_of_dropped(error)
 
     def _warn_of_names(self, n_cached: int) -> None:
         self._has_warned_of_names = True
         if self._watch.transport.rank == 0:
             _log.warning(
-                "more than %d names are in use: further ones cost a round of agreement each time. "
-                "Names that are new in every call, with a step number in them, do that.",
+                "more than %d names are in use, so each operation with a further name costs a "
+                "round of agreement. Do not put a step number into a name.",
                 n_cached,
             )
 
 
 def _is_harmless(work: PendingOperation, error: BaseException) -> bool:
-    """Return True if all agreed on the error, or share it: no message is left over."""
+    """Return True if all ranks have the error, so that no message is left over."""
     return isinstance(error, MismatchError | ConfigError) or error is work.problem
 
 

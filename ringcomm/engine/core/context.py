@@ -1,4 +1,4 @@
-"""The parts of a rank's engine that groups, operations and extensions use."""
+"""The parts of an engine that groups, operations and other layers use."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from ringcomm._core import StatusPage
 from ringcomm.arrays.base import Bytes
 from ringcomm.config import Settings
+from ringcomm.engine.core.algorithm_choice import Selection
 from ringcomm.engine.core.completion import Completion
-from ringcomm.engine.core.extensions import Extensions
-from ringcomm.engine.core.pending import Pending
-from ringcomm.engine.core.selection import Selection
-from ringcomm.engine.core.state import EngineState
-from ringcomm.engine.peers.conversations import Conversations
+from ringcomm.engine.core.engine_state import EngineState
+from ringcomm.engine.core.layer_hooks import Extensions
+from ringcomm.engine.core.pending_operations import Pending
+from ringcomm.engine.peers.tasks_outside_collectives import Conversations
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.transport.base import Transport
-from ringcomm.transport.watch import Watch
+from ringcomm.transport.control_messages import Watch
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Topology:
 
 
 class EngineContext:
-    """All of an engine but how operations are submitted, which the Engine adds."""
+    """All parts of an engine; the class Engine adds the submission of operations."""
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class EngineContext:
         topology: Topology | None = None,
         page: StatusPage | None = None,
     ) -> None:
-        self.job_rank, self.job_size = transport.rank, transport.size  # whatever the default group
+        self.job_rank, self.job_size = transport.rank, transport.size
         self.topology = topology or Topology(self.job_rank, self.job_size, 0, 1)
         self.settings = settings
-        self.transport = transport  # of services, only poll() may use it
-        self.watch = Watch(transport)  # knows of the other ranks
-        self.selection = Selection(settings)  # which algorithm carries out which collective
-        self.page = page  # the status page
+        self.transport = transport  # a service may use it only in poll()
+        self.watch = Watch(transport)  # news of the other ranks
+        self.selection = Selection(settings)
+        self.page = page
         self.state = EngineState(self.watch)
         timeline = Timeline(settings.timeline, self.job_rank) if settings.timeline else None
-        # So that two ranks never have operations of one stream in flight.
+        # With this limit no two operations in flight have the same stream.
         self.pending = Pending(page, timeline, transport.tags.n_streams // 4)
         self.completion = Completion(self.watch, settings, self.state, self.pending)
         self.progress = self.completion.progress
@@ -55,13 +55,13 @@ class EngineContext:
         self.extensions = Extensions(self.pending, self.progress)
 
     def shared_memory(self, nbytes: int) -> Bytes | None:
-        """Return memory that the ranks of this node map, None where nothing is shared."""
+        """Return memory that the ranks of this node map, None if they share none."""
         self.state.require_own_process()
         node = self.transport.node
         return None if node is None else node.empty(nbytes)
 
     def shared_usage(self) -> tuple[int, int, int]:
-        """Return bytes of it in use, kept for reuse, and in use at most."""
+        """Return bytes of shared memory: in use, kept for reuse, most in use at a time."""
         node = self.transport.node
         return (0, 0, 0) if node is None else node.memory.usage()
 

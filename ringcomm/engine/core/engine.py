@@ -1,4 +1,4 @@
-"""One rank's operations: how they are identified, and how they begin."""
+"""The engine of a rank: how its operations are identified, and how they begin."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ringcomm._core import NodeStep, StatusPage
 from ringcomm.config import Settings
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.context import EngineContext, Topology
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.engine_state import n_forks
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.engine.core.ledger import Ledger, Ticket
-from ringcomm.engine.core.pending import PendingOperation
-from ringcomm.engine.core.state import n_forks
+from ringcomm.engine.core.pending_operations import PendingOperation
+from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.executors.routes import Routes, end_turn
+from ringcomm.engine.peers.entered_operations import Whereabouts
 from ringcomm.engine.peers.groups import Groups
 from ringcomm.engine.peers.join import JoinedRanks
-from ringcomm.engine.peers.whereabouts import Whereabouts
 from ringcomm.engine.progress.task import CompletedTask, Task
 from ringcomm.transport.base import Transport
 from ringcomm.transport.channel import Channel
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 class _Submission(NamedTuple):
-    """An operation that this rank has entered; see PendingOperation."""
+    """An operation that this rank has entered in the ledger; see PendingOperation."""
 
     group: Group
     ledger: Ledger
@@ -79,24 +79,18 @@ class Engine(EngineContext):
         timeout_s: float | None = None,
         is_once: bool = False,
     ) -> R:
-        """Carry out one collective; blocks. Every rank of the group calls it.
+        """Carry out one collective of a group (None: all ranks) and return its result; blocks.
+
+        Raises the errors of plan(), and those of the functions in ringcomm.engine.api.collectives.
 
         Args:
-            kind: name of the collective, for a rank whose plan() fails.
-            name: the user's name for it.
-            plan: checks the arguments and says what to do. If it raises, this rank still takes
+            kind: name of the collective; the other ranks get it if plan() fails.
+            name: name that the user gave to the operation, or None.
+            plan: checks the arguments and returns the plan. If it raises, this rank still takes
                 part in the agreement, so that the others get a MismatchError instead of waiting.
-            group: None: all ranks.
-            timeout_s: deadline of this operation; None: RINGCOMM_TIMEOUT_S.
-            is_once: the name will not come again, on any rank, so it is not worth keeping. It
-                replaces the name in the call of plan().
-
-        Raises:
-            TypeError, ValueError, ...: plan() raised, in the same way on every rank.
-            MismatchError: ranks disagree; the same on every rank; the engine stays usable.
-            PeerFailedError: a rank died or left.
-            CommTimeoutError: a rank did not come within timeout_s.
-            NotInitializedError: after shutdown(), or in a child of this rank.
+            group: the ranks that take part.
+            timeout_s: deadline in seconds; None: RINGCOMM_TIMEOUT_S.
+            is_once: no rank will use `name` again; `name` replaces the name in the plan's call.
         """
         task = None
         try:
@@ -119,13 +113,7 @@ class Engine(EngineContext):
         timeout_s: float | None = None,
         is_once: bool = False,
     ) -> Handle[R]:
-        """Begin one collective and return at once; see execute().
-
-        Raises:
-            TypeError: name is not a str.
-            ValueError: an operation of that name is pending, or this rank is not in the group.
-            NotInitializedError, PeerFailedError, CommTimeoutError: the engine is unusable already.
-        """
+        """Begin one collective and return its Handle at once; see execute()."""
         self.progress.work_in_background()
         task = None
         try:
@@ -138,14 +126,7 @@ class Engine(EngineContext):
             raise
 
     def join(self, plan: Callable[[Group, Call], Plan[Any]]) -> int:
-        """Stand in for this rank, which has no more work, until all ranks have joined; blocks.
-
-        Args:
-            plan: plans this rank's part of a call of others, to which it contributes nothing.
-
-        Returns:
-            The last rank that joined, the same on all.
-        """
+        """Take part in others' calls by plans of plan() until all join; return the last to join."""
 
         def stand_in(call: Call, group: Group) -> Task | CompletedTask:
             kind, name, is_once = call.kind, call.name, call.is_once
@@ -157,7 +138,7 @@ class Engine(EngineContext):
         return self._joined.join(stand_in)
 
     def nudge(self) -> None:
-        """Poll the services, at once if no thread drives the loop. Any thread may call it."""
+        """Poll the services, at once if no thread drives the loop. Any thread may call this."""
         self.state.require_usable()
         self.progress.nudge()
 
@@ -168,7 +149,7 @@ class Engine(EngineContext):
         is_done: Callable[[], bool] | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        """See Progress.run_until(). Raises RingcommError if the engine cannot be used any more."""
+        """See Progress.run_until(). Raises RingcommError if the engine is unusable."""
         self.state.require_usable()
         self.progress.run_until(is_enough, is_done=is_done, timeout_s=timeout_s)
         if self.state.is_broken:
@@ -176,10 +157,7 @@ class Engine(EngineContext):
 
     # --- without a task ---------------------------------------------------------------------------
     def take_place(self, ledger: Ledger, team: NodeTeam) -> int | None:
-        """Take the next place (number) in the ledger for an operation that needs no task.
-
-        Returns None if it needs one.
-        """
+        """Return the place (number) of a new operation without a task; None if it needs a task."""
         state = self.state
         if state.is_closed or state.error is not None or state.n_forks != n_forks():
             return None
@@ -190,11 +168,6 @@ class Engine(EngineContext):
                 return None
             return ledger.take_place()
 
-    def break_at(self, place: int | None, error: BaseException) -> None:
-        """Break the engine: the operation of this place, if any (None), was interrupted."""
-        which = "an operation" if place is None else f"operation #{place}"
-        self.completion.break_engine(error, which)
-
     def adopt(
         self,
         place: int,
@@ -204,14 +177,14 @@ class Engine(EngineContext):
         *,
         timeout_s: float | None = None,
     ) -> Task:
-        """Return a task that completes the step begun at this place of `group`, for this thread."""
+        """Return a task for the step that this thread has begun at a place of `group`."""
         ledger = group.ledger_for(self)
         ticket = ledger.unnamed(place)
         return self._follow(step, plan, _Submission(group, ledger, ticket, True, timeout_s))
 
     @property
     def _needs_task(self) -> bool:
-        """True while all operations need a task: for a timeline, messages, joined or lost ranks."""
+        """True if a timeline, messages, joined ranks or lost ranks require a task per operation."""
         if self.pending.timeline is not None or self.selection.leaves_memory:
             return True
         return self._joined.has_guests or self.watch.peers.has_lost
@@ -231,7 +204,8 @@ class Engine(EngineContext):
         self.state.require_own_process()
         self.state.require_usable()
         group = self.groups.or_default(group)
-        _require_name(name)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str or None, not {name!r}")
         ledger = group.ledger_for(self)
         ready, problem = _try(kind, name, group, plan)
         if is_once:
@@ -253,13 +227,13 @@ class Engine(EngineContext):
             begins_here = group.team is not None or group.size == 1
             self.progress.begin(task, is_awaited=is_awaited, at_once=begins_here)
         except BaseException as error:
-            if has_place:  # an interrupt, or no memory: others wait for what was begun here
+            if has_place:  # an interrupt, or no memory: other ranks wait for this operation
                 self.completion.break_engine(error, ready.call.label(ledger.next_place - 1))
             raise
         return task
 
     def _is_one_step(self, plan: Plan[Any], entered: _Submission) -> bool:
-        """Return True if the operation is a single step, which can be taken now."""
+        """Return True if the plan is a single step that can be taken now."""
         team, ticket = entered.group.team, entered.ticket
         if plan.step is None or team is None:
             return False
@@ -270,7 +244,7 @@ class Engine(EngineContext):
         return entered.ledger.is_cached(ticket)
 
     def _take_step(self, plan: Plan[R], entered: _Submission) -> Task | CompletedTask:
-        """Carry out an operation of one step; return a task if it is not over at once."""
+        """Carry out an operation of one step; return a task that may not be over yet."""
         group, ledger, ticket, is_awaited, _ = entered
         team = group.team
         assert team is not None
@@ -290,7 +264,7 @@ class Engine(EngineContext):
         return self._follow(step, plan, entered)
 
     def _follow(self, step: NodeStep, plan: Plan[Any], entered: _Submission) -> Task:
-        """Return a task that carries on with a step that was begun."""
+        """Return a task that completes a step that was begun."""
         finish = plan.finish
         assert finish is not None
 
@@ -306,7 +280,7 @@ class Engine(EngineContext):
     def _make_task(
         self, plan: Plan[Any], entered: _Submission, problem: Exception | None = None
     ) -> Task:
-        """Return a task that is pending; the lock is held."""
+        """Return a pending task; the caller holds the lock."""
         group, ledger, ticket, is_awaited, timeout_s = entered
         label = _label(plan.call, ticket, group, self.groups.default)
         task = Task(label, ticket, group.ranks)
@@ -321,7 +295,7 @@ class Engine(EngineContext):
             self.pending.add(work)
             task.start(*self._routes.coroutines(work, plan))
             self._joined.invite(work)
-        except BaseException as error:  # its place is taken, and others will wait for it
+        except BaseException as error:  # other ranks will wait for this operation
             self.pending.remove(ticket.key, has_failed=True)
             task.stop()
             task.error, task.is_over = error, True
@@ -340,16 +314,11 @@ def _try(
 ) -> tuple[Plan[R], Exception | None]:
     try:
         ready = plan(group)
-        _ = ready.call.fingerprint  # what cannot be packed is an error like a bad argument
+        _ = ready.call.fingerprint  # a call that cannot be packed is an error like a bad argument
         return ready, None
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
         call = Call(kind, name, error=f"{type(error).__name__}: {error}")
         return Plan(call, 0, _never_run), error
-
-
-def _require_name(name: object) -> None:
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a str or None, not {name!r}")
 
 
 async def _never_run(_: Channel) -> Any:

@@ -8,53 +8,49 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from ringcomm.collectives.op import Op
+from ringcomm.collectives.operators import Op
 from ringcomm.engine.core.context import EngineContext
-from ringcomm.engine.core.current import engine
+from ringcomm.engine.core.current_engine import engine
 from ringcomm.engine.core.ledger import Ledger
-from ringcomm.transport.members import Members
+from ringcomm.transport.group_members import Members
 from ringcomm.transport.node.shm import NodeTeam
 
 
 class ShortAllreduce(Protocol):
-    """Carries out blocking allreduces without a plan; see ringcomm.engine.executors.node."""
+    """Carries out the short calls of a group; see ringcomm.engine.executors.short_allreduce."""
 
     def allreduce_(self, x: Any, op: Op, timeout_s: float | None = None) -> bool:
-        """Reduce x in place if this way is open; else do nothing and return False."""
+        """Reduce x in place and return True; if that needs a plan, only return False."""
 
 
 class Group:
     """Ranks that communicate among themselves: pass it as `group=`.
 
-    Collective among its members, which make their groups in the same order; the others need not
-    call it. A member may be in any number of groups. Operations of different groups may be started
-    in another order on each rank.
+    Collective among its members: all of them create their groups in the same order. Other ranks
+    need not create them. A rank may be in any number of groups, and may start operations of
+    different groups in an order of its own.
 
     Args:
-        ranks: ranks of the default group, in the order in which they are numbered within this
-            one; the same on every member.
+        ranks: ranks of the default group, the same on every member; their order numbers the
+            members within this group.
 
     Attributes:
-        ranks: those of the job that are its members.
+        ranks: the members, as ranks of the job.
         rank: index of this process in `ranks`, None if it is not a member.
-        size: number of ranks.
-        team: where they meet, if they share a node's memory.
-        neighbours: where those meet that are on this rank's node.
-        ledger: numbers the operations of a group that this process is in; see ledger_for().
-        short_calls: the short way of its blocking allreduces, once one has come.
+        size: number of members.
 
     Raises:
-        ValueError: a rank that does not exist, or the same one twice, or none.
+        ValueError: a rank does not exist, a rank occurs twice, or there is no rank.
         MismatchError: members passed the ranks in different order.
         RingcommError: its ranks have 1023 groups in use, or as many as MPI has tags for. A group
             is in use until all of its members have dropped it.
     """
 
     rank: int | None
-    team: NodeTeam | None = None
-    neighbours: NodeTeam | None = None
-    ledger: Ledger
-    short_calls: ShortAllreduce | None = None
+    team: NodeTeam | None = None  # of all members, if they share a node's memory
+    neighbours: NodeTeam | None = None  # of the members on this rank's node
+    ledger: Ledger  # numbers its operations, in a member's process; see ledger_for()
+    short_calls: ShortAllreduce | None = None  # made by its first blocking allreduce_()
 
     def __init__(self, ranks: Iterable[int]) -> None:
         current = engine()
@@ -71,7 +67,7 @@ class Group:
 
     @classmethod
     def of_job(cls, ranks: Iterable[int]) -> Group:
-        """Return a group of these ranks of the job, whatever the default group is; see Group."""
+        """Return a group of ranks of the job, not of the default group; see Group."""
         current = engine()
         group = cls.__new__(cls)
         group._create(current, _checked(ranks, current.job_size))
@@ -103,15 +99,11 @@ class Group:
         raise TypeError("a Group belongs to this process: send its ranks and make a new one")
 
     def ledger_for(self, engine: EngineContext) -> Ledger:
-        """Return what numbers its operations, if this process may use it.
-
-        Raises:
-            ValueError: this process is not a member, or the group is of an earlier init().
-        """
+        """Return the ledger. Raises ValueError if this rank is no member, or after a new init()."""
         if self.rank is None:
             raise ValueError(
-                f"rank {engine.job_rank} is not a member of {self!r}, so it cannot take part: let "
-                "its members alone make this call"
+                f"rank {engine.job_rank} is not a member of {self!r}, so it cannot take part: only "
+                "members may make this call"
             )
         if self._engine() is not engine:
             raise ValueError(f"{self!r} is of an earlier ringcomm.init(): make a new one")
@@ -126,20 +118,20 @@ class Group:
 
     @property
     def shares_memory(self) -> bool:
-        """True if its ranks map each other's memory, as far as is known here."""
+        """True if its ranks map each other's memory, as far as this rank knows."""
         is_one = len(set(self.ranks.nodes)) == 1 and self.size > 1
         has_node = self.engine.transport.node is not None
         return has_node and is_one and (self.team is not None or self.rank is None)
 
     @property
     def index(self) -> int:
-        """`rank` of a member."""
+        """The attribute `rank`, in a process that is a member."""
         assert self.rank is not None
         return self.rank
 
 
 def _checked(ranks: Iterable[int], size: int) -> tuple[int, ...]:
-    try:  # one more than there are tells enough, also of what has no end
+    try:  # ranks may be endless, so at most size + 1 are read
         members = tuple(operator.index(rank) for rank in itertools.islice(ranks, size + 1))
     except TypeError as error:
         raise TypeError(f"Group: ranks must be ints, one after another, not {ranks!r}") from error

@@ -1,7 +1,7 @@
-"""Identities of a group's operations: the order of unnamed ones, the uses of names. Pure.
+"""Identities of a group's operations: the place if unnamed, else name and number of use. Pure.
 
-Every rank of a group keeps one ledger, and all come to the same entries: what is written here
-depends only on what a rank enters and on what all agreed to.
+Every rank of a group keeps a ledger. All ledgers get the same entries, because an entry depends
+only on the operations that a rank enters and on what all ranks have agreed on.
 """
 
 from __future__ import annotations
@@ -11,59 +11,58 @@ from dataclasses import dataclass
 from ringcomm.transport.node import N_NAMED, N_UNNAMED
 from ringcomm.transport.tags import WIDEST, TagLayout
 
-NO_GROUP = 1 << 32  # stands for the id of a group in what is no operation of one
+NO_GROUP = 1 << 32  # replaces the id of a group where there is no group
 _ODD = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One operation of a group: the number-th without a name, or the number-th use of a name.
+    """The identity of an operation in its group.
 
-    Numbers begin with 1; 0 is every use of a name that is not cached.
+    The number counts from 1: among unnamed operations, or among the uses of a name. Every use of a
+    name that the ledger does not know has number 0.
     """
 
     name: str | None
-    base: int  # 64 bits for the group and the name, the same on all ranks
+    base: int  # a digest of the group and the name, the same on all ranks
     number: int
-    is_once: bool = False  # the name will not come again, so it is not worth keeping
+    is_once: bool = False  # no rank will use the name again
 
     @property
     def key(self) -> int:
-        """64 bits for this very operation."""
+        """64 bits that identify the operation."""
         return (self.base + self.number * _ODD) % (1 << 64)
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many operations this rank has begun, in one group or in several."""
+    """Counts the operations that this rank has begun, in one group or in several."""
 
     n_entered: int = 0
 
 
 @dataclass(slots=True)
 class _KnownName:
-    """A name that all ranks know: its last use, its stream, and the call agreed on, if any."""
+    """A name that all ranks of the group have used."""
 
-    number: int = 1
+    base: int  # see Ticket
+    number: int = 1  # of the last use
     stream: int | None = None
-    fingerprint: int | None = None
+    fingerprint: int | None = None  # of the call that all ranks agreed on, if any
 
 
 class Ledger:
-    """The operations of one group, as one of its ranks keeps them.
+    """One rank's ledger of the operations of one group.
+
+    The first half of the streams is for unnamed operations, by their place. The next streams are
+    for cached names, and the last are for passing names, which keep no stream.
 
     Args:
-        group_id: names the operations of the group; never used again.
+        group_id: number of the group; two groups that share a rank never have the same one.
         is_first: this rank is the group's rank 0, which hands out the streams of names.
-        context: of the group's messages and of its window of shared memory.
-        tally: counts what this rank begins; None: a new one.
-        tags: whose streams there are: half of them for unnamed operations, by their place, then
-            those of names that are cached, then those of other names.
-
-    Attributes:
-        n_cached: how many names are.
-        next_place: of the next unnamed operation.
-        is_spoiled: messages that nobody will take may be under way in this context.
+        context: part of the tags of the group's messages, and number of its shared-memory window.
+        tally: counter of the operations that this rank begins; None: a new one.
+        tags: layout of the tags; it gives the number of streams.
     """
 
     def __init__(
@@ -78,44 +77,36 @@ class Ledger:
         self.group_id = group_id
         self.context = context
         self._is_first = is_first
-        self.next_place = 1
+        self.next_place = 1  # of the next unnamed operation
         self.tally = Tally() if tally is None else tally
-        self.is_spoiled = False
+        self.is_spoiled = False  # messages that no rank will receive may be under way
         self._unnamed = base_of(group_id, None)
         self._entries: dict[str, _KnownName] = {}
-        self._bases: dict[str, int] = {}
-        self._names: dict[int, str] = {}
+        self._by_base: dict[int, _KnownName] = {}
         self._pending: set[str] = set()
         self._n_streams, self._n_unnamed = tags.n_streams, tags.n_streams // 2
-        self.n_cached = min(N_NAMED, tags.n_streams // 4)
+        self.n_cached = min(N_NAMED, tags.n_streams // 4)  # how many names can be cached
         self._first_passing = self._n_unnamed + self.n_cached
         self._next_cached = self._n_unnamed
         self._next_passing = self._first_passing
-        self.has_overflown = False
+        self.has_overflown = False  # a name could not be cached
 
     def enter(self, name: str | None, *, is_once: bool = False) -> Ticket:
         """Return the ticket of an operation that begins on this rank.
 
-        Args:
-            name: of it, or None.
-            is_once: the name will not come again, on any rank: it takes no room among those that
-                are cached.
-
-        Raises:
-            ValueError: an operation of this name is pending.
+        is_once: no rank will use the name again, so it is not cached. Raises ValueError if an
+        operation of this name is pending.
         """
         if name is None:
             return self.unnamed(self.take_place())
         self.require_free(name)
         self._pending.add(name)
         self.tally.n_entered += 1
-        if is_once:
-            return Ticket(name, base_of(self.group_id, name), 0, is_once=True)
-        entry = self._entries.get(name)
+        entry = None if is_once else self._entries.get(name)
         if entry is None:
-            return Ticket(name, base_of(self.group_id, name), 0)
+            return Ticket(name, base_of(self.group_id, name), 0, is_once)
         entry.number += 1
-        return Ticket(name, self._bases[name], entry.number)
+        return Ticket(name, entry.base, entry.number)
 
     def require_free(self, name: str | None) -> None:
         """Raise ValueError if an operation of this name is pending."""
@@ -126,7 +117,7 @@ class Ledger:
             )
 
     def take_place(self) -> int:
-        """Return the place of an unnamed operation that begins on this rank."""
+        """Return the next place, for an unnamed operation that begins on this rank."""
         place = self.next_place
         self.next_place = place + 1
         self.tally.n_entered += 1
@@ -137,14 +128,14 @@ class Ledger:
         return Ticket(None, self._unnamed, place)
 
     def is_next(self, name: str | None, number: int) -> bool:
-        """Return True if enter() would return the ticket of this number."""
+        """Return True if enter() would return a ticket of this number now."""
         if name is None:
             return number == self.next_place
         entry = self._entries.get(name)
         return name not in self._pending and number == (0 if entry is None else entry.number + 1)
 
     def finish(self, ticket: Ticket) -> None:
-        """The operation is over on this rank."""
+        """Note that the operation is over on this rank."""
         if ticket.name is not None:
             self._pending.discard(ticket.name)
 
@@ -156,14 +147,14 @@ class Ledger:
         return entry is not None and entry.fingerprint is not None
 
     def cached_stream(self, ticket: Ticket, fingerprint: int) -> int | None:
-        """Return the stream of a call that all ranks have agreed on before, else None."""
+        """Return the stream of the name if all ranks have agreed on this call before, else None."""
         if ticket.name is None or ticket.is_once:
             return None
         entry = self._entries.get(ticket.name)
         return entry.stream if entry and entry.fingerprint == fingerprint else None
 
     def proposal(self, ticket: Ticket) -> int:
-        """Return the stream that this rank proposes; the largest of all ranks' is taken."""
+        """Return the stream that this rank proposes; all ranks take the largest proposal."""
         if ticket.name is None:
             return ticket.number % self._n_unnamed
         if ticket.is_once:
@@ -174,7 +165,7 @@ class Ledger:
         return self._new_stream() if self._is_first else 0
 
     def slot(self, ticket: Ticket, stream: int) -> int | None:
-        """Return where in shared memory the ranks meet; None for a stream that does not last."""
+        """Return the slot of shared memory where the ranks meet; None for a passing name."""
         if ticket.name is None:
             return ticket.number % N_UNNAMED
         if not self._n_unnamed <= stream < self._first_passing:
@@ -182,10 +173,10 @@ class Ledger:
         return N_UNNAMED + stream - self._n_unnamed
 
     def settle(self, ticket: Ticket, stream: int, fingerprint: int | None) -> None:
-        """All ranks have taken `stream`; they agreed on a call, or on none (None).
+        """Note the stream that all ranks use, and the fingerprint they agreed on, None if none.
 
-        A name that was agreed on before and is not now loses its stream, for messages that nobody
-        will take may be on it.
+        If they had agreed on the name before and disagree now, the name loses its stream, because
+        messages that no rank will receive may be on it.
         """
         if ticket.name is None or ticket.is_once:
             return
@@ -194,9 +185,8 @@ class Ledger:
             if stream >= self._first_passing:
                 self.has_overflown = True
                 return
-            entry = self._entries[ticket.name] = _KnownName()
-            self._bases[ticket.name] = ticket.base
-            self._names[ticket.base] = ticket.name
+            entry = self._entries[ticket.name] = _KnownName(ticket.base)
+            self._by_base[ticket.base] = entry
         is_spoiled = fingerprint is None and entry.fingerprint is not None
         self.is_spoiled |= is_spoiled
         is_lasting = stream < self._first_passing and not is_spoiled
@@ -204,11 +194,11 @@ class Ledger:
         entry.fingerprint = fingerprint if is_lasting else None
 
     def has_entered(self, base: int, number: int) -> bool:
-        """Return True if this rank is, or was, in that operation, as far as it is remembered."""
+        """Return True if, by this ledger, this rank has entered the operation; see Ticket."""
         if base == self._unnamed:
             return number < self.next_place
-        name = self._names.get(base)
-        return name is not None and number <= self._entries[name].number
+        entry = self._by_base.get(base)
+        return entry is not None and number <= entry.number
 
     def _new_stream(self) -> int:
         if self._next_cached < self._first_passing:
@@ -224,7 +214,7 @@ class Ledger:
 
 
 def base_of(group_id: int, name: str | None) -> int:
-    """Return 64 bits for a name in a group, or for its unnamed operations."""
+    """Return a 64-bit digest for a name in a group, or for the group's unnamed operations."""
     import hashlib  # loads OpenSSL, 5 ms: not a cost of `import ringcomm`
 
     text = f"{group_id}" if name is None else f"{group_id}:{name}"

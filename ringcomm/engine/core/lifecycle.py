@@ -1,27 +1,26 @@
-"""The beginning and the end of an engine: what all ranks compare, and how they part."""
+"""The beginning and the end of an engine: ranks compare their settings, and leave."""
 
 from __future__ import annotations
 
-from ringcomm.collectives.table import Table
+from ringcomm.collectives.measured_times import Table
 from ringcomm.engine.core.agreement import broadcast_bytes
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.core.state import n_forks
+from ringcomm.engine.core.engine_state import n_forks
+from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.deadlines import Farewell
 from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
-from ringcomm.status.page import State
+from ringcomm.status.page_enums import State
 from ringcomm.transport.channel import Channel
-from ringcomm.transport.members import ranks_text
+from ringcomm.transport.failure_news import DIRECT, REST_S, RESTS, WAITS
+from ringcomm.transport.group_members import ranks_text
 
 
 def meet(engine: Engine, version: str, table: str = "") -> None:
-    """Return when every rank runs this version and its guardian watches; first call of all.
+    """Return once all ranks agree on version and settings. This is an engine's first operation.
 
-    table: on rank 0: what was measured on this topology; all ranks choose by it.
-
-    Raises:
-        MismatchError: ranks differ in their version, or in a setting that must be alike.
+    `table` is rank 0's table of measured times; all ranks choose algorithms by it. Raises
+    MismatchError if ranks differ in their version, or in a setting that must be the same.
     """
     call = Call("init", settings=(f"ringcomm {version}", *engine.settings.shared))
 
@@ -33,19 +32,20 @@ def meet(engine: Engine, version: str, table: str = "") -> None:
 
 
 def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
-    """Complete what was started and announce that this rank takes part in nothing more.
+    """Complete the pending operations, announce that this rank leaves, and wait for the others.
 
-    Returns when no other rank does. There is no deadline: a rank may evaluate for hours after the
-    others are done, but a warning says for whom this one waits. Whoever needs this rank after all
-    gets a PeerFailedError, and a death ends this wait. An engine that is unusable does not wait.
+    Returns when all ranks have left. There is no deadline, because one rank may evaluate for hours
+    after the others are done; a warning names the ranks that are still here. An operation that
+    needs this rank raises PeerFailedError on the others, and a death ends this wait. After a
+    failure this rank waits for at most REST_S, and only in a large job.
 
     Args:
-        how: "called shutdown()".
-        keeps_wire: an engine that has_waited_in_vain is not closed, so that it can still
-            see_others_leave().
+        how: text for the other ranks, such as "called shutdown()".
+        keeps_wire: if state.has_waited_in_vain, do not close, so that see_others_leave() can
+            use the engine.
 
     Returns:
-        True if every rank left in order, so that MPI can be finalized.
+        True if the engine is not broken and no rank has failed: MPI can be finalized.
     """
     state, progress, watch = engine.state, engine.progress, engine.watch
     if state.is_closed or state.n_forks != n_forks():
@@ -54,7 +54,7 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
     with engine.pending.lock:
         state.is_closed = True
     was_broken = state.is_broken
-    while pending := engine.pending.operations():  # some leave others behind; see follow_up()
+    while pending := engine.pending.operations():  # new ones may begin meanwhile; see follow_up()
         for operation in pending:
             progress.wait(operation.task)
     state.broke_while_leaving = unsaid if was_broken else state.error or unsaid
@@ -62,23 +62,29 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
     if engine.page is not None:
         engine.page.set_state(State.LEAVING)
     engine.pending.record(None)
-    watch.announce_left(how, is_last=state.is_broken)
+    watch.announce_left(how, RESTS if state.is_broken else WAITS)
     if not state.is_broken:
         progress.run_until(Farewell(watch, engine.settings).is_over)
-        if not watch.peers.are_all_gone:  # one has died
-            watch.announce_left(how, is_last=True)
+    if engine.job_size > DIRECT and (state.is_broken or not watch.peers.are_all_gone):
+        _rest(engine, how)
     is_clean = not state.is_broken and not watch.peers.dead
     if not (keeps_wire and state.has_waited_in_vain):
         close(engine, is_clean=is_clean)
     return is_clean
 
 
-def see_others_leave(engine: Engine) -> None:
-    """Return once all other ranks have left; after leave(keeps_wire=True), and before close().
+def _rest(engine: Engine, how: str) -> None:
+    """Pass news on for a while, after a failure in a large job; see News."""
+    if not engine.state.is_broken:  # so far this rank has announced that it waits
+        engine.watch.announce_left(how, RESTS)
+    engine.progress.run_until(lambda: engine.watch.peers.are_all_gone, timeout_s=REST_S)
+    engine.watch.end_rest()
 
-    Raises:
-        CommTimeoutError: some have not within RINGCOMM_TIMEOUT_S.
-        PeerFailedError: one died or failed meanwhile.
+
+def see_others_leave(engine: Engine) -> None:
+    """Return once all others have left; call it after leave(keeps_wire=True), before close().
+
+    Raises CommTimeoutError after RINGCOMM_TIMEOUT_S, PeerFailedError if a rank died or failed.
     """
     limit_s, peers = engine.settings.timeout_or_inf, engine.watch.peers
     engine.progress.run_until(Farewell(engine.watch, engine.settings, limit_s).is_over)
@@ -92,24 +98,24 @@ def see_others_leave(engine: Engine) -> None:
     if not peers.are_all_gone:
         raise CommTimeoutError(
             f"init: rank {engine.job_rank} has waited {limit_s:g} s for ranks that have not called "
-            f"shutdown(): {ranks_text(peers.still_here)}. After an error all ranks "
-            "call shutdown() before they can init() again. End this job if they cannot",
+            f"shutdown(): {ranks_text(peers.still_here)}. After an error all ranks must "
+            "call shutdown() before they call init() again. End this job if they cannot",
             missing=peers.still_here,
         )
 
 
 def close(engine: Engine, *, is_clean: bool) -> None:
-    """Free what MPI and the wire hold; `is_clean`: all ranks do, and no message is under way."""
+    """Free the wire and all extensions. `is_clean`: all ranks close, no message is under way."""
     engine.extensions.close(is_clean=is_clean)
     engine.transport.close(is_clean=is_clean)
     engine.groups.default.short_calls = None
-    engine.watch.listeners.clear()  # no cycle may keep the page's descriptor
+    engine.watch.listeners.clear()  # a cycle would keep the page's descriptor open
     engine.watch.before_poll = None
     engine.progress.close()
 
 
 def stop(engine: Engine) -> None:
-    """End the thread in the background and what is under way: this rank has failed."""
+    """End the background thread and all operations, because this rank has failed."""
     state = engine.state
     state.error = state.error or RingcommError(
         "this rank has failed, so its operations were broken off"

@@ -1,1 +1,1 @@
-"""Ways to carry out an operation that do without messages, or go through host memory."""
+"""The routes of an operation: messages, shared memory, a GPU; and what joined ranks do."""

@@ -1,21 +1,21 @@
-"""All ways that an operation can go, and the choice among those of a task.
+"""The table of all routes of an operation, and the choice of a task's route.
 
-How an operation begins, how its ranks agree and how the data moves are chosen one after another.
-Each route, when it is taken, and what carries it out:
+Three choices follow one another: how an operation begins, how its ranks agree, and how its data
+moves. For each route the table says when it is taken, and which function carries it out:
 
-    short call             blocking allreduce_() without a name, known in its node; see below
-                           engine.executors.node::ShortCalls.allreduce_
-    node step              its plan is one step in shared memory, and it is next
+    short call             blocking, unnamed allreduce_() in a node, of a known dtype and shape
+                           engine.executors.short_allreduce::ShortCalls.allreduce_
+    node step              the plan is one step in shared memory, and its turn has come
                            engine.core.engine::Engine._take_step
     conversation           send(), recv(), join(): no collective
-                           engine.peers.conversations::Conversations.begin
+                           engine.peers.tasks_outside_collectives::Conversations.begin
     stand-in               a collective of others, once this rank has called join()
-                           engine.executors.stand_in::plan_stand_in
-    met and run            other tasks in shared memory, unnamed or agreed on before
+                           engine.executors.joined_rank::plan_stand_in
+    met and run            other tasks in shared memory, unnamed or with a name agreed on before
                            engine.executors.routes::Routes._meet_and_run
     agreed and run         other tasks
                            engine.executors.routes::Routes._agree_and_run
-    cached and run beside  a name that was agreed on before, if no GPU waits for it
+    cached and run beside  a name that was agreed on before, except on GPUs
                            engine.executors.routes::Routes._run_beside
     recorded schedule      messages, where C++ can send them
                            transport.channel::Channel.run
@@ -26,10 +26,10 @@ Each route, when it is taken, and what carries it out:
     ipc                    arrays on GPUs of one node
                            gpu.transports.ipc::IpcTransport.phases
     staged                 other arrays on GPUs: through host memory
-                           gpu.executor.staged::through_host
+                           gpu.executor.via_host_memory::through_host
 
-A short call or a node step that is not over in a moment, for a rank is late, becomes a task.
-unit/test_routes.py::test_each_route_is_taken_when_the_table_says_so shows each, those of GPUs
+A short call or a node step becomes a task if another rank is late. The tests of the table are
+unit/test_routes.py::test_each_route_is_taken_when_the_table_says_so and, for GPUs,
 gpu/test_collectives.py::test_each_transport_is_a_route_of_its_own.
 """
 
@@ -39,18 +39,18 @@ import contextlib
 from typing import Any
 
 from ringcomm.engine.core.agreement import agree, mismatch
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.algorithm_choice import Selection
 from ringcomm.engine.core.ledger import Ticket
-from ringcomm.engine.core.pending import PendingOperation
-from ringcomm.engine.core.selection import Selection
+from ringcomm.engine.core.pending_operations import PendingOperation
+from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.progress.task import TaskCoroutine
 from ringcomm.errors import MismatchError
 from ringcomm.transport.channel import Channel, Disagreement, Until, Wait
+from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.node.shm import NodeTeam
 from ringcomm.transport.tags import CALLS, DATA
-from ringcomm.transport.watch import Watch
 
-# How long who waits for an operation stays in C++ before it looks at anything else.
+# How long a thread that waits for an operation stays in C++ before it polls anything else.
 _LINGER_S = 1e-3
 _NEVER = Until(lambda: False)
 
@@ -63,25 +63,24 @@ class Routes:
         self._selection = selection
 
     def coroutines(self, work: PendingOperation, plan: Plan[Any]) -> tuple[TaskCoroutine, ...]:
-        """Return how to carry out a plan: agree first, or beside it if all did so before."""
+        """Return the coroutine of a plan; two if the ranks agree while the data moves."""
         ledger, ticket = work.ledger, work.ticket
         assert ledger is not None
-        fingerprint = plan.call.fingerprint
         if work.team is not None and (ticket.name is None or ledger.is_cached(ticket)):
-            return (self._meet_and_run(work, plan, fingerprint),)
-        stream = ledger.cached_stream(ticket, fingerprint)
+            return (self._meet_and_run(work, plan),)
+        stream = ledger.cached_stream(ticket, plan.call.fingerprint)
         if stream is None or work.problem is not None or plan.agrees_first:
-            return (self._agree_and_run(work, plan, fingerprint),)
-        run = self._run_beside(plan, self._channel(work, stream, DATA, fingerprint))
-        return run, self._agree_beside(work, plan, fingerprint, stream)
+            return (self._agree_and_run(work, plan),)
+        run = self._run_beside(plan, self._channel(work, stream, DATA, plan.call.fingerprint))
+        return run, self._agree_beside(work, plan, stream)
 
-    async def _meet_and_run(self, work: PendingOperation, plan: Plan[Any], fingerprint: int) -> Any:
-        """Agree in shared memory, with the first thing that the operation does there."""
+    async def _meet_and_run(self, work: PendingOperation, plan: Plan[Any]) -> Any:
+        """Agree in the first rendezvous of the operation in shared memory."""
         ledger, ticket, team = work.ledger, work.ticket, work.team
         assert ledger is not None
         assert team is not None
         stream = ledger.proposal(ticket)
-        t = self._channel(work, stream, DATA, fingerprint)
+        t = self._channel(work, stream, DATA, plan.call.fingerprint)
         await _take_turn(team, ticket)
         try:
             if self._selection.leaves_memory:
@@ -100,17 +99,15 @@ class Routes:
         ledger.settle(ticket, stream, None)
         raise await self._mismatch(work, plan, stream, has_moved=False)
 
-    async def _agree_and_run(
-        self, work: PendingOperation, plan: Plan[Any], fingerprint: int
-    ) -> Any:
-        ledger, ticket = work.ledger, work.ticket
+    async def _agree_and_run(self, work: PendingOperation, plan: Plan[Any]) -> Any:
+        ledger, ticket, fingerprint = work.ledger, work.ticket, plan.call.fingerprint
         assert ledger is not None
         talk = self._channel(work, 0, CALLS)
-        has_moved = ledger.is_cached(ticket)  # other ranks may take this for what was agreed on
+        has_moved = ledger.is_cached(ticket)  # other ranks may have sent data already
         verdict = await agree(fingerprint, ledger.proposal(ticket), talk)
         is_good = verdict.is_agreed and work.problem is None
         ledger.settle(ticket, verdict.value, fingerprint if is_good else None)
-        await _take_turn(work.neighbours, ticket)  # also where nothing will be done with it
+        await _take_turn(work.neighbours, ticket)  # even if this rank will not use the slot
         try:
             if not verdict.is_agreed:
                 raise await self._mismatch(work, plan, verdict.value, has_moved=has_moved)
@@ -121,17 +118,15 @@ class Routes:
             end_turn(work.neighbours, ticket)
 
     async def _run_beside(self, plan: Plan[Any], t: Channel) -> Any:
-        """Carry out what all ranks agreed on before, while they agree anew."""
+        """Carry out a plan whose name was agreed on before, while the ranks agree anew."""
         with contextlib.suppress(Disagreement):
             return await plan.run(t)
-        await Wait((_NEVER,))  # the agreement that goes on beside says what is wrong
+        await Wait((_NEVER,))  # _agree_beside() raises the mismatch
 
-    async def _agree_beside(
-        self, work: PendingOperation, plan: Plan[Any], fingerprint: int, stream: int
-    ) -> None:
-        """Agree while the data moves; a rank that does not agree poisons what has moved."""
+    async def _agree_beside(self, work: PendingOperation, plan: Plan[Any], stream: int) -> None:
+        """Agree while the data moves; after a disagreement the moved data is undefined."""
         assert work.ledger is not None
-        verdict = await agree(fingerprint, stream, self._channel(work, 0, CALLS))
+        verdict = await agree(plan.call.fingerprint, stream, self._channel(work, 0, CALLS))
         if not verdict.is_agreed:
             work.ledger.settle(work.ticket, stream, None)
             raise await self._mismatch(work, plan, stream, has_moved=True)
@@ -147,7 +142,7 @@ class Routes:
     def _channel(
         self, work: PendingOperation, stream: int, channel: int, fingerprint: int | None = None
     ) -> Channel:
-        """Return a view of the wire; with a fingerprint, of the node's memory, too."""
+        """Return a channel; with a fingerprint, one that also uses shared memory."""
         assert work.ledger is not None
         slot = None if fingerprint is None else work.ledger.slot(work.ticket, stream)
         made = Channel(
@@ -167,12 +162,12 @@ class Routes:
 
 
 async def _take_turn(team: NodeTeam | None, ticket: Ticket) -> None:
-    """Wait until the slot of an unnamed operation is free; a name has its own."""
+    """Wait until the slot of an unnamed operation is free; a cached name has a slot of its own."""
     if team is not None and ticket.name is None and not team.is_turn_of(ticket.number):
         await Wait((Until(lambda: team.is_turn_of(ticket.number)),))
 
 
 def end_turn(team: NodeTeam | None, ticket: Ticket) -> None:
-    """Leave the slot of an unnamed operation to the next one."""
+    """Pass the slot of an unnamed operation on to the next operation."""
     if team is not None and ticket.name is None:
         team.end_turn(ticket.number)

@@ -1,1 +1,1 @@
-"""One module per collective: it checks the arguments once, for every device, into an Operation."""
+"""One module per collective: it checks the arguments for every device, and makes an Operation."""

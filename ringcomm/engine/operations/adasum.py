@@ -1,7 +1,7 @@
 """Adasum: a sum that does not grow where gradients agree.
 
 Two vectors a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if they are
-orthogonal, their mean if they are parallel. Ranks combine pairwise, then pairs of pairs, and so on.
+orthogonal, their mean if they are parallel. Pairs of ranks combine first, then pairs of pairs, ...
 Source: Maleki et al. 2021, arXiv:2006.02924.
 """
 
@@ -15,18 +15,17 @@ from numpy.typing import NDArray
 
 from ringcomm._core import DefaultFpEnvironment
 from ringcomm.arrays import DTYPES, Flat, any_adapter_for, arrived
-from ringcomm.collectives.op import ReductionOptions
-from ringcomm.collectives.scaling import from_bfloat16, to_bfloat16
-from ringcomm.collectives.schedule import consecutive
+from ringcomm.collectives.message_patterns import consecutive
+from ringcomm.collectives.operators import ReductionOptions
+from ringcomm.collectives.scale_factors import from_bfloat16, to_bfloat16
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import plan
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, GroupedOperation, require_one_kind
-from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
 from ringcomm.transport.channel import Channel
 
-_Vector = NDArray[Any]  # float32, or float64 if any array is
+_Vector = NDArray[Any]  # float32; float64 if one of the arrays has float64
 
 
 def plan_adasum(
@@ -39,18 +38,14 @@ def plan_adasum(
 ) -> Plan[list[A]]:
     """Plan the Adasum of each array; the results are the same bits on every rank.
 
-    With a number of ranks that is no power of two, those beyond the largest one combine with a rank
-    below first.
-
-    Args:
-        xs: of float16, bfloat16, float32 or float64; the same shapes and dtypes on every rank.
-        options: the factors before and after; its op is SUM.
-        in_place: the arrays are overwritten.
+    xs are of float16, bfloat16, float32 or float64, with the same shapes and dtypes on every rank.
+    `options` has the op SUM; its factors apply before and after. If the number of ranks is no
+    power of two, each rank beyond the largest power of two first combines with one below it.
 
     Raises:
-        TypeError: an array has no floats.
+        TypeError: an array does not hold floats.
 
-    Cost: log2(size) exchanges of all that is in xs, in float32 or wider.
+    Cost: log2(size) exchanges of all of xs, in float32 or float64.
     """
     kind = "adasum_" if in_place else "adasum"
     xs = arrived(xs)
@@ -75,20 +70,20 @@ class Adasum(GroupedOperation):
     __slots__ = ()
 
     def on_host(self) -> Plan[Any]:
-        """Plan it, in float32 or wider."""
+        """Return the plan; it computes in float32, or in float64 if an array is float64."""
         xs, adapters, options = self.x, self.adapter, self.options
         copies = [adapter.copy(x) for x, adapter in zip(xs, adapters, strict=True)]
         flats = [adapter.flat(each) for each, adapter in zip(copies, adapters, strict=True)]
         wide = np.float64 if any(flat.dtype.name == "float64" for flat in flats) else np.float32
-        line = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
+        fused = np.concatenate([np.empty(0, wide), *(_read(flat, wide) for flat in flats)])
         parts = consecutive([flat.count for flat in flats])
         with DefaultFpEnvironment():
-            line *= wide(options.prescale)
+            fused *= wide(options.prescale)
 
         async def run(t: Channel) -> list[Any]:
             if t.meeting is not None:
-                await t.meet()  # messages follow, of a size that all must have agreed on
-            total = await _combine(line, parts, t)
+                await t.meet()  # ranks must agree on the size before they send messages
+            total = await _combine(fused, parts, t)
             with DefaultFpEnvironment():
                 total *= wide(options.postscale)
                 for flat, part in zip(flats, parts, strict=True):
@@ -100,12 +95,6 @@ class Adasum(GroupedOperation):
             return list(xs)
 
         return Plan(self.call, sum(flat.bytes.nbytes for flat in flats), run)
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that has nothing to contribute."""
-    xs, options = neutral_arrays(group, call), options_of(call)
-    return plan_adasum(group, call.name, xs, options, in_place=is_in_place(call))
 
 
 async def _combine(mine: _Vector, parts: Sequence[slice], t: Channel) -> _Vector:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ringcomm.arrays import any_adapter_for, arrived
-from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.recording import perform
-from ringcomm.collectives.scaling import scale
-from ringcomm.engine.core.call import Call, reduction_call
-from ringcomm.engine.core.execution import Plan
+from ringcomm.collectives.scale_factors import scale
+from ringcomm.engine.core.call import reduction_call
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import plan
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, contiguous, written
-from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
-from ringcomm.engine.operations.reduction import Reduction, reduction_in_node
+from ringcomm.engine.operations.reduction_base import Reduction, reduction_in_node
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -28,7 +27,7 @@ def plan_allreduce(
     in_place: bool = False,
     is_borrowed: bool = False,
 ) -> Plan[A]:
-    """Plan an allreduce; the result is x itself if in_place. See Reduction."""
+    """Plan an allreduce; the result is x itself if in_place. For is_borrowed see Reduction."""
     x = arrived(x)
     adapter = any_adapter_for(x)
     kind = "allreduce_" if in_place else "allreduce"
@@ -45,7 +44,7 @@ class Allreduce(Reduction):
     to: ClassVar[To] = To.ALL
 
     def on_host(self) -> Plan[Any]:
-        """Plan the allreduce of arrays in host memory; in a node it is one step."""
+        """Return the plan; in a node it is one step."""
         x, adapter, options, group = self.x, self.adapter, self.options, self.group
         if self.is_borrowed and not options.is_scaled:
             source = adapter.flat(contiguous(x, adapter))
@@ -70,9 +69,3 @@ class Allreduce(Reduction):
 
         step = reduction_in_node(source, flat.bytes, op, group)
         return Plan(self.call, flat.bytes.nbytes, run, step, finish)
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that has nothing to contribute."""
-    x = neutral_arrays(group, call)[0]
-    return plan_allreduce(group, call.name, x, options_of(call), in_place=is_in_place(call))

@@ -1,4 +1,4 @@
-"""Alltoall: every rank gets the rows that every other one has for it."""
+"""Alltoall: each rank sends some of its rows to each rank."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ from typing import Any, ClassVar
 
 from ringcomm.arrays import any_adapter_for, arrived
 from ringcomm.collectives.algorithms import linear
+from ringcomm.collectives.message_patterns import consecutive
 from ringcomm.collectives.recording import perform
-from ringcomm.collectives.schedule import consecutive
 from ringcomm.engine.core.agreement import node_or
-from ringcomm.engine.core.call import Call, require_flag
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.call import require_flag
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import plan
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, Operation, contiguous, rows_call
-from ringcomm.engine.operations.neutral import no_rows
 from ringcomm.transport.channel import Channel
 
 
 def plan_alltoall(
-    group: Group,
-    name: str | None,
-    x: A,
-    splits: Sequence[int] | None,
-    return_splits: bool,
+    group: Group, name: str | None, x: A, splits: Sequence[int] | None, return_splits: bool
 ) -> Plan[A | tuple[A, list[int]]]:
     """Plan the exchange of rows between all pairs of ranks."""
     require_flag("return_splits", return_splits)
@@ -43,12 +38,12 @@ def plan_alltoall(
 class Alltoall(Operation):
     """An exchange of rows between all pairs of ranks."""
 
-    sent: list[int]  # how many of them go to each rank
-    return_splits: bool  # the result is a pair: rows, and how many came from each rank
+    sent: list[int]  # number of rows for each rank
+    return_splits: bool  # the result is (rows, number of rows from each rank)
     mirrored: ClassVar[dict[str, Any]] = {"return_splits": False}
 
     def on_host(self) -> Plan[Any]:
-        """Plan it; the ranks exchange their numbers of rows first."""
+        """Return the plan; the ranks exchange their numbers of rows first."""
         x, adapter, sent = self.x, self.adapter, self.sent
         shape = adapter.shape(x)
         width = math.prod(shape[1:])
@@ -75,7 +70,7 @@ def _splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int
             )
         return [n_rows // size] * size
     try:
-        # One more than there are ranks tells enough; 1.5 is refused, not cut.
+        # splits may be endless, so at most size + 1 are read. index() refuses 1.5; int() cuts it.
         rows = [operator.index(n) for n in itertools.islice(splits, size + 1)]
     except TypeError as error:
         raise TypeError(
@@ -88,9 +83,3 @@ def _splits_of(splits: Sequence[int] | None, n_rows: int, size: int) -> list[int
             f"{n_rows}, the rows of x"
         )
     return rows
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that has nothing to contribute: no rows."""
-    none = [0] * group.size
-    return plan_alltoall(group, call.name, no_rows(group, call)[0], none, False)

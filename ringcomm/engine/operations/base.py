@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from ringcomm.arrays import AnyAdapter, Array, Flat
-from ringcomm.arrays.mirror import MIRROR
-from ringcomm.collectives.op import ReductionOptions
-from ringcomm.collectives.schedule import chunks
+from ringcomm.arrays.host_mirror import MIRROR
+from ringcomm.collectives.message_patterns import chunks
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.plan import Plan
 from ringcomm.transport.channel import Channel
 
 A = TypeVar("A", bound=Any)
@@ -23,46 +23,46 @@ A = TypeVar("A", bound=Any)
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A collective whose arguments are checked, in host memory and on a GPU alike."""
+    """A collective whose arguments are checked; its arrays are in host memory or on a GPU."""
 
-    group: Group  # who takes part
-    call: Call  # what all ranks must agree on
-    adapter: Any  # of its arrays: an ArrayAdapter in on_host(), a DeviceAdapter on a GPU
-    x: Any  # its array; a list, if it takes several
-    mirrored: ClassVar[dict[str, Any]] = {}  # what is set besides in on_mirrors()
+    group: Group
+    call: Call  # on which all ranks must agree
+    adapter: Any  # of its arrays: an ArrayAdapter in host memory, a DeviceAdapter on a GPU
+    x: Any  # the array, or a list of the arrays
+    mirrored: ClassVar[dict[str, Any]] = {}  # fields that on_mirrors() changes
 
     def on_host(self) -> Plan[Any]:
-        """Return how it is carried out in host memory. What it may not read later is copied now."""
+        """Return the plan for host memory; arrays that may change before it runs are copied now."""
         raise NotImplementedError
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
-        """Return how it is carried out on Mirrors of its sources, which are on a GPU."""
+        """Return the plan for Mirrors, copies in host memory of arrays on a GPU."""
         return replace(self, adapter=MIRROR, x=mirrors[0], **self.mirrored).on_host()
 
 
 @dataclass(slots=True, eq=False)
 class GroupedOperation(Operation):
-    """A reduction of several arrays; `adapter` is a list, with that of each."""
+    """A reduction of several arrays; `adapter` is a list with one for each."""
 
-    options: ReductionOptions  # how they are reduced
-    in_place: bool  # they get the results
+    options: ReductionOptions
+    in_place: bool  # the arrays are overwritten by the results
 
     def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
-        """Return how mirrors of the arrays are reduced."""
+        """Return the plan that reduces the mirrors in place."""
         adapters = [MIRROR] * len(mirrors)
         return replace(self, adapter=adapters, x=mirrors, in_place=True).on_host()
 
 
-def root_of(root: int, group: Group) -> int:
-    """Return a rank of the group as an int. Raises TypeError or ValueError if it is none."""
-    index = int_of("root", root, "a rank, an int")
+def rank_of(what: str, rank: int, group: Group) -> int:
+    """Return rank as an int. Raises TypeError or ValueError if it is no rank of the group."""
+    index = int_of(what, rank, "a rank, an int")
     if not 0 <= index < group.size:
-        raise ValueError(f"root is {index}; ranks are 0 to {group.size - 1}")
+        raise ValueError(f"{what} is {index}; ranks are 0 to {group.size - 1}")
     return index
 
 
 def int_of(what: str, number: int, due: str = "an int") -> int:
-    """Return a number as an int. Raises TypeError if it is none."""
+    """Return a number as an int. Raises TypeError if it is not an integer."""
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(f"{what} must be {due}, not {number!r}")
     return operator.index(number)
@@ -77,7 +77,7 @@ def require_rows(shape: tuple[int, ...], kind: str) -> None:
 def rows_call(
     kind: str, name: str | None, x: Array, adapter: AnyAdapter, root: int | None = None
 ) -> Call:
-    """Return what ranks must agree on that may have different numbers of rows."""
+    """Return the call of a collective whose ranks may have different numbers of rows."""
     shape = adapter.shape(x)
     require_rows(shape, kind)
     dtype = adapter.dtype(x).name
@@ -85,7 +85,7 @@ def rows_call(
 
 
 def rows_by_rank(shape: tuple[int, ...], group: Group) -> tuple[list[slice], slice]:
-    """Return whose which elements are where rows are shared out, and which rows are this rank's."""
+    """Return each rank's slice of elements, and this rank's slice of rows."""
     rows = chunks(shape[0], group.size)
     return chunks(shape[0], group.size, math.prod(shape[1:])), rows[group.index]
 
@@ -97,7 +97,7 @@ def contiguous(x: A, adapter: AnyAdapter) -> A:
 
 
 def written(x: A, work: A, adapter: AnyAdapter, t: Channel | None = None) -> A:
-    """Return x once it has the result, which is in `work`; they may be the same."""
+    """Copy the result from `work` to x unless they are the same array; return x."""
     if work is x:
         adapter.written(x)
     else:
@@ -125,7 +125,7 @@ def require_one_kind(kind: str, adapters: Sequence[AnyAdapter]) -> None:
 
 
 def memory_of(x: Array, adapter: Any) -> Any:
-    """Return the memory of a contiguous array: a Flat, or a Span of a GPU's."""
+    """Return the memory of a contiguous array: a Flat, or a Span of a GPU's memory."""
     return adapter.flat(x) if adapter.place is None else adapter.span(x)
 
 

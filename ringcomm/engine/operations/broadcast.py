@@ -13,11 +13,10 @@ from ringcomm.collectives.algorithms import tree
 from ringcomm.collectives.recording import perform
 from ringcomm.engine.core.agreement import node_or
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import plan
-from ringcomm.engine.operations.base import A, Operation, contiguous, root_of, written
-from ringcomm.engine.operations.neutral import is_in_place, require_other_root, undefined
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import plan
+from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, written
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node.steps import NodeCopy
 
@@ -30,7 +29,7 @@ def plan_broadcast(
     """Plan the copy of root's x to all."""
     x = arrived(x)
     adapter = any_adapter_for(x)
-    root = root_of(root, group)
+    root = rank_of("root", root, group)
     kind, dtype = "broadcast_" if in_place else "broadcast", adapter.dtype(x).name
     call = Call(kind, name, None, dtype, adapter.shape(x), root, place=adapter.place)
     if in_place and group.rank != root:
@@ -42,12 +41,12 @@ def plan_broadcast(
 class Broadcast(Operation):
     """The copy of root's array to all."""
 
-    root: int  # whose it is
+    root: int
     in_place: bool  # x gets the result
     mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
 
     def on_host(self) -> Plan[Any]:
-        """Plan it; in a node it is one step."""
+        """Return the plan; in a node it is one step."""
         x, adapter, root, in_place = self.x, self.adapter, self.root, self.in_place
         is_root = self.group.rank == root
         work = contiguous(x, adapter) if in_place else adapter.copy(x)
@@ -64,9 +63,3 @@ class Broadcast(Operation):
 
         step = NodeCopy(flat.bytes) if is_root else NodeCopy(_NO_BYTES, [(root, 0, flat.bytes)])
         return Plan(self.call, flat.bytes.nbytes, run, step, finish)
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that drops what it gets."""
-    root, x = require_other_root(group, call), undefined(group, call)
-    return plan_broadcast(group, call.name, x, root, in_place=is_in_place(call))

@@ -1,4 +1,4 @@
-"""Several arrays in one call: agreed on at once, and reduced together where dtypes are alike."""
+"""Collectives of several arrays: one agreement for all; arrays of one dtype are reduced as one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from ringcomm.arrays import Flat, any_adapter_for, arrived
 from ringcomm.collectives.fusion import Item, plan_fusion
-from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.message_patterns import consecutive
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.recording import perform
-from ringcomm.collectives.scaling import scale
-from ringcomm.collectives.schedule import consecutive
+from ringcomm.collectives.scale_factors import scale
 from ringcomm.engine.core.call import Call, reduction_call
-from ringcomm.engine.core.execution import AllDeferred, Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import plan
-from ringcomm.engine.operations.allgather import plan_allgather
+from ringcomm.engine.core.plan import AllDeferred, Plan
+from ringcomm.engine.executors.gpu_loader import plan
+from ringcomm.engine.operations.allgather_and_gather import plan_allgather
 from ringcomm.engine.operations.base import (
     A,
     GroupedOperation,
@@ -27,12 +27,6 @@ from ringcomm.engine.operations.base import (
     listed,
     require_one_kind,
     written,
-)
-from ringcomm.engine.operations.neutral import (
-    is_in_place,
-    neutral_arrays,
-    no_rows,
-    options_of,
 )
 from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
 from ringcomm.transport.channel import Channel
@@ -57,13 +51,13 @@ def plan_grouped_allreduce(
     calls = [reduction_call(kind, None, options, x, adapter) for x, adapter in pairs]
     if in_place:
         if len({id(x) for x in xs}) < len(xs):
-            raise ValueError(f"{kind}: the same array is passed twice: it can be reduced but once")
+            raise ValueError(f"{kind}: the same array is passed twice: it can be reduced only once")
         for x, adapter in pairs:
             adapter.require_writable(x)
         extents = sorted(extent_of(x, a) for x, a in pairs if a.is_contiguous(x))
         if any(at + nbytes > after for (at, nbytes), (after, _) in itertools.pairwise(extents)):
             raise ValueError(
-                f"{kind}: two of the arrays overlap in memory: it can be reduced but once"
+                f"{kind}: two arrays overlap in memory, which can be reduced only once"
             )
     call = grouped_call(kind, name, calls)
     return plan(GroupedAllreduce(group, call, adapters, xs, options, in_place))
@@ -75,11 +69,11 @@ class GroupedAllreduce(GroupedOperation):
     __slots__ = ()
 
     def batches(self, items: Sequence[Item]) -> list[list[int]]:
-        """Return which arrays are reduced as one."""
+        """Return the indices of the arrays that are reduced as one, for each batch."""
         return plan_fusion(items, self.group.engine.settings.fusion_mib * _MIB)
 
     def on_host(self) -> Plan[Any]:
-        """Plan it; arrays that are reduced as one are copied into one."""
+        """Return the plan; it copies the arrays of a batch into one array."""
         options, group, in_place = self.options, self.group, self.in_place
         pairs = list(zip(self.x, self.adapter, strict=True))
         stays = in_place and not options.is_scaled
@@ -130,7 +124,7 @@ def plan_grouped_reduce_scatter(
 
 
 def plan_grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list[A]]:
-    """Plan several collectives as one, with one agreement for all of them."""
+    """Plan several collectives as one, with one agreement."""
     waits = any(each.agrees_first for each in plans)
 
     async def run(t: Channel) -> Any:
@@ -142,24 +136,11 @@ def plan_grouped(kind: str, name: str | None, plans: list[Plan[A]]) -> Plan[list
 
 
 def grouped_call(kind: str, name: str | None, calls: Sequence[Call]) -> Call:
-    """Return what all ranks must agree on before several collectives."""
+    """Return the call of several collectives."""
     members = tuple((call.dtype or "", call.shape or ()) for call in calls)
     places = {call.place for call in calls}
     if len(places) > 1:
-        raise TypeError(
-            f"{kind}: some arrays are on a GPU, some in host memory. Pass arrays of one."
-        )
+        raise TypeError(f"{kind}: some arrays are on a GPU, some in host memory. Pass one kind.")
     options = calls[0].reduction if calls else None
     place = calls[0].place if calls else None
     return Call(kind, name, options, members=members, place=place)
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that has nothing to contribute."""
-    if call.reduction is None:
-        xs = no_rows(group, call)
-        return plan_grouped(call.kind, call.name, [plan_allgather(group, None, x) for x in xs])
-    xs, options = neutral_arrays(group, call), options_of(call)
-    if call.kind == "grouped_reduce_scatter":
-        return plan_grouped_reduce_scatter(group, call.name, xs, options)
-    return plan_grouped_allreduce(group, call.name, xs, options, in_place=is_in_place(call))

@@ -1,4 +1,4 @@
-"""Python objects: one rank's for all, or all ranks' for all; pickled on the way."""
+"""Broadcast and allgather of Python objects, which are pickled on the way."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_bytes
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations.base import root_of
-from ringcomm.engine.operations.neutral import require_other_root
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.operations.base import rank_of
 from ringcomm.transport.channel import Channel
 
 
 def plan_broadcast_object(group: Group, name: str | None, obj: Any, root: int) -> Plan[bytes]:
-    """Plan the copy of root's object to all, pickled."""
-    root = root_of(root, group)
+    """Plan the copy of root's object to all; the result is its pickle."""
+    root = rank_of("root", root, group)
     packed = _pickled("broadcast_object", obj) if group.rank == root else b""
 
     async def run(t: Channel) -> bytes:
@@ -26,7 +25,7 @@ def plan_broadcast_object(group: Group, name: str | None, obj: Any, root: int) -
 
 
 def plan_allgather_object(group: Group, name: str | None, obj: Any) -> Plan[list[bytes]]:
-    """Plan the exchange of one object per rank, pickled."""
+    """Plan the exchange of one object per rank; the result is their pickles."""
     del group
     packed = _pickled("allgather_object", obj)
     call = Call("allgather_object", name)
@@ -38,10 +37,3 @@ def _pickled(kind: str, obj: Any) -> bytes:
         return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(f"{kind}: obj cannot be pickled: {error}") from error
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that has nothing to contribute: None."""
-    if call.kind == "allgather_object":
-        return plan_allgather_object(group, call.name, None)
-    return plan_broadcast_object(group, call.name, None, require_other_root(group, call))

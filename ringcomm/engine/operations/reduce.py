@@ -6,17 +6,16 @@ from typing import Any, ClassVar
 
 from ringcomm.arrays import any_adapter_for, arrived
 from ringcomm.collectives.algorithms import linear, node
-from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.message_patterns import chunks
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.recording import perform
-from ringcomm.collectives.schedule import chunks
 from ringcomm.engine.core.agreement import node_or
-from ringcomm.engine.core.call import Call, reduction_call
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.core.call import reduction_call
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import plan
-from ringcomm.engine.operations.base import A, root_of, written
-from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
-from ringcomm.engine.operations.reduction import Reduction
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import plan
+from ringcomm.engine.operations.base import A, rank_of, written
+from ringcomm.engine.operations.reduction_base import Reduction
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -30,10 +29,10 @@ def plan_reduce(
     *,
     in_place: bool = False,
 ) -> Plan[Any]:
-    """Plan a reduction whose result root alone gets; in place the others' x is left alone."""
+    """Plan a reduction for root; in place, x of the other ranks stays as it is."""
     x = arrived(x)
     adapter = any_adapter_for(x)
-    root = root_of(root, group)
+    root = rank_of("root", root, group)
     call = reduction_call("reduce_" if in_place else "reduce", name, options, x, adapter, root)
     if in_place and group.rank == root:
         adapter.require_writable(x)
@@ -41,13 +40,13 @@ def plan_reduce(
 
 
 class Reduce(Reduction):
-    """Any reduction whose result one rank gets."""
+    """A reduction whose result one rank gets."""
 
     __slots__ = ()
     to: ClassVar[To] = To.ROOT
 
     def on_host(self) -> Plan[Any]:
-        """Plan a reduce-scatter, and a gather of its chunks."""
+        """Return the plan: a reduce-scatter, then a gather of the chunks at root."""
         x, adapter, group, root = self.x, self.adapter, self.group, self.root
         options, in_place = self.options, self.in_place
         is_root = group.rank == root
@@ -72,9 +71,3 @@ class Reduce(Reduction):
             return work if is_root else None
 
         return Plan(self.call, flat.bytes.nbytes, run)
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that has nothing to contribute."""
-    x, root = neutral_arrays(group, call)[0], call.root or 0
-    return plan_reduce(group, call.name, x, options_of(call), root, in_place=is_in_place(call))

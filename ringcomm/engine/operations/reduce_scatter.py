@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ringcomm.arrays import any_adapter_for, arrived
-from ringcomm.collectives.op import ReductionOptions
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.recording import perform
-from ringcomm.collectives.scaling import scale
-from ringcomm.engine.core.call import Call, reduction_call
-from ringcomm.engine.core.execution import Plan
+from ringcomm.collectives.scale_factors import scale
+from ringcomm.engine.core.call import reduction_call
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import plan
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import plan
 from ringcomm.engine.operations.base import A, contiguous, require_rows, rows_by_rank, written
-from ringcomm.engine.operations.neutral import is_in_place, neutral_arrays, options_of
-from ringcomm.engine.operations.reduction import Reduction, reduction_in_node
+from ringcomm.engine.operations.reduction_base import Reduction, reduction_in_node
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
@@ -30,7 +29,7 @@ def plan_reduce_scatter(
 ) -> Plan[A]:
     """Plan a reduction of which each rank gets its rows; in place they are a view of x.
 
-    No factors in place. is_borrowed: see Reduction.
+    In place, `options` has no factors. For is_borrowed see Reduction.
     """
     x = arrived(x)
     adapter = any_adapter_for(x)
@@ -45,14 +44,14 @@ def plan_reduce_scatter(
 
 
 class ReduceScatter(Reduction):
-    """Any reduction of which each rank gets its rows."""
+    """A reduction of which each rank gets its rows."""
 
     __slots__ = ()
     to: ClassVar[To] = To.OWNER
     mirrored: ClassVar[dict[str, Any]] = {"in_place": False, "is_borrowed": True}
 
     def on_host(self) -> Plan[Any]:
-        """Plan it; in a node it is one step."""
+        """Return the plan; in a node it is one step."""
         x, adapter, group, options = self.x, self.adapter, self.group, self.options
         in_place = self.in_place
         is_borrowed = self.is_borrowed and not options.is_scaled
@@ -87,9 +86,3 @@ class ReduceScatter(Reduction):
 
         step = reduction_in_node(source, target.bytes, op, group, parts)
         return Plan(self.call, source.bytes.nbytes, run, step, finish)
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that has nothing to contribute."""
-    x = neutral_arrays(group, call)[0]
-    return plan_reduce_scatter(group, call.name, x, options_of(call), in_place=is_in_place(call))

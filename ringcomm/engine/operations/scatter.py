@@ -17,24 +17,23 @@ from ringcomm.arrays import (
     is_device_kind,
 )
 from ringcomm.collectives.algorithms import linear
+from ringcomm.collectives.message_patterns import chunks
 from ringcomm.collectives.recording import perform
-from ringcomm.collectives.schedule import chunks
 from ringcomm.engine.core.agreement import broadcast_bytes, node_or
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.executors.device import device_executor, note_current_gpu
-from ringcomm.engine.operations.base import A, Operation, contiguous, require_rows, root_of
-from ringcomm.engine.operations.neutral import require_other_root
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import device_executor, note_current_gpu
+from ringcomm.engine.operations.base import A, Operation, contiguous, rank_of, require_rows
 from ringcomm.transport.channel import Channel
 
 
 def plan_scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan[A]:
-    """Plan the distribution of root's rows; the others have no array that says where they go."""
-    x, root = arrived(x), root_of(root, group)
+    """Plan the distribution of root's rows; the other ranks pass no array."""
+    x, root = arrived(x), rank_of("root", root, group)
     call = Call("scatter", name, root=root)
     if group.rank != root:
-        note_current_gpu(group.engine)  # what comes may be for a GPU
+        note_current_gpu(group.engine)  # root's array may be on a GPU
         return Scatter(group, call, None, None, root, "").on_host()
     adapter = any_adapter_for(x)
     adapter.dtype(x)  # refuses what cannot be sent, before it is copied
@@ -47,14 +46,13 @@ def plan_scatter(group: Group, name: str | None, x: A | None, root: int) -> Plan
 class Scatter(Operation):
     """The distribution of root's rows."""
 
-    root: int  # whose rows all get
-    kind: str  # on root: of the arrays that all get
+    root: int
+    kind: str  # on root: the kind of arrays that all ranks get
 
     def on_host(self) -> Plan[Any]:
-        """Plan it; root says first what all get."""
+        """Return the plan; root first announces kind, dtype and shape of its array."""
         group, root, adapter = self.group, self.root, self.adapter
-        whole = None
-        outline = b""
+        whole, outline = None, b""
         if group.rank == root:
             whole = adapter.flat(contiguous(self.x, adapter))
             outline = json.dumps([self.kind, whole.dtype.name, adapter.shape(self.x)]).encode()
@@ -79,8 +77,3 @@ class Scatter(Operation):
             return out
 
         return Plan(self.call, 0 if whole is None else whole.bytes.nbytes, run)
-
-
-def stand_in(group: Group, call: Call) -> Plan[Any]:
-    """Plan the part of a rank that drops what it gets."""
-    return plan_scatter(group, call.name, None, require_other_root(group, call))

@@ -1,1 +1,1 @@
-"""Conversations of ranks besides the collectives: groups, joining, where each of them is."""
+"""Messages of ranks besides the collectives: new groups, join(), questions and answers."""

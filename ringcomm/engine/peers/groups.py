@@ -1,9 +1,9 @@
 """The groups of a rank: how their members agree on them, and when they are over.
 
-A group has two numbers. Its id names its operations in what ranks tell each other, and no other
-group that shares a rank with it has the same one, ever. Its context is a part of the tag of each of
-its messages, and says which window of shared memory is its own. There are few of them, so they are
-used again: once every member has dropped the group and has heard that all others have.
+A group has two numbers. Its id identifies the group in control messages; two groups that share a
+rank never have the same id. Its context is a part of the tag of each of its messages, and the
+number of its window of shared memory. There are few contexts, so a context is used again after
+every member has dropped the group and knows that all others have done so.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringcomm.collectives.schedule import dissemination_steps
+from ringcomm.collectives.message_patterns import dissemination_steps
 from ringcomm.engine.core.agreement import agree, mismatch
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.ledger import NO_GROUP, Ledger, Tally, Ticket, base_of
-from ringcomm.engine.peers.conversations import Conversations
+from ringcomm.engine.peers.tasks_outside_collectives import Conversations
 from ringcomm.engine.progress.task import Task, TaskCoroutine
 from ringcomm.errors import RingcommError
 from ringcomm.transport.channel import Channel, Until, Wait
-from ringcomm.transport.header import Header, Kind
+from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.control_messages import Watch
 from ringcomm.transport.tags import GROUPS
-from ringcomm.transport.watch import Watch
 
-_ATTEMPTS = 12  # to find a free context, while news of groups that are over comes in
-_PAUSE_S = 0.1  # between two of them
+_ATTEMPTS = 12  # to find a free context; between them, members may drop other groups
+_PAUSE_S = 0.1  # between two attempts
 
 
 @dataclass
@@ -38,9 +38,9 @@ class _Member:
     """This rank's part in one group."""
 
     ledger: Ledger
-    steps: tuple[tuple[int, int], ...]  # (dest, source) of each round of messages that it is over
-    is_dropped: bool = False  # this rank has no reference to it and nothing under way in it
-    round: int = 0  # the one that is awaited
+    steps: tuple[tuple[int, int], ...]  # (dest, source) in each round of DROPPED messages
+    is_dropped: bool = False  # this rank has no reference to the group, and no operation in it
+    round: int = 0  # the round whose message this rank waits for
 
 
 class Groups:
@@ -50,27 +50,31 @@ class Groups:
         self._watch = watch
         self._conversations = conversations
         self._of_all = of_all  # is never over
-        self.default = of_all  # is meant where none is said; this process is a member
-        self._one_at_a_time = threading.Lock()  # each takes the next id
+        self.default = of_all  # stands for group=None; this process is a member
+        self._one_at_a_time = threading.Lock()  # for new groups
         self._next_id = 1
         self._n_made: dict[tuple[int, ...], int] = {}
-        self.ledgers = {0: of_all.ledger}  # by id
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, _Member] = {}  # by id
         watch.listeners[Kind.DROPPED], watch.before_poll = self._hear_dropped, self._poll
         self._contexts = 1  # bit c: context c is in use
-        self._heard: dict[int, set[int]] = {}  # by id: rounds of which it has heard
-        self._dropped: deque[int] = deque()  # ids, from whichever thread collects garbage
+        self._heard: dict[int, set[int]] = {}  # by id: rounds whose message has come
+        self._dropped: deque[int] = deque()  # ids, appended by the garbage collector in any thread
         # Called with the id of a group once all members have dropped it.
         self.when_over: Callable[[int], None] = lambda group_id: None
 
     @property
+    def ledgers(self) -> list[Ledger]:
+        """The ledgers of all groups of this rank."""
+        return [self._of_all.ledger, *(each.ledger for each in list(self._members.values()))]
+
+    @property
     def n_entered_by_all(self) -> int:
-        """How many operations in which all ranks take part this rank has begun."""
+        """Number of operations that this rank has begun in groups of all ranks."""
         return self._of_all.ledger.tally.n_entered
 
     def or_default(self, group: Group | None) -> Group:
-        """Return the group, or the default one for None. Raises TypeError if it is none."""
+        """Return the group, or the default one for None. Raises TypeError for another object."""
         if group is None:
             return self.default
         if not isinstance(group, Group):
@@ -78,19 +82,14 @@ class Groups:
         return group
 
     def agree_on(self, group: Group) -> Ledger:
-        """Return the ledger of a new group, agreed on by its members; blocks.
-
-        Raises:
-            MismatchError: members passed the ranks in different order.
-            RingcommError: as many groups as there are contexts are in use.
-        """
+        """Return the ledger of a new group once its members have agreed on it; see Group."""
         ledger: Ledger | None
         with self._one_at_a_time:
-            for attempt in range(_ATTEMPTS):  # as many on each member: all learn the same each time
+            for attempt in range(_ATTEMPTS):  # all members get the same result each time
                 ledger, n_in_use = self._attempt(group, _PAUSE_S if attempt else 0.0)
                 if ledger is not None:
                     break
-                gc.collect()  # a group that is part of a cycle is dropped only by this
+                gc.collect()  # drops groups in cycles of references
             else:
                 raise RingcommError(
                     _too_many(group, n_in_use, self._watch.transport.tags.largest_tag)
@@ -100,7 +99,7 @@ class Groups:
         return ledger
 
     def of_id(self, group_id: int) -> Group:
-        """Return the group of this id. Raises RingcommError if it is no more on this rank."""
+        """Return the group of this id. Raises RingcommError if this rank has dropped it."""
         group = self._groups.get(group_id) if group_id else self._of_all
         if group is None:
             raise RingcommError(
@@ -110,15 +109,15 @@ class Groups:
         return group
 
     def has_entered(self, base: int, number: int) -> bool:
-        """Return True if this rank is, or was, in that operation; see Whereabouts."""
-        return any(ledger.has_entered(base, number) for ledger in list(self.ledgers.values()))
+        """Return True if a ledger says that this rank has entered the operation; see Ticket."""
+        return any(ledger.has_entered(base, number) for ledger in self.ledgers)
 
     def _poll(self) -> None:
-        """Tell the other members of groups that this rank has dropped."""
+        """Announce the groups that this rank has dropped to their other members."""
         while self._dropped and not self._watch.has_left:
             group_id = self._dropped.popleft()
             member = self._members[group_id]
-            if not member.ledger.is_spoiled:  # else its context is not used again
+            if not member.ledger.is_spoiled:  # else its context must not be used again
                 member.is_dropped = True
                 self._tell(group_id, member)
                 self._advance(group_id, member)
@@ -130,18 +129,18 @@ class Groups:
             self._advance(header.key, member)
 
     def _attempt(self, group: Group, pause_s: float) -> tuple[Ledger | None, int]:
-        """Return a ledger, or None if no context is free; and how many contexts are in use."""
+        """Return (ledger, number of contexts in use); the ledger is None if no context is free."""
         members = tuple(sorted(group.ranks))
         number = self._n_made.get(members, 0) + 1
         ticket = Ticket(None, base_of(NO_GROUP, str(members)), number)
 
         def talk(task: Task, _: int) -> TaskCoroutine:
-            self._n_made[members] = number  # not before it is under way, and others count it
+            self._n_made[members] = number  # now that the task is under way
             return self._agree(task, group, number, pause_s)
 
-        agreed: tuple[Ledger | None, int]
-        agreed = self._conversations.hold(f"{group!r}", members, talk, ticket)
-        return agreed
+        result: tuple[Ledger | None, int]
+        result = self._conversations.hold(f"{group!r}", members, talk, ticket)
+        return result
 
     async def _agree(
         self, task: Task, group: Group, number: int, pause_s: float
@@ -169,13 +168,11 @@ class Groups:
         tally = self._of_all.ledger.tally if is_of_all else Tally()
         tags = self._watch.transport.tags
         ledger = Ledger(group_id, context=context, is_first=group.rank == 0, tally=tally, tags=tags)
-        steps = tuple(dissemination_steps(group.index, group.size))
-        ranks = group.ranks
-        steps = tuple((ranks[dest], ranks[source]) for dest, source in steps)
+        ranks, pairs = group.ranks, dissemination_steps(group.index, group.size)
+        steps = tuple((ranks[dest], ranks[source]) for dest, source in pairs)
         self._next_id = group_id + 1
         self._contexts |= 1 << context
         self._members[group_id] = _Member(ledger, steps)
-        self.ledgers[group_id] = ledger
         return ledger
 
     def _tell(self, group_id: int, member: _Member) -> None:
@@ -184,7 +181,7 @@ class Groups:
             self._watch.tell(dest, Kind.DROPPED, key=group_id, round=member.round)
 
     def _advance(self, group_id: int, member: _Member) -> None:
-        """Go on to the next round as far as is known; after the last all members are done."""
+        """Go past the rounds whose message has come; after the last, no member has the group."""
         heard = self._heard.setdefault(group_id, set())
         while member.round < len(member.steps) and member.round in heard:
             member.round += 1
@@ -193,7 +190,7 @@ class Groups:
             self._recycle(group_id, member.ledger.context)
 
     def _recycle(self, group_id: int, context: int) -> None:
-        del self._heard[group_id], self._members[group_id], self.ledgers[group_id]
+        del self._heard[group_id], self._members[group_id]
         node = self._watch.transport.node
         if node is not None:
             node.clear(context)
@@ -205,7 +202,7 @@ def _too_many(group: Group, n_in_use: int, largest_tag: int) -> str:
     return (
         f"{group!r}: its ranks have {n_in_use - 1} groups in use, which is the limit: each needs "
         f"tags of its own, and there are tags up to {largest_tag} (TAG_UB). Drop "
-        "groups that are not needed, on all of their members: a new one takes their place. Where "
-        "MPI has few tags, another of its transports may have more: with Open MPI, "
+        "groups that are not needed, on all of their members: new ones can then be made. If MPI "
+        "has few tags, another of its transports may have more: with Open MPI, "
         "`mpirun --mca pml ob1`"
     )

@@ -1,10 +1,10 @@
-"""join(): a rank that has run out of work stands in for itself until all have.
+"""join(): a rank without work takes part in operations of the others until all ranks have joined.
 
-Whoever joins says so to all. From then on each rank that begins an operation invites the joined
-ones to it, with its call, and they take part with what changes no result: so everything that
-matches operations, places and names alike, counts on as before. When all have joined, each says
-that, too, to each other. Messages between two ranks keep their order: once a rank has heard it from
-all others, no invitation is under way.
+A rank that joins announces that to all others. From then on each rank that begins an operation
+sends the call to the joined ranks, as an invitation. They begin the same operation with data that
+changes no result, so all ledgers get the same entries. A rank that knows that all have
+joined announces that, too. Messages between two ranks keep their order, so once a rank has this
+second message from all others, no invitation is under way.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.ledger import NO_GROUP, Ticket, base_of
-from ringcomm.engine.core.pending import Pending, PendingOperation
-from ringcomm.engine.peers.conversations import Conversations
+from ringcomm.engine.core.pending_operations import Pending, PendingOperation
+from ringcomm.engine.peers.entered_operations import Whereabouts
 from ringcomm.engine.peers.groups import Groups
-from ringcomm.engine.peers.whereabouts import Whereabouts
+from ringcomm.engine.peers.tasks_outside_collectives import Conversations
 from ringcomm.engine.progress.task import CompletedTask, Task, TaskCoroutine
 from ringcomm.transport.channel import Until, Wait
-from ringcomm.transport.header import Header, Kind
-from ringcomm.transport.watch import Watch
+from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.control_messages import Watch
 
 StandIn = Callable[[Call, Group], Task | CompletedTask]
-_PART = 3500  # bytes of a call per message: control messages are cut at 4096
+_PART = 3500  # bytes of a call per message; control messages have at most 4096
 
 
 @dataclass(frozen=True)
 class _Invitation:
-    """An operation that another rank has begun; its base and number as in a Ticket."""
+    """An operation that another rank has begun; for base and number see Ticket."""
 
     key: int
     group_id: int
@@ -42,7 +42,7 @@ class _Invitation:
 
 
 class JoinedRanks:
-    """The ranks that have joined; once this one has, it takes part in operations of the others."""
+    """The ranks that have joined. While this rank is one of them, it accepts invitations."""
 
     def __init__(
         self,
@@ -59,28 +59,27 @@ class JoinedRanks:
         self._pending, self._groups = pending, groups
         self._whereabouts, self._conversations = here, talks
         self._round = 1
-        self._joined: dict[int, dict[int, tuple[int, int]]] = {}  # by round: rank -> when, see _now
+        self._joined: dict[int, dict[int, tuple[int, int]]] = {}  # by round: rank -> _now()
         self._sealed: dict[int, set[int]] = {}  # by round: ranks that know that all have joined
         self._invitations: deque[_Invitation] = deque()
         self._parts: dict[tuple[int, int], list[str]] = {}
         self._tasks: list[Task | CompletedTask] = []
-        self.has_guests = False  # another rank has joined: it is invited to what begins here
+        self.has_guests = False  # another rank has joined, and must be invited
 
     def join(self, stand_in: StandIn) -> int:
-        """Return the last rank that joined, once all have; stand_in: this one's part for others."""
+        """Return the last rank that joined, once all have; stand_in() begins invited operations."""
         members = tuple(range(self._size))
         ticket = Ticket(None, base_of(NO_GROUP, "join"), self._round)
 
         def talk(task: Task, _: int) -> TaskCoroutine:
-            gathering = _Gathering(lambda: self._missing(task))
-            task.channels.append(gathering)  # type: ignore[arg-type]  # as far as a task needs one
+            task.late_elsewhere = lambda: self._missing(task)
             return self._stay(stand_in)
 
         last: int = self._conversations.hold("join()", members, talk, ticket)
         return last
 
     def invite(self, work: PendingOperation) -> None:
-        """Invite those who have joined to an operation that begins here; the lock is held."""
+        """Invite the joined ranks to an operation of this rank; the caller holds the lock."""
         if self.has_guests and work.ledger is not None:
             self._invite(work, self._guests(work.task.members))
 
@@ -120,20 +119,21 @@ class JoinedRanks:
         return max(joined, key=lambda rank: (joined[rank], rank))
 
     def _now(self) -> tuple[int, int]:
-        """Return when this rank joins: after how many operations of all ranks, and the time.
+        """Return (number of operations begun in groups of all ranks, time in us).
 
-        News of a join may overtake what came before it, so the order in which a rank hears of them
-        says nothing. Who has gone on after another had joined has begun more operations than that
-        one; clocks of different hosts decide only where that does not tell.
+        The largest pair is that of the last rank that joined. The order in which messages arrive
+        cannot decide, because it differs between ranks. A rank that joins after others have gone
+        on without it has begun more operations. Clocks of different hosts decide only between
+        equal numbers.
         """
         return self._groups.n_entered_by_all, time.time_ns() // 1000
 
     async def _serve_until(self, is_enough: Callable[[], bool], stand_in: StandIn) -> None:
-        while not is_enough():  # whatever is served begins the wait anew
+        while not is_enough():  # each accepted invitation begins a new wait
             await Wait((Until(lambda: self._serve(stand_in) or is_enough()),))
 
     def _serve(self, stand_in: StandIn) -> bool:
-        """Take part in what this rank was invited to, as far as its turn has come."""
+        """Begin the invited operations that are next; return True if an invitation was accepted."""
         n_before = len(self._invitations)
         self._tasks = [task for task in self._tasks if not task.is_over]
         for invitation in tuple(self._invitations):
@@ -145,7 +145,7 @@ class JoinedRanks:
         return not self._invitations and not self._tasks
 
     def _take_part(self, invitation: _Invitation, stand_in: StandIn) -> bool:
-        """Begin an operation unless it has begun; False: one before it must come first."""
+        """Begin an operation unless it has begun; return False if another one must begin first."""
         base, number, call = invitation.base, invitation.number, invitation.call
         if self._whereabouts.has_entered(invitation.key, base, number):
             return True
@@ -161,7 +161,7 @@ class JoinedRanks:
             self._greet([rank])
 
     def _greet(self, guests: Iterable[int]) -> None:
-        """Invite ranks that have joined just now to what is under way; the lock is held."""
+        """Invite newly joined ranks to all pending operations; the caller holds the lock."""
         self.has_guests = bool(self._guests(range(self._size)))
         for work in self._pending.operations():
             if work.ledger is not None:
@@ -191,22 +191,6 @@ class JoinedRanks:
                 )
 
     def _missing(self, task: Task) -> tuple[int, ...]:
-        """Ranks that have not joined: if one of them leaves, this wait is in vain."""
+        """Return the ranks that have not joined; if one of them leaves, this wait is in vain."""
         joined = self._joined.get(task.number, ())
         return tuple(rank for rank in task.members if rank not in joined)
-
-
-@dataclass(frozen=True)
-class _Gathering:
-    """Stands for the channel of a task that has no messages of its own."""
-
-    missing: Callable[[], tuple[int, ...]]
-    awaited: tuple[int, ...] = ()
-
-    @property
-    def late(self) -> tuple[int, ...]:
-        """See Channel."""
-        return self.missing()
-
-    def abandon(self) -> None:
-        """Do nothing: there are no buffers."""

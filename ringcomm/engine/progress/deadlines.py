@@ -1,71 +1,62 @@
-"""How long one operation waits, and what it tells the user and the others when it is too long."""
+"""How long an operation waits, and the warning and the error of a wait that is too long."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from ringcomm.config import Settings
+from ringcomm.engine.progress.task import Task
 from ringcomm.errors import CommTimeoutError, PeerFailedError
-from ringcomm.transport.header import Kind
-from ringcomm.transport.members import ranks_text
-from ringcomm.transport.peers import GaveUp
-from ringcomm.transport.watch import Watch
+from ringcomm.transport.control_header import Kind
+from ringcomm.transport.control_messages import Watch
+from ringcomm.transport.group_members import ranks_text
+from ringcomm.transport.peer_state import GaveUp
 
 _log = logging.getLogger("ringcomm")
 
-# Time for "who is here?" to be answered before a warning or an error names ranks.
+# Time for ranks to answer "who is here?" before a warning or an error names ranks.
 ANSWER_S = 0.5
-_SHOWN = 16  # ranks of which an error says where they are
+_SHOWN = 16  # an error names the operations of at most so many ranks
 PROGRAM_ENDED = "left the job: its program ended"
 
 
 class Waiting(Protocol):
-    """An operation, as far as its patience goes; see Task."""
+    """A Task, or a wait of the parameter server's client."""
 
     label: str
     key: int
-    base: int
-    number: int
     members: tuple[int, ...]
-    timeout_s: float | None
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Ranks of the job; if all of them leave, it cannot complete."""
+        """Ranks of the job; if all of them leave, the wait is in vain."""
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Ranks that hold it up, as far as is known; if one leaves, it cannot complete."""
-
-
-class Warnings:
-    """Keeps a rank that waits for many operations from saying so of each."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._period_s = settings.stall_warning_or_inf
-        self._next = -math.inf
-
-    def may_warn(self, now: float) -> bool:
-        """Return True if the last warning is a while ago; another one is due then."""
-        if now < self._next:
-            return False
-        self._next = now + self._period_s
-        return True
+        """Ranks that delay this wait, as far as known; if one leaves, the wait is in vain."""
 
 
 class Patience:
-    """Warns once, then gives up for all ranks; asks around first, so that both name the missing.
+    """One wait of an operation: warns once, then ends the operation on all ranks.
 
-    start: when the wait began, of the monotonic clock.
+    Before the warning and before the end, it asks the other ranks whether they have entered the
+    operation, so that the text names those that have not. may_warn() returns False if this rank
+    has just warned of another operation. `start` is the time.monotonic() when the wait began.
     """
 
     def __init__(
-        self, task: Waiting, watch: Watch, settings: Settings, warnings: Warnings, start: float
+        self,
+        task: Task,
+        watch: Watch,
+        settings: Settings,
+        may_warn: Callable[[float], bool],
+        start: float,
     ) -> None:
-        self._warnings = warnings
+        self._may_warn = may_warn
         self._task = task
         self._watch = watch
         self._timeout_s = settings.timeout_or_inf if task.timeout_s is None else task.timeout_s
@@ -76,14 +67,14 @@ class Patience:
         self._give_up_at = math.inf
 
     def check(self, now: float) -> None:
-        """Warn or give up if it is time to."""
+        """Warn or give up if that is due."""
         if now >= self._ask_at:
             self._ask_at = math.inf
             self._warn_at = now + ANSWER_S
             ask_around(self._task, self._watch)
         if now >= self._warn_at:
             self._warn_at = math.inf
-            if self._warnings.may_warn(now):
+            if self._may_warn(now):
                 _log.warning("%s", self._text(now))
         if now >= self._deadline:
             self._deadline = math.inf
@@ -95,8 +86,8 @@ class Patience:
             limit = own if self._task.timeout_s else f"RINGCOMM_TIMEOUT_S={self._timeout_s:g}"
             message = (
                 f"{self._text(now)} The timeout {limit} is over. "
-                "The engine cannot be used any more; end this job, or raise the limit. Ranks that "
-                "all live can go on if all of them call shutdown() and init()."
+                "The engine cannot be used any more; end this job, or raise the limit. If all "
+                "ranks are alive, they can also go on: all call shutdown(), then init()."
             )
             missing = self._watch.peers.missing(self._task.key, self._task.members)
             self._watch.announce_gave_up(GaveUp(tuple(missing or self._task.late), message))
@@ -106,7 +97,7 @@ class Patience:
 
 
 class Farewell:
-    """The wait of a rank that is done for those that are not, limit_s long: not in silence."""
+    """The wait of a leaving rank for the others: at most limit_s, with one warning."""
 
     def __init__(self, watch: Watch, settings: Settings, limit_s: float = math.inf) -> None:
         self._watch = watch
@@ -115,38 +106,37 @@ class Farewell:
         self._limit_s = limit_s
 
     def is_over(self) -> bool:
-        """Return True once every rank has left, or one is dead, or it is too long; warns once."""
+        """Return True once all ranks have left, one is dead, or limit_s has passed; warn once."""
         peers, now = self._watch.peers, time.monotonic()
         if peers.are_all_gone or peers.dead or now >= self._start + self._limit_s:
             return True
         if now >= self._warn_at:
             self._warn_at = math.inf
-            ranks = ranks_text(peers.still_here)
             _log.warning(
                 "shutdown: rank %d has waited %.1f s for ranks that have not left: %s. They may be "
                 "busy, or hang; this wait %s.",
                 self._watch.transport.rank,
                 now - self._start,
-                ranks,
+                ranks_text(peers.still_here),
                 "has no deadline" if self._limit_s == math.inf else f"ends at {self._limit_s:g} s",
             )
         return False
 
 
-def ask_around(task: Waiting, watch: Watch) -> None:
-    """Ask the ranks of an operation whether they have entered it; the answers come by poll()."""
+def ask_around(task: Task, watch: Watch) -> None:
+    """Ask the ranks of an operation whether they have entered it; poll() receives the answers."""
     for rank in task.members:
         if rank != watch.transport.rank and rank not in watch.peers.dead:
             watch.tell(rank, Kind.ASK, key=task.key, fingerprint=task.base, value=task.number)
 
 
-def describe_wait(task: Waiting, watch: Watch, waited_s: float) -> str:
-    """Return who waits for whom, and where those are instead."""
+def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
+    """Return a text: which rank waits for which ranks, and which operations those are in."""
     waited = f"{task.label}: rank {watch.transport.rank} has waited {waited_s:.1f} s"
     missing = watch.peers.missing(task.key, task.members)
     if not missing and task.late:
         ranks = ranks_text(task.late)
-        return f"{waited} for what entered it and went no further: rank(s) {ranks}."
+        return f"{waited}. All ranks entered it, but some went no further: rank(s) {ranks}."
     if not missing:
         return f"{waited}; all ranks have entered it, so the network or a rank is slow."
     ranks = ranks_text(missing)
@@ -159,12 +149,7 @@ def describe_wait(task: Waiting, watch: Watch, waited_s: float) -> str:
 
 
 def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None) -> None:
-    """Raise if an operation cannot complete.
-
-    Raises:
-        PeerFailedError: a rank of it died, failed or left.
-        CommTimeoutError: the deadline of one of its ranks passed.
-    """
+    """Raise PeerFailedError or CommTimeoutError if a task cannot complete."""
     gave_up = watch.peers.quitter(task.members)
     if gave_up is not None:
         raise CommTimeoutError(gave_up.message, missing=gave_up.missing)
@@ -184,17 +169,14 @@ def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None)
         else:
             return
     who = "this rank" if rank == me else watch.transport.label(rank)
+    advice = "Fix that rank's failure first; this rank only waited for it."
+    if PROGRAM_ENDED in reason:
+        advice = (
+            "If it had less to do than others, call join() on every rank where its loop ends; "
+            "else fix the cause of its end."
+        )
     raise PeerFailedError(
-        f"{task.label}: {who} {reason}; the operation cannot complete. {_advice(reason)}",
+        f"{task.label}: {who} {reason}; the operation cannot complete. {advice}",
         rank=rank,
         reason=reason,
     ) from cause
-
-
-def _advice(reason: str) -> str:
-    if PROGRAM_ENDED in reason:
-        return (
-            "If it had less to do than others, let each rank call join() where its loop ends; "
-            "else fix what ended it."
-        )
-    return "Fix that rank's failure first; this rank only waited for it."

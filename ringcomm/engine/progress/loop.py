@@ -1,9 +1,10 @@
-"""Advances the operations in flight: the one loop in which this library waits.
+"""The progress loop, in which all waits of the library happen.
 
-Test what is waited for, back off, and every few polls look around: control messages, deaths, the
-deadline. So a rank that waits for a live one hears of a third's death, and no wait outlasts
-RINGCOMM_TIMEOUT_S. One thread at a time drives the loop: whoever waits for an operation, or, while
-nobody does, a thread of ours. It is woken by what is submitted; there is no cycle.
+The loop polls the tasks, backs off, and after every few polls checks control messages, deaths and
+deadlines. So a rank that waits for a second one notices the death of a third, and no wait lasts
+longer than RINGCOMM_TIMEOUT_S. One thread at a time drives the loop: a thread that waits for an
+operation, or the background thread while none waits. A submitted task wakes the driver; there is
+no periodic cycle.
 """
 
 from __future__ import annotations
@@ -17,32 +18,29 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ringcomm.config import Settings
+from ringcomm.engine.progress.driver_turn import Turn, Waiter
 from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.task_set import Service, TaskSet
-from ringcomm.engine.progress.turn import Turn, Waiter
 from ringcomm.errors import RingcommError
-from ringcomm.transport.watch import Watch
+from ringcomm.transport.control_messages import Watch
 
 _SPINS = 64  # polls before the first nap of a thread that waits
-_BACKGROUND_SPINS = 4  # of the thread that works beside the user's
-_CPP_SPINS = 1  # of either while C++ advances something: it looks more closely than Python can
-_LOOK_EVERY = 16
-# A nap of 20 us burns 26-38 % of a core, 1 ms 2-4 %, 5 ms 1 % (measured, ci/idle.py). So naps grow
-# to 1 ms at once, and from there on to 5 ms, half a percent of the time waited so far.
+_BACKGROUND_SPINS = 4  # the same for the background thread
+_CPP_SPINS = 1  # the same for both while C++ advances something: C++ polls faster than Python
+_LOOK_EVERY = 16  # polls between two looks at deaths and deadlines
+# Naps of 20 us cost 26-38 % of a core, 1 ms 2-4 %, 5 ms 1 % (measured, ci/idle.py). So naps grow
+# fast to 1 ms, then to half a percent of the time waited so far, 5 ms at most.
 _NAP_S, _LONG_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3, 5e-3
 _NAP_SHARE = 1 / 200
-# The end of what is in C++, a death and wake() end a nap there: no more than news of other kinds is
-# late. A pass through this loop after a nap takes 100-200 us, for the caches are cold by then.
+# While C++ advances all tasks, the end of a task, a death or wake() ends a nap; other news waits
+# until the nap is over. A pass through this loop after a nap takes 100-200 us: caches are cold.
 _LONGEST_CPP_NAP_S, _CPP_NAP_SHARE = 20e-3, 1 / 20
-_PASS_SHARE = 20  # a look at hundreds of operations takes long: naps are 20 times longer
-_IDLE_LOOK_S = 0.2  # an idle rank answers who asks where it is, and hears of deaths
+_PASS_SHARE = 20  # a nap lasts at least 20 times as long as the poll before it
+_IDLE_LOOK_S = 0.2  # between an idle rank's polls, which find questions and deaths of others
 
 
 class Progress:
-    """Drives the tasks of one engine; calls on_over as TaskSet does.
-
-    on_broken: called when driving itself has failed: an interrupt, or a wire that is broken.
-    """
+    """Drives the tasks of one engine. on_broken() gets an error that ends a drive."""
 
     def __init__(
         self,
@@ -62,10 +60,10 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task, *, is_awaited: bool) -> None:
-        """Begin a task; any thread. If this thread is going to wait for it, no other is woken."""
+        """Begin a task; any thread may call. is_awaited: this thread will wait; it wakes none."""
         self._tasks.inbox.append(task)
         if task.waits_in_cpp:
-            return  # it advances there, which wakes who is to take note of its end
+            return  # C++ wakes a thread at the end
         with self._turn.lock:
             if self._turn.driver is not None:
                 self._turn.wake_driver()
@@ -73,28 +71,25 @@ class Progress:
                 self._loop.wake()
 
     def begin(self, task: Task, *, is_awaited: bool, at_once: bool) -> None:
-        """Begin a task; see submit().
-
-        at_once: advance it first in this thread: it begins in shared memory, and may be over soon.
-        """
+        """Begin a task; see submit(). at_once: advance it in this thread first; it may end then."""
         if at_once and not self._peers.has_lost:
             try:
                 task.advance()
-            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                task.start(_raise(error))  # who drives decides what it means
+            except BaseException as error:  # noqa: BLE001 - raised where a caller waits
+                task.start(_raise(error))  # the driver ends the task with this error
             if not task.has_work:
                 self._on_over(task, None)
                 return
         self.submit(task, is_awaited=is_awaited)
 
     def attach(self, service: Service) -> None:
-        """Poll a service in the loop, too; its errors end everything, as a broken wire does."""
+        """Poll a service in the loop, too; an error of it ends all tasks, as a broken wire does."""
         self._tasks.services = (*self._tasks.services, service)
 
     def nudge(self) -> None:
-        """Poll the services: at once in this thread if nobody drives, else soon.
+        """Poll the services: in this thread if nobody drives, else by waking the driver.
 
-        Waking another thread costs 10 to 30 us, a poll less.
+        A poll in this thread costs less than waking another one, which takes 10 to 30 us.
         """
         waiter = Waiter()
         with self._turn.lock:
@@ -106,7 +101,7 @@ class Progress:
         self._take_part(waiter, self._tasks.advance)
 
     def work_in_background(self) -> None:
-        """From now on tasks advance while nobody waits, if the wire allows a second thread."""
+        """Start the background thread unless it runs, or the wire allows one thread only."""
         if self._thread is None and self._transport.is_threaded and not self._is_stopping:
             self._thread = threading.Thread(target=self._run, name="ringcomm", daemon=True)
             self._thread.start()
@@ -114,10 +109,10 @@ class Progress:
             self._loop.start_thread()
 
     def wait(self, task: Task, timeout_s: float = math.inf) -> bool:
-        """Return True once the task is over, False after timeout_s; any thread.
+        """Return True once the task is over, False after timeout_s; any thread may call.
 
-        An exception that comes out of this, such as KeyboardInterrupt, leaves the turn to others.
-        Raises RingcommError if this thread is driving: it would wait for itself.
+        An exception such as KeyboardInterrupt gives the turn back. Raises RingcommError if this
+        thread is driving, because it would wait for itself.
         """
         if task.is_over:
             return True
@@ -134,7 +129,7 @@ class Progress:
         finally:
             try:
                 turn.give_back(waiter, self._tasks.waits_in_cpp)
-            finally:  # again, for an interrupt may have ended the first
+            finally:  # an interrupt may have ended the first try
                 turn.give_back(waiter, self._tasks.waits_in_cpp)
 
     def run_until(
@@ -144,10 +139,10 @@ class Progress:
         is_done: Callable[[], bool] | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        """Drive in this thread until is_enough(), or until another thread that drives has done it.
+        """Drive in this thread until is_enough(). Return early if is_done() while another drives.
 
-        is_done: asked while another thread drives, whenever something has moved, by any thread.
-        None: this thread waits for its turn. Raises RingcommError if this thread is driving.
+        This thread calls is_done() whenever a service has moved, until its turn comes. Raises
+        RingcommError if this thread is driving already.
         """
         turn = self._turn
         turn.refuse_own("run_until()")
@@ -163,22 +158,22 @@ class Progress:
 
     @property
     def is_own_turn(self) -> bool:
-        """True in the thread that drives, as in a callback: it must not wait."""
+        """True if this thread drives, as in a callback, and so must not wait."""
         return self._turn.is_own
 
     def fail_all(self, make: Callable[[], RingcommError]) -> None:
-        """End every task, those that come too, each with an error of its own; for the driver."""
+        """See TaskSet.fail_all(); for the driver."""
         self._tasks.fail_all(make)
 
     def fail_soon(self, make: Callable[[], RingcommError]) -> None:
-        """Make whoever drives next call fail_all(); any thread."""
+        """Make the driver call fail_all(); any thread may call this."""
         self._tasks.failure = make
         with self._turn.lock:
             self._turn.wake_driver()
             self._turn.lock.notify_all()
 
     def stop(self, make: Callable[[], RingcommError]) -> None:
-        """End the thread, and the tasks that are not over."""
+        """End the background thread, and all tasks."""
         with self._turn.lock:
             self._is_stopping = True
             self._turn.lock.notify_all()
@@ -190,12 +185,12 @@ class Progress:
             self.fail_all(make)
 
     def close(self) -> None:
-        """Forget the engine; nothing is submitted any more."""
+        """Drop the references to the engine; no task may be submitted after this."""
         self._on_over = self._tasks.on_over = self._on_broken = _refuse
         self._tasks.failure = None
 
     def _take_part(self, waiter: Waiter, drive: Callable[[], object]) -> None:
-        """Drive; the turn is this thread's, and is given back."""
+        """Call drive() in this thread's turn, then give the turn back."""
         try:
             drive()
         except BaseException as error:
@@ -207,7 +202,7 @@ class Progress:
             self._turn.give_back(waiter, self._tasks.waits_in_cpp, waits_on=True)
 
     def _run(self) -> None:
-        """Drive while there is something to do and nobody who waits does it."""
+        """Drive while there is work and no thread waits; the background thread."""
         waiter, looked_at, turn = Waiter(), -math.inf, self._turn
         while True:
             with turn.lock:
@@ -221,11 +216,11 @@ class Progress:
                 if turn.driver is not None or turn.waiting:
                     continue
                 turn.driver = waiter
-            # Even with nothing to do a look is taken now and then: others ask where this rank is.
+            # An idle rank polls once per _IDLE_LOOK_S, to answer the questions of others.
             now = time.monotonic()
             is_due = now - looked_at >= _IDLE_LOOK_S
             looked_at, looks = now if is_due else looked_at, itertools.count(not is_due)
-            # What goes wrong ends all tasks, with the error; nobody waits here.
+            # An error has ended all tasks, and their callers raise it.
             with contextlib.suppress(BaseException):
                 is_enough = partial(self._is_done, looks)
                 self._take_part(waiter, partial(self._drive, is_enough, _BACKGROUND_SPINS))
@@ -238,32 +233,33 @@ class Progress:
     def _drive(self, is_enough: Callable[[], bool], spins: int) -> None:
         turns, polls, nap, moved_at = 0, 0, _NAP_S, time.monotonic()
         if self._is_in_cpp and self._tasks.waits_in_cpp():
-            self._park(_LONG_NAP_S, is_background=spins == _BACKGROUND_SPINS)  # often it is enough
+            # Often the operation ends within this nap.
+            self._park(_LONG_NAP_S, is_background=spins == _BACKGROUND_SPINS)
         while not is_enough():
             turns += 1
             if turns % _LOOK_EVERY and self._tasks.take_news():
                 polls, nap, moved_at = 0, _NAP_S, time.monotonic()
                 continue
-            most = _CPP_SPINS if self._is_in_cpp else spins
-            began_at = time.thread_time() if polls + 1 >= most else math.inf
+            limit = _CPP_SPINS if self._is_in_cpp else spins
+            began_at = time.thread_time() if polls + 1 >= limit else math.inf
             has_moved = self._tasks.advance()
             now = time.monotonic()
             if has_moved:
                 polls, nap, moved_at = 0, _NAP_S, now
             polls += 1
             is_in_cpp = self._tasks.waits_in_cpp()
-            is_slow = polls >= most
+            is_slow = polls >= limit
             if (is_slow and turns > 1) or turns % _LOOK_EVERY == 0:
                 self._tasks.look_around(now)
             if is_slow:
-                # What moved is work, and while others had the core nothing was looked at.
+                # CPU time, not wall time: other processes may have had the core.
                 look_s = 0.0 if has_moved else time.thread_time() - began_at
                 self._park(nap, is_background=spins == _BACKGROUND_SPINS)
                 nap = max(_longer(nap, now - moved_at, is_in_cpp=is_in_cpp), _PASS_SHARE * look_s)
 
     @property
     def _is_in_cpp(self) -> bool:
-        """True while C++ advances something: it looks more closely than this loop can."""
+        """True while C++ advances an operation."""
         return self._loop.has_programs
 
     def _park(self, nap_s: float, *, is_background: bool) -> None:
@@ -282,12 +278,12 @@ async def _raise(error: BaseException) -> None:
 def _or_late(is_enough: Callable[[], bool], deadline: float) -> Callable[[], bool]:
     if deadline == math.inf:
         return is_enough
-    looks = itertools.count()  # the first is before anything was polled
+    looks = itertools.count()  # at least one poll comes before the deadline counts
     return lambda: is_enough() or (next(looks) > 0 and time.monotonic() >= deadline)
 
 
 def _longer(nap_s: float, waited_s: float, *, is_in_cpp: bool) -> float:
-    """Return how long to sleep after a nap that was in vain."""
+    """Return how long to sleep after a nap during which nothing moved."""
     share, longest = _NAP_SHARE, _LONGEST_NAP_S
     if is_in_cpp:
         share, longest = _CPP_NAP_SHARE, _LONGEST_CPP_NAP_S
@@ -296,4 +292,4 @@ def _longer(nap_s: float, waited_s: float, *, is_in_cpp: bool) -> float:
 
 
 def _refuse(*_: object) -> None:
-    raise AssertionError("no task is under way after the end, and nobody drives")
+    raise AssertionError("no task is under way after close(), and no thread drives")

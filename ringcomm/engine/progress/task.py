@@ -1,4 +1,4 @@
-"""An operation in flight: coroutines that advance as what they wait for arrives."""
+"""Operations in flight, and those that were over at once."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from ringcomm._core import WireFault
 from ringcomm.engine.core.ledger import Ticket
-from ringcomm.engine.progress.deadlines import Patience
-from ringcomm.transport.base import Request, WireFault
+from ringcomm.transport.base import Request
 from ringcomm.transport.channel import Channel
 
-TaskCoroutine = Coroutine[tuple[Request, ...], None, Any]  # yields what it waits for
+TaskCoroutine = Coroutine[tuple[Request, ...], None, Any]  # yields requests to wait for
 
 
 class Task:
-    """An operation in flight: coroutines that advance as what they wait for arrives.
+    """An operation in flight: coroutines that advance when their requests are done.
 
     Args:
-        label: "allreduce[layer3.weight]".
-        ticket: which operation it is.
+        label: name in texts, such as "allreduce[layer3.weight]".
+        ticket: identity of the operation.
         members: the ranks of the job that take part.
     """
 
@@ -28,37 +28,36 @@ class Task:
         self.label = label
         self.key, self.base, self.number = ticket.key, ticket.base, ticket.number
         self.members = members
-        self.channels: list[Channel] = []  # other ranks may be sending on them until it is over
-        self.result: Any = None  # of its first coroutine
+        self.channels: list[Channel] = []  # other ranks may use them until the end
+        self.result: Any = None  # the result of the first coroutine
         self.error: BaseException | None = None
         self.is_over = False  # result and error are final
-        self.is_asked = False  # somebody has waited to its end, so that its error has been raised
-        self.is_dropped = False  # nobody can wait for it any more
-        # The wire refused a message of it: a death that is not known yet, or a defect from then on.
+        self.is_asked = False  # a caller has got the result or the error
+        self.is_dropped = False  # nobody can ask for the result any more
+        # The wire refused a message. Until fault_until the cause may prove to be a rank's death.
         self.fault: WireFault | None = None
         self.fault_until = math.inf
-        self.patience: Patience | None = None  # of the wait at hand, once it has lasted a moment
-        self.timeout_s: float | None = None  # its own deadline, None for RINGCOMM_TIMEOUT_S
-        # Returns ranks of the job that hold it up where no channel sees it.
+        self.timeout_s: float | None = None  # None: RINGCOMM_TIMEOUT_S
+        # Returns the ranks that are late in work that no channel sees, such as on a GPU.
         self.late_elsewhere: Callable[[], tuple[int, ...]] = tuple
-        self.needs_admission = False  # need not begin before those of its base with smaller numbers
+        self.needs_admission = False  # see Admission
         self._callbacks: deque[Callable[[], None]] = deque()
         self._coroutines: list[tuple[TaskCoroutine, list[Request]]] = []
         self._first: TaskCoroutine | None = None
 
     def start(self, *coroutines: TaskCoroutine) -> None:
-        """Give it what it is to do; the first one's result is the task's."""
+        """Set the coroutines; the result of the first one is the task's."""
         self._coroutines = [(coroutine, []) for coroutine in coroutines]
         self._first = coroutines[0]
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, at the end: at once if it is over; see Handle.when_done()."""
+        """Call `callback` once, when the task is over; see Handle.when_done()."""
         self._callbacks.append(callback)
         if self.is_over:
             self.call_back()
 
     def call_back(self) -> None:
-        """Tell those who want to know that it is over; whoever takes a callback calls it."""
+        """Call each callback once, even if several threads call this."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -68,23 +67,23 @@ class Task:
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Ranks of the job; if all of them leave, it cannot complete."""
+        """Ranks of the job; if all of them leave, the task cannot complete."""
         return tuple(rank for channel in self.channels for rank in channel.awaited)
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Ranks of the job that have not come to where it waits for them, where that is known."""
+        """Ranks that delay the task, as far as known; if one leaves, it cannot complete."""
         in_memory = tuple(rank for channel in self.channels for rank in channel.late)
         return in_memory + self.late_elsewhere()
 
     @property
     def waits_in_cpp(self) -> bool:
-        """True if it has begun, and can go on only when C++ is done with something."""
+        """True if the task has begun, and waits only for requests that C++ advances."""
         pending = [request for _, requests in self._coroutines for request in requests]
         return bool(pending) and all(hasattr(request, "is_in_cpp") for request in pending)
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; return True if anything moved."""
+        """Advance as far as possible without waiting; return True if anything moved."""
         has_moved = False
         for entry in tuple(self._coroutines):
             pending = entry[1]
@@ -94,12 +93,10 @@ class Task:
             if not pending:
                 has_moved = True
                 self._resume(entry)
-        if has_moved:
-            self.patience = None
         return has_moved
 
     def stop(self) -> None:
-        """Do nothing more; buffers that peers may still touch are kept alive."""
+        """Close the coroutines; buffers that other ranks may still use are kept alive."""
         for coroutine, _ in self._coroutines:
             coroutine.close()
         self._coroutines.clear()
@@ -123,7 +120,7 @@ class Task:
 
 
 class CompletedTask:
-    """Stands for the task of an operation that was over before one was made."""
+    """Replaces the Task of an operation that was over at once."""
 
     __slots__ = ("_label", "is_asked", "is_dropped", "number", "result")
     is_over: Final = True
@@ -137,9 +134,9 @@ class CompletedTask:
 
     @property
     def label(self) -> str:
-        """See Task."""
+        """The label that a Task would have."""
         return self._label()
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """Call it: this is over."""
+        """Call `callback` now."""
         callback()

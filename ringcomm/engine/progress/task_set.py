@@ -1,41 +1,42 @@
-"""The tasks that are under way and the services, advanced all together."""
+"""All tasks that are under way, and the services; the driver advances both."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from ringcomm._core import WireFault
 from ringcomm.config import Settings
-from ringcomm.engine.progress.admission import Admission
-from ringcomm.engine.progress.deadlines import Patience, Warnings, refuse_hopeless
+from ringcomm.engine.progress.deadlines import Patience, refuse_hopeless
+from ringcomm.engine.progress.driver_turn import Turn
+from ringcomm.engine.progress.pending_limit import Admission
 from ringcomm.engine.progress.task import Task
-from ringcomm.engine.progress.turn import Turn
 from ringcomm.errors import RingcommError
-from ringcomm.transport.base import WireFault
-from ringcomm.transport.watch import Watch
+from ringcomm.transport.control_messages import Watch
 
-_CONFIRM_S = 2.0  # time for a refused message to turn out as a death
+_CONFIRM_S = 2.0  # after a refused message: how long news of a death may take
 
 
 class Service(Protocol):
-    """Something that a rank does for others besides its operations; see Progress.attach()."""
+    """Work besides operations, such as the requests of a server; see Progress.attach()."""
 
     def poll(self, *, only_news: bool = False) -> bool:
-        """Do what can be done without waiting, only_news: without the wire; True if it moved."""
+        """Work without waiting; return True if anything moved. only_news: do not use the wire."""
 
     @property
     def has_news(self) -> bool:
-        """True if something came without the wire."""
+        """True if something has come by another way than the wire."""
 
     @property
     def is_busy(self) -> bool:
-        """True while something is awaited, so that polls must not cease."""
+        """True while the service waits for something, so that it must be polled."""
 
 
 class TaskSet:
-    """Tasks and services, for the thread that drives; any thread may add to them."""
+    """Tasks and services; any thread may add one, the driver does the rest."""
 
     def __init__(
         self,
@@ -48,29 +49,30 @@ class TaskSet:
         self._settings = settings
         self.on_over = on_over  # called once per task; it sets task.is_over
         self._turn = turn
-        self._warnings = Warnings(settings)
-        self.inbox: deque[Task] = deque()  # those that have not begun
+        self._next_warning = -math.inf
+        self.inbox: deque[Task] = deque()  # tasks that the driver has not seen yet
         self.services: tuple[Service, ...] = ()
-        self.failure: Callable[[], RingcommError] | None = None  # makes the error that ends all
-        self._tasks: dict[Task, None] = {}  # in the order in which they began
+        self.failure: Callable[[], RingcommError] | None = None  # makes the errors of all tasks
+        # In the order in which they began, each with the Patience of its present wait.
+        self._tasks: dict[Task, Patience | None] = {}
         self._admission = Admission[Task]()
 
     @property
     def has_work(self) -> bool:
-        """True while something is to be looked at again."""
+        """True while a task or a service must be polled."""
         if self._tasks or self.inbox:
             return True
         return any(service.is_busy for service in self.services)
 
     def waits_in_cpp(self) -> bool:
-        """Return True if C++ wakes who is to take note of the end of all that is under way."""
+        """Return True if C++ alone advances what is under way, and wakes a thread at its end."""
         for task in (*self._tasks, *self.inbox):
             if not task.waits_in_cpp:
                 return False
         return not any(service.is_busy for service in self.services)
 
     def take_news(self) -> bool:
-        """Poll services for what C++ has for them alone: a look at the wire costs more."""
+        """Poll only services that have news, which is cheap; return True if anything moved."""
         has_moved = False
         for service in self.services:
             if service.has_news:
@@ -80,7 +82,7 @@ class TaskSet:
         return has_moved
 
     def advance(self) -> bool:
-        """Go on with everything as far as possible without waiting; return True if it moved."""
+        """Advance everything as far as possible without waiting; return True if anything moved."""
         self._admit()
         if self.failure is not None:
             self.fail_all(self.failure)
@@ -94,7 +96,9 @@ class TaskSet:
             if task.fault is not None or task.is_over:
                 continue
             try:
-                has_moved |= task.advance()
+                if task.advance():
+                    has_moved = True
+                    self._tasks[task] = None
             except WireFault as fault:
                 task.stop()
                 task.fault = fault
@@ -110,14 +114,14 @@ class TaskSet:
 
     def look_around(self, now: float) -> None:
         """End the tasks that cannot complete; warn of those that take long."""
-        for task in tuple(self._tasks):
+        for task, known in tuple(self._tasks.items()):
             if task.is_over:
                 continue
-            if task.patience is None:
-                task.patience = Patience(task, self._watch, self._settings, self._warnings, now)
+            patience = known or Patience(task, self._watch, self._settings, self._may_warn, now)
+            self._tasks[task] = patience
             try:
                 if task.fault is None:
-                    task.patience.check(now)
+                    patience.check(now)
                 refuse_hopeless(task, self._watch, task.fault)
             except RingcommError as error:
                 self._finish(task, None if self._completes(task) else error)
@@ -126,10 +130,10 @@ class TaskSet:
                     self._finish(task, _refused(task))
 
     def fail_all(self, make: Callable[[], RingcommError]) -> None:
-        """End every task, those that come too, each with an error of its own."""
+        """End every task, also those that come later, each with an error of its own."""
         self.failure = make
         self._admit()
-        self._tasks.update(dict.fromkeys(self._admission.give_up()))
+        self._tasks.update(dict.fromkeys(self._admission.admit_all()))
         for task in tuple(self._tasks):
             self._finish(task, make())
 
@@ -145,37 +149,40 @@ class TaskSet:
                 continue
             self._tasks[task] = None
             if self._watch.peers.has_lost:
-                self._refuse_hopeless(task)
-
-    def _refuse_hopeless(self, task: Task) -> None:
-        """End a task that has done nothing yet if it cannot complete."""
-        try:
-            refuse_hopeless(task, self._watch)
-        except RingcommError as error:
-            self._finish(task, error)
+                try:
+                    refuse_hopeless(task, self._watch)
+                except RingcommError as error:
+                    self._finish(task, error)
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
         if task.is_over:
             return
         task.stop()
         del self._tasks[task]
-        after = self._admission.leave(task) if task.needs_admission else None
-        if after is not None:
-            self._tasks[after] = None
+        successor = self._admission.leave(task) if task.needs_admission else None
+        if successor is not None:
+            self._tasks[successor] = None
         self.on_over(task, error)
         if self._turn.waiting:
             with self._turn.lock:
                 self._turn.lock.notify_all()
 
+    def _may_warn(self, now: float) -> bool:
+        """Return True if this rank has not warned for a while; then note that it warns now."""
+        if now < self._next_warning:
+            return False
+        self._next_warning = now + self._settings.stall_warning_or_inf
+        return True
+
     def _completes(self, task: Task) -> bool:
-        """Return True if a rank that is gone had done its part of the task before."""
+        """Return True if the task can complete: ranks that are gone had done their part before."""
         if task.fault is not None:
             return False
         self._watch.transport.loop.settle()
         try:
             while task.advance():
                 pass
-        except Exception:  # noqa: BLE001 - why it cannot complete is known, and says more
+        except Exception:  # noqa: BLE001 - the caller reports a better reason
             return False
         return not task.has_work
 

@@ -1,8 +1,8 @@
-"""The operations of a rank in time, as a Chrome trace that Perfetto (ui.perfetto.dev) loads.
+"""The operations of a rank over time, as a Chrome trace that Perfetto (ui.perfetto.dev) loads.
 
-One JSON object per line after an opening bracket, as the format allows: no closing bracket is
-needed, and each line is written at once and whole, so what a killed rank leaves can be read. Times
-are microseconds of the host's wall clock.
+The file is an opening bracket, then one JSON object per line. The format needs no closing bracket,
+and each line is written by one call, so the file of a killed rank can be read. Times are
+microseconds of the host's wall clock.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -25,7 +25,7 @@ PHASES = ("negotiation", "wait", "reduce", "copy")
 
 
 class Lane:
-    """One operation on the timeline: a row of its own, for others may be in flight."""
+    """The row of the timeline that shows one operation; operations in flight have a row each."""
 
     def __init__(self, timeline: Timeline, number: int) -> None:
         self._timeline = timeline
@@ -33,7 +33,8 @@ class Lane:
 
     def end(self, outcome: str) -> None:
         """Record that the operation is "done", "refused", a "mismatch" or "failed"."""
-        self._timeline.end(self.number, outcome)
+        self._timeline.write("E", self.number, args={"outcome": outcome})
+        self._timeline.free(self.number)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -45,19 +46,15 @@ class Lane:
             self.span(name, begin_ns, time.monotonic_ns())
 
     def span(self, name: str, begin_ns: int, end_ns: int) -> None:
-        """Record one of PHASES that is over; see time.monotonic_ns()."""
-        self._timeline.span(self.number, name, begin_ns, end_ns)
+        """Record one of PHASES that lasted from begin_ns to end_ns of time.monotonic_ns()."""
+        fields = {"name": name, "cat": "phase", "dur": (end_ns - begin_ns) / 1000}
+        self._timeline.write("X", self.number, begin_ns, **fields)
 
 
 class Timeline:
-    """The trace of one rank.
+    """The trace of one rank, in the file `<prefix>.<rank>.json`, which is overwritten.
 
-    Args:
-        prefix: the file is `<prefix>.<rank>.json`, overwritten; its folder must exist.
-        rank: of this process.
-
-    Raises:
-        OSError: the file cannot be made.
+    Raises OSError if the file cannot be made; its folder must exist.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], rank: int) -> None:
@@ -67,13 +64,13 @@ class Timeline:
         self._fd = os.open(self.path, flags, 0o644)
         self._lock = threading.Lock()
         self._n_lanes = 0
-        self._free: list[int] = []  # lanes, as a heap
+        self._free: list[int] = []  # numbers of the free lanes, a heap
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         os.write(self._fd, b"[\n")
-        self._write({"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}})
+        self.write("M", 0, name="process_name", args={"name": f"rank {rank}"})
 
     def begin(self, label: str, nbytes: int) -> Lane:
-        """Record that an operation begins; one that never ends is shown as unfinished."""
+        """Record that an operation begins; Perfetto shows one without an end as unfinished."""
         with self._lock:
             if self._free:
                 number = heapq.heappop(self._free)
@@ -81,35 +78,27 @@ class Timeline:
                 number = self._n_lanes
                 self._n_lanes += 1
         kind = label.partition("[")[0].partition(" ")[0]
-        event = {"name": label, "cat": kind, "ph": "B", "args": {"nbytes": nbytes}}
-        self._write(event | {"ts": self._us(), "tid": number})
+        self.write("B", number, name=label, cat=kind, args={"nbytes": nbytes})
         return Lane(self, number)
 
-    def end(self, lane: int, outcome: str) -> None:
-        """Record the end of what a lane shows, and use the lane again."""
-        self._write({"ph": "E", "ts": self._us(), "tid": lane, "args": {"outcome": outcome}})
+    def free(self, number: int) -> None:
+        """Free a lane for the next operation."""
         with self._lock:
-            heapq.heappush(self._free, lane)
-
-    def span(self, lane: int, name: str, begin_ns: int, end_ns: int) -> None:
-        """Record a phase between two times of time.monotonic_ns()."""
-        event = {"name": name, "cat": "phase", "ph": "X", "ts": self._us(begin_ns), "tid": lane}
-        self._write(event | {"dur": (end_ns - begin_ns) / 1000})
-
-    def _us(self, monotonic_ns: int | None = None) -> float:
-        """Return microseconds of the host's wall clock, which never runs backwards here."""
-        now = time.monotonic_ns() if monotonic_ns is None else monotonic_ns
-        return (now + self._offset_ns) / 1000
+            heapq.heappush(self._free, number)
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Close the file; later events are dropped."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1
 
-    def _write(self, event: dict[str, Any]) -> None:
-        line = json.dumps({"pid": self._rank, "tid": 0} | event) + ",\n"
+    def write(self, phase: str, lane: int, at_ns: int | None = None, **fields: Any) -> None:
+        """Write an event of the trace format; at_ns: its time.monotonic_ns(), None for now."""
+        now_ns = time.monotonic_ns() if at_ns is None else at_ns
+        at_us = (now_ns + self._offset_ns) / 1000
+        event = {"pid": self._rank, "tid": lane, "ph": phase, "ts": at_us, **fields}
+        line = json.dumps(event) + ",\n"
         try:
             with self._lock:
                 if self._fd >= 0:

@@ -1,1 +1,1 @@
-"""One GPU as one process uses it: CUDA, its memory, host memory that it reaches."""
+"""One GPU: calls of CUDA, its memory, and host memory that it can access."""

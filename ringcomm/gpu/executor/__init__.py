@@ -1,1 +1,1 @@
-"""Carries out operations on arrays of a GPU: teams, their streams, and what watches them."""
+"""Carries out operations on arrays of GPUs: their plans, order and streams."""

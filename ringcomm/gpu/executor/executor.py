@@ -1,4 +1,4 @@
-"""The executor that the engine loads for arrays on GPUs; see engine/executors/device.py."""
+"""The executor that the engine loads for arrays on GPUs; see engine/executors/gpu_loader.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm.arrays.base import Array, DeviceAdapter, Span
 from ringcomm.arrays.dtypes import DType
-from ringcomm.engine.core.execution import Plan
-from ringcomm.engine.executors.device import DeviceExecutor
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import DeviceExecutor
 from ringcomm.engine.operations.base import Operation
-from ringcomm.gpu.executor import plans, staged
+from ringcomm.gpu.executor import plans, via_host_memory
 from ringcomm.gpu.executor.gpus import Gpus, issue_of
-from ringcomm.gpu.transports.choice import GpuChoice
+from ringcomm.gpu.transports.transport_choice import GpuChoice
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.context import EngineContext
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class _GpuExecutor:
-    """The DeviceExecutor of CUDA; its state is Gpus, one per engine."""
+    """The DeviceExecutor of CUDA; Gpus holds its state, one per engine."""
 
     def plan(self, operation: Operation) -> Plan[Any]:
         return plans.plan(operation)
 
-    def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> staged.Staging:
-        return staged.Staging(group, issue_of(group, adapter, x))
+    def stage(self, group: Group, adapter: DeviceAdapter, x: Array) -> via_host_memory.Staging:
+        return via_host_memory.Staging(group, issue_of(group, adapter, x))
 
     def make(
         self, group: Group, kind: str, dtype: DType, shape: tuple[int, ...]
-    ) -> tuple[Array, staged.Staging]:
-        return staged.make(group, kind, dtype, shape)
+    ) -> tuple[Array, via_host_memory.Staging]:
+        return via_host_memory.make(group, kind, dtype, shape)
 
     def copied(self, group: Group, x: Array) -> Array:
-        return staged.copied(group, x)
+        return via_host_memory.copied(group, x)
 
     def note_current(self, engine: EngineContext, index: int) -> None:
         Gpus.of(engine).current = index
@@ -42,7 +42,7 @@ class _GpuExecutor:
         Gpus.of(engine).require()
 
     def allocate(self, engine: EngineContext, index: int, nbytes: int) -> Span:
-        return Gpus.of(engine).memory(index).regions.take(nbytes)
+        return Gpus.of(engine).memory(index).device.regions.take(nbytes)
 
     def choice(self, engine: EngineContext, group: Group) -> GpuChoice | None:
         return None if group.rank is None else Gpus.of(engine).choice(group)

@@ -1,9 +1,9 @@
-"""How operations are carried out on arrays in a GPU's memory; their arguments are checked already.
+"""Plans operations on arrays in a GPU's memory, after their arguments have been checked.
 
-The ranks agree as on any other operation. A plan notes the caller's stream at the moment of the
-call; what the ranks then do is put on the team's stream, behind that moment, and the result is
-behind it on the stream of whoever waits. No host waits for a GPU, except where the arrays go
-through host memory: there the same operation is carried out on mirrors of them.
+The ranks agree as on any other operation. A plan notes how far the caller's stream is at
+the call. Once the ranks agree, the operation is enqueued on the team's stream, behind that point.
+Taking the result makes the current stream wait for it. No host waits for a GPU, unless arrays
+go through host memory: then the CPU's operation is carried out on copies of the arrays.
 """
 
 from __future__ import annotations
@@ -12,63 +12,60 @@ import itertools
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import numpy as np
 
 from ringcomm.arrays import Array, Span, device_adapter_for
 from ringcomm.collectives.fusion import Item
-from ringcomm.collectives.op import Op, ReductionOptions
-from ringcomm.collectives.schedule import consecutive
+from ringcomm.collectives.message_patterns import consecutive
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.engine.core.agreement import gather_alike, gather_counts
 from ringcomm.engine.core.call import Call
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.adasum import Adasum
-from ringcomm.engine.operations.allgather import Gathering
+from ringcomm.engine.operations.allgather_and_gather import Gathering
 from ringcomm.engine.operations.alltoall import Alltoall
-from ringcomm.engine.operations.base import (
-    Operation,
-    contiguous,
-    rows_by_rank,
-    written,
-)
+from ringcomm.engine.operations.base import Operation, contiguous, rows_by_rank, written
 from ringcomm.engine.operations.broadcast import Broadcast
 from ringcomm.engine.operations.grouped import GroupedAllreduce
-from ringcomm.engine.operations.into import AllgatherInto
-from ringcomm.engine.operations.reduction import Reduction
+from ringcomm.engine.operations.into_array import AllgatherInto
+from ringcomm.engine.operations.reduction_base import Reduction
 from ringcomm.engine.operations.scatter import Scatter
 from ringcomm.errors import RingcommError
 from ringcomm.gpu.executor.gpus import Gpus, issue_of
-from ringcomm.gpu.executor.staged import Staging, through_host
 from ringcomm.gpu.executor.streams import Issue
 from ringcomm.gpu.executor.team import GpuTeam
+from ringcomm.gpu.executor.via_host_memory import Staging, through_host
 from ringcomm.gpu.transports.base import Job, Move, Pull, Reduce, Update, UpdatePiece
 from ringcomm.transport.channel import Channel
 from ringcomm.transport.node import To
 
-_NO_FACTORS = "factors before and after a reduction are applied there"
+_NO_FACTORS = "transports of GPUs apply no factors before or after a reduction"
+_NO_ADASUM = "transports of GPUs do not compute Adasum"
 
 
 @singledispatch
 def plan(operation: Operation) -> Plan[Any]:
-    """Return how an operation is carried out on a GPU."""
-    raise TypeError(f"{operation.call.kind} takes arrays in host memory alone")
+    """Plan an operation on arrays of a GPU."""
+    raise TypeError(f"{operation.call.kind} takes only arrays in host memory")
 
 
 @dataclass(frozen=True)
 class _Course:
-    """How one operation goes, whichever transport the team has.
+    """One operation, for any transport.
 
     Attributes:
-        group: whose it is.
-        issue: its moment.
-        sources: what it reads.
-        results: where its results go; None: that one is not wanted here. Empty: into new arrays.
-        finish: called with the stream current, behind all that; returns the result.
-        on_mirrors: plans it for mirrors of the sources.
-        host_only: why it goes through host memory whatever the transport; "": it need not.
+        group: the operation's group.
+        issue: the operation's Issue.
+        sources: arrays that the operation reads.
+        results: arrays that the operation writes; None: this rank does not get that result.
+        finish: function that is called last, after the operation was enqueued on the current
+            stream; returns the result.
+        on_mirrors: function that plans the operation for copies of the sources in host memory.
+        host_only: why the operation always goes through host memory; "": it need not.
         is_elementwise: see through_host().
     """
 
@@ -82,7 +79,7 @@ class _Course:
     is_elementwise: bool = False
 
     async def run(self, t: Channel, jobs: Callable[[GpuTeam], Sequence[Job]]) -> Any:
-        """Carry it out; `jobs` returns what to put on the stream."""
+        """Carry out the operation; `jobs` returns the jobs to enqueue."""
         team = Gpus.of(self.group.engine).team(self.group)
         async with team.turn(t, self.issue):
             if team.transport is not None and not self.host_only:
@@ -94,7 +91,7 @@ class _Course:
                         await team.put(t, job)
                     with self.issue.on(stream):
                         result = self.finish()
-                except BaseException:  # a death, or what CUDA refuses: nobody follows the stream
+                except BaseException:  # a death, or an error of CUDA; follow() is not called
                     team.break_off(keeps)
                     raise
                 return team.follow(t, self.issue, stream, result, keeps=keeps)
@@ -106,17 +103,20 @@ class _Course:
             self.issue,
             sources=self.sources,
             results=self.results,
-            host=self.on_mirrors,
+            on_mirrors=self.on_mirrors,
             finish=self.finish,
             is_elementwise=self.is_elementwise,
         )
+
+    def plan(self, call: Call, nbytes: int, *jobs: Job) -> Plan[Any]:
+        """Return the plan of an operation whose jobs are known before it starts."""
+        return _plan(call, nbytes, lambda t: self.run(t, lambda _: jobs))
 
 
 @plan.register
 def _reduction(o: Reduction) -> Plan[Any]:
     x, adapter, group, options = o.x, o.adapter, o.group, o.options
-    shape = adapter.shape(x)
-    source = contiguous(x, adapter)
+    source, shape = contiguous(x, adapter), adapter.shape(x)
     parts: list[slice] = []
     out = None
     if o.to is To.OWNER:
@@ -146,62 +146,44 @@ def _reduction(o: Reduction) -> Plan[Any]:
     span, target = adapter.span(source), None if out is None else adapter.span(out)
     is_ordered = options.deterministic
     job = Job(Reduce(span, target, options.op, o.to, o.root, tuple(parts), is_ordered))
-    return _plan(o.call, span.nbytes, lambda t: course.run(t, lambda _: [job]))
+    return course.plan(o.call, span.nbytes, job)
 
 
-@plan.register
-def _grouped_allreduce(o: GroupedAllreduce) -> Plan[Any]:
+@plan.register(GroupedAllreduce)
+@plan.register(Adasum)
+def _grouped(o: GroupedAllreduce | Adasum) -> Plan[Any]:
     xs, adapter, group, options = o.x, o.adapter[0], o.group, o.options
     sources = [contiguous(x, adapter) for x in xs]
     work = sources if o.in_place else [adapter.empty(x, adapter.shape(x)) for x in xs]
     spans, targets = ([adapter.span(x) for x in each] for each in (sources, work))
-    batches = o.batches([Item(span.nbytes, span.dtype.name) for span in spans])
-    course = _Course(
-        group,
-        issue_of(group, adapter, *xs),
-        sources,
-        work,
-        lambda: _all_written(o, work),
-        o.on_mirrors,
-        _NO_FACTORS if options.is_scaled else "",
-    )
+    if isinstance(o, Adasum):
+        batches, host_only = [], _NO_ADASUM
+    else:
+        batches = o.batches([Item(span.nbytes, span.dtype.name) for span in spans])
+        host_only = _NO_FACTORS if options.is_scaled else ""
+
+    def finish() -> list[Any]:
+        if not o.in_place:
+            return work
+        # The current stream copies results to strided arrays.
+        return [written(x, w, a) for x, w, a in zip(xs, work, o.adapter, strict=True)]
 
     def jobs(team: GpuTeam) -> list[Job]:
-        op, is_ordered = options.op, options.deterministic
         return [
-            _fused(team, [spans[i] for i in each], [targets[i] for i in each], op, is_ordered)
+            _fused(team, [spans[i] for i in each], [targets[i] for i in each], options)
             for each in batches
         ]
 
+    issue = issue_of(group, adapter, *xs)
+    course = _Course(group, issue, sources, work, finish, o.on_mirrors, host_only)
     return _plan(o.call, sum(span.nbytes for span in spans), lambda t: course.run(t, jobs))
-
-
-@plan.register
-def _adasum(o: Adasum) -> Plan[Any]:
-    xs, adapter, group = o.x, o.adapter[0], o.group
-    sources = [contiguous(x, adapter) for x in xs]
-    work = sources if o.in_place else [adapter.empty(x, adapter.shape(x)) for x in xs]
-    issue, why = issue_of(group, adapter, *xs), "Adasum is computed there"
-    finish = lambda: _all_written(o, work)  # noqa: E731
-    course = _Course(group, issue, sources, work, finish, o.on_mirrors, why)
-    nbytes = sum(adapter.span(x).nbytes for x in sources)
-    return _plan(o.call, nbytes, lambda t: course.run(t, lambda _: []))
-
-
-def _all_written(o: GroupedAllreduce | Adasum, work: list[Any]) -> list[Any]:
-    """Return the results; strided arrays get them by a copy on the current stream."""
-    if not o.in_place:
-        return work
-    return [written(x, w, a) for x, w, a in zip(o.x, work, o.adapter, strict=True)]
 
 
 @plan.register
 def _gathering(o: Gathering) -> Plan[Any]:
     x, adapter, group = o.x, o.adapter, o.group
-    shape = adapter.shape(x)
-    source = contiguous(x, adapter)
-    issue = issue_of(group, adapter, x)
-    span = adapter.span(source)
+    source, shape = contiguous(x, adapter), adapter.shape(x)
+    issue, span = issue_of(group, adapter, x), adapter.span(source)
     width = math.prod(shape[1:]) * span.dtype.itemsize
 
     async def run(t: Channel) -> Any:
@@ -239,7 +221,7 @@ def _allgather_into(o: AllgatherInto) -> Plan[Any]:
     issue = issue_of(group, adapter, out, x)
     course = _Course(group, issue, [out, x], [out], finish, o.on_mirrors)
     job = Job(Move(source, target, pulls))
-    return _plan(o.call, target.nbytes, lambda t: course.run(t, lambda _: [job]))
+    return course.plan(o.call, target.nbytes, job)
 
 
 @plan.register
@@ -259,10 +241,8 @@ def _scatter(o: Scatter) -> Plan[Any]:
 @plan.register
 def _alltoall(o: Alltoall) -> Plan[Any]:
     x, adapter, group = o.x, o.adapter, o.group
-    shape = adapter.shape(x)
-    source = contiguous(x, adapter)
-    issue = issue_of(group, adapter, x)
-    span = adapter.span(source)
+    source, shape = contiguous(x, adapter), adapter.shape(x)
+    issue, span = issue_of(group, adapter, x), adapter.span(source)
     width = math.prod(shape[1:]) * span.dtype.itemsize
 
     async def run(t: Channel) -> Any:
@@ -279,9 +259,9 @@ def _alltoall(o: Alltoall) -> Plan[Any]:
 
 
 def _exchanges(table: np.ndarray[Any, np.dtype[np.int64]], width: int) -> tuple[Pull, ...]:
-    """Return who takes which bytes from whom, when table[r, d] rows go from r to d; pure."""
-    starts = np.cumsum(table, axis=1) - table  # in what r shows
-    places = np.cumsum(table, axis=0) - table  # in what d gets
+    """Return the pulls that bring table[r, d] rows from rank r to rank d."""
+    starts = np.cumsum(table, axis=1) - table  # row offsets in rank r's source
+    places = np.cumsum(table, axis=0) - table  # row offsets in rank d's target
     size = len(table)
     return tuple(
         Pull(
@@ -315,24 +295,20 @@ def _broadcast(o: Broadcast) -> Plan[Any]:
     issue = issue_of(group, adapter, x)
     results = [None if is_root else work]
     course = _Course(group, issue, [work], results, finish, o.on_mirrors)
-    return _plan(o.call, span.nbytes, lambda t: course.run(t, lambda _: [job]))
+    return course.plan(o.call, span.nbytes, job)
 
 
 def _fused(
-    team: GpuTeam,
-    sources: Sequence[Span],
-    targets: Sequence[Span],
-    op: Op,
-    is_deterministic: bool,
+    team: GpuTeam, sources: Sequence[Span], targets: Sequence[Span], options: ReductionOptions
 ) -> Job:
-    """Return the reduction of several arrays of one dtype as one."""
+    """Return one reduction for several arrays of one dtype."""
+    reduce = partial(Reduce, op=options.op, is_deterministic=options.deterministic)
     if len(sources) == 1:
-        return Job(Reduce(sources[0], targets[0], op, is_deterministic=is_deterministic))
-    counts = [source.count for source in sources]
+        return Job(reduce(sources[0], targets[0]))
     memory = team.scratch(sum(source.nbytes for source in sources))
-    whole = Span(memory.address, sum(counts), sources[0].dtype, memory.owner)
-    work = Reduce(whole, whole, op, is_deterministic=is_deterministic)
-    return Job(work, packed=sources, unpacked=targets, buffer=whole)
+    count = sum(source.count for source in sources)
+    whole = Span(memory.address, count, sources[0].dtype, memory.owner)
+    return Job(reduce(whole, whole), packed=sources, unpacked=targets, buffer=whole)
 
 
 def update(
@@ -344,15 +320,16 @@ def update(
     *,
     scale: float | None = None,
 ) -> Plan[None]:
-    """Plan a step of an optimizer whose state is spread over the ranks; see Update.
+    """Plan a step of an optimizer whose state is sharded over the ranks; see Update.
 
     Args:
-        group: its transport is "ipc".
-        gradients: registered, unless they are reduced already.
-        weights: registered.
-        pieces: what this rank updates.
-        scale: factor of the sum of all ranks' gradients; None: each rank's own elements are the
-            mean already. What reduces them can run beside what computes the next.
+        group: a group whose transport is "ipc".
+        name: the operation's name, if any.
+        gradients: registered memory, unless `scale` is None.
+        weights: registered memory.
+        pieces: the elements that this rank updates.
+        scale: factor of the sum of all ranks' gradients; None: within `pieces`, the `gradients`
+            are already the mean.
     """
     is_reduced = scale is None
     adapter = device_adapter_for(gradients)
@@ -370,7 +347,7 @@ def update(
     kind = "update_reduced" if is_reduced else "update"
     options = ReductionOptions(postscale=scale or 1.0)
     call = Call(kind, name, options, members=members, place=adapter.place)
-    return _plan(call, source.nbytes, lambda t: course.run(t, lambda _: [job]))
+    return course.plan(call, source.nbytes, job)
 
 
 def _plan(call: Call, nbytes: int, run: Callable[[Channel], Coroutine[Any, Any, Any]]) -> Plan[Any]:

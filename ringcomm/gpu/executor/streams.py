@@ -1,4 +1,4 @@
-"""Streams of GPUs as operations use them: events, waits, and the moment of a call."""
+"""How operations use the streams of GPUs: events, waits, and the point of a call on a stream."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ringcomm.arrays.base import Array, Bytes, DeviceAdapter, Flat, Span
-from ringcomm.engine.core.execution import Deferred
-from ringcomm.engine.core.state import n_forks
+from ringcomm.engine.core.engine_state import n_forks
+from ringcomm.engine.core.plan import Deferred
 from ringcomm.gpu.device.base import Device
-from ringcomm.gpu.device.host_pool import HostPool
+from ringcomm.gpu.device.shared_pinned_pool import HostPool
 
 R = TypeVar("R")
 _LOOK_EVERY_S = 2e-5
 
 
 class GpuMemory:
-    """A GPU that this rank uses, and the host memory that it reaches.
+    """A GPU that this rank uses, with host memory that the GPU can access.
+
+    Args:
+        device: the GPU.
+        take: function that returns host memory that the ranks of the node share, or None.
 
     Attributes:
-        regions: its memory that other ranks can map.
-        host: memory of this rank's node, if `take` returns such.
-        copy_stream: for copies to and from host memory.
+        host: host memory for copies, shared by the ranks of the node if possible.
+        copy_stream: the stream for copies to and from host memory.
     """
 
     def __init__(self, device: Device, take: Callable[[int], Bytes | None]) -> None:
         self.device = device
         with device.active():
             self.copy_stream = device.new_stream()
-        self.regions = device.regions
         self.host = HostPool(device, take)
 
     def upload(self, x: Flat, target: Span, ready: Event) -> None:
-        """Copy host memory to the GPU, once `ready` is reached; blocks until it is there."""
+        """Copy host memory to the GPU once `ready` is reached; blocks until the copy is done."""
         if not target.nbytes:
             return
         block = self.host.take(target.nbytes)
@@ -46,15 +48,15 @@ class GpuMemory:
             self.device.copy(self.copy_stream, target.address, block.address, target.nbytes)
         here = Event(self.device, self.copy_stream)
         while not here.is_reached:
-            time.sleep(_LOOK_EVERY_S)  # nothing but this copy is awaited
+            time.sleep(_LOOK_EVERY_S)  # only this short copy is awaited
         self.host.give_back(block)
 
 
 class Event:
-    """A point in the work of a stream, reached once all is done that it has been given until now.
+    """The present end of a stream's work; the event is reached once that work is done.
 
     Attributes:
-        was_reached: somebody has seen that it is.
+        was_reached: is_reached has returned True.
     """
 
     def __init__(self, device: Device, stream: int) -> None:
@@ -67,7 +69,7 @@ class Event:
 
     @property
     def is_reached(self) -> bool:
-        """True once it is. Raises RingcommError: the GPU has failed."""
+        """True if the event is reached. Raises RingcommError if the GPU has failed."""
         if not self.was_reached:
             with self._device.active():
                 self.was_reached = self._device.is_reached(self.handle)
@@ -82,8 +84,8 @@ class Event:
 class Reached:
     """Request that waits for an event.
 
-    `behind` is an earlier one of the same stream, which somebody else waits for: the GPU is asked
-    for the earliest alone, however many follow.
+    `behind` is an earlier event of the same stream, for which another Reached waits. So only the
+    earliest of many events of a stream is polled.
     """
 
     source = -1
@@ -93,7 +95,7 @@ class Reached:
         self._behind = behind
 
     def test(self) -> bool:
-        """Return True once it is reached. Raises RingcommError: the GPU has failed."""
+        """Return True if the event is reached. Raises RingcommError if the GPU has failed."""
         if self._behind is not None:
             if not self._behind.was_reached:
                 return False
@@ -106,21 +108,22 @@ class Reached:
 
 @dataclass(frozen=True)
 class Issue:
-    """The moment of a call, on the caller's stream as the arrays' library counts it."""
+    """The point on the caller's stream at which an operation was called."""
 
     adapter: DeviceAdapter
     memory: GpuMemory
-    stream: int
-    ready: list[Event]  # are reached once the arrays have their contents, or can be written to
+    stream: int  # the current stream of the array library at the call
+    ready: list[Event]  # all are reached once the arrays can be read, or be written to
 
     def on(self, stream: int) -> AbstractContextManager[object]:
-        """Return a context in which the library's current stream is this one, on the GPU."""
+        """Return a context in which `stream` is the array library's current stream on the GPU."""
         return self.adapter.on_stream(self.memory.device.index, stream)
 
     def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
         """Return an array that belongs to the caller's stream.
 
-        Its memory may be what that stream was given since the call, and has not done with.
+        Work enqueued on that stream after the call may still use this memory, so let_wait() also
+        waits for that work.
         """
         with self.on(self.stream):
             made = self.adapter.empty(like, shape)
@@ -128,7 +131,7 @@ class Issue:
         return made
 
     def let_wait(self, stream: int) -> None:
-        """Make a stream wait until the arrays are ready."""
+        """Make a stream wait until all arrays are ready."""
         device = self.memory.device
         with device.active():
             for event in self.ready:
@@ -136,24 +139,30 @@ class Issue:
 
 
 class Launched(Deferred, Generic[R]):
-    """The result of an operation that is on its stream, before the event `done`.
+    """The result of an operation that is enqueued on a stream.
 
-    `refuse` raises what has gone wrong since.
+    Args:
+        result: the operation's result.
+        issue: the operation's Issue.
+        done: the event that is reached once the result is complete.
+        require_unbroken: function that raises the error that has broken the engine, if any.
     """
 
-    def __init__(self, result: R, issue: Issue, done: Event, refuse: Callable[[], None]) -> None:
+    def __init__(
+        self, result: R, issue: Issue, done: Event, require_unbroken: Callable[[], None]
+    ) -> None:
         self._result = result
         self._issue = issue
         self._done = done
-        self._refuse = refuse
+        self._require_unbroken = require_unbroken
 
     def take(self) -> R:
-        """Return the result; what the caller's stream is given from now on comes after it.
+        """Return the result, and make the caller's stream wait for it.
 
         Raises:
-            PeerFailedError, CommTimeoutError: it will never be there.
+            PeerFailedError, CommTimeoutError: the operation will never complete.
         """
-        self._refuse()
+        self._require_unbroken()
         device = self._issue.memory.device
         with device.active():
             device.await_event(self._issue.adapter.stream(device.index), self._done.handle)

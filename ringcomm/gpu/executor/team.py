@@ -1,10 +1,10 @@
-"""The ranks of a group on their GPUs: their transport, and the order of what they launch.
+"""The ranks of a group on their GPUs: their transport, and the order of their launches.
 
-The ranks agree on an operation as on any other. Then the group's first rank says the operation's
-place among launches, because streams that wait for each other must do so in one order everywhere.
-When it is next, each rank puts its part on its stream, and is done: the caller's stream waits, not
-the caller. A task (follow()) watches the stream: it has the deadline of any operation, and ends the
-stream's waits if a rank dies.
+The ranks agree on an operation as on any other. Then the group's first rank gives the operation its
+place in the order of launches: streams that wait for each other need the same order on all ranks.
+In this order, each rank enqueues its part on its stream, and returns. The caller does not wait for
+the result, but the caller's stream does. A task, see follow(), watches the stream. The task has the
+same deadline as any operation, and ends the stream's waits if a rank dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,8 @@ from ringcomm.gpu.device.packing import pack, unpack
 from ringcomm.gpu.executor.streams import Event, GpuMemory, Issue, Launched, Reached
 from ringcomm.gpu.executor.transport_setup import set_up_transport
 from ringcomm.gpu.transports.base import GpuTransport, Job
-from ringcomm.gpu.transports.choice import GpuChoice
-from ringcomm.gpu.transports.nccl import Provider
+from ringcomm.gpu.transports.nccl_base import NcclBinding
+from ringcomm.gpu.transports.transport_choice import GpuChoice
 from ringcomm.transport.channel import Channel, Until, Wait
 
 if TYPE_CHECKING:
@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ringcomm")
 _RELEASE_EVERY_S, _RELEASE_OFTEN_FOR_S, _RELEASE_SELDOM_S = 0.005, 10.0, 0.2
-# A stream holds about 1000 entries, then blocks whoever adds more; a phase adds 4 per rank.
+# A stream with about 1000 entries blocks a thread that adds more; a phase adds 4 per rank.
 _PHASES_AHEAD = 16
 _ERROR_WITHIN_S = 1.0
-_END: Final = object()
 R = TypeVar("R")
 
 
@@ -49,27 +48,28 @@ class GpuTeam:
     """The team of one group, on one rank.
 
     Args:
-        provider: returns the binding of NCCL.
+        provider: function that returns the binding of NCCL.
+        group: the group whose team this is.
+        group_id: the group's number.
 
     Attributes:
-        choice: of the transport, and why; None before the first operation.
-        transport: None: arrays go through host memory, by the CPU's collectives.
-        n_launched: how many operations this rank has put on its stream.
+        choice: the choice of the transport; None before the first operation.
+        transport: the transport; None: the CPU's collectives are used, through host memory.
+        n_launched: the number of operations that this rank has enqueued on its stream.
     """
 
-    def __init__(self, provider: Callable[[], Provider], group: Group, group_id: int) -> None:
+    def __init__(self, provider: Callable[[], NcclBinding], group: Group, group_id: int) -> None:
         self._provider = provider
         self._engine = group.engine
         self._group = weakref.ref(group)
         self._members = group.ranks
-        self._rank, self._size = group.index, group.size
-        self._group_id = group_id
+        self._rank = group.index
         self._base = base_of(group_id, "on the GPU")
         self._own = base_of(NO_GROUP, f"rank {self._engine.job_rank} on the GPU, {group_id}")
-        self._n_alone = 0
-        self._n_ordered = 0  # on the first rank: how many have been given their place
-        self._turn = 0
-        self._newest: dict[int, Event] = {}  # stream: last event followed
+        self._n_alone = 0  # operations that do not wait for other ranks
+        self._n_ordered = 0  # on the first rank: the number of operations that have a place
+        self._turn = 0  # the place of the operation that may launch
+        self._newest: dict[int, Event] = {}  # stream: last event that is followed
         self._memory: GpuMemory | None = None
         self.choice: GpuChoice | None = None
         self.transport: GpuTransport | None = None
@@ -80,13 +80,11 @@ class GpuTeam:
     # --- order ------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def turn(self, t: Channel, issue: Issue) -> AsyncIterator[None]:
-        """Return when it is this operation's turn, with the transport chosen.
-
-        Leaving the block gives the turn to the next one.
+        """Return a context in which it is this operation's turn, and the transport is set up.
 
         Raises:
-            ConfigError: on all ranks: RINGCOMM_GPU_TRANSPORT cannot be met.
-            RingcommError: the arrays are on another GPU than before.
+            ConfigError: on all ranks, if RINGCOMM_GPU_TRANSPORT names an unusable transport.
+            RingcommError: the arrays are on another GPU than those of earlier operations.
         """
         if t.meeting is not None and not t.has_met:
             await t.meet()
@@ -108,12 +106,12 @@ class GpuTeam:
         if now != before:
             raise RingcommError(
                 f"{self._engine.pending.label_of(t.key)}: this rank's arrays are on GPU {now}, "
-                f"those before were on GPU {before}. A rank uses one GPU per group: call "
+                f"its earlier arrays were on GPU {before}. A rank uses one GPU per group: call "
                 "torch.cuda.set_device() or cupy.cuda.Device().use() once, before the first array"
             )
 
     async def _place(self, t: Channel) -> int:
-        """Return the place that the first rank gives to this operation, now that all are in it."""
+        """Return the place that the first rank gives this operation; collective."""
         number = np.zeros(1, np.int64)
         if t.rank == 0:
             number[0] = self._n_ordered
@@ -123,16 +121,17 @@ class GpuTeam:
 
     # --- launches ---------------------------------------------------------------------------------
     async def put(self, t: Channel, job: Job) -> None:
-        """Put a job on the stream, in the turn of its operation."""
+        """Enqueue a job in the turn of its operation."""
         transport, device = self._own_transport, self._gpu.device
         outlines = await gather_alike(transport.outline(job.work), t)
         if job.buffer is not None:
             with device.active():
                 pack(device, transport.stream, job.packed, job.buffer)
         phases = transport.phases(job.work, outlines)
+        is_over = object()
         for number in itertools.count(1):
             with device.active():
-                if next(phases, _END) is _END:
+                if next(phases, is_over) is is_over:
                     break
                 if transport.meets_on_stream:
                     transport.meet()
@@ -145,14 +144,17 @@ class GpuTeam:
                 unpack(device, transport.stream, job.unpacked, job.buffer)
 
     def begin(self, issue: Issue) -> int:
-        """Return the stream, which now waits for the arrays of an operation."""
+        """Make the team's stream wait for the arrays of an operation; return the stream."""
         stream = self._own_transport.stream
         issue.let_wait(stream)
         return stream
 
     def break_off(self, keeps: object) -> None:
-        """End the stream's waits: an operation was put on it only in part."""
-        self._free_stream(Event(self._gpu.device, self._own_transport.stream), keeps)
+        """End the stream's waits after an operation was enqueued only in part.
+
+        `keeps` lives until the stream's work is done.
+        """
+        self._end_waits(Event(self._gpu.device, self._own_transport.stream), keeps)
 
     def follow(
         self,
@@ -166,7 +168,13 @@ class GpuTeam:
     ) -> Launched[R]:
         """Return the deferred result, and watch the stream until its work so far is done.
 
-        `keeps` lives until then. Deaths of other ranks matter only if it `waits_for_others`.
+        Args:
+            t: the operation's channel.
+            issue: the operation's Issue.
+            stream: the stream on which the operation is enqueued.
+            result: the operation's result.
+            keeps: objects that live until the stream's work is done.
+            waits_for_others: the stream waits for other ranks, so their deaths end the operation.
         """
         done = Event(issue.memory.device, stream)
         reached = Reached(done, behind=self._newest.get(stream))
@@ -184,14 +192,14 @@ class GpuTeam:
         group = self._group()
 
         async def watch() -> None:
-            kept = [keeps, result, group]  # the group must outlive its streams' work
+            kept = [keeps, result, group]  # the group must outlive the work of its streams
             is_reached = False
             try:
                 await Wait((reached,))
                 is_reached = True
             finally:
                 if not is_reached:
-                    self._free_stream(done, kept)
+                    self._end_waits(done, kept)
 
         label = f"{self._engine.pending.label_of(t.key)} on the GPU"
         late = self._late if waits_for_others else tuple
@@ -202,12 +210,12 @@ class GpuTeam:
         return tuple(self._members[rank] for rank in self._own_transport.late)
 
     def scratch(self, nbytes: int) -> Span:
-        """Return memory on the GPU, see GpuTransport."""
+        """See GpuTransport."""
         with self._gpu.device.active():
             return self._own_transport.scratch(nbytes)
 
     def announce(self, why: str) -> None:
-        """Warn once, on the first rank, that operations of a kind go through host memory."""
+        """Warn, on the first rank and once per reason, that an operation uses host memory."""
         if self._rank == 0 and why not in self._announced:
             self._announced.add(why)
             _log.warning("an operation on a GPU goes through host memory: %s", why)
@@ -216,7 +224,7 @@ class GpuTeam:
         return number <= self.n_launched
 
     def close(self, *, is_clean: bool) -> None:
-        """Give everything back; see GpuTransport."""
+        """Free everything; see GpuTransport."""
         self._engine.extensions.drop_entered(self._base)
         if self.transport is not None:
             self.transport.close(is_clean=is_clean)
@@ -231,21 +239,21 @@ class GpuTeam:
         assert self.transport is not None
         return self.transport
 
-    def _free_stream(self, done: Event, keeps: object) -> None:
-        """End its waits until `done` is reached; what it writes is worthless."""
+    def _end_waits(self, done: Event, keeps: object) -> None:
+        """End the stream's waits until `done` is reached; the results are then worthless."""
         transport = self.transport
         if transport is None:
             return
 
         def release() -> None:
             begin = time.monotonic()
+            # A caller whose stream goes on must also find the error, so the error is set first.
             while not self._engine.state.is_broken and time.monotonic() < begin + _ERROR_WITHIN_S:
-                time.sleep(_RELEASE_EVERY_S)  # who sees the stream go on must also see the error
+                time.sleep(_RELEASE_EVERY_S)
             with contextlib.suppress(RingcommError):  # the GPU has failed: nothing waits any more
-                while not done.is_reached:
+                while not done.is_reached:  # the stream may come to another wait
                     transport.release()
                     is_soon = time.monotonic() < begin + _RELEASE_OFTEN_FOR_S
-                    # The stream may come to its next wait.
                     time.sleep(_RELEASE_EVERY_S if is_soon else _RELEASE_SELDOM_S)
             del keeps_alive[:]
 

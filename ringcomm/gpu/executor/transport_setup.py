@@ -1,7 +1,7 @@
-"""Sets up the transport of a group's arrays on GPUs: the best that works on all ranks.
+"""Sets up the transport of a group's arrays on GPUs: the best one that works on all ranks.
 
-Each rank sends and awaits the same here whatever fails: a problem of CUDA or of NCCL becomes a text
-that all ranks get, and all of them go on to the next transport together.
+Every rank sends and receives the same messages, even if something fails on it. An error of CUDA or
+NCCL becomes a text that all ranks receive, and they go on to the next transport together.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from ringcomm.arrays.base import Bytes
 from ringcomm.engine.core.agreement import broadcast_bytes, gather_alike, gather_bytes
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.device.host_pool import whole_pages
-from ringcomm.gpu.device.memory import NOWHERE, Address
+from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
+from ringcomm.gpu.device.shared_pinned_pool import whole_pages
 from ringcomm.gpu.executor.streams import GpuMemory
 from ringcomm.gpu.transports.base import GpuTransport
-from ringcomm.gpu.transports.choice import Facts, GpuChoice, choose_transport
 from ringcomm.gpu.transports.ipc import IpcTransport, flags_nbytes
-from ringcomm.gpu.transports.nccl import NcclTransport, Provider
+from ringcomm.gpu.transports.nccl import NcclTransport
+from ringcomm.gpu.transports.nccl_base import NcclBinding
+from ringcomm.gpu.transports.transport_choice import Facts, GpuChoice, choose_transport
 from ringcomm.transport.channel import Channel, Until, Wait
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.context import EngineContext
 
 _log = logging.getLogger("ringcomm")
-_ON_THE_FIRST = "see the first rank"  # which alone knows why
+_ON_THE_FIRST = "see the first rank"  # the only rank that knows why
 R = TypeVar("R")
 
 
 class _Attempt(NamedTuple, Generic[R]):
-    """The result of a call, or the reason why there is none."""
+    """The result of a call, or why it failed."""
 
     result: R | None
     problem: str = ""
@@ -41,17 +43,17 @@ class _Attempt(NamedTuple, Generic[R]):
 def _attempt(call: Callable[[], R]) -> _Attempt[R]:
     try:
         return _Attempt(call())
-    except Exception as error:  # noqa: BLE001 - CUDA's own: the next transport may do
+    except Exception as error:  # noqa: BLE001 - also CUDA's own; the next transport may work
         return _Attempt(None, f"{type(error).__name__}: {error}")
 
 
 async def set_up_transport(
-    provider: Callable[[], Provider], engine: EngineContext, memory: GpuMemory, t: Channel
+    provider: Callable[[], NcclBinding], engine: EngineContext, memory: GpuMemory, t: Channel
 ) -> tuple[GpuChoice, GpuTransport | None]:
-    """Return the choice of a transport, alike on all ranks, and the transport; None: host memory.
+    """Return the choice, the same on all ranks, and the transport (None: host memory).
 
     Raises:
-        ConfigError: what RINGCOMM_GPU_TRANSPORT wants cannot be; on all ranks.
+        ConfigError: on all ranks, if RINGCOMM_GPU_TRANSPORT names an unusable transport.
     """
     setup = _Setup(provider, engine, memory, t)
     facts = [Facts.unpack(each) for each in await gather_bytes(setup.facts().pack(), t)]
@@ -70,10 +72,14 @@ async def set_up_transport(
 
 
 class _Setup:
-    """One rank's part in it; see set_up_transport()."""
+    """One rank's part in set_up_transport()."""
 
     def __init__(
-        self, provider: Callable[[], Provider], engine: EngineContext, memory: GpuMemory, t: Channel
+        self,
+        provider: Callable[[], NcclBinding],
+        engine: EngineContext,
+        memory: GpuMemory,
+        t: Channel,
     ) -> None:
         self._provider = provider
         self._node = engine.transport.node
@@ -81,28 +87,19 @@ class _Setup:
         self._t = t
 
     def facts(self) -> Facts:
-        """Return this rank's facts, by which all choose."""
+        """Return the facts about this rank, from which all ranks choose."""
         t, device = self._t, self._device
-        nccl, no_nccl, shares_gpus = 0, "", False
-        try:
-            nccl, shares_gpus = self._provider().version, self._provider().shares_gpus
-        except ConfigError as error:
-            no_nccl = str(error)
         shares_memory = self._node is not None or t.size == 1
         node = t.nodes[t.rank] if shares_memory else -1 - t.rank
-        return Facts(
-            uuid=device.uuid,
-            name=device.name,
-            node=node,
-            reaches=device.reaches,
-            can_export=device.can_export,
-            nccl=nccl,
-            no_nccl=no_nccl,
-            shares_gpus=shares_gpus,
-        )
+        facts = Facts(device.uuid, node, device.reaches, device.can_export)
+        try:
+            nccl = self._provider()
+        except ConfigError as error:
+            return replace(facts, no_nccl=str(error))
+        return replace(facts, nccl=nccl.version, shares_gpus=nccl.shares_gpus)
 
     async def attempt(self, kind: str) -> tuple[GpuTransport | None, str | None]:
-        """Return a transport, or the first problem of a rank with it, the same on all."""
+        """Return a transport, or the problem of the first rank that has one."""
         t = self._t
         mine = await (self._nccl() if kind == "nccl" else self._ipc())
         problems = [each.decode() for each in await gather_bytes(mine.problem.encode(), t)]
@@ -131,7 +128,7 @@ class _Setup:
         thread = threading.Thread(
             target=lambda: attempts.append(_attempt(connect)), name="ringcomm-nccl", daemon=True
         )
-        thread.start()  # it blocks until all ranks connect
+        thread.start()  # connect() blocks until all ranks connect
         await Wait((Until(lambda: not thread.is_alive()),))
         return attempts[0]
 
@@ -148,13 +145,13 @@ class _Setup:
         return _Attempt(transport, _attempt(lambda: transport.try_out(addresses)).problem)
 
     async def _flags(self) -> _Attempt[Bytes]:
-        """Return memory of the first rank that all of them map."""
+        """Return memory for the flags; the first rank makes it, and all ranks map it."""
         t, node = self._t, self._node
         nbytes = flags_nbytes(t.size)
         made = _Attempt[Bytes](None, _ON_THE_FIRST)
 
         def make() -> Bytes:
-            flags = whole_pages(lambda n: None if node is None else node.empty(n), nbytes)
+            flags = whole_pages(nbytes, lambda n: None if node is None else node.empty(n))
             flags[:] = 0
             return flags
 
@@ -170,8 +167,8 @@ class _Setup:
         return _attempt(lambda: node.view(t.members[0], int.from_bytes(offset, "little"), nbytes))
 
     def _connect_ipc(self, flags: Bytes) -> tuple[IpcTransport, Address]:
-        t, memory = self._t, self._memory
+        t, memory, regions = self._t, self._memory, self._device.regions
         with self._device.active():
-            address = memory.regions.find(memory.regions.take(1))
+            address = regions.find(regions.take(1))
             transport = IpcTransport(self._device, t.rank, t.size, flags=flags, host=memory.host)
         return transport, address

@@ -1,1 +1,1 @@
-"""CUDA kernels: their source, what each takes, and the compiler."""
+"""CUDA kernels: source, arguments and compilation."""

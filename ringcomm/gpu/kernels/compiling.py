@@ -1,4 +1,4 @@
-"""Kernels, compiled for one GPU when they are first launched."""
+"""Compiles kernels for one GPU when they are first launched."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ import cupy
 from cupy.cuda import nvrtc
 
 from ringcomm.errors import ConfigError
-from ringcomm.gpu.kernels.kernel import BLOCK, ENTRY, OPTIONS, Arguments, Kernel, source
+from ringcomm.gpu.kernels.base import BLOCK, ENTRY, OPTIONS, Kernel, source
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _N_PROCESSORS = 75, 76, 16  # as cuda.h numbers them
 
 
 class Kernels:
-    """The kernels of one GPU. To compile one takes a fraction of a second.
+    """The compiled kernels of one GPU. Compiling a kernel takes a fraction of a second.
 
-    Not by cupy.RawModule: that flushes denormal numbers to zero, whatever its options say, and
-    compiles nothing where CUDA's headers are missing, although none is included.
-
-    Args:
-        index: of the GPU.
+    cupy.RawModule cannot compile them: it flushes denormal numbers to zero even if its options
+    forbid that, and needs CUDA's headers, although kernels.cu includes none.
     """
 
     def __init__(self, index: int) -> None:
@@ -35,15 +32,15 @@ class Kernels:
         self._lock = threading.Lock()
         self._functions: dict[tuple[str, ...], Any] = {}
 
-    def launch(self, stream: int, kernel: Kernel, arguments: Arguments, n_elements: int) -> None:
-        """Put a kernel on a stream of the current GPU; see Kernel.grid().
+    def launch(self, stream: int, kernel: Kernel) -> None:
+        """Enqueue a kernel on a stream of the current GPU.
 
         Raises:
-            ConfigError: it cannot be compiled.
+            ConfigError: the kernel cannot be compiled.
         """
         function = self._functions.get(kernel.defines) or self._compile(kernel.defines)
-        grid = kernel.grid(n_elements, self._n_processors)
-        function((grid,), (BLOCK,), arguments, 0, SimpleNamespace(ptr=stream))
+        grid = kernel.grid(self._n_processors)
+        function((grid,), (BLOCK,), kernel.arguments, 0, SimpleNamespace(ptr=stream))
 
     def _compile(self, defines: tuple[str, ...]) -> Any:
         with self._lock:
@@ -55,14 +52,14 @@ class Kernels:
 
 
 def compile_for(capability: int, defines: Sequence[str]) -> bytes:
-    """Return machine code for a GPU, or, for one newer than the compiler, what its driver compiles.
+    """Return machine code for a GPU, or PTX if the GPU is newer than the compiler.
 
     Args:
-        capability: 90 for 9.0.
-        defines: of the kernel.
+        capability: compute capability of the GPU, 90 for 9.0.
+        defines: compiler options of the kernel, Kernel.defines.
 
     Raises:
-        ConfigError: the compiler refuses.
+        ConfigError: the compiler reports an error.
     """
     known = nvrtc.getSupportedArchs()
     is_known = capability in known

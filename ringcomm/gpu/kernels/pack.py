@@ -9,83 +9,66 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.arrays.dtypes import DType
-from ringcomm.gpu.kernels.kernel import (
-    TYPES,
-    Arguments,
-    Kernel,
-    address_table,
-    number,
-    require_dtype,
-)
+from ringcomm.gpu.kernels.base import Argument, Kernel, address_table, number
 
 TENSORS_PER_LAUNCH: Final = 480
 CHUNK: Final = np.dtype([("tensor", "u4"), ("count", "u4"), ("start", "u8"), ("place", "u8")])
-CHUNK_COUNT: Final = 8192  # of elements: 25 MiB of float32 are 800 chunks, more than a GPU's blocks
-PACKED = ("float16", "bfloat16", "float32", "float64")
+CHUNK_COUNT: Final = 8192  # elements; 25 MiB of float32 are 800 chunks, more than a GPU's blocks
+_TYPES: Final = {2: "uint16_t", 4: "uint32_t", 8: "uint64_t", 16: "complex128_t"}  # by itemsize
+PACKED_ITEMSIZES: Final = tuple(_TYPES)
 
 
 @dataclass(frozen=True)
 class PackKernel(Kernel):
-    """Copies many tensors into one buffer, or out of it; scaled and cast on the way.
+    """Copies the elements of many tensors into one buffer, or out of it.
 
-    Where a scale or a cast is asked for, elements are computed in float32, or in float64 if either
-    dtype is float64, and rounded once; a NaN becomes the canonical one. Else the bits are copied.
+    The addresses of the tensors are parameters of the kernel, so new addresses of gradients in
+    every step cost nothing. The chunk_table() stays on the GPU while the sizes stay the same.
 
-    The addresses of the tensors are parameters of the kernel, at most TENSORS_PER_LAUNCH: other
-    gradients at every step cost no copy to the GPU. What stays, chunk_table(), lies there.
+    Attributes:
+        tensors: addresses of the arrays that chunk_table() got, each a multiple of the itemsize.
+        buffer: address of element 0. The buffer does not overlap the tensors.
+        itemsize: bytes of an element, one of PACKED_ITEMSIZES.
+        unpacks: copy from the buffer to the tensors; False: to the buffer.
+        chunks: address of the table on the GPU.
+        n_chunks: rows of the table.
     """
 
-    source: DType  # float16, bfloat16, float32 or float64; of what is read
-    target: DType  # likewise; of what is written
-    unpacks: bool = False  # from the buffer to the tensors
+    tensors: tuple[int, ...]
+    buffer: int
+    itemsize: int
+    unpacks: bool
+    chunks: int
+    n_chunks: int
 
     def __post_init__(self) -> None:
-        require_dtype(self.source, PACKED)
-        require_dtype(self.target, PACKED)
+        n = len(self.tensors)
+        if n > TENSORS_PER_LAUNCH:
+            raise ValueError(f"{n} tensors; one launch packs at most {TENSORS_PER_LAUNCH}")
 
-    def _values(self) -> dict[str, object]:
+    def _macros(self) -> dict[str, object]:
         return {
             "KERNEL": "UNPACK" if self.unpacks else "PACK",
-            "SOURCE": TYPES[self.source.name],
-            "TARGET": TYPES[self.target.name],
+            "TYPE": _TYPES[self.itemsize],
             "TENSORS": TENSORS_PER_LAUNCH,
         }
 
-    def _elements_per_block(self) -> int:
-        return 1
+    def _arguments(self) -> tuple[Argument, ...]:
+        padding = (0,) * (TENSORS_PER_LAUNCH - len(self.tensors))
+        numbers = (number("u8", self.chunks), number("u4", self.n_chunks))
+        return (address_table(self.tensors + padding), *numbers, number("u8", self.buffer))
 
-    def pack_arguments(
-        self,
-        tensors: Sequence[int],
-        buffer: int,
-        *,
-        chunks: int,
-        n_chunks: int,
-        scale: float = 1.0,
-    ) -> Arguments:
-        """Return the arguments of a launch.
-
-        Args:
-            tensors: addresses, as many as for chunk_table(), at any multiple of the itemsize.
-            buffer: address of its element 0; apart from the tensors.
-            chunks: address of the table on the GPU.
-            scale: rounded to float32.
-        """
-        if len(tensors) > TENSORS_PER_LAUNCH:
-            raise ValueError(f"{len(tensors)} tensors; one launch takes {TENSORS_PER_LAUNCH}")
-        padded = [*tensors, *[0] * (TENSORS_PER_LAUNCH - len(tensors))]
-        table = address_table(padded, TENSORS_PER_LAUNCH)
-        numbers = (number("u8", chunks), number("u4", n_chunks), number("u8", buffer))
-        return (table, *numbers, number("f4", scale))
+    def _n_blocks(self) -> int:
+        return self.n_chunks
 
 
 def chunk_table(counts: Sequence[int], places: Sequence[int]) -> NDArray[Any]:
-    """Return what the blocks of a PackKernel move, of dtype CHUNK; the GPU needs a copy of it.
+    """Return the chunks that the blocks of a PackKernel copy, of dtype CHUNK.
 
     Args:
         counts: elements of each tensor.
-        places: of the buffer: where each tensor begins. Moved fastest from multiples of 8 on.
+        places: for each tensor, the element of the buffer at which it begins. Copies are fastest if
+            tensors and places begin at multiples of 16 bytes.
     """
     rows = [
         (tensor, min(CHUNK_COUNT, count - start), start, place + start)

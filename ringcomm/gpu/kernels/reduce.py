@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.op import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
-from ringcomm.gpu.kernels.kernel import (
-    BLOCK,
-    TYPES,
-    Arguments,
-    Kernel,
-    address_table,
-    number,
-    require_counts,
-)
+from ringcomm.collectives.operators import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
+from ringcomm.gpu.kernels.base import BLOCK, Argument, Kernel, address_table, number, require_counts
 
 _OPERATORS = {
     SUM: "Sum",
@@ -42,55 +33,43 @@ _IN_FLIGHT = 8  # kInFlight in kernels.cu
 
 @dataclass(frozen=True)
 class ReduceKernel(Kernel):
-    """Combines elements of some arrays in their order, and stores the result in others.
+    """targets[*][i] = round((sources[0][i] op sources[1][i] op ...) / divisor), for all i.
 
-    The arithmetic is that of csrc/kernels, bit for bit. With one source it copies; but a NaN of 16
-    bits becomes the canonical one, as on the CPU.
+    16-bit floats are combined in float32 and rounded once. The results have the bits of
+    csrc/kernels. A single source is copied, but a 16-bit NaN becomes the canonical NaN, as on the
+    CPU. There are at most 496 sources and targets.
     """
 
-    dtype: DType  # of all arrays
-    op: Op  # AVERAGE is SUM here, with a divisor
-    n_sources: int  # 1 or more
-    n_targets: int  # 1 or more; together at most 496
+    sources: tuple[int, ...]  # addresses, in the order in which the sources are combined
+    targets: tuple[int, ...]  # addresses; a target may be a source, but not overlap it in part
+    count: int  # elements of each array
+    dtype: DType
+    op: Op  # AVERAGE means SUM, with a divisor
+    divisor: int = 1  # 1 for bitwise operators and for bool
 
     def __post_init__(self) -> None:
         self.op.require(self.dtype)
-        require_counts(self.n_sources, self.n_targets)
+        require_counts(self.sources, self.targets)
+        if self.divisor < 1 or (self.divisor != 1 and not self._gives_numbers):
+            raise ValueError(f"{self.op} of {self.dtype} cannot be divided by {self.divisor}")
 
-    def _values(self) -> dict[str, object]:
+    def _macros(self) -> dict[str, object]:
         operators = OPERATORS_OF_BOOL if self.dtype.name == "bool" else _OPERATORS
         return {
             "KERNEL": "REDUCE",
-            "TYPE": TYPES[self.dtype.name],
+            "TYPE": f"{self.dtype.name}_t",
             "OP": operators[self.op],
-            "SOURCES": self.n_sources,
-            "TARGETS": self.n_targets,
+            "SOURCES": len(self.sources),
+            "TARGETS": len(self.targets),
         }
 
-    def _elements_per_block(self) -> int:
-        positions = min(4, _IN_FLIGHT // min(_IN_FLIGHT, self.n_sources))
-        return BLOCK * positions * 16 // self.dtype.itemsize
+    def _arguments(self) -> tuple[Argument, ...]:
+        tables = address_table(self.sources), address_table(self.targets)
+        return (*tables, number("u8", self.count), number("i8", self.divisor))
 
-    def pack_arguments(
-        self,
-        sources: Sequence[int],
-        targets: Sequence[int],
-        *,
-        hi: int,
-        lo: int = 0,
-        divisor: int = 1,
-    ) -> Arguments:
-        """Return the arguments of a launch for elements [lo, hi).
-
-        Args:
-            sources: addresses of element 0 of each, in the order in which they are combined.
-            targets: likewise. One may be a source; else they do not overlap.
-            divisor: of the combination; 1 where op gives bits, and for bool.
-        """
-        if divisor < 1 or (divisor != 1 and not self._gives_numbers):
-            raise ValueError(f"{self.op} of {self.dtype} cannot be divided by {divisor}")
-        addresses = (address_table(sources, self.n_sources), address_table(targets, self.n_targets))
-        return (*addresses, number("u8", lo), number("u8", hi), number("i8", divisor))
+    def _n_blocks(self) -> int:
+        positions = min(4, _IN_FLIGHT // min(_IN_FLIGHT, len(self.sources)))
+        return -(-self.count * self.dtype.itemsize // (BLOCK * positions * 16))
 
     @property
     def _gives_numbers(self) -> bool:

@@ -8,33 +8,33 @@ from typing import Protocol
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DType
-from ringcomm.collectives.op import Op
-from ringcomm.gpu.kernels.kernel import Argument
-from ringcomm.gpu.kernels.update import Rule
+from ringcomm.collectives.operators import Op
+from ringcomm.gpu.kernels.base import Argument
+from ringcomm.gpu.kernels.reduce_and_optimizer_step import Rule
 from ringcomm.transport.node import To
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """A reduction over the ranks of a team, as one of them sees it."""
+    """A reduction over the ranks of a team, as one rank sees it."""
 
     source: Span  # this rank's values
-    target: Span | None  # where its result goes; may be the source; None if it gets none
+    target: Span | None  # memory for this rank's result, may be the source; None: no result
     op: Op
     to: To = To.ALL
-    root: int = 0  # the rank that gets the result, for To.ROOT
-    parts: tuple[slice, ...] = ()  # of each rank: its part of the elements, for To.OWNER
-    is_deterministic: bool = False  # values are to be combined in the order of ranks
+    root: int = 0  # To.ROOT: the rank that gets the result
+    parts: tuple[slice, ...] = ()  # To.OWNER: the elements that each rank gets, by rank
+    is_deterministic: bool = False  # the values are combined in the order of ranks
 
     @property
     def dtype(self) -> DType:
-        """Of the elements."""
+        """The dtype of source and target."""
         return self.source.dtype
 
 
 @dataclass(frozen=True)
 class Pull:
-    """Bytes [start, stop) of rank `source`'s source go to `dest`, to its target at `at`."""
+    """A copy of bytes [start, stop) of rank `source`'s source, to byte `at` of `dest`'s target."""
 
     source: int
     dest: int
@@ -45,21 +45,21 @@ class Pull:
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes that go from rank to rank, as one of them sees it."""
+    """Copies of bytes from rank to rank, as one rank sees them."""
 
-    source: Span | None  # this rank's bytes; None: it gives none
-    target: Span | None  # where those that it gets go; None: it gets none
-    pulls: tuple[Pull, ...]  # of all ranks, alike on all
+    source: Span | None  # bytes of this rank that others get; None: they get none
+    target: Span | None  # where this rank gets bytes; None: it gets none
+    pulls: tuple[Pull, ...]  # the pulls of all ranks, the same on each rank
 
 
 @dataclass(frozen=True)
 class UpdatePiece:
-    """Elements [start, stop) of the weights, which this rank updates with one set of numbers.
+    """Elements [start, stop) of the weights, which this rank updates with the same numbers.
 
     Attributes:
-        owned: float32 arrays of as many elements, this rank's alone: master weights, then the
-            rule's states.
-        numbers: of the rule, for this step; see kernels/update.py.
+        owned: float32 arrays of stop - start elements that only this rank has: the master weights,
+            then the states of the rule.
+        numbers: parameters of the rule for this step; see kernels/reduce_and_optimizer_step.py.
     """
 
     start: int
@@ -71,17 +71,17 @@ class UpdatePiece:
 
 @dataclass(frozen=True)
 class Update:
-    """A step of an optimizer whose state is spread over the ranks: reduce, update, push, in one.
+    """A step of an optimizer whose state is sharded over the ranks, as one rank sees it.
 
-    Every element is read from the gradients of all ranks, summed in float32 in rank order, scaled,
-    and its new weight is written to all ranks, by the one that owns it.
+    Each weight has one owner. The owner sums the gradients of all ranks in float32 in rank order,
+    scales the sum, and writes the new weight to all ranks.
     """
 
     source: Span  # this rank's gradients
-    target: Span  # this rank's weights, all of them, updated by whoever owns them
-    pieces: tuple[UpdatePiece, ...]  # of this rank. Those of all ranks do not overlap.
-    scale: float  # of the sum of gradients
-    is_reduced: bool = False  # this rank's gradients are the sum already, where its pieces are
+    target: Span  # this rank's copy of all weights, written by their owners
+    pieces: tuple[UpdatePiece, ...]  # owned by this rank; no two ranks own the same element
+    scale: float  # factor of the sum of gradients
+    is_reduced: bool = False  # within `pieces`, the source is already the mean of all ranks
 
 
 Work = Reduce | Move | Update
@@ -89,48 +89,50 @@ Work = Reduce | Move | Update
 
 @dataclass(frozen=True)
 class Job:
-    """One operation's part of a stream: a Work, and the copies of this rank around it."""
+    """A Work, with the copies that this rank makes before and after it."""
 
     work: Work
-    packed: Sequence[Span] = ()  # arrays that are copied first, one behind the other, into `buffer`
-    unpacked: Sequence[Span] = ()  # arrays that are copied last, likewise, out of it
-    buffer: Span | None = None  # of the work; None: nothing is packed
+    packed: Sequence[Span] = ()  # arrays copied to `buffer` before the work, without gaps
+    unpacked: Sequence[Span] = ()  # arrays copied from `buffer` after the work
+    buffer: Span | None = None  # source and target of the work; None: nothing is copied
 
 
 class GpuTransport(Protocol):
-    """Carries out works among the ranks of a team, on one stream of each.
+    """Carries out works among the ranks of a team; each rank uses one stream.
 
     Attributes:
-        name: "nccl" or "ipc".
-        stream: everything happens on it.
-        meets_on_stream: where all ranks must meet, their streams do; else their hosts must.
+        stream: the CUDA stream of this rank.
+        meets_on_stream: the streams wait for each other; False: the hosts must do so.
     """
 
-    name: str
     stream: int
     meets_on_stream: bool
 
     def outline(self, work: Work) -> bytes:
-        """Return what the others need to know of this rank's part: as many bytes on each rank."""
+        """Return what other ranks must know of this rank's part; equally long on all ranks."""
 
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
-        """Put this rank's part on the stream; all ranks do so in the same order of works.
+        """Enqueue this rank's part of a work; all ranks enqueue their works in the same order.
 
-        Yields where all ranks must have come before any goes on. `outlines` are those of all ranks.
+        Yields between phases: all ranks must have reached this point before any rank goes on.
+
+        Args:
+            work: the work, as this rank sees it.
+            outlines: the results of outline(), by rank.
         """
 
     def meet(self) -> None:
-        """Make the stream wait until those of all ranks are here; see meets_on_stream."""
+        """Make the stream wait for the streams of all ranks, if meets_on_stream."""
 
     def release(self) -> None:
-        """End all waits of the stream for other ranks; any thread, again and again."""
+        """End all waits of the stream for other ranks. Any thread may call this, repeatedly."""
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Ranks of the team that this one's stream waits for, as far as it is known."""
+        """Ranks of the team for which this rank's stream waits; empty if that is not known."""
 
     def scratch(self, nbytes: int) -> Span:
         """Return memory in which arrays can be fused; the stream may use it until the next call."""
 
     def close(self, *, is_clean: bool) -> None:
-        """Free everything; `is_clean`: nothing is under way on any rank."""
+        """Free everything; `is_clean`: no rank has an operation under way."""

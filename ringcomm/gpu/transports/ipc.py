@@ -1,9 +1,9 @@
-"""The transport over CUDA IPC: one kernel reads from the memory of all ranks, and writes to it.
+"""The transport over CUDA IPC: one kernel per rank reads from all ranks, and writes to all.
 
-ipc_commands.py says what a rank's stream does; this carries it out. Streams wait for each other by
-numbers in host memory that all ranks map: a stream writes its rank's, and waits for the others'. No
-kernel ever spins, so whoever writes those numbers frees what is stuck (release()), and who is late
-stands there for everyone to see.
+ipc_stream_commands.py decides on the commands; IpcTransport enqueues them on the stream. Streams
+wait for each other through flags, one number per rank in host memory that all ranks map. To meet
+the others, a stream increments its own rank's flag and waits for the other flags. No kernel spins.
+So writing the flags ends all waits, see release(), and reading them shows which ranks are late.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ringcomm.arrays.base import Bytes, Span
-from ringcomm.gpu.device.base import Device, KernelReduction
-from ringcomm.gpu.device.host_pool import PAGE_NBYTES, HostPool
-from ringcomm.gpu.device.memory import NOWHERE, Address
-from ringcomm.gpu.device.regions import Neighbour
-from ringcomm.gpu.transports import ipc_commands
+from ringcomm.gpu.device.base import Device
+from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
+from ringcomm.gpu.device.ipc_memory import PeerMemory
+from ringcomm.gpu.device.shared_pinned_pool import PAGE_NBYTES, HostPool
+from ringcomm.gpu.transports import ipc_stream_commands
 from ringcomm.gpu.transports.base import Reduce, Update, Work
-from ringcomm.gpu.transports.ipc_commands import (
+from ringcomm.gpu.transports.ipc_stream_commands import (
     Copy,
     Outline,
     View,
@@ -27,14 +27,14 @@ from ringcomm.gpu.transports.ipc_commands import (
     others_of,
 )
 
-LINE = 128  # bytes between the numbers of two ranks: no two share a cache line
+LINE = 128  # bytes between two flags: no two share a cache line
 STAGING_NBYTES = 64 << 20
 _GRAIN = 256
-_FAR = 1 << 30  # ahead of any number that a stream may be waiting for
+_FAR = 1 << 30  # ahead of any value for which a stream waits
 
 
 def flags_nbytes(size: int) -> int:
-    """Return how much host memory `size` ranks meet in: whole pages, to be registered."""
+    """Return the size of the flags of `size` ranks, in whole pages."""
     return -(-size * LINE // PAGE_NBYTES) * PAGE_NBYTES
 
 
@@ -42,28 +42,25 @@ class IpcTransport:
     """GpuTransport of ranks that map each other's GPU memory.
 
     Args:
-        device: this rank's.
-        rank: of this rank in the team.
+        device: this rank's GPU.
+        rank: number of this rank in the team.
         size: number of ranks.
-        flags: host memory that all of them map, zeroed; see flags_nbytes().
-        host: registers it.
+        flags: zeroed host memory of flags_nbytes() that all ranks map.
+        host: the pool that registers the flags with the GPU.
     """
-
-    name = "ipc"
 
     def __init__(
         self, device: Device, rank: int, size: int, *, flags: Bytes, host: HostPool
     ) -> None:
         self._device = device
         self._rank = rank
-        self._size = size
         self._regions = device.regions
-        self._numbers = flags.view(np.uint32)[:: LINE // 4][:size]
-        self._shared, self._host = flags, host
+        self._flags = flags.view(np.uint32)[:: LINE // 4][:size]
+        self._flag_memory, self._host = flags, host
         start = host.register(flags)
-        self._flags = [start + LINE * r for r in range(size)]
-        self._neighbours = [Neighbour(device) for _ in range(size)]
-        self._phase = 0
+        self._flag_addresses = [start + LINE * r for r in range(size)]
+        self._peers = [PeerMemory(device) for _ in range(size)]
+        self._phase = 0  # value of this rank's flag once the stream's work is done
         share = max(_GRAIN, STAGING_NBYTES // size // _GRAIN * _GRAIN)
         self._capacity = share * size
         self._staging: Span | None = None
@@ -72,46 +69,44 @@ class IpcTransport:
         self.meets_on_stream = device.has_stream_values
 
     def try_out(self, addresses: Sequence[Address]) -> None:
-        """Map memory of each rank: what may be exported may still not be mapped, in containers.
+        """Map memory of each rank, which may fail in containers even if the memory was exported.
 
         Args:
-            addresses: by rank; NOWHERE: that rank has a problem of its own.
+            addresses: one address of each rank's memory, by rank; NOWHERE: that rank has a problem.
         """
-        for neighbour, address in others_of(
-            list(zip(self._neighbours, addresses, strict=True)), self._rank
-        ):
+        for peer, address in others_of(list(zip(self._peers, addresses, strict=True)), self._rank):
             if address != NOWHERE:
-                neighbour.find(address)
+                peer.find(address)
 
     def meet(self) -> None:
-        """Make the stream write this rank's number, and wait for the others'."""
+        """See GpuTransport."""
         self._phase = (self._phase + 1) % (1 << 32)
-        self._device.write_value(self.stream, self._flags[self._rank], self._phase)
-        for flag in others_of(self._flags, self._rank):
-            self._device.await_value(self.stream, flag, self._phase)
+        self._device.write_value(self.stream, self._flag_addresses[self._rank], self._phase)
+        for address in others_of(self._flag_addresses, self._rank):
+            self._device.await_value(self.stream, address, self._phase)
 
     def release(self) -> None:
-        """Write numbers that no stream waits for any more."""
-        self._numbers[:] = (self._phase + _FAR) % (1 << 32)
+        """Set all flags to a value for which no stream waits."""
+        self._flags[:] = (self._phase + _FAR) % (1 << 32)
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Ranks whose number is behind this one's; if none is, this one where it is not through."""
-        numbers = self._numbers.copy()
-        own = numbers[self._rank]
-        behind = np.flatnonzero((numbers - own).view(np.int32) < 0)
+        """Ranks whose flag is behind this rank's; else this rank, if its stream is not done."""
+        flags = self._flags.copy()
+        own = flags[self._rank]
+        behind = np.flatnonzero((flags - own).view(np.int32) < 0)
         if not len(behind) and own != self._phase:
             return (self._rank,)
         return tuple(int(rank) for rank in behind)
 
     def scratch(self, nbytes: int) -> Span:
-        """Return memory that the others map."""
+        """Return memory that other ranks can map; see GpuTransport."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = self._regions.take(nbytes)
         return self._scratch[:nbytes]
 
     def outline(self, work: Work) -> bytes:
-        """Return where this rank's arrays are."""
+        """Return an Outline, packed."""
         source = self._find(work.source)
         if isinstance(work, Update):
             return Outline(source, self._find(work.target)).pack()
@@ -130,26 +125,24 @@ class IpcTransport:
             [Outline.unpack(each) for each in outlines],
             self._capacity,
             lambda: self._own_staging().address,
-            lambda rank, address: self._neighbours[rank].find(address),
+            lambda rank, address: self._peers[rank].find(address),
         )
-        for number, commands in enumerate(ipc_commands.phases(work, view)):
+        for number, commands in enumerate(ipc_stream_commands.phases(work, view)):
             if number:
                 yield
             for each in commands:
                 if isinstance(each, Copy):
                     self._device.copy(self.stream, each.target, each.source, each.nbytes)
-                elif isinstance(each, KernelReduction):
-                    self._device.reduce(self.stream, each)
                 else:
-                    self._device.update(self.stream, each)
+                    self._device.launch(self.stream, each)
 
     def close(self, *, is_clean: bool) -> None:
-        """Unmap the others' memory, and free the rest; see GpuTransport."""
+        """Free everything if `is_clean`, else nothing; see GpuTransport."""
         if is_clean:
-            for neighbour in self._neighbours:
-                neighbour.close()
+            for peer in self._peers:
+                peer.close()
             self._device.free_stream(self.stream)
-            self._host.unregister(self._shared)
+            self._host.unregister(self._flag_memory)
             self._staging = self._scratch = None
 
     def _find(self, span: Span | None) -> Address:

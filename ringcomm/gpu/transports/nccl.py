@@ -1,27 +1,28 @@
-"""The transport over NCCL, which moves the bytes, and reduces where its arithmetic will do.
+"""The transport over NCCL: NCCL moves the bytes, and also reduces if its arithmetic is right.
 
-NCCL rounds 16-bit sums at every hop, lets NaN lose in MIN and MAX, and combines in an order of its
-own. Where that matters the owners of the elements combine them instead, with our own kernel, and
-NCCL moves the parts to and from them: as many bytes as its own ring.
+NCCL rounds 16-bit sums at every hop, drops a NaN in MIN and MAX, and combines in an order of its
+own. Where this matters, the owners of the elements combine them with ringcomm's own kernel. Then
+NCCL moves the elements to the owners and the results back: as many bytes as its own ring.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from ringcomm.arrays.base import Span
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.op import AVERAGE, MAX, MIN, PRODUCT, SUM
+from ringcomm.collectives.operators import AVERAGE, MAX, MIN, PRODUCT, SUM
 from ringcomm.errors import RingcommError
-from ringcomm.gpu.device.base import Device, KernelReduction
+from ringcomm.gpu.device.base import Device
+from ringcomm.gpu.kernels.reduce import ReduceKernel
 from ringcomm.gpu.transports.base import Move, Reduce, Update, Work
+from ringcomm.gpu.transports.nccl_base import Communicator
 from ringcomm.gpu.transports.slices import even_parts
 from ringcomm.transport.node import To
 
 _BYTE = DTYPES["uint8"]
-# As nccl.h numbers them. Complex sums are sums of twice as many reals.
+# The numbers of nccl.h. A complex array is summed as twice as many reals.
 DATA_TYPES = {
     "int8": 0,
     "uint8": 1,
@@ -34,53 +35,21 @@ DATA_TYPES = {
     "float64": 8,
     "bfloat16": 9,
 }
-SHARES_FROM = 23000  # an experiment of NCCL's, which wants NCCL_NVLS_ENABLE=0 besides
 OPERATORS = {SUM: 0, AVERAGE: 0, PRODUCT: 1, MAX: 2, MIN: 3}
 
 
-class Communicator(Protocol):
-    """One rank's end of a communicator."""
+class NcclTransport:
+    """GpuTransport over NCCL.
 
-    def call(self, function: str, *arguments: int) -> None:
-        """Call a function of NCCL, without the communicator among its arguments.
-
-        All but ncclCommAbort and ncclCommDestroy put something on a stream and return.
-
-        Raises:
-            RingcommError: NCCL refuses.
-        """
-
-
-class Provider(Protocol):
-    """A binding of NCCL.
-
-    Attributes:
-        name: "cupy" or "nccl4py".
-        version: 22703.
-        shares_gpus: several ranks of a communicator may be on one GPU.
+    Args:
+        device: this rank's GPU.
+        communicator: the team's communicator.
+        rank: number of this rank in the team.
+        size: number of ranks.
     """
 
-    name: str
-    version: int
-    shares_gpus: bool
-
-    def unique_id(self) -> bytes:
-        """Return the id of a new communicator, for all of its ranks. See ncclGetUniqueId."""
-
-    def connect(self, unique_id: bytes, rank: int, size: int) -> Communicator:
-        """Return a communicator; blocks until all ranks call it. See ncclCommInitRank.
-
-        Raises:
-            RingcommError: NCCL refuses.
-        """
-
-
-class NcclTransport:
-    """GpuTransport over a communicator of the team."""
-
-    name = "nccl"
     meets_on_stream = True
-    late: tuple[int, ...] = ()  # NCCL does not tell
+    late: tuple[int, ...] = ()  # NCCL does not say which ranks are late
 
     def __init__(self, device: Device, communicator: Communicator, rank: int, size: int) -> None:
         self._device = device
@@ -94,18 +63,18 @@ class NcclTransport:
         self.stream = device.new_stream()
 
     def outline(self, work: Work) -> bytes:
-        """Return nothing: NCCL knows by itself."""
+        """Return no bytes: NCCL needs no outlines."""
         del work
         return b""
 
     def meet(self) -> None:
-        """Do nothing: NCCL's kernels meet."""
+        """Do nothing: NCCL's kernels wait for each other."""
 
     def phases(self, work: Work, outlines: Sequence[bytes]) -> Iterator[None]:
-        """See GpuTransport; nothing is left to wait for."""
+        """Enqueue this rank's part of a work, which has a single phase; see GpuTransport."""
         del outlines
         if isinstance(work, Update):
-            raise RingcommError("NCCL takes no step of an optimizer: ipc alone does")
+            raise RingcommError("NCCL cannot take a step of an optimizer: only ipc can")
         if isinstance(work, Move):
             self._move(work)
         elif work.source.count == 0:
@@ -117,52 +86,51 @@ class NcclTransport:
         return iter(())
 
     def release(self) -> None:
-        """Abort the communicator, in a thread, for that may take long."""
+        """Abort the communicator in a thread, because the abort may take long."""
         with self._lock:
             if self._is_aborted:
                 return
             self._is_aborted = True
         threading.Thread(
-            target=self._comm.call, args=("ncclCommAbort",), name="ringcomm-nccl-abort", daemon=True
+            target=self._comm, args=("ncclCommAbort",), name="ringcomm-nccl-abort", daemon=True
         ).start()
 
     def scratch(self, nbytes: int) -> Span:
-        """Return memory; see GpuTransport."""
+        """See GpuTransport."""
         return self._take("fused", nbytes)
 
     def close(self, *, is_clean: bool) -> None:
-        """Destroy the communicator, or abort it."""
+        """Destroy the communicator, or abort it if not `is_clean`."""
         if not is_clean:
             self.release()
         elif not self._is_aborted:
             with self._device.active():
-                self._comm.call("ncclCommDestroy")
+                self._comm("ncclCommDestroy")
             self._device.free_stream(self.stream)
             self._memory.clear()
 
-    # --- reductions that are NCCL's own -----------------------------------------------------------
+    # --- reductions by NCCL -----------------------------------------------------------------------
     def _reduce(self, work: Reduce) -> None:
         dtype, count = _as_nccl(work.source)
         op, source = OPERATORS[work.op], work.source.address
         target = 0 if work.target is None else work.target.address
         if work.to is To.ALL:
-            self._comm.call("ncclAllReduce", source, target, count, dtype, op, self.stream)
+            self._comm("ncclAllReduce", source, target, count, dtype, op, self.stream)
         elif work.to is To.ROOT:
-            self._comm.call("ncclReduce", source, target, count, dtype, op, work.root, self.stream)
+            self._comm("ncclReduce", source, target, count, dtype, op, work.root, self.stream)
         else:
             each = count // self._size
-            self._comm.call("ncclReduceScatter", source, target, each, dtype, op, self.stream)
+            self._comm("ncclReduceScatter", source, target, each, dtype, op, self.stream)
         if work.op is AVERAGE and work.target is not None:
-            self._divide(work.target)
-
-    def _divide(self, x: Span) -> None:
-        what = KernelReduction((x.address,), (x.address,), x.count, x.dtype, SUM, self._size)
-        if x.count:
-            self._device.reduce(self.stream, what)
+            x = work.target
+            if x.count:
+                here = (x.address,)
+                division = ReduceKernel(here, here, x.count, x.dtype, SUM, self._size)
+                self._device.launch(self.stream, division)
 
     # --- reductions by the owners of the elements -------------------------------------------------
     def _combine(self, work: Reduce) -> None:
-        """Send elements to their owners, who combine and pass them on."""
+        """Send elements to their owners, which combine them and send the results."""
         item = work.dtype.itemsize
         parts = work.parts or even_parts(work.source.count, self._size, item)
         own = parts[self._rank]
@@ -170,20 +138,15 @@ class NcclTransport:
         pieces = self._gather_pieces(work, parts)
         result = self._result(work, own)
         if count:
-            what = KernelReduction(
-                sources=pieces,
-                targets=(result.address,),
-                count=count,
-                dtype=work.dtype,
-                op=SUM if work.op is AVERAGE else work.op,
-                divisor=work.op.divisor(self._size),
-            )
-            self._device.reduce(self.stream, what)
+            divisor = work.op.divisor(self._size)
+            to = (result.address,)
+            combination = ReduceKernel(pieces, to, count, work.dtype, work.op, divisor)
+            self._device.launch(self.stream, combination)
         if work.to is not To.OWNER:
             self._spread(work, parts, result)
 
     def _gather_pieces(self, work: Reduce, parts: Sequence[slice]) -> tuple[int, ...]:
-        """Bring this rank's elements of all ranks together; return where each rank's are."""
+        """Fetch the elements that this rank owns from all ranks; return their addresses."""
         own = work.source[parts[self._rank]]
         room = -(-own.nbytes // 256) * 256
         received = self._take("pieces", max(1, room * self._size)).address
@@ -196,6 +159,7 @@ class NcclTransport:
         )
 
     def _result(self, work: Reduce, own: slice) -> Span:
+        """Return the memory for the results of the elements that this rank owns."""
         if work.to is To.OWNER:
             assert work.target is not None
             return work.target
@@ -205,7 +169,7 @@ class NcclTransport:
         return Span(self._take("result", max(1, nbytes)).address, nbytes, _BYTE)
 
     def _spread(self, work: Reduce, parts: Sequence[slice], result: Span) -> None:
-        """Bring the owners' results to all, or to the root."""
+        """Send the results of the owners to all ranks, or to the root."""
         ranks = range(self._size) if work.to is To.ALL else (work.root,)
         receives: list[tuple[Span, int]] = []
         if self._rank in ranks:
@@ -240,23 +204,23 @@ class NcclTransport:
     def _exchange(
         self, sends: Sequence[tuple[Span, int]], receives: Sequence[tuple[Span, int]]
     ) -> None:
-        """Send bytes to ranks, and receive from ranks, all at once."""
-        self._comm.call("ncclGroupStart")
+        """Send spans to ranks and receive spans from ranks, all at once."""
+        self._comm("ncclGroupStart")
         for function, each in (("ncclSend", sends), ("ncclRecv", receives)):
             for span, peer in each:
                 if span.nbytes:
-                    self._comm.call(function, span.address, span.nbytes, 1, peer, self.stream)
-        self._comm.call("ncclGroupEnd")
+                    self._comm(function, span.address, span.nbytes, 1, peer, self.stream)
+        self._comm("ncclGroupEnd")
 
     def _broadcast(self, work: Move, root: int) -> None:
         span = work.source if self._rank == root else work.target
         assert span is not None
         if span.nbytes:
             at = span.address
-            self._comm.call("ncclBroadcast", at, at, span.nbytes, 1, root, self.stream)
+            self._comm("ncclBroadcast", at, at, span.nbytes, 1, root, self.stream)
 
     def _take(self, what: str, nbytes: int) -> Span:
-        """Return memory for one purpose, which grows as it is needed."""
+        """Return memory for one purpose, which is kept for later calls and grows if necessary."""
         memory = self._memory.get(what)
         if memory is None or memory.nbytes < nbytes:
             grown = 0 if memory is None else 2 * memory.nbytes
@@ -265,14 +229,14 @@ class NcclTransport:
 
 
 def is_native(work: Reduce) -> bool:
-    """Return True if NCCL's own reduction keeps what ringcomm promises; pure."""
+    """Return True if NCCL's own reduction gives the results that ringcomm promises."""
     dtype, op = work.dtype, work.op
     if work.is_deterministic or dtype.is_16bit_float or op not in OPERATORS:
         return False
     if dtype.is_complex:
         return op in (SUM, AVERAGE) and _is_even(work)
     if op in (MIN, MAX) and dtype.is_float:
-        return False  # NaN would lose
+        return False  # NCCL would drop a NaN
     return dtype.name in DATA_TYPES and _is_even(work)
 
 
@@ -282,14 +246,14 @@ def _is_even(work: Reduce) -> bool:
 
 
 def _as_nccl(x: Span) -> tuple[int, int]:
-    """Return NCCL's number of the dtype, and the count in it."""
+    """Return the dtype and the count of an array, as NCCL's functions take them."""
     if x.dtype.is_complex:
         return DATA_TYPES["float32" if x.dtype.itemsize == 8 else "float64"], 2 * x.count
     return DATA_TYPES[x.dtype.name], x.count
 
 
 def _root_of(work: Move, size: int) -> int | None:
-    """Return the rank that gives all it shows to all others, if that is all that a Work does."""
+    """Return the root if a Move is a broadcast, else None."""
     pulls = work.pulls
     if len(pulls) != size - 1 or len({pull.dest for pull in pulls}) != size - 1:
         return None

@@ -1,18 +1,18 @@
-"""Divides arrays among ranks and passes, and places their staged elements. Pure."""
+"""Decides which elements each rank owns in each pass, and where they are staged. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringcomm.collectives.schedule import chunks
+from ringcomm.collectives.message_patterns import chunks
 
-ALIGNMENT = 16  # bytes: what a thread loads at once
+ALIGNMENT = 16  # bytes that a thread loads at once
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, stop), and the byte of the staging memory where they are put."""
+    """Elements [start, stop), and the byte of the staging memory at which they are staged."""
 
     start: int
     stop: int
@@ -32,17 +32,17 @@ def even_parts(count: int, size: int, itemsize: int) -> tuple[slice, ...]:
 
 
 def passes(parts: Sequence[slice], itemsize: int, capacity: int | None) -> list[tuple[Slice, ...]]:
-    """Return what each rank owns in each pass.
+    """Return the slice that each rank owns in each pass.
 
     Args:
-        parts: of each rank: what it owns in all.
+        parts: the elements that each rank owns, by rank.
         itemsize: bytes per element.
-        capacity: of the staging memory, in bytes, a multiple of 256 * len(parts); None: nothing is
-            staged, so one pass will do.
+        capacity: bytes of the staging memory, a multiple of 256 * len(parts); None: nothing is
+            staged, so one pass suffices.
 
     Returns:
-        Of each pass: a slice per rank. Staged elements keep their address modulo 16, so that what
-        is aligned in the array is aligned there.
+        For each pass, a slice per rank. Staged elements have the same offset modulo 16 as in the
+        array, and therefore the same alignment.
     """
     if capacity is None:
         return [tuple(Slice(part.start, part.stop, 0) for part in parts)]

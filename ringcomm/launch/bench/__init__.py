@@ -1,4 +1,4 @@
-"""`ringcomm bench`: command.py runs it; runner.py measures, pattern.py knows the right answers.
+"""`ringcomm bench`: command.py runs it, runner.py measures, exact_inputs.py has the right results.
 
-docs/benchmarks.md says how to read it. Comparisons with other libraries are in ci/bench.
+docs/benchmarks.md explains the output. Comparisons with other libraries are in ci/bench.
 """

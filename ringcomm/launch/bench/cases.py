@@ -1,8 +1,9 @@
-"""The collectives of `ringcomm bench`, sizes, and nccl-tests' definitions of bandwidth. Pure."""
+"""The cases of `ringcomm bench`, and the bandwidths that nccl-tests defines. Pure."""
 
 from __future__ import annotations
 
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,12 +14,12 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Collective:
-    """The shape of a collective."""
+    """Properties of a collective."""
 
     is_reduction: bool = False
     has_in_place: bool = False  # ringcomm has a form that overwrites its argument
-    has_parts: bool = False  # its buffer consists of one equal part per rank
-    gives_part: bool = False  # each rank passes in one part, not the whole buffer
+    has_parts: bool = False  # the buffer consists of one part per rank, of equal sizes
+    gives_part: bool = False  # each rank passes one part, not the whole buffer
     takes_part: bool = False  # each rank gets one part, not the whole buffer
 
 
@@ -39,17 +40,17 @@ COLLECTIVES: Final = {
 
 @dataclass(frozen=True)
 class Case:
-    """One collective on one size of buffer."""
+    """One collective with one size of buffer."""
 
-    collective: str  # of COLLECTIVES; root is rank 0
-    op: str  # name of an rc.Op; "" if nothing is reduced
+    collective: str  # a key of COLLECTIVES; the root is rank 0
+    op: str  # value of an rc.Op; "" if nothing is reduced
     dtype: np.dtype[Any]
-    count: int  # elements of the whole buffer: of all ranks' parts, as in nccl-tests
-    size: int  # ranks
+    count: int  # elements of the whole buffer, with the parts of all ranks, as in nccl-tests
+    size: int  # number of ranks
 
     @property
     def how(self) -> Collective:
-        """How the collective is measured."""
+        """The properties of the collective."""
         return COLLECTIVES[self.collective]
 
     @property
@@ -64,7 +65,7 @@ class Case:
 
 
 def make_case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, size: int) -> Case:
-    """Return the case of about `nbytes`: whole parts of at least one element for each rank."""
+    """Return the case of about `nbytes`; each rank's part has at least one element."""
     how = COLLECTIVES[collective]
     count = max(nbytes // dtype.itemsize, 1)
     if how.has_parts:
@@ -75,28 +76,28 @@ def make_case(collective: str, op: str, dtype: np.dtype[Any], nbytes: int, size:
 
 
 def bus_factor(collective: str, size: int) -> float:
-    """Return busbw / algbw: bytes over the busiest link per byte of the buffer (nccl-tests)."""
+    """Return busbw / algbw, as in nccl-tests: bytes on the busiest link per byte of the buffer."""
     if collective == "allreduce":
         return 2 * (size - 1) / size
     return (size - 1) / size if COLLECTIVES[collective].has_parts else 1.0
 
 
 def wire_bytes(case: Case, hosts: int) -> float:
-    """Return the least that any algorithm must send over the link of the busiest host."""
+    """Return the fewest bytes that an algorithm can send over the link of the busiest host."""
     if hosts == 1:
         return 0.0
-    if case.collective == "alltoall":  # each rank has its own buffer for all others
+    if case.collective == "alltoall":  # each rank has a whole buffer for the others
         return case.size / hosts * case.nbytes * (hosts - 1) / hosts
     return bus_factor(case.collective, hosts) * case.nbytes
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the bytes of "64K", "8:256M", "8:256M:4", "1K,64K,1M" or a mixture, rising.
+    """Return the sizes of "64K", "8:256M", "8:256M:4", "1K,64K,1M" or a mixture, ascending.
 
-    K is 1024. A range goes from the first to the last by a factor, 2 if none is given.
+    K is 1024. FIRST:LAST:FACTOR is a geometric range, whose factor is 2 by default.
 
     Raises:
-        ValueError: a part is not a size, or a range does not increase.
+        ArgumentTypeError: a part is not a size, or a range does not increase.
     """
     return tuple(sorted({size for part in text.split(",") for size in _range(part)}))
 
@@ -107,7 +108,9 @@ def _range(part: str) -> list[int]:
     stop = _parse_bytes(rest[0]) if rest else start
     factor = int(rest[1]) if len(rest) == 2 and rest[1].isdigit() else 2 * (len(rest) <= 1)
     if stop < start or factor < 2:
-        raise ValueError(f"{part!r} is no range of sizes: write FIRST:LAST or FIRST:LAST:FACTOR")
+        raise ArgumentTypeError(
+            f"{part!r} is no range of sizes: write FIRST:LAST or FIRST:LAST:FACTOR"
+        )
     sizes = [start]
     while sizes[-1] * factor <= stop:
         sizes.append(sizes[-1] * factor)
@@ -118,5 +121,5 @@ def _parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     nbytes = int(match[1]) * _UNITS[match[2].upper()] if match else 0
     if nbytes == 0:
-        raise ValueError(f"{text!r} is no size: write 8, 64K, 1M or 2G")
+        raise ArgumentTypeError(f"{text!r} is no size: write 8, 64K, 1M or 2G")
     return nbytes

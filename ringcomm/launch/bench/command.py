@@ -1,4 +1,4 @@
-"""`ringcomm bench`: measure the collectives case by case, print the table and write it as JSON."""
+"""`ringcomm bench`: measures the collectives, prints a table and writes it as JSON."""
 
 from __future__ import annotations
 
@@ -20,36 +20,28 @@ import ringcomm as rc
 from ringcomm import config
 from ringcomm.arrays import adapter_of_kind
 from ringcomm.arrays.dtypes import DTYPES
-from ringcomm.collectives.op import Op
+from ringcomm.collectives.operators import Op
 from ringcomm.engine.api.explain import bytes_text
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.launch.bench import table
 from ringcomm.launch.bench.cases import COLLECTIVES, Case, make_case, parse_sizes, wire_bytes
-from ringcomm.launch.bench.runner import (
-    MODES,
-    Array,
-    Bind,
-    Contender,
-    measure,
-    memcpy,
-    ringcomm_in,
-)
-from ringcomm.launch.cores import own_cpus, usable_cores
+from ringcomm.launch.bench.runner import MODES, Array, Bind, Contender, measure, memcpy, ringcomm_in
+from ringcomm.launch.usable_cores import usable_cores
 
 _OF_INTEREST = ("RINGCOMM_", "OMPI_MCA_", "MPIR_CVAR_")
-_OF_THE_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")  # OMPI_MCA_, by mpirun
+_OF_THE_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")  # mpirun sets OMPI_MCA_*
 _BUFFERS: Final = ("registered", "private")
-_ALIGNMENT = 64  # of private buffers: a cache line
-# Bytes of a rank's memory per byte of the largest buffer: private ones for send and receive, a
-# registered one, the result, the expected result, and as much again inside the engines.
+_ALIGNMENT = 64  # bytes: each private buffer begins at a cache line
+# Bytes of a rank's memory per byte of the largest buffer: private buffers for send and receive, a
+# registered one, the result, the expected result, and copies inside the engines.
 _MEMORY_FACTOR = 8
 _LINK_NBYTES, _LINK_ROUNDS = 4 << 20, 5
 _QUIET_LOAD = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure the cases of `argv`; return 1 if a result was wrong, 2 if it cannot be done, else 0.
+    """Measure the cases of `argv`; return 0, 1 after a wrong result, or 2 if it cannot measure.
 
     Collective, except for --help.
     """
@@ -64,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_all(args: Namespace, others: Callable[[], Mapping[str, Bind]] = dict) -> dict[str, Any]:
-    """Return the facts of this run and its "rows", the same on every rank; rank 0 prints them.
+    """Return the facts about this run and its "rows", the same on all ranks; rank 0 prints both.
 
     Args:
-        args: the command line, as parsed by parser().
-        others: returns engines to measure beside ringcomm, by name; called after rc.init().
+        args: the command line, parsed by parser().
+        others: function that returns other engines to measure, by name; called after rc.init().
 
     Raises:
         ConfigError: there is one rank, or a dtype needs a package that is missing.
@@ -103,9 +95,9 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _facts(args: Namespace) -> dict[str, Any]:
-    """Return the facts of this run, as the JSON has them. Collective."""
+    """Return the facts about this run for the JSON. Collective."""
     leaders = [r for r, local in enumerate(rc.allgather_object(rc.local_rank())) if local == 0]
-    cpus = rc.allgather_object(own_cpus())
+    cpus = rc.allgather_object(os.sched_getaffinity(0))  # mpirun may bind each rank to one
     return {
         "version": rc.__version__,
         "size": rc.size(),
@@ -128,8 +120,8 @@ def _settings() -> dict[str, str]:
 def _link_gbps(leaders: list[int]) -> float | None:
     """Return the GB/s that each host can send while it receives; None on one host. Collective.
 
-    The first rank of each host sends 4 MiB to the next host's while it receives from the one
-    before, all at the same time. The slowest host's time counts, of the best of 5 rounds.
+    The first ranks of all hosts form a ring, and each sends 4 MiB to the next at the same time. The
+    result is that of the slowest host in the best of 5 rounds.
     """
     if len(leaders) == 1:
         return None
@@ -146,11 +138,11 @@ def _link_gbps(leaders: list[int]) -> float | None:
 
 
 def _preamble(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the heading: ranks, hosts, settings, and warnings about the machine."""
+    """Yield the lines on ranks, hosts and settings, and warnings about the machine."""
     size, hosts, cores, load = (report[name] for name in ("size", "hosts", "cores", "load"))
     yield (
         f"# ringcomm bench {report['version']}: {size} ranks on {hosts} host{'s' * (hosts > 1)}, "
-        f"{cores} cores for those of rank 0's host, mode {report['mode']}"
+        f"{cores} cores for the ranks of rank 0's host, mode {report['mode']}"
     )
     yield f"# {report['mpi']}"
     yield from (f"# {name}={value}" for name, value in report["settings"].items())
@@ -165,10 +157,10 @@ def _preamble(report: Mapping[str, Any]) -> Iterator[str]:
 def _measure(
     args: Namespace, dtypes: list[np.dtype[Any]], others: Mapping[str, Bind], report: dict[str, Any]
 ) -> None:
-    """Append the rows to `report`, and print them as they come."""
+    """Append the rows to `report`, and print them."""
     series = list(_series(args, dtypes))
     largest = max((case.nbytes for cases in series for case in cases), default=0)
-    send, recv = _private(largest), _private(largest)  # shared, so that caches favour nobody
+    send, recv = _private(largest), _private(largest)  # for all engines, so caches are equal
     ours = ringcomm_in(args.mode)
     contenders = [
         Contender("ringcomm", each, ours, send if each == "private" else _registered(largest), recv)
@@ -188,16 +180,16 @@ def _measure(
             for row in rows:
                 if link is not None and row.time_us is not None and row.engine != "memcpy":
                     row.wire_share = wire_bytes(case, hosts) / (row.time_us * 1e3) / link
-            _say(*_algorithm(case, rows), *table.lines(rows, has_wire=has_wire))
+            _say(*_note_algorithm(case, rows), *table.lines(rows, has_wire=has_wire))
             report["rows"] += [dataclasses.asdict(row) for row in rows]
 
 
 def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]]:
-    """Yield the cases of each collective, dtype and operator, by increasing size."""
+    """Yield the cases of each collective, dtype and operator, by size."""
     fitting = _fitting(args.sizes)
     for name, dtype in itertools.product(args.collective, dtypes):
         if name == "barrier" and dtype != dtypes[0]:
-            continue  # it has no elements
+            continue  # a barrier has no dtype
         for op in args.op if COLLECTIVES[name].is_reduction else [""]:
             try:
                 if op:
@@ -210,7 +202,7 @@ def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]
 
 
 def _fitting(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that fit into every host's memory, or the smallest if none fits."""
+    """Return the sizes that fit in the memory of every host, or the smallest if none fits."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
     available = int(lines["MemAvailable"].split()[0]) * 1024
@@ -232,13 +224,15 @@ def _registered(nbytes: int) -> Array:
     return memory
 
 
-def _algorithm(case: Case, rows: list[table.Row]) -> Iterator[str]:
-    """Note in the rows of ringcomm which algorithm it chose, and yield a line that says so."""
+def _note_algorithm(case: Case, rows: list[table.Row]) -> list[str]:
+    """Note the algorithm of an allreduce in ringcomm's rows, and return a line that names it."""
     ours = [row for row in rows if (row.engine, row.collective) == ("ringcomm", "allreduce")]
-    text = str(rc.explain(case.nbytes, case.dtype.name)).partition("\n")[0] if ours else ""
+    if not ours:
+        return []
+    text = str(rc.explain(case.nbytes, case.dtype.name)).partition("\n")[0]
     for row in ours:
         row.algorithm = text
-    yield from [f"# {bytes_text(case.nbytes)}: {text}"] * bool(ours)
+    return [f"# {bytes_text(case.nbytes)}: {text}"]
 
 
 def _say(*lines: str) -> None:
@@ -254,7 +248,7 @@ def parser() -> argparse.ArgumentParser:
         usage="mpirun -np N ringcomm bench [options]",
         description="Measure the collectives on this job's ranks, beside a simultaneous memcpy. "
         "Each size is checked bit by bit; the exit code is 1 if any result was wrong. "
-        "docs/benchmarks.md says how to read the table, and how to compare with other libraries.",
+        "docs/benchmarks.md explains the table, and how to compare with other libraries.",
     )
     add = options.add_argument
     for option, known, default in (
@@ -265,7 +259,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         add(option, type=names_of(known), default=default, metavar="NAME,...",
             help=f"{', '.join(known)} or all; default {', '.join(default)}")  # fmt: skip
-    add("--sizes", type=sizes, default=parse_sizes("8:64M"), metavar="8:256M[:4],...",
+    add("--sizes", type=parse_sizes, default=parse_sizes("8:64M"), metavar="8:256M[:4],...",
         help="ranges by powers of 2 (or another factor), single sizes; default 8:64M")  # fmt: skip
     add("--mode", choices=MODES, default="sync",
         help="allreduce(x), allreduce_async(x).wait(), or the same with a name")  # fmt: skip
@@ -279,7 +273,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """Return a type of arguments: "A,B,C" of the known names, or "all"."""
+    """Return an argparse type for "A,B,C" of the known names, or "all"."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
@@ -291,16 +285,8 @@ def names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def sizes(text: str) -> tuple[int, ...]:
-    """Return parse_sizes(text), for argparse."""
-    try:
-        return parse_sizes(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from error
-
-
 def above_zero(kind: type[float]) -> Callable[[str], float]:
-    """Return a type of arguments: an int or a float above 0."""
+    """Return an argparse type for an int or a float above 0."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -312,7 +298,7 @@ def above_zero(kind: type[float]) -> Callable[[str], float]:
 
 
 def new_file(text: str) -> Path:
-    """Return the path; its folder must exist, so that minutes of measuring are not lost."""
+    """Return a path whose folder exists: a typo must not cost minutes of measuring."""
     path = Path(text)
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"there is no folder {path.parent}")

@@ -1,8 +1,8 @@
-"""The measurement: check, then time batches of every engine in turn, then check again.
+"""Measures a case: checks the results, times batches of all engines in turn, and checks again.
 
-A batch is one call that is not recorded and then calls back to back, each with its own times. The
-first absorbs the skew with which the ranks left the barrier, caches as the previous engine left
-them, and threads that sleep. After it a collective keeps its own ranks together.
+A batch is one call that is not timed, and then timed calls back to back. The first call is slower:
+ranks leave the barrier at different times, caches have the data of the previous engine, and threads
+sleep. After the first call, each collective keeps its ranks together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ringcomm as rc
-from ringcomm.launch.bench import pattern
+from ringcomm.launch.bench import exact_inputs
 from ringcomm.launch.bench.cases import Case, bus_factor
 from ringcomm.launch.bench.table import Row
 
@@ -29,21 +29,21 @@ Call = Callable[[], Array | None]
 MODES: Final = ("sync", "async", "named")
 _POISON = 0xA5
 _LATE_S = 2e-3
-_BATCH_S = 1e-3  # 1000 times what reading the clock and turning the loop cost
+_BATCH_S = 1e-3  # 1000 times the cost of the clock and the loop
 _MOST_CALLS = 1000
 _FEWEST_BATCHES, _MOST_BATCHES = 5, 200
 
 
 class Bind(Protocol):
-    """One way to carry out the collectives."""
+    """Binds the collectives of one engine to arguments."""
 
     def __call__(self, case: Case, send: Array, recv: Array) -> Call | None:
-        """Return the call to be timed, which returns the result; None if it cannot do this.
+        """Return the call to time, which returns its result; None if the engine lacks the case.
 
         Args:
-            case: what to do; root is rank 0.
-            send: shape (count,), what this rank passes in; scatter uses the root's alone.
-            recv: shape (n,), where the result may go; `send` itself for the form in place.
+            case: the collective; the root is rank 0.
+            send: shape (count,), this rank's argument. Scatter uses the root's alone.
+            recv: shape (n,), memory for the result; `send` itself for the form in place.
         """
 
 
@@ -51,19 +51,19 @@ class Bind(Protocol):
 class Contender:
     """An engine and its memory."""
 
-    engine: str  # in the table
+    engine: str  # its name in the table
     buffers: str  # "registered" or "private"
     bind: Bind
-    send: Array  # shape (bytes,), uint8, as large as the largest case; so is recv
-    recv: Array
+    send: Array  # shape (bytes,), uint8, for the largest case
+    recv: Array  # like send
 
 
 def ringcomm_in(mode: str) -> Bind:
-    """Return the public functions of ringcomm. Out of place they make a new array each time.
+    """Return the engine ringcomm, in which each call out of place makes a new array.
 
     Args:
-        mode: "sync" calls allreduce(x), "async" allreduce_async(x).wait(), "named" the same with a
-            name, which is agreed on once.
+        mode: "sync" calls allreduce(x), "async" allreduce_async(x).wait(), "named" does
+            the same with a name, so the ranks agree on the call only once.
     """
     number = itertools.count()
 
@@ -81,13 +81,13 @@ def ringcomm_in(mode: str) -> Bind:
 
 
 def memcpy(case: Case, send: Array, recv: Array) -> Call | None:
-    """Return the copy of `send` into `recv`: the yardstick, by all ranks at the same time."""
+    """Return a call that copies `send` to `recv`; all ranks make it at the same time."""
     return None if recv is send or not case.count else lambda: np.copyto(recv, send)
 
 
 @dataclass
 class _Lane:
-    """A contender in one form, ready for one case."""
+    """A contender in one form, bound to one case."""
 
     contender: Contender
     in_place: bool
@@ -111,20 +111,20 @@ def measure(
 ) -> list[Row]:
     """Return the rows of one case, the same on every rank. Collective.
 
-    Args:
-        case: what to do.
-        contenders: the engines, each with its memory. They take turns.
-        forms: False: out of place, True: in place, where the collective has that form.
-        seconds: about how long to measure.
-        batches: of each contender and form, instead of what `seconds` allow.
+    A contender whose result is wrong is not timed.
 
-    A result that is wrong is not timed.
+    Args:
+        case: the collective.
+        contenders: the engines, which take turns.
+        forms: False: out of place; True: in place, if the collective has that form.
+        seconds: about how long to measure.
+        batches: number of batches of each contender and form; None: as many as `seconds` allow.
     """
     found = [_lane(case, each, in_place) for each in contenders for in_place in forms]
     lanes = [lane for lane in found if lane is not None]
     _check(case, lanes)
     sound = [lane for lane in lanes if lane.wrong == 0]
-    for lane in sound:  # sums of zeros stay finite for any number of calls in place
+    for lane in sound:  # zeros: repeated sums in place stay finite
         lane.send.fill(0)
         lane.recv.fill(0)
     times = take_turns([lane.call for lane in sound], seconds, batches)
@@ -147,7 +147,7 @@ def _lane(case: Case, contender: Contender, in_place: bool) -> _Lane | None:
 
 # --- correctness --------------------------------------------------------------------------------
 def _check(case: Case, lanes: Sequence[_Lane]) -> None:
-    """Add the wrong elements of one call on any rank to each lane's."""
+    """Make one call in each lane, and count the wrong elements of all ranks."""
     for lane in lanes:
         if not lane.is_memcpy:
             check = _wrong_ranks if case.collective == "barrier" else _wrong_elements
@@ -157,20 +157,20 @@ def _check(case: Case, lanes: Sequence[_Lane]) -> None:
 
 def _wrong_elements(case: Case, lane: _Lane) -> int:
     lane.recv.view(np.uint8).fill(_POISON)
-    pattern.fill(lane.send, case, rc.rank())
-    right = pattern.expected(case, rc.rank())
-    wrong = pattern.count_wrong(lane.call(), right)
+    exact_inputs.fill(lane.send, case, rc.rank())
+    right = exact_inputs.expected(case, rc.rank())
+    wrong = exact_inputs.count_wrong(lane.call(), right)
     if not lane.in_place:
         untouched = np.empty_like(lane.send)
-        pattern.fill(untouched, case, rc.rank())
-        wrong += pattern.count_wrong(lane.send, untouched)
+        exact_inputs.fill(untouched, case, rc.rank())
+        wrong += exact_inputs.count_wrong(lane.send, untouched)
     return wrong
 
 
 def _wrong_ranks(case: Case, lane: _Lane) -> int:
-    """Return 1 if this rank left a barrier before the last one had entered it, on one host."""
+    """Return 1 if this rank left a barrier before the last rank entered it; 0 on several hosts."""
     if rc.rank() == case.size - 1:
-        time.sleep(_LATE_S)  # the others must be seen to wait
+        time.sleep(_LATE_S)  # so that the others have to wait
     entered = time.monotonic()
     lane.call()
     left = time.monotonic()
@@ -181,7 +181,7 @@ def _wrong_ranks(case: Case, lane: _Lane) -> int:
 def take_turns(
     calls: Sequence[Callable[[], object]], seconds: float, batches: int | None = None
 ) -> list[Array]:
-    """Return the seconds of each call, by caller: shape (ranks, batches, calls). Collective."""
+    """Return an array of seconds for each of `calls`, shape (ranks, batches, calls). Collective."""
     with quiet():
         call_s = [max(rc.allgather_object(_pilot_s(call))) for call in calls]
         counts = [min(max(math.ceil(_BATCH_S / s), 1), _MOST_CALLS) for s in call_s]
@@ -190,7 +190,7 @@ def take_turns(
         batches = batches or min(max(affordable, _FEWEST_BATCHES), _MOST_BATCHES)
         stamps_s: list[list[list[float]]] = [[] for _ in calls]
         for number in range(batches):
-            # Back and forth: else an engine would always follow the same other one.
+            # The order alternates: else each engine would always follow the same other engine.
             order = range(len(calls))
             for each in order if number % 2 == 0 else reversed(order):
                 rc.barrier()
@@ -199,7 +199,7 @@ def take_turns(
 
 
 def _pilot_s(call: Callable[[], object]) -> float:
-    """Return about how long a call takes; the first ones are slower."""
+    """Return about how long a call takes, after some slower first calls."""
     rc.barrier()
     _batch(call, 2)
     stamps = _batch(call, 3)
@@ -207,7 +207,7 @@ def _pilot_s(call: Callable[[], object]) -> float:
 
 
 def _batch(call: Callable[[], object], calls: int) -> list[float]:
-    """Return when the first of `calls` began and when each of them ended."""
+    """Return the times at which the first timed call begins and each timed call ends."""
     clock = time.perf_counter
     call()
     stamps = [clock()]
@@ -219,7 +219,7 @@ def _batch(call: Callable[[], object], calls: int) -> list[float]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Python's garbage collector out of the calls."""
+    """Disable Python's garbage collector in a block."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

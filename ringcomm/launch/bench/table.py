@@ -1,4 +1,4 @@
-"""The rows of `ringcomm bench`, and its table: nccl-tests' order of columns, 120 wide. Pure."""
+"""The rows of `ringcomm bench`, and its table, with the columns of nccl-tests. Pure."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 
 @dataclass
 class Row:
-    """One engine, one collective, one size, one form. A wrong result has no times."""
+    """The results of one engine, collective, size and form; no times if results are wrong."""
 
-    collective: str  # of the memcpy line: that of the lines beside it
+    collective: str  # in memcpy's row, the collective of the other rows
     op: str  # "" if nothing is reduced
     dtype: str
-    nbytes: int  # of the whole buffer, as nccl-tests count it
-    count: int
+    nbytes: int  # bytes of the whole buffer, as in nccl-tests
+    count: int  # elements of the whole buffer
     engine: str
     buffers: str  # "registered" or "private"
     in_place: bool
-    wrong: int  # elements of all ranks, before and after timing
-    time_us: float | None = None  # median over batches of a batch's mean call, by the slowest rank
-    call_p50_us: float | None = None  # median over single calls, each by its slowest rank
-    p99_us: float | None = None  # 99th percentile of them; the longest, if there are fewer than 100
+    wrong: int  # number of wrong elements on all ranks, before and after timing
+    time_us: float | None = None  # median over batches of the mean call, on the slowest rank
+    call_p50_us: float | None = None  # median over calls, each on its slowest rank
+    p99_us: float | None = None  # 99th percentile of the calls; the longest if fewer than 100
     calls: int = 0
     algbw_gbps: float | None = None  # nbytes / time; 1e9 bytes per second
-    busbw_gbps: float | None = None  # comparable with the hardware's, for any number of ranks
-    wire_share: float | None = None  # of the measured link, by the least bytes that must cross it
+    busbw_gbps: float | None = None  # comparable with the hardware's bandwidth
+    wire_share: float | None = None  # (fewest bytes / time) / bandwidth of the link
     algorithm: str = ""
 
     @property
     def label(self) -> str:
-        """The engine, as the table calls it."""
+        """The name of the engine in the table."""
         return f"{self.engine} reg" if self.buffers == "registered" else self.engine
 
 
 def heading(*, has_wire: bool) -> list[str]:
-    """Return the lines above the rows; their columns are those of lines()."""
+    """Return the heading of lines()."""
     form = f" {'time':>7} {'algbw':>6} {'busbw':>6} {'#wrong':>6}"
     unit = f" {'(us)':>7} {'(GB/s)':>6} {'(GB/s)':>6} {'':>6}"
     share = "wire" if has_wire else "/cpy"
@@ -52,7 +52,7 @@ def lines(rows: Sequence[Row], *, has_wire: bool) -> list[str]:
     found = []
     for label in dict.fromkeys(row.label for row in rows):
         forms = {row.in_place: row for row in rows if row.label == label}
-        row = forms.get(True) or forms[False]  # whose ratios the line shows
+        row = forms.get(True) or forms[False]  # the line shows the ratios of this row
         wire = "-" if row.wire_share is None else f"{row.wire_share * 100:.0f}%"
         share = wire if has_wire else _ratio(row.time_us, memcpy_us)
         found.append(

@@ -1,78 +1,78 @@
-"""Compares what ranks have wrapped, once, before the first gradient is sent."""
+"""Compares the optimizers of all ranks once, before the first gradient is sent."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ringcomm.collectives.op import BOR
+from ringcomm.collectives.operators import BOR
 from ringcomm.engine.api import collectives
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
-from ringcomm.torch.backward.complement import is_alike, with_complement
+from ringcomm.torch.backward.equal_on_ranks import is_alike, with_complement
 
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """An optimizer, as far as ranks must agree on it: names and texts of parameters, settings."""
+    """Names and descriptions of parameters and settings, which must be the same on all ranks."""
 
     parameters: tuple[tuple[str, str], ...]
     settings: tuple[tuple[str, str], ...]
 
-    def digest(self) -> bytes:
-        """Return bytes that differ where summaries differ."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
-
 
 class ConsistencyCheck:
-    """The comparison of all ranks' summaries and digests of weights, under way. Collective."""
+    """A comparison of summaries, and of digests of the weights, in progress. Collective."""
 
     def __init__(
         self, mine: OptimizerSummary, name: str, group: Group, weights: bytes = b""
     ) -> None:
-        self._mine = mine
-        self._group = group
-        self._name = name
-        digest = with_complement(mine.digest())
+        self._mine, self._name, self._group = mine, name, group
+        digest = with_complement(hashlib.blake2b(repr(mine).encode(), digest_size=16).digest())
         self._cut = len(digest)
         message = np.array(list(digest + with_complement(weights)), np.uint8)
         self.handle = collectives.allreduce_async_(message, BOR, name=name, group=group)
 
-    def require_alike(self) -> None:
-        """Raise MismatchError, on every rank and with the first difference, if there is any."""
-        if not is_alike(self.handle.wait().tobytes()[: self._cut]):
+    def wait(self) -> bytes:
+        """Return the BOR of all ranks' digests of weights and their complements.
+
+        Raises:
+            MismatchError: on every rank: the summaries differ; the text names one difference.
+        """
+        combined: bytes = self.handle.wait().tobytes()
+        if not is_alike(combined[: self._cut]):
             summaries = collectives.allgather_object(
                 self._mine, name=f"{self._name}, in full", group=self._group
             )
             raise MismatchError(explain(summaries))
-
-    def combined_weights(self) -> bytes:
-        """Return the digests of all ranks' weights, each with its complement, by BOR."""
-        combined: bytes = self.handle.wait().tobytes()[self._cut :]
-        return combined
+        return combined[self._cut :]
 
 
 def explain(summaries: Sequence[OptimizerSummary | None]) -> str:
-    """Return in what the summaries of ranks differ; None: of one in join(). Pure."""
+    """Return how the ranks' summaries differ; a rank in join() has None. Pure."""
     known = {rank: each for rank, each in enumerate(summaries) if each is not None}
-    counts = [f"{len(each.parameters)} parameters" for each in known.values()]
-    if len(set(counts)) > 1:
-        return _text(known, counts, "Wrap the same model on every rank")
-    for each in zip(*(summary.parameters for summary in known.values()), strict=True):
-        if len(set(each)) > 1:
-            values = [f"{name} {what}" for name, what in each]
-            return _text(known, values, "Wrap the same parameters in the same order on every rank")
-    for each in zip(*(summary.settings for summary in known.values()), strict=True):
-        if len(set(each)) > 1:
-            values = [f"{what}={value}" for what, value in each]
-            return _text(known, values, "Set the same on every rank")
-    raise AssertionError("the summaries agree")
-
-
-def _text(ranks: Iterable[int], values: Sequence[str], advice: str) -> str:
-    (first, mine), *others = zip(ranks, values, strict=True)
+    all_parameters = zip(*(each.parameters for each in known.values()), strict=False)
+    all_settings = zip(*(each.settings for each in known.values()), strict=True)
+    comparisons = [
+        (
+            [f"{len(each.parameters)} parameters" for each in known.values()],
+            "Wrap the same model on every rank",
+        ),
+        *(
+            (
+                [f"{name} {text}" for name, text in each],
+                "Wrap the same parameters in the same order on every rank",
+            )
+            for each in all_parameters
+        ),
+        *(
+            ([f"{name}={value}" for name, value in each], "Set the same on every rank")
+            for each in all_settings
+        ),
+    ]
+    values, advice = next((texts, advice) for texts, advice in comparisons if len(set(texts)) > 1)
+    (first, mine), *others = zip(known, values, strict=True)
     rank, value = next(other for other in others if other[1] != mine)
     return f"DistributedOptimizer: rank {first} has {mine}, rank {rank} has {value}. {advice}"

@@ -1,8 +1,9 @@
-"""All uses of torch's internals, and all differences between versions of torch."""
+"""Uses of torch's internals, and differences between versions of torch."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from ringcomm.arrays import arrived
 from ringcomm.errors import ConfigError
 
-# Its stubs leave names out, and what they say differs between versions.
+# Typed as Any: the stubs of torch lack names, and differ between versions.
 c10d: Any = dist
 _internal: Any = torch
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,7 +25,7 @@ _OLDEST: Final = (2, 6)
 
 
 def checked_version(version: str, *, has_distributed: bool) -> tuple[int, ...]:
-    """Return (2, 13) for "2.13.0+cpu"; ConfigError: one that cannot be served."""
+    """Return (2, 13) for "2.13.0+cpu". Raises ConfigError if ringcomm cannot use this torch."""
     parts = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
     if parts < _OLDEST:
         raise ConfigError(
@@ -33,28 +34,28 @@ def checked_version(version: str, *, has_distributed: bool) -> tuple[int, ...]:
         )
     if not has_distributed:
         raise ConfigError(
-            f"ringcomm.torch needs torch.distributed, without which this torch ({version}) was "
-            "built: install another build, as pip's are"
+            f"ringcomm.torch needs torch.distributed, but this torch ({version}) was built without "
+            "it: install another build, such as pip's"
         )
     return parts
 
 
-# First of all: what comes below looks at what others may not have.
+# Checked first: the lines below use names that an unsuitable torch may lack.
 VERSION: Final = checked_version(torch.__version__, has_distributed=c10d.is_available())
 
-# The class of backends in C++, where one in Python can derive from it.
+# The C++ class of backends, if a Python class can derive from it.
 CppBackend: Final[Any] = _internal._C._distributed_c10d.Backend if VERSION >= (2, 14) else None
-# C++ that is given a Work made in Python keeps the C++ part alone, whose wait() waits for ever.
+# True if C++ keeps only the C++ part of a Work made in Python, whose wait() never returns.
 LOSES_WORKS: Final = VERSION < (2, 7)
 DEFAULT_TIMEOUT: Final = c10d.distributed_c10d.default_pg_timeout
 
 
 # --- frames that torch.compile must not trace -----------------------------------------------------
 def untraced(method: F, *, with_callees: bool = True) -> F:
-    """Return `method` such that torch.compile runs it, and all that it calls, as they are.
+    """Keep torch.compile from tracing `method`, and functions that it calls; return `method`.
 
-    C++ calls some from within a compiled step: what the reducer of DDP calls would be traced there.
-    torch._disable_dynamo() would do, but imports all of torch._dynamo at the first call, 1 to 2 s.
+    It is for methods that C++, such as DDP's reducer, calls within a compiled step. It replaces
+    torch._disable_dynamo(), whose first call takes 1 to 2 s: it imports all of torch._dynamo.
     """
     frames = _internal._C._dynamo.eval_frame
     if not hasattr(frames, "set_code_exec_strategy"):  # before torch 2.7
@@ -66,10 +67,10 @@ def untraced(method: F, *, with_callees: bool = True) -> F:
 
 
 def traced(method: F) -> F:
-    """Return `method` such that profilers see it as "ringcomm:<name>", and torch.compile does not.
+    """Return `method` in a form that profilers show as "ringcomm:<name>" and torch.compile skips.
 
-    It gets plain tensors: those that a collective is still filling are waited for before.
-    record_function costs 13 us, so it is entered while a profiler is on, and only then.
+    The result waits until other collectives have filled its arguments, and passes plain tensors on.
+    record_function costs 13 us, so it runs only while a profiler is on.
     """
     label = f"ringcomm:{method.__name__}"
 
@@ -83,107 +84,106 @@ def traced(method: F) -> F:
         with torch.profiler.record_function(label):
             return method(*args, **kwargs)
 
-    return call  # type: ignore[return-value] # it has the signature of what it wraps
+    return call  # type: ignore[return-value] # it has the signature of `method`
 
 
 _is_profiling = _internal.autograd._profiler_enabled
 
 
-# --- finding the backend, and each other ----------------------------------------------------------
+def _once(patch: F) -> F:
+    """Return a function whose first call runs `patch`, and whose later calls do nothing."""
+    calls = itertools.count()
+
+    @functools.wraps(patch)
+    def call(*args: Any) -> None:
+        if next(calls) == 0:
+            patch(*args)
+
+    return call  # type: ignore[return-value] # it has the signature of `patch`
+
+
+# --- rendezvous -----------------------------------------------------------------------------------
+@_once
 def wrap_rendezvous(scheme: str, wrap: Callable[[Rendezvous], Rendezvous]) -> None:
-    """Wrap a rendezvous handler of torch; once."""
+    """Replace torch's rendezvous handler of a scheme by wrap(handler)."""
     from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
-    if not hasattr(handlers[scheme], "is_wrapped_by_ringcomm"):
-        wrapped: Any = wrap(handlers[scheme])
-        wrapped.is_wrapped_by_ringcomm = True
-        handlers[scheme] = wrapped
+    handlers[scheme] = wrap(handlers[scheme])
 
 
 # --- groups ---------------------------------------------------------------------------------------
 def _wrap(name: str, wrapper: Callable[..., Any]) -> None:
-    """Make torch.distributed call wrapper(function, *its arguments) in place of a function.
+    """Make torch.distributed call wrapper(f, *arguments) in place of its function f called `name`.
 
-    Once; nothing is done where this version of torch has none of that name.
+    Does nothing if this version of torch has no function of that name.
     """
-    module = c10d.distributed_c10d
-    plain = getattr(module, name, None)
-    if plain is None or hasattr(plain, "is_wrapped_by_ringcomm"):
-        return
-
-    @functools.wraps(plain)
-    def wrapped(*args: Any, **named: Any) -> Any:
-        return wrapper(plain, *args, **named)
-
-    wrapped.is_wrapped_by_ringcomm = True  # type: ignore[attr-defined]
-    for home in (module, c10d):
-        if getattr(home, name, None) is plain:
-            setattr(home, name, wrapped)
+    plain = getattr(c10d.distributed_c10d, name, None)
+    if plain is not None:
+        wrapped = functools.wraps(plain)(functools.partial(wrapper, plain))
+        for home in (c10d.distributed_c10d, c10d):
+            if hasattr(home, name):
+                setattr(home, name, wrapped)
 
 
+@_once
 def before_new_group(look: Callable[[list[int]], None]) -> None:
-    """Call look(ranks) on all ranks that call new_group(), members or not, before it does a thing.
+    """Call look(ranks) in new_group(), on members and other ranks, before torch makes the group.
 
-    torch asks none but those who are members for a group, by what they have passed. But it gives
-    the group a name on all ranks, unless members alone make it. Once.
+    A backend is called on members alone. But torch names a group on all ranks, so look() is called
+    on all, unless use_hashed_name says that only the members make the group.
     """
 
-    def named(plain: Any, ranks: Any, use_hashed_name: bool, *more: Any, **others: Any) -> Any:
+    def name_group(plain: Any, ranks: Any, use_hashed_name: bool, *more: Any, **others: Any) -> Any:
         if not use_hashed_name and c10d.is_initialized():
             look(list(ranks))
         return plain(ranks, use_hashed_name, *more, **others)
 
-    _wrap("_process_group_name", named)
+    _wrap("_process_group_name", name_group)
 
 
+@_once
 def within_new_subgroups(within: Callable[[Any], AbstractContextManager[object]]) -> None:
-    """Run new_subgroups(group=group), which only its ranks call, in the context within(group)."""
+    """Make new_subgroups(group=group), which only that group's ranks call, run in within(group)."""
 
-    def made(
+    def new_subgroups(
         plain: Any, group_size: Any = None, group: Any = None, *more: Any, **named: Any
     ) -> Any:
         with within(group):
             return plain(group_size, group, *more, **named)
 
-    _wrap("new_subgroups", made)
+    _wrap("new_subgroups", new_subgroups)
 
 
+@_once
 def on_destroy(close: Callable[[Any], None]) -> None:
-    """Call close(group) for each group that is destroyed, where torch tells NCCL's alone.
+    """Call close(group) for each group that is destroyed.
 
-    Torch 2.6 does so; later ones call the group's own shutdown().
+    It is for torch 2.6, which shuts down only groups of NCCL. Later versions call shutdown() of
+    each group.
     """
 
-    def shut(plain: Any, group: Any) -> None:
+    def shutdown_backend(plain: Any, group: Any) -> None:
         plain(group)
         close(group)
 
-    _wrap("_shutdown_backend", shut)
+    _wrap("_shutdown_backend", shutdown_backend)
 
 
 # --- callbacks of Futures -------------------------------------------------------------------------
-Seen = Callable[[Any], None]
-_has_wrapped_callbacks = False
+@_once
+def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Callable[[Any], None] | None]]) -> None:
+    """Replace each callback of a Future by the first function of wrap(future, callback).
 
-
-def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Seen | None]]) -> None:
-    """Give Futures wrap(future, callback) instead of each callback; once.
-
-    What wrap() returns second is shown the Future that then() returns, if it is a function. This
-    replaces two methods of torch._C.Future, for all Futures of this process: then() returns objects
-    of that very class, so a subclass would not see the second then() of a chain; and
-    torch gives them no dictionary, and no way to end in an error but a callback that raises.
+    The second function, if not None, is called with the Future that then() returns. This replaces
+    two methods of torch._C.Future for all Futures of this process. A subclass would not suffice:
+    then() of a subclass returns a plain Future, so callbacks of callbacks would be missed.
     """
-    global _has_wrapped_callbacks  # noqa: PLW0603 - for the life of the process
-    if _has_wrapped_callbacks:
-        return
-    _has_wrapped_callbacks = True
     future: Any = _internal._C.Future
     plain_then, plain_add = future.then, future.add_done_callback
 
     def then(self: Any, callback: Any) -> Any:
-        instead, see = wrap(self, callback)
-        result = plain_then(self, instead)
+        replacement, see = wrap(self, callback)
+        result = plain_then(self, replacement)
         if see is not None:
             see(result)
         return result
@@ -199,11 +199,7 @@ def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Seen | None]]) -> None:
 def make_device_backend(
     kind: str, store: Any, rank: int, size: int, timeout: timedelta | None
 ) -> Any:
-    """Return torch's own backend for a type of device, for the same ranks.
-
-    Raises:
-        RuntimeError: it has none.
-    """
+    """Return torch's own backend for a type of device. Raises RuntimeError if torch has none."""
     name = c10d.Backend.default_device_backend_map.get(kind)
     own = c10d.PrefixStore(f"{kind}/", store)
     if name == c10d.Backend.NCCL and c10d.is_nccl_available():
@@ -214,8 +210,8 @@ def make_device_backend(
     plugin = c10d.Backend._plugins.get((name or "").upper())
     if plugin is None or name == "ringcomm":
         raise RuntimeError(
-            f"ringcomm: a tensor is on {kind}, and this torch has no backend for it "
-            f"({name or 'none'} is not there). Use .cpu(), or install a torch that has it."
+            f"ringcomm: a tensor is on {kind}, and this torch has no backend for {kind} "
+            f"({name or 'none'} is not there). Use .cpu(), or install a torch that has one."
         )
     timeout = timeout or DEFAULT_TIMEOUT
     if not plugin.extended_api:
@@ -226,20 +222,20 @@ def make_device_backend(
     return plugin.creator_fn(options, None)
 
 
-# --- an operator that cannot reach Python ---------------------------------------------------------
-_library: Any = None
+# --- an operator that C++ does not pass to Python -------------------------------------------------
+_libraries: list[Any] = []  # torch drops the operators of a library that nobody refers to
 
 
+@_once
 def reach_from_operators() -> None:
-    """Make _c10d_functional.all_gather_into_tensor_out reach process groups in Python; once.
+    """Make _c10d_functional.all_gather_into_tensor_out call process groups in Python.
 
-    Up to torch 2.13 it calls a method in C++ that no subclass in Python can replace, and inductor
-    makes it of functional collectives. This does the same, through Python.
+    inductor compiles functional collectives to this operator. Up to torch 2.13 it calls a C++
+    method that a Python class cannot override.
     """
-    global _library  # noqa: PLW0603 - registered for the life of the process
-    if _library is not None or VERSION >= (2, 14):
+    if VERSION >= (2, 14):
         return
-    _library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
 
     def all_gather_into_tensor_out(
         input: torch.Tensor, group_size: int, group_name: str, *, out: torch.Tensor
@@ -251,4 +247,5 @@ def reach_from_operators() -> None:
         _internal._C._distributed_c10d._register_work(out, work)
         return out
 
-    _library.impl("all_gather_into_tensor_out", all_gather_into_tensor_out, "CPU")
+    library.impl("all_gather_into_tensor_out", all_gather_into_tensor_out, "CPU")
+    _libraries.append(library)

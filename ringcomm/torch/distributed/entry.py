@@ -1,4 +1,4 @@
-"""Registers the backend with torch.distributed, and makes its process groups."""
+"""Registers the backend with torch.distributed, and makes process groups."""
 
 from __future__ import annotations
 
@@ -8,45 +8,52 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringcomm import discovery
-from ringcomm.engine.api.world import init, rank, size
+from ringcomm.engine.api.init_rank_size import init, rank, size
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import ConfigError
-from ringcomm.torch.distributed import compat, rendezvous
-from ringcomm.torch.distributed.compat import c10d
+from ringcomm.torch.distributed.compat import (
+    DEFAULT_TIMEOUT,
+    before_new_group,
+    c10d,
+    on_destroy,
+    reach_from_operators,
+    within_new_subgroups,
+    wrap_rendezvous,
+)
 from ringcomm.torch.distributed.group.process_group import ProcessGroup
-from ringcomm.torch.distributed.launch import begin, require_launcher, require_same_rank
+from ringcomm.torch.distributed.rendezvous import start_as_rank, wrap_env
 
 BACKEND = "ringcomm"
 
 
-class _Here(threading.local):
-    parent: Any = None  # of the subgroups that this thread makes
+class _ThisThread(threading.local):
+    parent: Any = None  # group whose subgroups this thread makes
 
 
-_here = _Here()
+_this_thread = _ThisThread()
 
 
 def register() -> None:
-    """Make the backend "ringcomm" and the init_methods known to torch.distributed; starts no MPI.
+    """Register the backend "ringcomm" and its init_methods with torch.distributed; start no MPI.
 
-    `import ringcomm.torch` does it; entry points do it where torch looks them up.
+    `import ringcomm.torch` calls it. Without that import, torch finds the backend by entry points.
     """
     discovery.register()
-    compat.wrap_rendezvous("env", rendezvous.wrap_env)
+    wrap_rendezvous("env", wrap_env)
 
 
 def init_process_group(backend: str = BACKEND, **options: Any) -> None:
-    """Make torch.distributed's default process group of this job's ranks. Collective.
+    """Make torch.distributed's default process group from the ranks of this job. Collective.
 
-    Does nothing if there is one already, so that frameworks that make their own can come before or
-    after: Accelerate, the Trainer of transformers and Lightning take a group that is there.
+    Does nothing if there is a default group. So you can call it before or after Accelerate, the
+    Trainer of transformers or Lightning, which also keep an existing default group.
 
     Args:
-        backend: "ringcomm", or any that torch has: ranks and store come from MPI for all of them.
-        options: of torch.distributed.init_process_group().
+        backend: "ringcomm", or any backend of torch: each gets its ranks and its store from MPI.
+        options: other arguments of torch.distributed.init_process_group().
 
     Raises:
-        ConfigError: no MPI launcher, or ranks that are not MPI's.
+        ConfigError: no MPI launcher started the ranks, or torch and MPI number them differently.
         ValueError: there is a default group of another backend.
     """
     register()
@@ -57,30 +64,28 @@ def init_process_group(backend: str = BACKEND, **options: Any) -> None:
     elif backend not in c10d.get_backend():
         raise ValueError(
             f"torch.distributed has a default group of {c10d.get_backend()}, and {backend} is "
-            "wanted: destroy it first, or call this one before what made it"
+            "wanted: destroy that group first, or call this function before the group is made"
         )
 
 
 def make(options: Any, own_options: Any = None) -> ProcessGroup:
-    """Return a process group; called by torch on each of its members."""
+    """Return a process group; torch calls this on each member."""
     del own_options
     members = list(options.global_ranks_in_group)
     if not members:
-        require_launcher(options.group_size)
-        begin()
-        require_same_rank(options.group_rank, options.group_size, rank(), size())
+        start_as_rank(options.group_rank, options.group_size)
         members = list(range(size()))
     init()
     if members[options.group_rank] != rank():
         raise ConfigError(
-            f"the default process group calls this rank {members[options.group_rank]}, MPI calls "
-            f'it {rank()}. Make the default group by init_method="mpi://", too'
+            f"this rank is rank {members[options.group_rank]} in the default process group, and "
+            f'rank {rank()} in MPI. Make the default group with init_method="mpi://"'
         )
-    compat.reach_from_operators()
-    compat.before_new_group(_require_alike)
-    compat.within_new_subgroups(_within)
-    compat.on_destroy(_close)
-    is_default = options.timeout == compat.DEFAULT_TIMEOUT
+    reach_from_operators()
+    before_new_group(_require_alike)
+    within_new_subgroups(_within)
+    on_destroy(_close)
+    is_default = options.timeout == DEFAULT_TIMEOUT
     timeout_s = None if is_default else options.timeout.total_seconds()
     return ProcessGroup(options.store, Group(members), timeout_s)
 
@@ -92,17 +97,17 @@ def _close(group: Any) -> None:
 
 @contextlib.contextmanager
 def _within(parent: Any) -> Iterator[None]:
-    """Return a context in which only this group's ranks compare arguments of dist.new_group()."""
-    before, _here.parent = _here.parent, parent
+    """Return a context in which dist.new_group() compares arguments among ranks of `parent`."""
+    before, _this_thread.parent = _this_thread.parent, parent
     try:
         yield
     finally:
-        _here.parent = before
+        _this_thread.parent = before
 
 
 def _require_alike(ranks: list[int]) -> None:
-    """Compare the ranks passed by all ranks of the default group, or of the enclosing one."""
+    """Compare the argument of new_group() among the ranks of the parent or the default group."""
     default = c10d.group.WORLD
     if isinstance(default, ProcessGroup):
-        parent = _here.parent
+        parent = _this_thread.parent
         (parent if isinstance(parent, ProcessGroup) else default).compare_members(ranks)

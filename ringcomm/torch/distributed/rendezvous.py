@@ -1,4 +1,4 @@
-"""mpi:// and env:// under mpirun: rank, size and store come from MPI.
+"""The rendezvous mpi://, and env:// under mpirun, which get rank, size and store from MPI.
 
 They serve every backend of torch.distributed, gloo and nccl too.
 """
@@ -12,67 +12,89 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from ringcomm import launched
-from ringcomm.engine.api.collectives import broadcast_object
-from ringcomm.engine.api.world import local_size, rank, size
-from ringcomm.errors import ConfigError
-from ringcomm.torch.distributed import compat
-from ringcomm.torch.distributed.compat import c10d
-from ringcomm.torch.distributed.launch import begin, require_launcher, require_same_rank
+from ringcomm.engine.api.collectives import barrier, broadcast_object
+from ringcomm.engine.api.init_rank_size import begin_anew, engine, init, local_size, rank, size
+from ringcomm.errors import CommTimeoutError, ConfigError
+from ringcomm.launched import (
+    is_launched_by_mpi,
+    missing_of_torch,
+    require_mpi_launcher,
+    torch_ranks,
+)
+from ringcomm.torch.distributed.compat import DEFAULT_TIMEOUT, Rendezvous, c10d
 
 _PROBE_S = 2.0
 
 Found = Iterator[tuple[Any, int, int]]
 
 
-def by_mpi(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **_: Any) -> Found:
-    """Yield a TCPStore that rank 0 serves on a free port; MPI tells the others where."""
-    _start(url)
+def by_mpi(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Found:
+    """Yield a TCPStore that rank 0 serves on a free port, this rank, and the number of ranks."""
+    wanted = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
+    given = torch_ranks() | wanted
+    start_as_rank(given.get("rank"), given.get("world_size"))
     yield _tcp_store(timeout), rank(), size()
     raise RuntimeError("mpi:// cannot bring ranks together again: start the job anew")
 
 
-def wrap_env(torchs_own: compat.Rendezvous) -> compat.Rendezvous:
-    """Return a handler of env:// that asks MPI where mpirun set none of torch's variables."""
+def wrap_env(torchs_own: Rendezvous) -> Rendezvous:
+    """Return a handler of env://, which acts as mpi:// under mpirun without torch's variables."""
 
-    def handle(url: str, timeout: timedelta = compat.DEFAULT_TIMEOUT, **more: Any) -> Found:
-        missing = launched.missing_of_torch(parse_qs(urlparse(url).query))
-        if not missing or not launched.is_launched_by_mpi():
+    def handle(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **more: Any) -> Found:
+        missing = missing_of_torch(parse_qs(urlparse(url).query))
+        if not missing or not is_launched_by_mpi():
             return torchs_own(url, timeout=timeout, **more)
         return by_mpi(url, timeout)
 
     return handle
 
 
-def _start(url: str) -> None:
-    """Start MPI if nobody has, or begin anew; refuse ranks that are not MPI's."""
-    wanted = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
-    given = launched.torch_ranks()
-    require_launcher(wanted.get("world_size", given.get("world_size", 1)))
-    begin()
-    mine = {"rank": rank(), "world_size": size()}
-    said = mine | given | wanted
-    require_same_rank(said["rank"], said["world_size"], rank(), size())
+def start_as_rank(given_rank: int | None, given_size: int | None) -> None:
+    """Make this process a rank of its job; start the job anew after a timeout. Collective.
+
+    After a timeout torch's programs destroy their process groups and make new ones. A rank that
+    does not know of the timeout learns of it here: other ranks start anew, so its barrier fails.
+
+    Raises:
+        ConfigError: no MPI launcher started the ranks, or torch.distributed and MPI number them
+            differently.
+        CommTimeoutError: a rank did not come.
+        PeerFailedError: a rank died or failed.
+    """
+    instead = '; or use init_process_group("gloo") with this launcher'
+    require_mpi_launcher(given_size or 1, "torch.distributed", or_else=instead)
+    init()
+    current = engine()
+    was_broken = current.state.is_broken
+    try:
+        barrier()
+    except CommTimeoutError:
+        gave_up_here = not was_broken and current.job_rank in current.watch.peers.gave_up
+        if gave_up_here or not current.state.has_waited_in_vain:
+            raise
+        begin_anew()
+    if given_rank not in (None, rank()) or given_size not in (None, size()):
+        said = rank() if given_rank is None else given_rank
+        said_size = size() if given_size is None else given_size
+        raise ConfigError(
+            f"torch.distributed says rank {said} of {said_size} (RANK and WORLD_SIZE, or arguments "
+            f"of init_process_group), MPI says rank {rank()} of {size()}. Unset RANK and "
+            'WORLD_SIZE, and pass neither rank nor world_size: init_method="mpi://" takes both '
+            "from MPI"
+        )
 
 
 def _tcp_store(timeout: timedelta) -> Any:
-    make: Any = c10d.TCPStore
     own = None
     if rank() == 0:
-        own = make(
-            "127.0.0.1" if _is_one_host() else socket.gethostname(), 0, size(), True, timeout, False
-        )
+        own = c10d.TCPStore(_addresses()[0], 0, size(), True, timeout, False)
     hosts, port = broadcast_object(None if own is None else (_addresses(), own.port))
-    return own or make(_reachable(hosts, port), port, size(), False, timeout)
-
-
-def _is_one_host() -> bool:
-    return local_size() == size()
+    return own or c10d.TCPStore(_reachable(hosts, port), port, size(), False, timeout)
 
 
 def _addresses() -> list[str]:
-    """Return names by which other ranks may reach this host, the likeliest first."""
-    if _is_one_host():
+    """Return names and addresses of this host for other ranks, the likeliest to work first."""
+    if local_size() == size():
         return ["127.0.0.1"]
     name = socket.gethostname()
     found = [name]
@@ -84,11 +106,11 @@ def _addresses() -> list[str]:
 
 
 def _reachable(hosts: list[str], port: int) -> str:
-    """Return the first of rank 0's addresses that answers from here."""
+    """Return the first of rank 0's addresses that this rank can connect to."""
     for host in hosts:
         with contextlib.suppress(OSError), socket.create_connection((host, port), _PROBE_S):
             return host
     raise ConfigError(
-        f"mpi://: rank {rank()} reaches rank 0 by none of {', '.join(hosts)} (port {port}). Let "
-        "the hosts find each other by name, and let a firewall pass TCP between them"
+        f"mpi://: rank {rank()} cannot connect to rank 0 at {', '.join(hosts)} (port {port}). "
+        "Make the hosts find each other by name, and make firewalls pass TCP between them"
     )

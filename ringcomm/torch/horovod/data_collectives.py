@@ -1,7 +1,7 @@
 """Collectives that move torch tensors, with the names, arguments and defaults of Horovod.
 
-The contracts are those of ringcomm.engine.api.collectives; this face translates. Forms that end in
-`_` overwrite their argument, `grouped_` ones gather several tensors as one operation.
+The contracts are those of ringcomm.engine.api.collectives. Forms that end in `_` overwrite their
+argument; `grouped_` forms gather several tensors as one operation.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE, ReductionOptions
+from ringcomm.collectives.operators import AVERAGE, ReductionOptions
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations.allgather import plan_allgather
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.operations.allgather_and_gather import plan_allgather
 from ringcomm.engine.operations.allreduce import plan_allreduce
 from ringcomm.engine.operations.alltoall import plan_alltoall
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.broadcast import plan_broadcast
 from ringcomm.engine.operations.grouped import plan_grouped_allgather
-from ringcomm.torch.horovod import autograd_functions
+from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
 from ringcomm.torch.horovod.forms import AWAITED, Form, async_form, begin, document, in_place_form
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set, prepare
@@ -36,15 +36,15 @@ Tensors = Sequence[Tensor]
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensors of all ranks, one after another along the first dimension, a new tensor.
+    """Return a new tensor: the tensors of all ranks, concatenated along the first dimension.
 
-    Gradients flow through it: each rank gets its rows of the mean of the ranks' gradients.
+    Gradients flow through it: a rank gets its own rows of the mean of the ranks' gradients.
 
     Args:
-        tensor: at least one dimension; the same dtype on every rank, and the same shape but for the
-            first dimension.
+        tensor: a tensor of at least one dimension, with the same dtype on every rank, and the same
+            shape except for the first dimension.
     """
-    (result,) = autograd_functions.apply(
+    (result,) = apply(
         lambda xs: [_allgather(AWAITED, xs[0], name, process_set).wait()],
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
         [tensor],
@@ -56,18 +56,18 @@ def allgather(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Return of each tensor those of all ranks, one after another along the first dimension.
+    """Return for each tensor the tensors of all ranks, concatenated along the first dimension.
 
-    Gradients flow through it: each rank gets its rows of the mean of the ranks' gradients.
+    Gradients flow through it: a rank gets its own rows of the mean of the ranks' gradients.
 
     Args:
-        tensors: a list, as long on every rank, of tensors as allgather() takes them; they travel as
-            one operation.
+        tensors: a list of tensors as allgather() takes them, the same number on every rank. All of
+            them are in one operation.
     """
-    return autograd_functions.apply(
+    return apply(
         lambda xs: _grouped_allgather(AWAITED, xs, name, process_set).wait(),
         lambda grads, xs: _rows_of_mean(grads, xs, process_set),
-        autograd_functions.tensor_list(tensors),
+        tensors,
     )
 
 
@@ -86,12 +86,8 @@ def _grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Tensor]]:
-    kind, plan, xs = (
-        "grouped_allgather",
-        plan_grouped_allgather,
-        autograd_functions.tensor_list(tensors),
-    )
-    return begin(form, kind, name, process_set, plan, xs, lane="grouped")
+    xs, plan = tensor_list(tensors), plan_grouped_allgather
+    return begin(form, "grouped_allgather", name, process_set, plan, xs, family="grouped")
 
 
 allgather_async = async_form(_allgather, allgather)
@@ -106,14 +102,14 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return root's tensor, a new one.
+    """Return a new tensor with the root's values.
 
-    Gradients flow through it: root gets the mean of the ranks' gradients, the others zeros.
+    Gradients flow through it: the root gets the mean of the ranks' gradients, the others get zeros.
 
     Args:
-        tensor: the same shape and dtype on every rank.
+        tensor: a tensor of the same shape and dtype on every rank.
     """
-    (result,) = autograd_functions.apply(
+    (result,) = apply(
         lambda xs: [_broadcast(AWAITED, xs[0], root_rank, name, process_set).wait()],
         lambda grads, _: _mean_at_root(grads, root_rank, process_set),
         [tensor],
@@ -128,16 +124,15 @@ def _broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    def plan(group: Group, name: str | None) -> Plan[Tensor]:
-        root = process_set.root(root_rank)  # within the plan, so that all ranks learn of a mistake
-        return plan_broadcast(group, name, tensor, root, in_place=form.in_place)
+    def plan(group: Group, name: str | None, *, in_place: bool = False) -> Plan[Tensor]:
+        root = process_set.root(root_rank)  # here, so that other ranks get the error, too
+        return plan_broadcast(group, name, tensor, root, in_place=in_place)
 
-    kind = "broadcast_" if form.in_place else "broadcast"
-    return begin(form, kind, name, process_set, plan, lane="broadcast")
+    return begin(form, "broadcast", name, process_set, plan)
 
 
 broadcast_async = async_form(_broadcast, broadcast)
-broadcast_ = in_place_form(_broadcast, broadcast, "Overwrite `tensor` with root's, and return it.")
+broadcast_ = in_place_form(_broadcast, broadcast)
 broadcast_async_ = async_form(_broadcast, broadcast, in_place=True)
 
 
@@ -149,18 +144,18 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the rows that each rank has for this one, one after another in rank order.
+    """Send some rows to each rank; return the rows that this rank receives, in rank order.
 
-    Gradients flow through it, back to where each row came from.
+    Gradients flow through it: the gradient of a row goes back to the rank that sent the row.
 
     Args:
-        tensor: at least one dimension; the same dtype on every rank, and the same shape but for the
-            first dimension.
-        splits: how many rows go to each rank, integers; None: as many to each.
+        tensor: a tensor of at least one dimension, with the same dtype on every rank, and the same
+            shape except for the first dimension.
+        splits: how many rows go to each rank, integers; None: the same number to each.
 
     Returns:
-        The rows; with splits, and from alltoall_async() in any case, a pair: the rows, and an int32
-        tensor of how many came from each rank.
+        The rows. With splits, and always from alltoall_async(), a pair: the rows, and an int32
+        tensor with the number of rows from each rank.
     """
     counts: list[Tensor] = []
 
@@ -172,7 +167,7 @@ def alltoall(
     def backward(grads: Tensors, _: Any) -> list[Tensor]:
         return [alltoall(grads[0], counts[0], process_set=process_set)[0]]
 
-    (rows,) = autograd_functions.apply(forward, backward, [tensor])
+    (rows,) = apply(forward, backward, [tensor])
     return rows if splits is None else (rows, counts[0])
 
 
@@ -200,39 +195,39 @@ alltoall_async = async_form(_alltoall, alltoall)
 
 
 # --- the others ---------------------------------------------------------------------------------
+@document
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has called it; operations under way with a name may be overtaken."""
-    ProcessSet.require(process_set)
-    lane = process_set.lane("object")
-    engine().execute("barrier", None, lambda g: plan_barrier(g, None), lane)
+    """Return when every rank has called it. It does not wait for asynchronous operations."""
+    begin(AWAITED, "barrier", None, process_set, plan_barrier, family="object")
 
 
 def join(device: int = -1) -> int:
-    """Take part in what the others do until all ranks have called this; blocks.
+    """Take part in the operations of the other ranks until all ranks have called join(); blocks.
 
-    For ranks that have fewer batches than others: this one contributes what changes no result, to
-    operations of any process set; an Average is still divided by the number of all ranks.
+    It is for ranks that have fewer batches than others. To each operation, of any process set, this
+    rank contributes values that do not change the result. Average still divides by the number of
+    all ranks.
 
-    A rank that joined makes no step() meanwhile, so its weights and optimizer stay as they were.
-    Before all go on, bring them up to date from the last rank, which has made every step:
+    This rank makes no step() in join(), so its weights and its optimizer stay as they are. Before
+    the ranks go on, send them those of the last rank, which has made every step:
 
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         hvd.broadcast_optimizer_state(optimizer, root_rank=last)
 
     Args:
-        device: ignored: what stands in for this rank's tensors is where those of the others are.
+        device: ignored; this rank contributes tensors on the device that the other ranks use.
 
     Returns:
-        The last rank that joined, the same on all.
+        The last rank that called join(), the same on every rank.
     """
     del device
-    prepare()  # what is made at the first operation, all ranks must make
+    prepare()  # makes the groups that other ranks make in their first operation
     return collectives.join()
 
 
 def _rows_of_mean(grads: Tensors, xs: Tensors, process_set: ProcessSet) -> list[Tensor]:
-    """Return of each gathered gradient's mean the rows that this rank had contributed."""
+    """Return, for each x, the rows of x in the mean of the ranks' gradients."""
     found = []
     for grad, x in zip(grads, xs, strict=True):
         mean = _mean(grad, process_set)
@@ -249,10 +244,11 @@ def _mean_at_root(grads: Tensors, root_rank: int, process_set: ProcessSet) -> li
 
 
 def _mean(grad: Tensor, process_set: ProcessSet) -> Tensor:
-    mean: Tensor = begin(
-        AWAITED, "allreduce", None, process_set, plan_allreduce, grad, ReductionOptions(AVERAGE)
-    ).wait()
-    return mean
+    options = ReductionOptions(AVERAGE)
+    handle: Handle[Tensor] = begin(
+        AWAITED, "allreduce", None, process_set, plan_allreduce, grad, options
+    )
+    return handle.wait()
 
 
 # --- objects -------------------------------------------------------------------------------------
@@ -263,15 +259,14 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return root's object on every rank, pickled on the way; on root it is `obj` itself.
+    """Return a copy of the root's object, made by pickle; on the root, return `obj` itself.
 
-    Unpickling runs code that root chose: the ranks of a job must trust each other.
+    Unpickling can run code of the root's choice: the ranks of a job must trust each other.
 
     Args:
-        obj: anything that can be pickled; looked at on root only.
+        obj: anything that can be pickled; ignored on ranks other than the root.
     """
-    ProcessSet.require(process_set)
-    group = process_set.lane("object") if name is None else process_set.group
+    group = _group_for_objects(name, process_set)
     return collectives.broadcast_object(obj, process_set.root(root_rank), name=name, group=group)
 
 
@@ -279,13 +274,17 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return every rank's object, in rank order, pickled on the way; this rank's is `obj` itself.
+    """Return all ranks' objects in rank order: this rank's is `obj`, the others are pickled copies.
 
-    Unpickling runs code that the others chose: the ranks of a job must trust each other.
+    Unpickling can run code of another rank's choice: the ranks of a job must trust each other.
 
     Args:
         obj: anything that can be pickled.
     """
-    ProcessSet.require(process_set)
-    group = process_set.lane("object") if name is None else process_set.group
+    group = _group_for_objects(name, process_set)
     return collectives.allgather_object(obj, name=name, group=group)
+
+
+def _group_for_objects(name: str | None, process_set: ProcessSet) -> Group:
+    ProcessSet.require(process_set)
+    return process_set.group_for("object") if name is None else process_set.group

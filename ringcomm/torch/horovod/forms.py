@@ -1,4 +1,4 @@
-"""The forms of an operation: one declaration gives those that block, and those that do not."""
+"""Makes the in-place and asynchronous forms of an operation from one function that starts it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from ringcomm.engine.api.forms import complete_doc, require_arguments
-from ringcomm.engine.api.world import engine
-from ringcomm.engine.core.execution import Plan
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.plan import Plan
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet
 
@@ -17,19 +17,21 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _COMMON: Final = {
-    "average": "Horovod's older way to say op: True is Average, False Sum.",
-    "name": "matches operations of ranks that start them in different orders; without one they are "
-    "matched by their order among those of their kind, in each process set.",
-    "compression": "what is sent: Compression.none, fp16 or bf16.",
+    "average": "Horovod's older argument for op: True is Average, False is Sum.",
+    "name": "operations with equal names match, so ranks may start them in different orders. All "
+    "ranks of a process set must start operations of one kind without names in the same order.",
+    "compression": "compressor for the tensors: Compression.none, fp16 or bf16.",
     "op": "Average (the default), Sum, Min, Max, Product or Adasum.",
-    "prescale_factor": "multiplies what is reduced; integers are truncated toward zero then.",
-    "postscale_factor": "multiplies the result; likewise.",
-    "root_rank": "a rank of the job that takes part: its values count.",
-    "process_set": "the ranks that take part; every one of them must call.",
+    "prescale_factor": "factor for each rank's tensor, before the reduction; products of integers "
+    "are truncated toward zero.",
+    "postscale_factor": "factor for the result, with the same truncation.",
+    "root_rank": "the rank whose values all ranks get, by its number in the job. It is a member of "
+    "process_set.",
+    "process_set": "the ranks that take part; each of them must call this function.",
 }
 _NOT_AWAITED: Final = (
-    "Returns at once a handle for poll() and synchronize(); until then tensors passed in must not\n"
-    "be changed. Gradients do not flow through it."
+    "Returns a handle for poll() and synchronize() at once. Before synchronize() has returned, do\n"
+    "not change the tensors that you pass in. Gradients do not flow through this form."
 )
 
 
@@ -37,7 +39,7 @@ class Form(NamedTuple):
     """A way to call an operation."""
 
     in_place: bool = False  # the result overwrites the tensors
-    is_awaited: bool = False  # the caller waits, so that the engine can take its shorter way there
+    is_awaited: bool = False  # the caller waits, so the engine can take its fast path
 
 
 AWAITED: Final = Form(is_awaited=True)
@@ -51,16 +53,20 @@ def begin(
     process_set: ProcessSet,
     plan: Callable[..., Plan[Any]],
     *args: Any,
-    lane: str = "",
-    **options: Any,
+    family: str = "",
 ) -> Handle[Any]:
-    """Begin what plan(group, name, *args, **options) plans, and return its handle.
+    """Start the operation that plan(group, name, *args) plans; return its handle.
 
-    Without a name it is matched by order in the process set's lane, which is `kind` by default. The
-    kind is also for a rank whose plan() fails. If the form is awaited, all is over on return.
+    If the form is awaited, the operation is over when begin() returns. If the form is in place,
+    plan() gets in_place=True. Other ranks see `kind` even if plan() raises here. Operations without
+    a name are matched by order within their family, which is `kind` by default; see
+    ProcessSet.group_for().
     """
     ProcessSet.require(process_set)
-    group = process_set.group if name is not None else process_set.lane(lane or kind)
+    group = process_set.group if name is not None else process_set.group_for(family or kind)
+    options = {}
+    if form.in_place:
+        kind, options = f"{kind}_", {"in_place": True}
     if form.is_awaited:
         result = engine().execute(kind, name, lambda g: plan(g, name, *args, **options), group)
         return Handle((), lambda: result)
@@ -69,32 +75,31 @@ def begin(
 
 
 def document(function: F) -> F:
-    """Add to a docstring the arguments that it does not list itself; return the function."""
+    """Add to a docstring the common arguments that it does not describe; return the function."""
     function.__doc__ = complete_doc(function, _COMMON)
     return function
 
 
 def in_place_form(
-    body: Callable[Concatenate[Form, P], Handle[R]], of: Callable[..., R], first_line: str
+    body: Callable[Concatenate[Form, P], Handle[R]], of: Callable[..., R]
 ) -> Callable[P, R]:
-    """Return the form of an operation that overwrites its tensors, and waits.
+    """Return the form that overwrites its tensors and waits.
 
-    The body starts the operation. The docstring has a first line of its own, and the arguments of
-    `of`, the form that waits and returns new tensors.
+    `body` starts the operation. `of` is the form that waits and returns new tensors: its name and
+    its documented arguments are also those of the new form.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            handle = body(IN_PLACE, *args, **kwargs)
+            return body(IN_PLACE, *args, **kwargs).wait()
         except TypeError as error:
             require_arguments(call, error, args, kwargs)
             raise
-        return handle.wait()
 
-    presented = _present(call, body, of, f"{of.__name__}_", first_line)
-    signature, result = inspect.signature(presented), inspect.signature(of).return_annotation
-    presented.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
-    return presented
+    signature = inspect.signature(of)
+    first, returned = next(iter(signature.parameters)), signature.return_annotation
+    beginning = f"Overwrite `{first}` with the result of {of.__name__}(), and return `{first}`."
+    return _presented(call, body, of, f"{of.__name__}_", beginning, return_annotation=returned)
 
 
 def async_form(
@@ -103,7 +108,7 @@ def async_form(
     *,
     in_place: bool = False,
 ) -> Callable[P, Handle[R]]:
-    """Return the form of an operation that returns a handle; see in_place_form()."""
+    """Return the form that returns a handle; see in_place_form()."""
     form = Form(in_place=in_place)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> Handle[R]:
@@ -113,21 +118,26 @@ def async_form(
             require_arguments(call, error, args, kwargs)
             raise
 
-    end = "_" * in_place
-    beginning = f"Start {of.__name__}{end}().\n\n{_NOT_AWAITED}"
-    return _present(call, body, of, f"{of.__name__}_async{end}", beginning)
+    mark = "_" * in_place
+    beginning = f"Start {of.__name__}{mark}().\n\n{_NOT_AWAITED}"
+    return _presented(call, body, of, f"{of.__name__}_async{mark}", beginning)
 
 
-def _present(
-    call: F, body: Callable[..., Any], of: Callable[..., Any], name: str, beginning: str
+def _presented(
+    form: F,
+    body: Callable[..., Any],
+    of: Callable[..., Any],
+    name: str,
+    beginning: str,
+    **returns: Any,
 ) -> F:
-    """Make a form look like a function of the module of its body."""
+    """Give a form its name, its docstring and the parameters of its body; return the form."""
     signature = inspect.signature(body)
-    _, *others = signature.parameters.values()
-    call.__name__ = call.__qualname__ = name
-    call.__module__ = body.__module__
-    call.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    _, *parameters = signature.parameters.values()
+    form.__name__ = form.__qualname__ = name
+    form.__module__ = body.__module__
+    form.__signature__ = signature.replace(parameters=parameters, **returns)  # type: ignore[attr-defined]
     if of.__doc__ is not None:  # python -OO
         _, gap, arguments = of.__doc__.partition("\n\nArgs:")
-        call.__doc__ = beginning + gap + arguments
-    return document(call)
+        form.__doc__ = beginning + gap + arguments
+    return document(form)

@@ -11,11 +11,11 @@ R = TypeVar("R")
 
 
 class Handle(Generic[R]):
-    """An operation under way, or several that make one; pass it to poll() or synchronize().
+    """An operation under way; pass it to poll() or synchronize().
 
     Args:
-        parts: what the engine carries out.
-        finish: turns their results into the operation's; called at most once.
+        parts: handles of the operations that this one consists of.
+        finish: function that makes the result from the results of the parts; called at most once.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Handle(Generic[R]):
         self._result: R | None = None
 
     def done(self) -> bool:
-        """Return True once wait() would not block."""
+        """Return True if wait() would not block."""
         return all(part.done() for part in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> R:
@@ -36,11 +36,11 @@ class Handle(Generic[R]):
             self._result, self._finish = self._finish(*results), None
         return self._result  # type: ignore[return-value]  # it is what finish() returned
 
-    __call__ = wait  # what sparse_allreduce_async() returns is called in Horovod
+    __call__ = wait  # Horovod's sparse_allreduce_async() returns a function
 
 
 def poll(handle: Handle[Any]) -> bool:
-    """Return True once synchronize() would not block."""
+    """Return True if synchronize() would not block."""
     _require_handle("poll", handle)
     return handle.done()
 
@@ -49,13 +49,13 @@ def synchronize(handle: Handle[R]) -> R:
     """Wait for an operation and return its result.
 
     Raises:
-        MismatchError: ranks disagree; the same on every rank; the next operation works.
+        MismatchError: ranks disagree, and each of them gets this error. Later operations work.
         PeerFailedError, CommTimeoutError: a rank died, left, or did not come.
     """
     _require_handle("synchronize", handle)
     return handle.wait()
 
 
-def _require_handle(what: str, handle: object) -> None:
+def _require_handle(caller: str, handle: object) -> None:
     if not hasattr(handle, "wait"):
-        raise TypeError(f"{what} takes what an _async function returned, not {handle!r}")
+        raise TypeError(f"{caller} takes a handle that an _async function returned, not {handle!r}")

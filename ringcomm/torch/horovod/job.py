@@ -1,4 +1,4 @@
-"""The job, as Horovod's names speak of it: start and end, ranks, and what was built in."""
+"""Functions of Horovod's API about the job: its start, its timeline, its software."""
 
 from __future__ import annotations
 
@@ -7,41 +7,38 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ringcomm import config
-from ringcomm.engine.api import world
-from ringcomm.engine.api.world import engine
-from ringcomm.engine.executors.device import device_executor
+from ringcomm.engine.api import init_rank_size
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.executors.gpu_loader import device_executor
 from ringcomm.errors import ConfigError
 from ringcomm.torch.horovod import process_sets as sets
 
 if TYPE_CHECKING:
     from ringcomm.gpu.executor.gpus import Drivers
 
-_log = logging.getLogger("ringcomm")
-
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Make this process a rank of its job; see ringcomm.init(). Collective.
 
-    Horovod's variables are honoured where no RINGCOMM_ variable says otherwise:
-    HOROVOD_FUSION_THRESHOLD, HOROVOD_TIMELINE, HOROVOD_STALL_CHECK_TIME_SECONDS,
-    HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and HOROVOD_LOG_LEVEL. There is
-    no cycle, so HOROVOD_CYCLE_TIME has no meaning; process sets are always dynamic.
+    It reads these variables of Horovod (RINGCOMM_ variables take precedence over them):
+    HOROVOD_FUSION_THRESHOLD, HOROVOD_AUTOTUNE, HOROVOD_TIMELINE, HOROVOD_STALL_CHECK_TIME_SECONDS,
+    HOROVOD_STALL_CHECK_DISABLE, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS and HOROVOD_LOG_LEVEL.
 
     Args:
-        comm: an mpi4py communicator whose ranks take part; all by default.
+        comm: an mpi4py communicator whose ranks take part; None: all ranks.
         process_sets: process sets to put into use, the same on every rank; "dynamic" means none.
 
     Raises:
-        ValueError: comm is a list of ranks other than all of them; or a process set has the ranks
-            of one before it, as the global one has all: it alone is not in use then.
+        ValueError: comm is a list that lacks ranks of the job; or a process set has the same ranks
+            as an earlier one or as the global one. The other process sets are in use then.
     """
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
         process_sets = ()
     members = comm if isinstance(comm, list | tuple | range) else None
     level = config.horovod_log_level()
     if level is not None:
-        _log.setLevel(level)
-    world.start(config.horovod_settings, None if members is not None else comm)
+        logging.getLogger("ringcomm").setLevel(level)
+    init_rank_size.start(config.horovod_settings, None if members is not None else comm)
     if members and sorted(members) != list(range(engine().size)):
         raise ValueError(
             f"init(comm={list(members)}): this job has ranks 0 to {engine().size - 1}. Pass a "
@@ -54,52 +51,52 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record operations from now on in `<file_path>.<rank>.json`; see ringcomm.start_timeline().
 
     Args:
-        file_path: without ".<rank>.json"; a ".json" at its end is cut off.
-        mark_cycles: ignored: there are no cycles.
+        file_path: a path without ".<rank>.json"; a ".json" at its end is removed.
+        mark_cycles: ignored, because there are no cycles.
     """
     del mark_cycles
-    if isinstance(file_path, str):  # what is none is refused there
+    if isinstance(file_path, str):  # ringcomm's function refuses other types
         file_path = file_path.removesuffix(".json")
-    world.start_timeline(file_path)
+    init_rank_size.start_timeline(file_path)
 
 
 def is_homogeneous() -> bool:
-    """Return True if every host has as many ranks."""
+    """Return True if every host has the same number of ranks."""
     current = engine()
     nodes = current.groups.default.ranks.nodes
     return len({nodes.count(node) for node in nodes}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Return True if MPI lets several threads communicate, as it must for overlap."""
+    """Return True if MPI lets several threads communicate; overlap needs that."""
     return engine().transport.is_threaded
 
 
 def _always(name: str, answer: bool, why: str) -> Callable[[], bool]:
-    def asked() -> bool:
+    def question() -> bool:
         return answer
 
-    asked.__name__ = asked.__qualname__ = name
-    asked.__doc__ = f"Return {answer}: {why}."
-    return asked
+    question.__name__ = question.__qualname__ = name
+    question.__doc__ = f"Return {answer}: {why}."
+    return question
 
 
-mpi_built = _always("mpi_built", True, "MPI is what this library stands on")
+mpi_built = _always("mpi_built", True, "this library is built on MPI")
 mpi_enabled = _always("mpi_enabled", True, "MPI carries the messages")
 gloo_built = _always("gloo_built", False, "gloo is not used")
 gloo_enabled = _always("gloo_enabled", False, "gloo is not used")
-rocm_built = _always("rocm_built", False, "GPUs are NVIDIA's")
+rocm_built = _always("rocm_built", False, "only NVIDIA's GPUs are supported")
 ddl_built = _always("ddl_built", False, "DDL is not used")
 ccl_built = _always("ccl_built", False, "oneCCL is not used")
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that this process can use, 22703; 0 if it can use none.
+    """Return the version of the NCCL that this process can load, such as 22703; 0 if there is none.
 
-    Nothing is compiled for NCCL: it is looked for, and used where it is found. See cuda_built().
+    See cuda_built().
     """
     try:
-        drivers = _drivers(config.settings().nccl)
+        drivers = _drivers(config.read_settings().nccl)
         drivers.require()
         return drivers.provider().version
     except ConfigError:
@@ -107,9 +104,9 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Return True if tensors on a GPU can be reduced here; `ringcomm check` says what is missing.
+    """Return True if this process can reduce tensors on a GPU; see `ringcomm check`.
 
-    Cost: imports cupy, and starts NVIDIA's driver, which children forked later cannot use.
+    Cost: imports cupy and starts NVIDIA's driver; processes forked later cannot use the driver.
     """
     try:
         _drivers().require()
@@ -119,7 +116,7 @@ def cuda_built() -> bool:
 
 
 def _drivers(nccl: str = "cupy") -> Drivers:
-    device_executor()  # raises ConfigError in an installation without ringcomm.gpu
+    device_executor()  # raises ConfigError if ringcomm.gpu is not installed
     from ringcomm.gpu.executor.gpus import cuda_drivers
 
     return cuda_drivers(nccl)

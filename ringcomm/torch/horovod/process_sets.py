@@ -1,4 +1,4 @@
-"""Process sets: Horovod's name for groups of ranks, numbered alike on all ranks."""
+"""Process sets: groups of ranks, with Horovod's name and numbers."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import MismatchError
 
-# Operations without a name are matched by their order among those of their kind, as in Horovod: a
-# group of its own for each kind. Allreduce has the process set's own, which has the shortest way.
-KINDS: Final = ("allgather", "alltoall", "broadcast", "grouped", "reducescatter", "object")
+# As in Horovod, ranks match operations without a name by their order within a family of operations.
+# So each family has its own group. Allreduce uses the process set's first group: the fastest path.
+_FAMILIES: Final = ("allgather", "alltoall", "broadcast", "grouped", "reduce_scatter", "object")
 
 
 class ProcessSet:
     """Ranks that run collectives among themselves; pass it to init() or add_process_set() first.
 
     Args:
-        ranks_or_comm: ranks, in any order; or an mpi4py communicator with those ranks. Where ranks
-            pass their own parts of a split one, all parts are added, and this set is the own one.
+        ranks_or_comm: ranks, in any order; or an mpi4py communicator of the ranks. After a
+            Comm.Split(), each rank passes its own part: all parts are added, and this object is
+            the part of this rank.
 
     Attributes:
-        process_set_id: the same on every rank; None until it is added, and after it is removed.
-        ranks: ascending; None for a communicator until it is added, and after it is removed.
-        mpi_comm: the communicator; None if it was made of ranks.
+        process_set_id: number of the set, the same on every rank; None before the set is added and
+            after it is removed.
+        ranks: the members, ascending; None after removal, or before a communicator's set is added.
+        mpi_comm: the communicator; None if the process set was made from ranks.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
@@ -46,55 +48,53 @@ class ProcessSet:
                 f"ProcessSet takes ranks or an mpi4py communicator, not {ranks_or_comm!r}"
             )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
-
-    __repr__ = __str__
 
     def __reduce__(self) -> Any:
         if self is global_process_set:
-            return _global, ()
+            return "global_process_set"
         if self.process_set_id is None:
             return ProcessSet, (self.resolve(),)
-        return _of_ranks, (self.resolve(),)
+        return _with_ranks, (self.resolve(),)
 
     def size(self) -> int:
-        """Return the number of its ranks."""
+        """Return the number of ranks of this set."""
         return len(self._known_ranks())
 
     def rank(self) -> int:
-        """Return the index of this process among its ranks, -1 if it is not one of them."""
+        """Return the index of this process in `ranks`, -1 if it is no member."""
         ranks, mine = self._known_ranks(), engine().rank
         return ranks.index(mine) if mine in ranks else -1
 
     def included(self) -> bool:
-        """Return True if this process is one of its ranks."""
+        """Return True if this process is a member."""
         return engine().rank in self._known_ranks()
 
     @property
     def group(self) -> Group:
         """The engine's group of these ranks."""
-        return self.lane("allreduce")
+        return self.group_for("allreduce")
 
     @classmethod
     def require(cls, given: object) -> None:
-        """Raise TypeError for what is no process set."""
+        """Raise TypeError if `given` is not a process set."""
         if not isinstance(given, cls):
             raise TypeError(f"process_set must be a hvd.ProcessSet, not {given!r}")
 
-    def lane(self, kind: str) -> Group:
-        """Return the group in which operations of this kind that have no name are matched."""
-        return _registry().lanes(self)[kind]
+    def group_for(self, family: str) -> Group:
+        """Return the group in which operations of this family are matched by order."""
+        return _registry().groups_of(self)[family]
 
     def root(self, root_rank: int) -> int:
-        """Return the index of a rank of the job among these; ValueError if it is not a member."""
+        """Return the index in `ranks` of `root_rank`. Raises ValueError if `ranks` lacks it."""
         ranks = self._known_ranks()
         if root_rank not in ranks:
             raise ValueError(f"root_rank is {root_rank}; the ranks of {self} are {list(ranks)}")
         return ranks.index(root_rank)
 
     def resolve(self) -> list[int]:
-        """Return its ranks; those of a communicator are looked up."""
+        """Return `ranks`; if they are not known yet, get them from the communicator."""
         if self.ranks is None and self.mpi_comm is not None:
             self.ranks = sorted(engine().transport.ranks_of(self.mpi_comm))
         return list(self._known_ranks())
@@ -110,30 +110,32 @@ class ProcessSet:
         return self.ranks
 
 
-class _Registry:
-    """The process sets of one engine, by id."""
+class _Registry(dict[ProcessSet, dict[str, Group]]):
+    """The process sets that an engine uses, in the order of their ids; their groups by family."""
 
     def __init__(self) -> None:
-        self.sets: dict[int, ProcessSet] = {}
-        self._lanes: dict[int, dict[str, Group]] = {}
+        super().__init__()
         self._next_id = 0
 
-    def lanes(self, which: ProcessSet) -> dict[str, Group]:
-        """Return the groups in which operations on a process set are matched, by their kind."""
-        number = which.process_set_id
-        if number is not None and self.sets.get(number) is not which:  # of an earlier init()
-            known = self.of_ranks(which._known_ranks())
-            number = None if known is None else known.process_set_id
-        if number is None:
-            which._known_ranks()  # refuses one that was removed
-            raise ValueError(f"{which} is not in use: pass it to add_process_set() first")
-        return self._lanes[number]
+    def with_ranks(self, ranks: Sequence[int]) -> ProcessSet | None:
+        return next((each for each in self if each.resolve() == list(ranks)), None)
+
+    def groups_of(self, which: ProcessSet) -> dict[str, Group]:
+        groups = self.get(which)
+        if groups is None:
+            ranks = which._known_ranks()
+            # A set from before the latest init() stands for the set that now has the same ranks.
+            known = None if which.process_set_id is None else self.with_ranks(ranks)
+            if known is None:
+                raise ValueError(f"{which} is not in use: pass it to add_process_set() first")
+            groups = self[known]
+        return groups
 
     def add(self, which: ProcessSet) -> ProcessSet:
-        """Number a process set, whose ranks no other one in use has, and all parts of a split."""
+        """Give ids to a process set and the other parts of its Comm.Split(); return the set."""
         mine = tuple(which.resolve())
-        parts = _agreed("add", mine, is_comm=which.mpi_comm is not None) if self.sets else [mine]
-        known = next((each for part in parts if (each := self.of_ranks(part))), None)
+        parts = _agreed("add", mine, is_comm=which.mpi_comm is not None) if self else [mine]
+        known = next((each for part in parts if (each := self.with_ranks(part))), None)
         if known is not None:
             raise _InUseError(known)
         for ranks in parts:
@@ -144,30 +146,9 @@ class _Registry:
         is_all = ranks == tuple(range(engine().size))
         group = engine().groups.default if is_all else Group(ranks)
         is_member = group.rank is not None
-        lanes = {kind: Group(ranks) if is_member else group for kind in KINDS}
-        self._lanes[self._next_id] = lanes | {"allreduce": group}
-        self.sets[self._next_id] = which
+        groups = {family: Group(ranks) if is_member else group for family in _FAMILIES}
+        self[which] = groups | {"allreduce": group}
         which.process_set_id, self._next_id = self._next_id, self._next_id + 1
-
-    def has(self, which: ProcessSet) -> bool:
-        """Return True if this very process set is in use."""
-        number = which.process_set_id
-        return number is not None and self.sets.get(number) is which
-
-    def of_ranks(self, ranks: Sequence[int]) -> ProcessSet | None:
-        """Return the one in use that has these ranks."""
-        return next((each for each in self.sets.values() if each.resolve() == list(ranks)), None)
-
-    def remove(self, which: ProcessSet) -> bool:
-        """Forget a process set, and return True; False: it is the global one, or not in use."""
-        number = which.process_set_id
-        if not number or not self.has(which):
-            return False
-        _agreed("remove", tuple(which.resolve()))  # and no rank may still need it
-        known = self.sets.pop(number)
-        del self._lanes[number]
-        known.process_set_id = known.ranks = None
-        return True
 
 
 class _InUseError(ValueError):
@@ -180,22 +161,33 @@ class _InUseError(ValueError):
 
 
 def _agreed(verb: str, ranks: tuple[int, ...], *, is_comm: bool = False) -> list[tuple[int, ...]]:
-    """Return the ranks of each set that all ranks add or remove: several of a split one."""
+    """Return the ranks of each process set that is added or removed now. Collective.
+
+    There is one set, unless every rank passes its part of a split communicator.
+    """
     calls = collectives.allgather_object((verb, ranks, is_comm))
-    joined = [rank for rank, each in enumerate(calls) if each is None]  # what a stand-in gathers
-    if joined:
-        raise MismatchError(
-            f"{verb}_process_set: ranks {joined} are in join(), and every rank must {verb} a "
-            "process set. Do it before the first rank calls join(), or after join() has returned"
-        )
+    must = f"{verb} a process set"
+    require_nobody_in_join(f"{verb}_process_set", calls, range(len(calls)), must=must)
     other = next((rank for rank, each in enumerate(calls) if each[:2] != calls[0][:2]), None)
     if other is not None and not all(is_comm for *_, is_comm in calls):
         (first, theirs, _), (second, others, _) = calls[0], calls[other]
         raise MismatchError(
             f"{verb}_process_set: rank 0 {first}s ranks {list(theirs)}, rank {other} {second}s "
-            f"{list(others)}. Every rank must add and remove the same process sets in one order"
+            f"{list(others)}. Every rank must add and remove the same sets in the same order"
         )
     return list(dict.fromkeys(theirs for _, theirs, _ in calls))
+
+
+def require_nobody_in_join(
+    caller: str, gathered: Sequence[object], ranks: Sequence[int], *, must: str = "take part"
+) -> None:
+    """Raise MismatchError if some of the ranks are in join(): `gathered` has None for them."""
+    joined = [rank for rank, each in zip(ranks, gathered, strict=True) if each is None]
+    if joined:
+        raise MismatchError(
+            f"{caller}: ranks {joined} are in join(), and every rank must {must}. Do it before the "
+            "first rank calls join(), or after join() has returned"
+        )
 
 
 global_process_set: Final = ProcessSet([])
@@ -203,13 +195,9 @@ global_process_set.process_set_id = 0
 _registries: WeakKeyDictionary[Engine, _Registry] = WeakKeyDictionary()
 
 
-def _global() -> ProcessSet:
-    return global_process_set
-
-
-def _of_ranks(ranks: list[int]) -> ProcessSet:
-    """Return the process set in use that has these ranks: of a copy, or of what was pickled."""
-    known = _registry().of_ranks(ranks)
+def _with_ranks(ranks: list[int]) -> ProcessSet:
+    """Return the process set in use that has these ranks; called to unpickle or copy a set."""
+    known = _registry().with_ranks(ranks)
     if known is None:
         raise ValueError(
             f"no process set of ranks {ranks} is in use: add_process_set({ranks}) first"
@@ -218,12 +206,12 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Put a process set into use, and return it. Every rank of the job calls it, in one order.
+    """Put a process set into use, and return it. All ranks of the job add sets in the same order.
 
     Raises:
-        ValueError: a rank that does not exist, or the same one twice, or none; or one in use has
-            the same ranks, as the global one has all.
-        MismatchError: ranks add different ones, or some are in join().
+        ValueError: there are no ranks, a rank does not exist or is listed twice, or a process set
+            in use has the same ranks (the global one has all ranks).
+        MismatchError: ranks add different process sets, or some are in join().
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -231,37 +219,52 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set out of use. Every rank calls it.
+    """Take a process set out of use. Every rank of the job calls it.
 
     Returns:
-        False for the global one, which stays, and for one that is not in use.
+        False for the global process set, which stays, and for a set not in use; else True.
 
     Raises:
-        MismatchError: ranks remove different ones, or some are in join().
+        MismatchError: ranks remove different process sets, or some are in join().
     """
     ProcessSet.require(process_set)
-    return _registry().remove(process_set)
+    registry = _registry()
+    if process_set is global_process_set or process_set not in registry:
+        return False
+    _agreed("remove", tuple(process_set.resolve()))  # after this, no rank needs the set
+    del registry[process_set]
+    process_set.process_set_id = process_set.ranks = None
+    return True
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of each process set in use, by id."""
-    return {number: each.resolve() for number, each in _registry().sets.items()}
+    return {number: each.resolve() for number, each in _by_id().items()}
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
     """Return the process set of this id. Raises ValueError if there is none."""
-    known = _registry().sets
+    known = _by_id()
     if process_set_id not in known:
         raise ValueError(f"no process set has the id {process_set_id}; known: {list(known)}")
     return known[process_set_id]
 
 
+def _by_id() -> dict[int, ProcessSet]:
+    return {each.process_set_id: each for each in _registry() if each.process_set_id is not None}
+
+
 def prepare(process_sets: Iterable[ProcessSet] = ()) -> None:
-    """Put the global process set into use, and these. Collective. ValueError: a duplicate."""
+    """Put the global process set and these into use. Collective.
+
+    Raises:
+        ValueError: a process set has the ranks of an earlier one. The others are in use then.
+    """
     registry, duplicates = _registry(), []
     for number, each in enumerate(process_sets):
+        ProcessSet.require(each)
         try:
-            if not registry.has(each):
+            if each not in registry:
                 registry.add(each)
         except _InUseError as error:
             duplicates.append(f"process_sets entry number {number} is a duplicate: {error}")
@@ -270,11 +273,10 @@ def prepare(process_sets: Iterable[ProcessSet] = ()) -> None:
 
 
 def _registry() -> _Registry:
-    """Return this engine's; the first call makes the groups of the global one. Collective then."""
+    """Return this engine's registry; the first call makes the global process set's groups."""
     current = engine()
     registry = _registries.get(current)
     if registry is None:
         registry = _registries[current] = _Registry()
-        registry.add(global_process_set)
-        registry.sets[0].ranks = list(range(current.size))
+        registry.add(global_process_set).ranks = list(range(current.size))
     return registry

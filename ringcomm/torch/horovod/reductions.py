@@ -1,7 +1,7 @@
 """Reductions of torch tensors, with the names, arguments and defaults of Horovod.
 
-The contracts are those of ringcomm.engine.api.collectives; this face translates. Forms that end in
-`_` overwrite their argument, `grouped_` ones reduce several tensors as one operation.
+The contracts are those of ringcomm.engine.api.collectives. Forms that end in `_` overwrite their
+argument; `grouped_` forms reduce several tensors as one operation.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE, SUM, Op
+from ringcomm.collectives.operators import AVERAGE, SUM, Op, ReductionOptions
 from ringcomm.engine.api import collectives
-from ringcomm.torch.compression import Compression, compress
-from ringcomm.torch.horovod import autograd_functions
+from ringcomm.engine.operations.adasum import plan_adasum
+from ringcomm.engine.operations.allreduce import plan_allreduce
+from ringcomm.engine.operations.grouped import plan_grouped_allreduce, plan_grouped_reduce_scatter
+from ringcomm.engine.operations.reduce_scatter import plan_reduce_scatter
+from ringcomm.errors import RingcommError
+from ringcomm.torch.compression import Compression
+from ringcomm.torch.horovod.autograd_functions import apply, tensor_list
+from ringcomm.torch.horovod.data_collectives import allgather
 from ringcomm.torch.horovod.forms import (
     AWAITED,
     IN_PLACE,
@@ -26,7 +32,7 @@ from ringcomm.torch.horovod.forms import (
 )
 from ringcomm.torch.horovod.handles import Handle
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
-from ringcomm.torch.horovod.reduce_op import AnyOp, Reduction, op_of
+from ringcomm.torch.horovod.reduce_op import Adasum, AnyOp, op_of
 from ringcomm.torch.sparse import add_up, plan_elements
 
 Tensor = torch.Tensor
@@ -47,14 +53,18 @@ def allreduce(
 ) -> Tensor:
     """Return the reduction of `tensor` over the ranks: a new tensor of its shape and dtype.
 
-    Gradients flow through it; that of a mean is the mean of the ranks' gradients.
+    Gradients flow through it: the gradient of a mean is the mean of the ranks' gradients.
 
     Args:
-        tensor: any shape; the same shape and dtype on every rank.
+        tensor: a tensor of any shape; the same shape and dtype on every rank.
     """
-    which = op_of(op, average)
-    how = Reduction(AWAITED, which, prescale_factor, postscale_factor, process_set, name)
-    (result,) = _apply(lambda xs: [how.start(xs[0]).wait()], how.backward, [tensor], compression)
+    how = op_of(op, average), prescale_factor, postscale_factor, process_set
+    (result,) = _apply(
+        lambda xs: [_allreduce(AWAITED, xs[0], None, name, *how).wait()],
+        lambda grads, _: [_allreduce(AWAITED, grad, None, None, *how).wait() for grad in grads],
+        [tensor],
+        compression,
+    )
     return result
 
 
@@ -69,17 +79,20 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the reduction of each tensor over the ranks; all travel as one operation.
+    """Return the reduction of each tensor over the ranks; all tensors are in one operation.
 
-    Gradients flow through it; that of a mean is the mean of the ranks' gradients.
+    Gradients flow through it: the gradient of a mean is the mean of the ranks' gradients.
 
     Args:
-        tensors: a list, of the same shapes and dtypes on every rank.
+        tensors: a list of tensors, with the same shapes and dtypes on every rank.
     """
-    xs = autograd_functions.tensor_list(tensors)
-    which = op_of(op, average)
-    how = Reduction(AWAITED, which, prescale_factor, postscale_factor, process_set, name)
-    return _apply(lambda xs: how.start_group(xs).wait(), how.backward, xs, compression)
+    how = op_of(op, average), prescale_factor, postscale_factor, process_set
+    return _apply(
+        lambda xs: _grouped_allreduce(AWAITED, xs, None, name, *how).wait(),
+        lambda grads, _: [_allreduce(AWAITED, grad, None, None, *how).wait() for grad in grads],
+        tensors,
+        compression,
+    )
 
 
 def _allreduce(
@@ -94,16 +107,19 @@ def _allreduce(
 ) -> Handle[Tensor]:
     which = op_of(op, average, stacklevel=4)
     is_plain = name is None and _is_one(prescale_factor) and _is_one(postscale_factor)
-    if form is IN_PLACE and is_plain and isinstance(which, Op):  # the shortest way
+    if form is IN_PLACE and is_plain and isinstance(which, Op):  # the fastest path
         ProcessSet.require(process_set)
         result = collectives.allreduce_(tensor, which, group=process_set.group)
         return Handle((), lambda: result)
-    how = Reduction(form, which, prescale_factor, postscale_factor, process_set, name)
-    return how.start(tensor)
+    options = _options(which, prescale_factor, postscale_factor)
+    if which is Adasum:
+        args = form, "adasum", name, process_set, plan_adasum, [tensor], options
+        return Handle([begin(*args, family="allreduce")], lambda results: results[0])
+    return begin(form, "allreduce", name, process_set, plan_allreduce, tensor, options)
 
 
 def _is_one(factor: float) -> bool:
-    return type(factor) is float and factor == 1.0  # others are checked as they are used
+    return type(factor) is float and factor == 1.0  # the fast path checks no other types
 
 
 def _grouped_allreduce(
@@ -117,21 +133,19 @@ def _grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[Tensor]]:
     which = op_of(op, average, stacklevel=4)
-    how = Reduction(form, which, prescale_factor, postscale_factor, process_set, name)
-    return how.start_group(tensors)
+    options = _options(which, prescale_factor, postscale_factor)
+    kind, plan = "grouped_allreduce", plan_grouped_allreduce
+    if which is Adasum:
+        kind, plan = "adasum", plan_adasum
+    xs = tensor_list(tensors)
+    return begin(form, kind, name, process_set, plan, xs, options, family="grouped")
 
 
 allreduce_async = async_form(_allreduce, allreduce)
-allreduce_ = in_place_form(
-    _allreduce, allreduce, "Overwrite `tensor` with its reduction, and return it."
-)
+allreduce_ = in_place_form(_allreduce, allreduce)
 allreduce_async_ = async_form(_allreduce, allreduce, in_place=True)
 grouped_allreduce_async = async_form(_grouped_allreduce, grouped_allreduce)
-grouped_allreduce_ = in_place_form(
-    _grouped_allreduce,
-    grouped_allreduce,
-    "Overwrite each tensor with its reduction, and return them.",
-)
+grouped_allreduce_ = in_place_form(_grouped_allreduce, grouped_allreduce)
 grouped_allreduce_async_ = async_form(_grouped_allreduce, grouped_allreduce, in_place=True)
 
 
@@ -142,14 +156,14 @@ def sparse_allreduce_async(
     op: AnyOp | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Tensor]:
-    """Start the reduction of a torch.sparse_coo tensor; the result is one, and coalesced.
+    """Start the reduction of a torch.sparse_coo tensor; the result is a coalesced sparse tensor.
 
     Args:
-        tensor: the same shape and dtype on every rank; any number of elements.
+        tensor: a sparse tensor of the same shape and dtype on every rank; any number of elements.
         op: Average (the default) or Sum.
     """
     ProcessSet.require(process_set)
-    kind, which = "sparse_allreduce", op_of(op, None)
+    which = op_of(op, None)
     if which not in (AVERAGE, SUM):
         raise ValueError(f"sparse_allreduce_async: op is Average or Sum, not {which}")
     if not (isinstance(tensor, Tensor) and tensor.is_sparse):
@@ -157,7 +171,8 @@ def sparse_allreduce_async(
             f"sparse_allreduce_async takes a torch.sparse_coo tensor, not {type(tensor).__name__}"
         )
     shape, divisor = tensor.shape, process_set.size() if which is AVERAGE else 1
-    handle = begin(Form(), kind, name, process_set, plan_elements, tensor, lane="grouped")
+    kind, plan = "sparse_allreduce", plan_elements
+    handle = begin(Form(), kind, name, process_set, plan, tensor, family="grouped")
     return Handle([handle], lambda elements: add_up(elements, shape, divisor))
 
 
@@ -172,17 +187,21 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the reduction; the first n % size ranks get one row more.
+    """Return this rank's rows of the reduction, a new tensor.
 
-    Gradients flow through it; that of a mean is the mean of the ranks' gradients.
+    Of n rows, the first n % size ranks get one more than the others. Gradients flow through it: the
+    gradient of a mean is the mean of the ranks' gradients.
 
     Args:
-        tensor: at least one dimension; the same shape and dtype on every rank.
+        tensor: a tensor of at least one dimension; the same shape and dtype on every rank.
         op: Average, Sum, Min, Max or Product.
     """
-    how = Reduction(AWAITED, op_of(op, None), prescale_factor, postscale_factor, process_set, name)
+    how = op, process_set, prescale_factor, postscale_factor
     (result,) = _apply(
-        lambda xs: [how.start_scatter(xs[0]).wait()], how.backward_of_scatter, [tensor], compression
+        lambda xs: [_reducescatter(AWAITED, xs[0], name, *how).wait()],
+        lambda grads, _: _gather_gradients(grads, *how),
+        [tensor],
+        compression,
     )
     return result
 
@@ -197,19 +216,21 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return this rank's rows of the reduction of each tensor; all travel as one operation.
+    """Return this rank's rows of the reduction of each tensor; all are in one operation.
 
-    Gradients flow through it; that of a mean is the mean of the ranks' gradients.
+    Gradients flow through it: the gradient of a mean is the mean of the ranks' gradients.
 
     Args:
         tensors: a list of tensors with at least one dimension, of the same shapes and dtypes on
-            every rank. The first n % size ranks get one row more of n.
+            every rank. Of n rows, the first n % size ranks get one more than the others.
         op: Average, Sum, Min, Max or Product.
     """
-    xs = autograd_functions.tensor_list(tensors)
-    how = Reduction(AWAITED, op_of(op, None), prescale_factor, postscale_factor, process_set, name)
+    how = op, process_set, prescale_factor, postscale_factor
     return _apply(
-        lambda xs: how.start_group_scatter(xs).wait(), how.backward_of_scatter, xs, compression
+        lambda xs: _grouped_reducescatter(AWAITED, xs, name, *how).wait(),
+        lambda grads, _: _gather_gradients(grads, *how),
+        tensors,
+        compression,
     )
 
 
@@ -222,8 +243,8 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
-    how = Reduction(form, op_of(op, None), prescale_factor, postscale_factor, process_set, name)
-    return how.start_scatter(tensor)
+    options, kind = _scatter_options(op, prescale_factor, postscale_factor), "reduce_scatter"
+    return begin(form, kind, name, process_set, plan_reduce_scatter, tensor, options)
 
 
 def _grouped_reducescatter(
@@ -235,12 +256,35 @@ def _grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[Tensor]]:
-    how = Reduction(form, op_of(op, None), prescale_factor, postscale_factor, process_set, name)
-    return how.start_group_scatter(tensors)
+    options, xs = _scatter_options(op, prescale_factor, postscale_factor), tensor_list(tensors)
+    kind, plan = "grouped_reduce_scatter", plan_grouped_reduce_scatter
+    return begin(form, kind, name, process_set, plan, xs, options, family="grouped")
 
 
 reducescatter_async = async_form(_reducescatter, reducescatter)
 grouped_reducescatter_async = async_form(_grouped_reducescatter, grouped_reducescatter)
+
+
+def _options(op: AnyOp, prescale: float, postscale: float) -> ReductionOptions:
+    return ReductionOptions(op if isinstance(op, Op) else SUM).scaled(prescale, postscale)
+
+
+def _scatter_options(op: AnyOp, prescale: float, postscale: float) -> ReductionOptions:
+    op = op_of(op, None)
+    if op is Adasum:
+        raise RingcommError(  # a HorovodInternalError, as Horovod raises
+            "reducescatter: op is Average, Sum, Min, Max or Product, not Adasum"
+        )
+    return _options(op, prescale, postscale)
+
+
+def _gather_gradients(
+    grads: Tensors, op: AnyOp, process_set: ProcessSet, prescale: float, postscale: float
+) -> list[Tensor]:
+    """Return the gradients of a reducescatter, gathered: each rank has those of its own rows."""
+    factor = float(prescale) * float(postscale) * (process_set.size() if op is SUM else 1)
+    gathered = [allgather(grad.contiguous(), process_set=process_set) for grad in grads]
+    return [grad if factor == 1 else grad * factor for grad in gathered]
 
 
 def _apply(
@@ -249,9 +293,11 @@ def _apply(
     tensors: Tensors,
     compression: Any,
 ) -> list[Tensor]:
-    """Return what a reduction makes of tensors that are compressed on their way."""
-    sent = [compress(compression, tensor) for tensor in tensors]
-    results = autograd_functions.apply(forward, backward, [x for x, _ in sent])
+    """Compress tensors, reduce them by forward(), and decompress the results."""
+    if not hasattr(compression, "decompress"):
+        raise TypeError(f"compression is one of hvd.Compression, not {compression!r}")
+    sent = [compression.compress(tensor) for tensor in tensor_list(tensors)]
+    results = apply(forward, backward, [x for x, _ in sent])
     return [
         compression.decompress(result, ctx) for result, (_, ctx) in zip(results, sent, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""An optimizer whose ranks step by their own gradients, and combine by Adasum what that adds."""
+"""Adasum: each rank makes a step with its own gradients; ranks combine the changes of weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ringcomm.torch.backward.parameters import Named
+from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import ProcessSet
 from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
-from ringcomm.torch.optim.first_weights import FirstWeights
+from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.options import require_passes
 from ringcomm.torch.optim.wrapping import derive, underlying
 
@@ -30,19 +30,20 @@ def with_adasum(
     sync_weights: bool = True,
     known: Named = (),
 ) -> T:
-    """Return `optimizer` with the change that each step() makes combined over all ranks."""
-    attributes = {
-        "_named": list(named_parameters),
-        "_compression": compression,
-        "_process_set": process_set,
-        "_sync_weights": sync_weights,
-        "_weights": FirstWeights(is_wanted=sync_weights, known=known),
-    }
-    return derive(optimizer, _Adaptive, **attributes)
+    """Return `optimizer`, whose step() combines the ranks' changes of the weights."""
+    return derive(
+        optimizer,
+        _AdasumOptimizer,
+        _named=list(named_parameters),
+        _compression=compression,
+        _process_set=process_set,
+        _sync_weights=sync_weights,
+        _weights=FirstWeights(is_wanted=sync_weights, known=known),
+    )
 
 
-class _Adaptive(Optimizer):
-    """The part of the new class that knows of other ranks; the optimizer's own class follows it."""
+class _AdasumOptimizer(Optimizer):
+    """First base class of the wrapped optimizer; the second is the optimizer's own class."""
 
     _named: list[tuple[str, torch.nn.Parameter]]
     _compression: Any
@@ -51,7 +52,7 @@ class _Adaptive(Optimizer):
     _sync_weights: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters by the combination of what each rank would have added."""
+        """Update the parameters by the Adasum of the ranks' updates."""
         if self._process_set.included():
             self._weights.compare(self._named, self._process_set.group, " (adasum)")
         starts = [p.detach().clone() for _, p in self._named]
@@ -61,25 +62,21 @@ class _Adaptive(Optimizer):
         return result
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay each rank's own."""
+        """Do nothing: each rank keeps its own gradients."""
 
     @property
     def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
         return {p: name for name, p in self._named}
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: gradients add up in .grad until step(), however many backward() there are.
-
-        Raises:
-            ValueError: passes is no whole number from 1 on.
-        """
+        """Check the number and ignore it: .grad is the sum of all backward() until step()."""
         require_passes(passes)
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError, as Horovod does: what step() adds is combined in any case."""
+        """Raise AssertionError, as Horovod does: step() combines the updates in any case."""
         raise AssertionError(
-            "skip_synchronize() is not supported with op=hvd.Adasum: gradients stay each rank's "
-            "own, so change .grad and call step() without it"
+            "skip_synchronize() is not supported with op=hvd.Adasum: each rank keeps its own "
+            "gradients, so change .grad and call step() without skip_synchronize()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -98,7 +95,3 @@ class _Adaptive(Optimizer):
             under_way.append((handle, ctx))
         for (_, p), start, (handle, ctx) in zip(self._named, starts, under_way, strict=True):
             p.copy_(start + self._compression.decompress(handle.wait(), ctx))
-
-
-# torch wraps the step() of a class to run its step hooks, and the base class's is wrapped already.
-_Adaptive.step.hooked = True  # type: ignore[attr-defined]

@@ -9,61 +9,70 @@ import torch
 
 from ringcomm.arrays import DTYPES, device_adapter_for
 from ringcomm.collectives.fusion import Item, plan_fusion
-from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.collectives.schedule import chunks, consecutive, within
+from ringcomm.collectives.message_patterns import chunks, consecutive, within
+from ringcomm.collectives.operators import SUM, Op
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.registered import on_gpu, zeros
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.api.registered_arrays import on_gpu, zeros
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
-from ringcomm.torch.backward.streams import Streams
 from ringcomm.torch.optim.options import GradientOptions
 
 MIB = 1 << 20
 _16_BIT = (torch.float16, torch.bfloat16)
 
 
-def plan_buckets(
-    sizes: Sequence[tuple[int, object]], order: Sequence[int], max_nbytes: float
-) -> list[list[int]]:
-    """Return which tensors share a bucket: their indices, in `order`. Pure, so alike on every rank.
+class Streams:
+    """CUDA streams that have written to a tensor since the last join(); none for a CPU tensor.
 
-    Args:
-        sizes: (bytes, what must be alike) of each tensor.
-        order: indices of tensors, in the order in which they are expected to be ready.
-        max_nbytes: of a bucket; a tensor that is larger has one of its own.
+    Autograd writes gradients on the streams of forward().
     """
-    items = [Item(*sizes[index]) for index in order]
-    return [[order[place] for place in batch] for batch in plan_fusion(items, max_nbytes)]
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._device = tensor.device if tensor.is_cuda else None
+        self._seen: set[torch.cuda.Stream] = set()
+
+    def note(self) -> None:
+        """Note that the current stream writes to the tensor."""
+        if self._device is not None:
+            self._seen.add(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Make the current stream wait for the other streams."""
+        if self._device is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._seen - {current}:
+            current.wait_stream(stream)
+        self._seen.clear()
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Options of one step's reduction; samples: how many this rank's gradient is the mean of."""
+    """Options of one step's reduction. `samples` is the weight of this rank's mean, if any."""
 
     options: GradientOptions
     samples: float | None = None
 
     @property
     def wire_op(self) -> Op:
-        """The engine's operator: a weighted mean is a sum, divided at the end."""
+        """Operator of the allreduce: a weighted mean is a sum, divided at the end."""
         return self.options.op if self.samples is None else SUM
 
     @property
     def group(self) -> Group:
-        """The ranks whose gradients become one."""
+        """The ranks that reduce together."""
         return self.options.group
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter's place in its bucket.
+    """A parameter in its bucket.
 
     Attributes:
-        view: of the buffer, in the parameter's shape and, if it is dense, strides; it has a version
-            counter of its own.
-        place: which elements of the buffer these are.
-        own: which elements, in the order in which they lie in memory, this rank gets the result of.
+        view: the parameter's view of the buffer; see view_like().
+        place: the parameter's elements in the buffer.
+        own: the elements whose result this rank gets, counted from the start of `place`.
     """
 
     index: int
@@ -74,7 +83,7 @@ class Member:
 
 @dataclass(frozen=True, order=True)
 class BucketDescription:
-    """A bucket that other ranks are reducing and this one does not have."""
+    """The data that a rank needs to take part in the reduction of a bucket that it lacks."""
 
     name: str
     count: int
@@ -84,22 +93,29 @@ class BucketDescription:
     device: str  # "cpu" or "cuda"
 
     def launch_zeros(self, group: Group) -> Handle[torch.Tensor]:
-        """Take part with zeros, so that those ranks do not wait for this one."""
+        """Take part with zeros, so that the other ranks need not wait for this one."""
         zeros = torch.zeros(self.count, dtype=getattr(torch, self.dtype), device=self.device)
         return _launch(zeros, Op(self.op), self.name, group, is_scattered=self.is_scattered)
 
 
 class Bucket:
-    """A flat buffer with a view for the gradient of each (index, name, parameter), of one dtype.
+    """A flat buffer, with a view for each parameter's gradient; all have the same dtype.
 
     Attributes:
-        whose: names its parameters.
-        name: by which the ranks know the bucket.
-        own: which elements this rank gets the result of: all; if is_scattered, its chunk.
-        waiting: indices of members that are not ready.
-        handles: of the reduction under way, if any: until land() returns the engine owns the
-            buffer, views included.
+        whose: a short text that names the parameters.
+        name: name of the bucket's messages.
+        own: the elements whose result this rank gets: all, or its chunk if is_scattered.
+        waiting: indices of the members that are not ready.
+        streams: CUDA streams that have written gradients.
+        handles: handle of the reduction under way, if any. Until land() returns, the engine owns
+            the buffer, including its views.
     """
+
+    # Set by launch(), and used by land():
+    _wire: torch.Tensor
+    _op: Op
+    _restore: Callable[[torch.Tensor], torch.Tensor]
+    _factor: float
 
     def __init__(
         self,
@@ -116,7 +132,7 @@ class Bucket:
         places = consecutive([p.numel() for _, _, p in parameters])
         count = places[-1].stop
         self.buffer = node_zeros(count, parameters[0][2], group)
-        self._streams = Streams(self.buffer)
+        self.streams = Streams(self.buffer)
         self.own = chunks(count, group.size)[group.index] if is_scattered else slice(0, count)
         self.members = [
             Member(index, view_like(self.buffer[place], p), place, within(place, self.own))
@@ -124,36 +140,33 @@ class Bucket:
         ]
         self.is_scattered = is_scattered
         self._wide: torch.Tensor | None = None
-        self._wire, self._op = self.buffer, AVERAGE
-        self._restore: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
-        self._factor = 1.0
         self.handles: tuple[Handle[torch.Tensor], ...] = ()
         self.expect_all()
 
     @property
     def description(self) -> BucketDescription:
-        """All that another rank needs to take part in the reduction under way."""
-        kind = str(self._wire.dtype).removeprefix("torch.")
-        count = self._wire.numel()
-        place = self._wire.device.type
-        return BucketDescription(self.name, count, kind, self._op.value, self.is_scattered, place)
+        """Description by which another rank can take part in the reduction under way."""
+        return BucketDescription(
+            self.name,
+            self._wire.numel(),
+            str(self._wire.dtype).removeprefix("torch."),
+            self._op.value,
+            self.is_scattered,
+            self._wire.device.type,
+        )
 
     @property
     def is_under_way(self) -> bool:
-        """True from launch() to the end of land()."""
+        """True from launch() to land()."""
         return bool(self.handles)
 
     def expect_all(self) -> None:
-        """Wait for every member anew."""
+        """Count every member as not ready again."""
         self.waiting = {member.index for member in self.members}
-
-    def note_loaded(self) -> None:
-        """A gradient was put into it, on the current stream if that is on a GPU."""
-        self._streams.note()
 
     def launch(self, scaling: Scaling) -> None:
         """Start to reduce the buffer."""
-        self._streams.join()
+        self.streams.join()
         options = scaling.options
         scaled = self._weighted(scaling.samples)
         if options.predivide != 1.0:
@@ -168,9 +181,9 @@ class Bucket:
         self._factor = options.predivide
 
     def land(self, total: float | None) -> None:
-        """Wait for the result, divided by `total` samples of all ranks unless that is None.
+        """Wait for the result; divide it by the total number of samples, unless that is None.
 
-        The buffer is this rank's again, also after a MismatchError.
+        Once land() returns or raises MismatchError, the engine no longer uses the buffer.
         """
         (handle,), self.handles = self.handles, ()
         handle.wait()
@@ -185,13 +198,13 @@ class Bucket:
             self.buffer[self.own.stop :].zero_()
 
     def _weighted(self, samples: float | None) -> torch.Tensor:
-        """Return what to send; float32 for 16-bit gradients, which a factor could overflow."""
+        """Return the gradients times samples; in float32 if they have 16 bits, against overflow."""
         if samples is None:
             return self.buffer
         if self.buffer.dtype in _16_BIT:
             self._wide = wide(self.buffer) if self._wide is None else self._wide.copy_(self.buffer)
         wire = self.buffer if self._wide is None else self._wide
-        # The mean over an empty batch is NaN, which a factor of 0 would not cancel.
+        # The mean over an empty batch is NaN, and NaN * 0 is NaN.
         return wire.mul_(samples) if samples else wire.zero_()
 
 
@@ -204,13 +217,13 @@ def make_buckets(
     *,
     is_scattered: bool = False,
 ) -> list[Bucket]:
-    """Return the buckets of these (index, name, parameter), in the order of the list."""
-    sizes = [(p.numel() * p.element_size(), (p.dtype, p.device)) for _, _, p in parameters]
+    """Return buckets for these (index, name, parameter), in the order of the list."""
+    items = [Item(p.nbytes, (p.dtype, p.device)) for _, _, p in parameters]
     return [
         Bucket(
             kind, [parameters[place] for place in places], group, suffix, is_scattered=is_scattered
         )
-        for places in plan_buckets(sizes, range(len(parameters)), max_nbytes)
+        for places in plan_fusion(items, max_nbytes)
     ]
 
 
@@ -220,12 +233,12 @@ def is_16_bit(x: torch.Tensor) -> bool:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a float32 copy if it has 16 bits: room for sums and factors."""
+    """Return x, or a float32 copy of 16-bit elements, so that sums and products do not overflow."""
     return x.float() if is_16_bit(x) else x
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return True if the elements fill their memory without gap or overlap, in whatever order."""
+    """Return True if the elements, in any order, fill their memory without gap or overlap."""
     expected = 1
     for stride, n in sorted((stride, n) for stride, n in zip(strides, shape, strict=True) if n > 1):
         if stride != expected:
@@ -235,7 +248,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of `piece`, flat, in the shape and, if it is dense, strides of a parameter."""
+    """Return a view of the flat `piece` with a parameter's shape, and with its strides if dense."""
     shape = parameter.shape
     view = piece.view(shape)
     if parameter.numel() and is_dense(shape, parameter.stride()):
@@ -244,12 +257,12 @@ def view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def flat_view(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of all elements of a tensor without gaps, in the order in which they lie."""
+    """Return a flat view of a tensor without gaps, in the order of its elements in memory."""
     return x.as_strided((x.numel(),), (1,))
 
 
 def flatten_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """Return a dense x flat, with its elements in the order in which those of `view` lie."""
+    """Return the elements of a dense x as a flat tensor, in the memory order of `view`."""
     x = x.detach()
     if x.stride() != view.stride():
         x = torch.empty_strided(view.shape, view.stride(), dtype=x.dtype, device=x.device).copy_(x)
@@ -257,14 +270,14 @@ def flatten_like(x: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def node_zeros(count: int, like: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return zeros, of like's dtype and device, that ranks of a node reduce where they are."""
+    """Return zeros, with dtype and device of `like`, that the ranks of a node reduce in place."""
     nbytes = count * like.dtype.itemsize
     adapter = device_adapter_for(like)
     if adapter is None:
         return torch.from_numpy(zeros(nbytes, "uint8", group=group)).view(like.dtype)
     x: torch.Tensor = on_gpu(engine(), DTYPES["uint8"], (nbytes,), adapter, adapter.device(like))
     x.zero_()
-    if x.is_cuda:  # once: gradients come on any stream
+    if x.is_cuda:  # any stream may write gradients
         torch.cuda.current_stream(x.device).synchronize()
     return x.view(like.dtype)
 
@@ -275,7 +288,3 @@ def _launch(
     if is_scattered:
         return collectives.reduce_scatter_async_(wire, op, name=name, group=group)
     return collectives.allreduce_async_(wire, op, name=name, group=group)
-
-
-def _as_it_is(wire: torch.Tensor) -> torch.Tensor:
-    return wire

@@ -1,4 +1,4 @@
-"""Finds the bucket size with the shortest steps: tries some in the first steps. Pure."""
+"""Finds the bucket size with the shortest steps, by trials in the first steps. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 from typing import Final
 
 CANDIDATES_MIB: Final = (25.0, 4.0, 8.0, 16.0, 64.0, 128.0)
-STEPS_EACH: Final = 6  # the first makes buckets, and is not counted
-_WORTH_A_CHANGE = 0.97  # of the first candidate's time: less is noise
+STEPS_EACH: Final = 6  # the first one makes buckets, and is not counted
+_WORTH_A_CHANGE = 0.97  # times the first candidate's time; a smaller gain may be noise
 
 
 class FusionTuner:
-    """Goes through bucket sizes (`mib`), alike on all ranks, and remembers the times."""
+    """Tries bucket sizes (`mib`), the same on all ranks, and notes this rank's times."""
 
     def __init__(self) -> None:
         self.mib = CANDIDATES_MIB[0]
@@ -20,7 +20,7 @@ class FusionTuner:
         self._times: list[list[float]] = [[]]
 
     def note_step(self, seconds: float) -> bool:
-        """Take note of how long a step took; return True if the next one has another size."""
+        """Note the duration of a step; return True if it was the last one with this size."""
         if self.is_over:
             return False
         times = self._times[self._place]
@@ -35,7 +35,7 @@ class FusionTuner:
         return True
 
     def choose(self) -> float:
-        """Return the size with the shortest steps; the first unless another is clearly better."""
+        """Return the size with the shortest steps; the first size if no other is clearly better."""
         medians = [statistics.median(times[1:]) for times in self._times]
         best = min(range(len(medians)), key=medians.__getitem__)
         is_better = medians[best] < medians[0] * _WORTH_A_CHANGE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,25 +10,27 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE, SUM, Op
-from ringcomm.engine.api.world import engine
+from ringcomm.collectives.message_patterns import chunks
+from ringcomm.collectives.operators import AVERAGE, SUM, Op
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
-from ringcomm.torch.backward.parameters import Named
+from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.horovod.process_sets import ProcessSet, global_process_set
 
 _alone: WeakKeyDictionary[Engine, Group] = WeakKeyDictionary()
+ParameterGroups = int | Sequence[Sequence[torch.nn.Parameter]]  # a number of groups, or the groups
 
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Arguments of DistributedOptimizer; ValueError: out of range, or they do not fit together."""
+    """Arguments of DistributedOptimizer. Raises ValueError if one is invalid."""
 
     op: Op = AVERAGE
     compression: Any = Compression.none
     predivide: float = 1.0
-    groups: int | Sequence[Sequence[torch.nn.Parameter]] = 0
+    groups: ParameterGroups = 0
     sparse_as_dense: bool = False
     process_set: ProcessSet = global_process_set
     shard_state: int = 0
@@ -51,12 +52,12 @@ class GradientOptions:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank updates only its share."""
+        """True if each rank updates its part of the parameters alone."""
         return self.shard_state == 1
 
     @property
     def group(self) -> Group:
-        """The ranks that reduce together; of one outside the process set, itself only."""
+        """The ranks that reduce together: the process set, or this rank if it is no member."""
         if self.process_set.included():
             return self.process_set.group
         current = engine()
@@ -67,12 +68,13 @@ class GradientOptions:
     def batches(
         self, order: Sequence[int], parameters: Sequence[torch.nn.Parameter]
     ) -> tuple[list[list[int]], list[int]]:
-        """Split `order` (of readiness) into groups that travel as one, and the others."""
+        """Split the indices in `order`: return one list per group of parameters, and the rest."""
         if isinstance(self.groups, int):
-            assigned = _even(len(parameters), self.groups)
+            parts = chunks(len(parameters), self.groups) if self.groups else []
+            assigned = [list(range(part.start, part.stop)) for part in parts]
         else:
-            place_of = {p: place for place, p in enumerate(parameters)}
-            assigned = [[place_of[p] for p in each if p in place_of] for each in self.groups]
+            index_of = {p: index for index, p in enumerate(parameters)}
+            assigned = [[index_of[p] for p in each if p in index_of] for each in self.groups]
         group_of = {index: number for number, each in enumerate(assigned) for index in each}
         together: dict[int, list[int]] = {}
         for index in order:
@@ -81,7 +83,7 @@ class GradientOptions:
         return list(together.values()), [i for i in order if i not in group_of]
 
     def summary(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, object]:
-        """Return what all ranks must have alike."""
+        """Return the options that must be the same on all ranks."""
         together, _ = self.batches(range(len(parameters)), parameters)
         return {
             "op": self.op,
@@ -94,32 +96,30 @@ class GradientOptions:
         }
 
 
-def groups_of(
-    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, num_groups: int
-) -> int | Sequence[Sequence[torch.nn.Parameter]]:
-    """Return the number of groups, or the groups, that two arguments of DistributedOptimizer name.
+def groups_of(groups: ParameterGroups | None, num_groups: int) -> ParameterGroups:
+    """Return `groups`; if `groups` is None, return `num_groups`.
 
     Raises:
         ValueError: both are passed, or one is invalid.
     """
     if groups is not None and num_groups:
         raise ValueError("groups replaces num_groups: pass one of them, not both")
-    which = num_groups if groups is None else groups
-    if isinstance(which, bool) or (isinstance(which, int) and which < 0):
-        raise ValueError(f"groups is {which!r}; it is a number >= 0, or lists of parameters")
-    if isinstance(which, int):
-        return which
-    which = [list(each) for each in which]
-    listed = [p for each in which for p in each]
+    chosen = num_groups if groups is None else groups
+    if isinstance(chosen, bool) or (isinstance(chosen, int) and chosen < 0):
+        raise ValueError(f"groups is {chosen!r}; it is a number >= 0, or lists of parameters")
+    if isinstance(chosen, int):
+        return chosen
+    chosen = [list(each) for each in chosen]
+    listed = [p for each in chosen for p in each]
     if any(not isinstance(p, torch.Tensor) for p in listed):
         raise ValueError("groups must be lists of parameters")
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("groups: a parameter is in two groups, or twice in one")
-    return which
+    return chosen
 
 
 def require_mean(predivide: float, op: object) -> None:
-    """Raise ValueError if gradients are to be divided before they are sent, and op is no mean."""
+    """Raise ValueError if gradients are divided before they are sent, and op is not AVERAGE."""
     if predivide != 1.0 and op is not AVERAGE:
         raise ValueError(
             "gradient_predivide_factor splits the division of a mean in two: it needs "
@@ -128,13 +128,13 @@ def require_mean(predivide: float, op: object) -> None:
 
 
 def require_passes(n: object) -> None:
-    """Raise ValueError if n is not a number of backward() per step."""
+    """Raise ValueError if n is not a number of backward() calls per step."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"backward_passes_per_step is a whole number from 1 on, not {n!r}")
 
 
 def require_own(options: GradientOptions, own: Named, known: Named) -> None:
-    """Raise ValueError if groups have a parameter not in `own`; `known` may have its name."""
+    """Raise ValueError if a parameter in options.groups is not in `own`; `known` gives its name."""
     if isinstance(options.groups, int):
         return
     ids = {id(p) for _, p in own}
@@ -148,12 +148,3 @@ def require_own(options: GradientOptions, own: Named, known: Named) -> None:
                     f"this optimizer's {len(own)} parameters: leave it out, or give it to the "
                     "optimizer"
                 )
-
-
-def _even(n: int, n_groups: int) -> list[list[int]]:
-    """Split range(n) into n_groups parts of about the same length; none if n_groups is 0."""
-    if n_groups == 0:
-        return []
-    bounds = [n * number // n_groups for number in range(n_groups + 1)]
-    parts = [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
-    return [part for part in parts if part]

@@ -1,20 +1,20 @@
-"""Sparse gradients: the rows that any rank has touched, gathered and added up."""
+"""Reduces sparse gradients: gathers the rows of all ranks, and adds them up."""
 
 from __future__ import annotations
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE
+from ringcomm.collectives.operators import AVERAGE
 from ringcomm.engine.api import collectives
 from ringcomm.torch.optim.buckets import Scaling, wide
 from ringcomm.torch.optim.gradient import GradientSlot
 
 
 class SparseSum:
-    """The sum over all ranks of one parameter's sparse gradients, under way.
+    """The reduction of one parameter's sparse gradients, under way.
 
     Attributes:
-        result: coalesced, the same bits on every rank, once land() has returned.
+        result: the sum or mean, coalesced, with the same bits on every rank; land() sets it.
     """
 
     def __init__(self, slot: GradientSlot, scaling: Scaling, suffix: str = "") -> None:
@@ -24,8 +24,8 @@ class SparseSum:
         self._shape, self._dtype = parameter.shape, parameter.dtype
         self._divisor = scaling.group.size if scaling.wire_op is AVERAGE else 1
         rows, values = _rows(parameter, parameter.grad if slot.has_sparse else None)
-        if scaling.samples is not None:  # the mean over an empty batch is NaN
-            values = wide(values)
+        if scaling.samples is not None:
+            values = wide(values)  # zeros for an empty batch, whose mean is NaN
             values = values * scaling.samples if scaling.samples else torch.zeros_like(values)
         title = f"sparse gradient of {slot.name}{suffix}"
         self.handles = (
@@ -34,7 +34,7 @@ class SparseSum:
         )
 
     def land(self, total: float | None) -> None:
-        """Wait for the result, divided by `total` samples of all ranks unless that is None."""
+        """Wait for all rows, and set `result`; total: number of samples; None: no weights."""
         rows, values = (handle.wait() for handle in self.handles)
         gathered = torch.sparse_coo_tensor(
             rows.unsqueeze(0), wide(values), self._shape, check_invariants=True
@@ -46,7 +46,7 @@ class SparseSum:
 def _rows(
     parameter: torch.Tensor, gradient: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows touched, shape (n,), and their values, shape (n, *parameter.shape[1:])."""
+    """Return the row numbers, shape (n,), and the values, shape (n, *parameter.shape[1:])."""
     if gradient is None:
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         return rows, parameter.new_empty((0, *parameter.shape[1:]))

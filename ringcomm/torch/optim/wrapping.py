@@ -1,25 +1,26 @@
-"""An optimizer that becomes more than it was, of its own class still."""
+"""Wraps an optimizer in a class derived from its own class, and names its parameters."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 T = TypeVar("T", bound=Optimizer)
-Settings = dict[str, Any]  # of a param_group, but for its parameters
+Settings = dict[str, Any]  # a param_group without its parameters
 
 
 def derive(optimizer: T, part: type[Optimizer], **attributes: Any) -> T:
-    """Return `optimizer`, with attributes, as an instance of a class of `part` and its own class.
+    """Return an optimizer of a new class that inherits from `part` and from the optimizer's class.
 
-    It shares the optimizer's state, param_groups and hooks; schedulers that were made earlier see
-    its steps.
+    It has the given attributes, and shares the original's state, param_groups and hooks.
+    Schedulers that were made earlier notice its steps.
     """
+    part.step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap step() to run hooks
     base = type(optimizer)
     kind: type[T] = type(base.__name__, (part, base), {"__doc__": base.__doc__})
     wrapped = object.__new__(kind)
@@ -27,19 +28,19 @@ def derive(optimizer: T, part: type[Optimizer], **attributes: Any) -> T:
     wrapped.__dict__ = optimizer.__dict__
     wrapped.__dict__.update(attributes)
     if hasattr(earlier_step, "_wrapped_by_lr_sched"):
-        _let_scheduler_see_steps(wrapped)
+        _show_steps_to_scheduler(wrapped)
     return wrapped
 
 
 def underlying(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:
-    """Return an optimizer of the plain class that shares all with `wrapped` but attributes."""
+    """Return a plain optimizer that shares everything with `wrapped`, except these attributes."""
     plain: Optimizer = object.__new__(type(wrapped).__bases__[1])
     plain.__dict__ = {k: v for k, v in wrapped.__dict__.items() if k not in attributes}
     return plain
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the step() of a class without what torch wraps around it, as its hooks for steps."""
+    """Return step() of a class, without the wrapper by which torch calls the hooks of a step."""
     step = kind.step
     return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
@@ -50,7 +51,7 @@ def settings_of(optimizer: Optimizer) -> list[Settings]:
 
 
 def name_last_group(optimizer: Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of the param_group that was added last, with names for them."""
+    """Return the parameters of the last param_group, with made-up names."""
     g = len(optimizer.param_groups) - 1
     return [(f"group{g}.{i}", p) for i, p in enumerate(optimizer.param_groups[g]["params"])]
 
@@ -63,7 +64,13 @@ def named_in_order(
     if named_parameters is None:
         return [(f"parameter{i}", p) for i, p in enumerate(parameters)]
     given = list(named_parameters)
-    _require_pairs(given)
+    for index, each in enumerate(given):
+        if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str)):
+            raise ValueError(
+                "named_parameters must yield pairs (name, parameter), but its item "
+                f"{index} is a {type(each).__name__}: pass "
+                "named_parameters=model.named_parameters(), not model.parameters()"
+            )
     names = [name for name, _ in given]
     doubles = sorted({name for name in names if names.count(name) > 1})
     if doubles:
@@ -78,20 +85,9 @@ def named_in_order(
     return [(name_of[p], p) for p in parameters]
 
 
-def _require_pairs(given: Sequence[Any]) -> None:
-    for index, each in enumerate(given):
-        if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str)):
-            what = type(each).__name__
-            raise ValueError(
-                "named_parameters has pairs (name, parameter), and its item "
-                f"{index} is a {what}: pass named_parameters=model.named_parameters(), not "
-                "model.parameters()"
-            )
-
-
-def _let_scheduler_see_steps(wrapped: Optimizer) -> None:
-    """Keep the mark by which a scheduler made before the wrapping knows that step() was called."""
-    ref = weakref.ref(wrapped)  # a cycle would keep the hooks of an optimizer that was dropped
+def _show_steps_to_scheduler(wrapped: Optimizer) -> None:
+    """Set the attribute by which a scheduler that was made earlier notices calls of step()."""
+    ref = weakref.ref(wrapped)  # a cycle would keep a dropped optimizer, and its hooks, alive
 
     @functools.wraps(type(wrapped).step)
     def step(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from ringcomm.ps import *  # noqa: F403 - this face is that module and more
 from ringcomm.ps import __all__ as _of_ps
-from ringcomm.torch.ps.conversion import convert
+from ringcomm.torch.ps.collection import EmbeddingCollection
+from ringcomm.torch.ps.convert_embeddings import convert
 from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 from ringcomm.torch.ps.optimizer import DistributedOptimizer
 
@@ -10,6 +11,7 @@ __all__ = [  # noqa: PLE0604 - names of another __all__
     "DistributedOptimizer",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingCollection",
     "convert",
     *_of_ps,
 ]

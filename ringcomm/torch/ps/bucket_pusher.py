@@ -1,7 +1,7 @@
 """Pushes buckets of gradients to the servers, and fetches values, in one order on all workers.
 
-Rounds hold the memory of what they wait for, so workers that pushed in different orders could wait
-for each other.
+The order must be the same: a round holds memory on the servers until all workers have pushed, so
+workers with different orders could wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ringcomm.errors import RingcommError
-from ringcomm.ps.entering import Entering
-from ringcomm.ps.future import Future, Pushed
-from ringcomm.ps.job import Session
+from ringcomm.ps.client.future import Future, Pushed
+from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
 from ringcomm.ps.optim import Updater
+from ringcomm.ps.session import Session
 from ringcomm.torch.ps.buckets import ServedBucket
-from ringcomm.torch.ps.scaling import squares_of
-from ringcomm.torch.ps.server_options import WHO, ServerOptions
+from ringcomm.torch.ps.clip_and_scale import squares_of
+from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -28,10 +28,10 @@ class BucketPusher:
     """The buckets of one optimizer, and which of them have been pushed in this step.
 
     Attributes:
-        groups: the optimizer's param_groups as they are now; the owner replaces them.
+        groups: the optimizer's current param_groups; the optimizer sets this.
         buckets: in the order in which they are pushed.
-        n_pushed: how many have been, in this step.
-        samples: of this worker's gradient of this step; None: not weighed.
+        n_pushed: number of buckets pushed in this step.
+        samples: number of samples in this worker's gradient; None: it is not weighed.
     """
 
     def __init__(self, options: ServerOptions, groups: Groups, session: Session) -> None:
@@ -40,9 +40,9 @@ class BucketPusher:
         self.n_pushed = 0
         self.samples: float | None = None
         self._updaters: dict[int, Updater] = {}
-        self._entering: Entering | None = None  # of all tables: a gradient counts in all, or none
+        self._rounds: FirstOfRounds | None = None  # a gradient counts in all tables, or none
         if options.mode.name == "first_of":
-            self._entering = Entering(session.client, is_shared=True)
+            self._rounds = FirstOfRounds(session.client, is_shared=True)
 
     @property
     def weight(self) -> float:
@@ -51,24 +51,24 @@ class BucketPusher:
 
     def add(self, buckets: Sequence[ServedBucket]) -> None:
         """Push these, too, from the next step on."""
-        if self._entering is not None:
+        if self._rounds is not None:
             for bucket in buckets:
-                bucket.table.share_rounds(self._entering)
+                bucket.table.share_rounds(self._rounds)
         self.buckets += buckets
 
     def begin_step(self) -> None:
-        """Expect gradients anew; nothing has been pushed."""
+        """Expect new gradients; nothing has been pushed."""
         self.n_pushed = 0
         self.forget_updaters()
         for bucket in self.buckets:
             bucket.restart()
 
     def forget_updaters(self) -> None:
-        """Make new updaters of the hyper-parameters when they are needed next."""
+        """Make new updaters from the hyper-parameters when they are needed."""
         self._updaters.clear()
 
     def push_full(self) -> None:
-        """Push buckets that are full, in order."""
+        """Push the full buckets, up to the first that is not full."""
         while self.n_pushed < len(self.buckets):
             bucket = self.buckets[self.n_pushed]
             if bucket.waiting and not bucket.is_frozen:
@@ -76,20 +76,23 @@ class BucketPusher:
             self._push(bucket)
 
     def flush(self, factor: float = 1.0, scale: float = 1.0) -> None:
-        """Push what has not left: incomplete buckets, and all if step() is to push."""
+        """Push all other buckets."""
         while self.n_pushed < len(self.buckets):
             self._push(self.buckets[self.n_pushed], factor, scale)
 
     def _push(self, bucket: ServedBucket, factor: float = 1.0, scale: float = 1.0) -> None:
-        """Push the next bucket; `scale` stays in its gradients. What raises may be called again."""
+        """Push the next bucket. After an error this may be called again."""
         bucket.note_pushed(self._pushed(bucket, factor, scale))
         self.n_pushed += 1
 
     def _pushed(self, bucket: ServedBucket, factor: float, scale: float) -> Future[Pushed] | None:
-        """Push a bucket; return None where there is nothing to push."""
+        """Push a bucket's gradients times a factor; return None if there is nothing to push.
+
+        `scale` is the scale of the loss that is still in the gradients.
+        """
         if bucket.is_frozen:
-            # With FirstOf(k) workers may freeze it before different rounds.
-            is_due = self._entering is not None
+            # In FirstOf(k), workers may freeze the bucket before different rounds.
+            is_due = self._rounds is not None
             return bucket.table.push(None, hold=self.options.is_held) if is_due else None
         _refuse_half_frozen(bucket)
         bucket.table.updater = self.updater_for(bucket)
@@ -110,40 +113,40 @@ class BucketPusher:
         )
 
     def updater_for(self, bucket: ServedBucket) -> Updater:
-        """Return the updater with the hyper-parameters of now."""
+        """Return the updater with the current hyper-parameters."""
         known = self._updaters.get(bucket.group)
         if known is None:
             known = self._updaters[bucket.group] = self.options.updater(self.groups[bucket.group])
         before = bucket.table.updater
         if known.slot_names != before.slot_names:
             raise ValueError(
-                f"{WHO}: parameter group {bucket.group} is {known} now, and was {before}: another "
-                "state beside the values. Wrap the optimizer anew, or begin with it: a momentum "
-                "that is 0 for a while may be given as 1e-30"
+                f"{WHO}: parameter group {bucket.group} is {known} now, and was {before}: it needs "
+                "another state on the servers. Wrap the optimizer anew, or begin with the new "
+                "setting: for a momentum that is 0 at first, pass 1e-30"
             )
         return known
 
     def enter(self) -> None:
-        """Ask to be in the round of what has been pushed, where not all are."""
-        if self._entering is not None:
-            self._entering.enter()
+        """Ask to enter the round, in modes in which not all workers are in it."""
+        if self._rounds is not None:
+            self._rounds.enter()
 
     def take_back(self) -> None:
-        """The mean that fetch_mean() brought is of no use."""
+        """Report to the tables that the mean of fetch_mean() is not used."""
         for bucket in self.buckets:
             bucket.table.take_back()
 
     def own_squares(self) -> tuple[float, bool]:
-        """Return the sum of squares of this worker's gradients, and whether all is finite."""
+        """Return the sum of squares of this worker's gradients, and whether all are finite."""
         found = [bucket.gradients() for bucket in self.buckets]
         return squares_of(x for x in found if x is not None)
 
     def fetch_values(self, buckets: Sequence[ServedBucket]) -> list[str]:
-        """Fetch the values, front layers first; return what became of the pushes."""
+        """Fetch the values, front layers first; return the outcomes of the pushes."""
         pulls = [(bucket, bucket.table.pull(out=bucket.room())) for bucket in reversed(buckets)]
         outcomes = []
         for bucket, pull in pulls:
-            if bucket.push is not None:  # if it was refused, the pull would wait for its round
+            if bucket.push is not None:  # if the push was refused, the pull would never end
                 outcomes.append(bucket.push.wait().why)
             pull.wait()
             with torch.no_grad():
@@ -151,7 +154,7 @@ class BucketPusher:
         return outcomes
 
     def refuse_changed_gradients(self) -> None:
-        """Raise RingcommError if .grad or an option is not what was pushed."""
+        """Raise RingcommError if .grad or a hyper-parameter has changed since the push."""
         for slot in (each for bucket in self.buckets for each in bucket.slots):
             grad = slot.parameter.grad
             if slot.pushed is None or not slot.parameter.requires_grad:
@@ -160,7 +163,8 @@ class BucketPusher:
             if grad is not sent or (grad is not None and grad._version != version):
                 raise RingcommError(
                     f"{WHO}: .grad of {slot.name} was changed after backward(), which had pushed "
-                    "it already. To clip gradients pass max_grad_norm=, to unscale them scaler="
+                    "the gradient already. To clip gradients pass max_grad_norm=, to unscale them "
+                    "scaler="
                 )
         if self.options.class_name is None:
             return
@@ -174,7 +178,7 @@ class BucketPusher:
 
 
 def _refuse_half_frozen(bucket: ServedBucket) -> None:
-    """A gradient of zeros would move a parameter that torch leaves alone."""
+    """Raise RingcommError if some parameters are frozen: gradients of zeros would change them."""
     frozen = [s.name for s in bucket.slots if s.has_hooks and not s.parameter.requires_grad]
     if frozen:
         raise RingcommError(

@@ -1,4 +1,4 @@
-"""Parameters in tables of the servers: a large one has its own, small ones share."""
+"""Parameters in tables on the servers: large parameters have one each, small ones share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 
 from ringcomm.arrays.torch import TORCH
 from ringcomm.codec import Codec
-from ringcomm.ps.future import Future, Pushed
+from ringcomm.collectives.fusion import Item, plan_fusion
+from ringcomm.ps.client.dense.table import table
+from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.optim import Assign, Updater
-from ringcomm.ps.rounds import Mode
-from ringcomm.ps.segments import MOST
-from ringcomm.ps.table import table
-from ringcomm.torch.backward.parameters import Slot
-from ringcomm.torch.optim.buckets import flat_view, is_dense, plan_buckets, view_like
+from ringcomm.ps.parameters_sharing_a_dense_table import MOST
+from ringcomm.ps.update_modes import Mode
+from ringcomm.torch.backward.parameter_hooks import Slot
+from ringcomm.torch.optim.buckets import flat_view, is_dense, view_like
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
-BLOCK_NBYTES: Final = 4 << 20  # what servers cut tables into
+BLOCK_NBYTES: Final = 4 << 20  # servers cut tables into blocks
 FUSED_NBYTES: Final = 4 << 20  # the largest shared table
 ALONE_NBYTES: Final = 256 << 10  # from here on a parameter has a table of its own
 
@@ -28,12 +29,12 @@ Array = NDArray[Any]
 
 
 class ServedSlot(Slot):
-    """A parameter, and what became of its gradient in this step.
+    """A parameter, and the state of its gradient in this step.
 
     Attributes:
         group: its parameter group.
         pushed: (gradient or None, its version) as pushed in this step; None: not yet.
-        known: `now` as it was when the values last were the servers'.
+        known: `now` when the values were last fetched from the servers.
         kept: last large gradient; see ServedBucket.note_pushed().
     """
 
@@ -49,27 +50,20 @@ class ServedSlot(Slot):
         """Version and address of the values."""
         return self.parameter._version, self.parameter.data_ptr()
 
-    @property
-    def summary(self) -> str:
-        """Text that must be the same on all workers."""
-        p = self.parameter
-        return f"{p.dtype} {tuple(p.shape)}, {'trainable' if p.requires_grad else 'frozen'}"
-
 
 def plan(slots: Sequence[ServedSlot]) -> list[list[ServedSlot]]:
-    """Return which parameters share a table, in the order in which gradients are complete.
+    """Return the parameters of each table, in the order in which gradients become complete.
 
-    Those are small, of one parameter group and dtype. A frozen one is alone: it may be unfrozen.
+    Small parameters of one group and dtype share tables. A frozen parameter has its own table,
+    because it may be unfrozen.
     """
     backward = list(reversed(slots))
-    sizes: list[tuple[int, object]] = []
+    items: list[Item] = []
     for slot in backward:
         p = slot.parameter
-        is_small = p.numel() * p.element_size() < ALONE_NBYTES and p.requires_grad
-        sizes.append(
-            (p.numel() * p.element_size(), (slot.group, p.dtype) if is_small else (slot.index,))
-        )
-    batches = plan_buckets(sizes, range(len(backward)), FUSED_NBYTES)
+        is_small = p.nbytes < ALONE_NBYTES and p.requires_grad
+        items.append(Item(p.nbytes, (slot.group, p.dtype) if is_small else (slot.index,)))
+    batches = plan_fusion(items, FUSED_NBYTES)
     return [
         [backward[place] for place in some]
         for batch in sorted(batches, key=max)
@@ -78,14 +72,13 @@ def plan(slots: Sequence[ServedSlot]) -> list[list[ServedSlot]]:
 
 
 class ServedBucket:
-    """Parameters that share a table. Collective to make; it begins with the chief's values.
+    """Parameters that share a table, which begins with the chief's values. Collective to make.
 
     Attributes:
-        group: parameter group of all of them.
-        waiting: indices of those whose gradients are not there yet.
-        push: under way in this step, or None.
-        is_pushed: this step's gradients have been dealt with.
-        has_segments: single parameters of it may lack a gradient.
+        group: the parameter group of all of them.
+        waiting: indices of parameters whose gradients are not complete.
+        push: this step's push, or None.
+        has_segments: the servers leave single parameters alone if they have no gradient.
     """
 
     def __init__(
@@ -99,6 +92,9 @@ class ServedBucket:
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
         more = f"+{len(slots) - 1}" if slots[1:] else ""
+        # If servers only take means, they cannot distinguish a missing gradient from zeros.
+        has_segments = len(slots) > 1 and not isinstance(updater, Assign)
+        segments = list(accumulate(self._counts[:-1], initial=0)) if has_segments else []
         self.table = table(
             f"{slots[0].name}{more}{suffix}",
             sum(self._counts),
@@ -108,23 +104,14 @@ class ServedBucket:
             init=self.values().copy(),
             block_nbytes=BLOCK_NBYTES,
             compression=compression,
-            segments=self._segments(updater),
+            segments=segments,
         )
-        self.has_segments = bool(self._segments(updater))
+        self.has_segments = bool(segments)
         self.push: Future[Pushed] | None = None
         self.restart()
 
-    def _segments(self, updater: Updater) -> list[int]:
-        """Return where each parameter begins, if one without gradient is left alone.
-
-        If servers only take means, workers cannot tell a missing gradient from zeros.
-        """
-        if isinstance(updater, Assign) or not self.slots[1:]:
-            return []
-        return list(accumulate(self._counts[:-1], initial=0))
-
     def absent(self) -> list[int]:
-        """Return the numbers of the table's segments that have no gradient here."""
+        """Return the numbers of the table's segments that have no gradient on this worker."""
         if not self.has_segments:
             return []
         return [k for k, slot in enumerate(self.slots) if slot.parameter.grad is None]
@@ -132,53 +119,49 @@ class ServedBucket:
     def restart(self) -> None:
         """Begin a step."""
         self.waiting = {slot.index for slot in self.slots}
-        self.push, self.is_pushed = None, False
+        self.push = None
         for slot in self.slots:
             slot.pushed = None
 
     @property
     def is_frozen(self) -> bool:
-        """True if nothing in it is trained."""
+        """True if all of its parameters are frozen."""
         return not any(slot.parameter.requires_grad for slot in self.slots)
 
     # --- values ---------------------------------------------------------------------------------
     def values(self) -> Array:
-        """Return the parameters' values, flat: a copy, or a lone dense one's own memory."""
-        if (alone := self._alone()) is not None:
-            return alone
-        for view, slot in zip(self._views_of_values(), self.slots, strict=True):
-            view.copy_(slot.parameter.detach())
-        assert self._values is not None
-        return _numpy(self._values)
+        """Return the parameters' values, flat, in the memory of room()."""
+        if not self._is_lone:
+            for view, slot in zip(self.views(self._flat()), self.slots, strict=True):
+                view.copy_(slot.parameter.detach())
+        return self.room()
 
     def room(self) -> Array:
-        """Return where values are to be fetched to; land() follows."""
-        if (alone := self._alone()) is not None:
-            return alone
-        self._views_of_values()
-        assert self._values is not None
-        return _numpy(self._values)
+        """Return memory for new values: that of a lone dense parameter, or of a copy."""
+        values: Array = self._flat().numpy()
+        return values
 
     def land(self) -> None:
-        """Give the parameters the values now in room()."""
-        if self._alone() is not None:
+        """Give the parameters the values in room()."""
+        if self._is_lone:
             TORCH.written(self.slots[0].parameter)
         else:
-            for view, slot in zip(self._views_of_values(), self.slots, strict=True):
+            for view, slot in zip(self.views(self._flat()), self.slots, strict=True):
                 slot.parameter.detach().copy_(view)
         for slot in self.slots:
             slot.known = slot.now
 
-    def _alone(self) -> Array | None:
+    @property
+    def _is_lone(self) -> bool:
         p = self.slots[0].parameter
-        if len(self.slots) > 1 or not is_dense(p.shape, p.stride()):
-            return None
-        return _numpy(flat_view(p.detach()))
+        return len(self.slots) == 1 and is_dense(p.shape, p.stride())
 
-    def _views_of_values(self) -> list[torch.Tensor]:
+    def _flat(self) -> torch.Tensor:
+        if self._is_lone:
+            return flat_view(self.slots[0].parameter.detach())
         if self._values is None:
             self._values = torch.empty(sum(self._counts), dtype=self._dtype)
-        return self.views(self._values)
+        return self._values
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part of a flat tensor, in its shape and strides."""
@@ -187,9 +170,9 @@ class ServedBucket:
 
     # --- gradients ------------------------------------------------------------------------------
     def gradients(self) -> torch.Tensor | None:
-        """Return .grad of all, flat; a missing one is zeros; None if all are missing.
+        """Return .grad of all parameters, flat, zeros for a missing one; None if all are missing.
 
-        It is .grad itself where that fits, else memory that the next call overwrites.
+        The result is a view of .grad, or memory that the next call overwrites.
         """
         found = [slot.parameter.grad for slot in self.slots]
         if all(grad is None for grad in found):
@@ -211,12 +194,12 @@ class ServedBucket:
         return self._gradients
 
     def note_pushed(self, push: Future[Pushed] | None) -> None:
-        """Note that the gradients, as they are now, are on their way.
+        """Note the push of the gradients as they are now.
 
-        Large ones are kept until the next, also if zero_grad() lets go of them: see
-        GradientSlot.pack() of the ring's optimizer.
+        A large gradient is kept until the next one, also after zero_grad(), for the reason that
+        GradientSlot.pack() gives.
         """
-        self.push, self.is_pushed = push, True
+        self.push = push
         for slot in self.slots:
             grad = slot.parameter.grad
             slot.pushed = (grad, 0 if grad is None else grad._version)
@@ -224,15 +207,10 @@ class ServedBucket:
 
 
 def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a gradient as a flat view, if that needs no copy."""
+    """Return a flat view of a gradient, or None if that needs a copy."""
     if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
         return None
     is_alike = grad.dtype == parameter.dtype and grad.stride() == parameter.stride()
     if not is_alike or not is_dense(grad.shape, grad.stride()) or grad.is_conj() or grad.is_neg():
         return None
     return flat_view(grad.detach())
-
-
-def _numpy(x: torch.Tensor) -> Array:
-    found: Array = x.numpy()
-    return found

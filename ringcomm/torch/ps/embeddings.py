@@ -1,8 +1,8 @@
-"""Embeddings whose rows live on parameter servers: nn.Embedding and nn.EmbeddingBag by key.
+"""Embeddings whose rows are on parameter servers: nn.Embedding and nn.EmbeddingBag by key.
 
-A forward pass pulls the rows of the keys that are in the batch, each once; the backward pass pushes
-their gradients as soon as they are there. No optimizer of the worker knows of the rows: the servers
-have their own. But one that clips, or unscales what a GradScaler has scaled, does so to them, too.
+A forward pass pulls the rows of the distinct keys in the batch. The backward pass pushes their
+gradients as soon as they are complete. The servers update the rows, not an optimizer of the worker.
+But a ps.DistributedOptimizer that clips or unscales gradients includes those of rows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringcomm.codec import Codec
-from ringcomm.ps.future import Future, Pushed
-from ringcomm.ps.hashtable import HashTable, hashtable
+from ringcomm.ps.client.future import Future, Pushed
+from ringcomm.ps.client.rows.hash_table import HashTable, hashtable
 from ringcomm.ps.initializers import Initializer, normal
-from ringcomm.ps.job import is_chief
 from ringcomm.ps.optim import Updater
-from ringcomm.ps.policies import Admit, Evict
-from ringcomm.ps.rounds import Mode
-from ringcomm.torch.ps.row_gradients import submit
-from ringcomm.torch.ps.steps import enrol_embedding
+from ringcomm.ps.row_policies import Admit, Evict
+from ringcomm.ps.session import is_chief
+from ringcomm.ps.update_modes import Mode
+from ringcomm.torch.ps.count_steps_and_embeddings import enrol_embedding
+from ringcomm.torch.ps.rows_until_step import submit
 
 
 class _Rows(nn.Module):
@@ -33,30 +33,22 @@ class _Rows(nn.Module):
 
     Attributes:
         table: the hash table of the rows.
-        samples: weight of this worker's gradients in the mean of a round; None: what set_samples()
-            of the optimizer has said for the step, or 1.
-        pushed: what became of the last gradients; None before the first. They leave in the backward
-            pass, or with the step() of an optimizer that has max_grad_norm= or scaler=.
-        is_in_state_dict: state_dict() has all rows as "weight", fetched from the servers, and
-            load_state_dict() takes them; as ps.convert() has it. Needs num_embeddings.
+        samples: weight of this worker's gradients in the mean of a round; None: the value of the
+            optimizer's set_samples() for this step, or 1.
+        pushed: future of the last push; None before the first. The backward pass pushes, or step()
+            of an optimizer with max_grad_norm= or scaler=.
+        given: ids of the next forward(), what distinct() returns of them, and their rows; or None.
+        is_in_state_dict: state_dict() fetches all rows from the servers as "weight", and
+            load_state_dict() loads them. ps.convert() sets it. It needs num_embeddings.
     """
 
     def __init__(
-        self,
-        num_embeddings: int | None,
-        dim: int,
-        *,
-        name: str,
-        init: Initializer | None = None,
-        optimizer: Updater | None = None,
-        admit: Admit | None = None,
-        evict: Evict | None = None,
-        padding_idx: int | None = None,
-        mode: str | Mode = "async",
-        dtype: torch.dtype = torch.float32,
-        compression: str | Codec | None = None,
-        pull_compression: str | Codec | None = None,
-    ) -> None:
+        self, num_embeddings: int | None, dim: int, *, name: str,
+        init: Initializer | None = None, optimizer: Updater | None = None,
+        admit: Admit | None = None, evict: Evict | None = None, padding_idx: int | None = None,
+        mode: str | Mode = "async", dtype: torch.dtype = torch.float32,
+        compression: str | Codec | None = None, pull_compression: str | Codec | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if num_embeddings is not None and num_embeddings < 1:
             raise ValueError(
@@ -67,6 +59,7 @@ class _Rows(nn.Module):
         self.padding_idx = _padding(padding_idx, num_embeddings, name)
         self.dtype = dtype
         self.samples: float | None = None
+        self.given: tuple[Tensor, np.ndarray, Tensor, np.ndarray] | None = None
         self.is_in_state_dict = False
         self.pushed: Future[Pushed] | None = None
         init = normal(std=1.0) if init is None else init  # as nn.Embedding begins
@@ -79,7 +72,7 @@ class _Rows(nn.Module):
 
     @property
     def optimizer(self) -> Updater:
-        """Update that the servers make of gradients; set it to change hyper-parameters."""
+        """The servers' update; set it to change hyper-parameters."""
         return self.table.updater
 
     @optimizer.setter
@@ -87,13 +80,13 @@ class _Rows(nn.Module):
         self.table.updater = updater
 
     def load(self, weight: Tensor) -> None:
-        """Set the values of rows 0 to len(weight) - 1; waits until the servers have them.
+        """Set the values of rows 0 to len(weight) - 1; wait until the servers have them.
 
         Args:
             weight: shape (rows, dim).
 
         Raises:
-            ValueError: it has another shape, or the table's policy did not admit some of the rows.
+            ValueError: weight has another shape, or the table did not admit some of the rows.
         """
         limit = len(weight) if self.num_embeddings is None else self.num_embeddings
         if weight.ndim != 2 or weight.shape[1] != self.embedding_dim or len(weight) > limit:
@@ -113,10 +106,10 @@ class _Rows(nn.Module):
             )
 
     def weight_now(self) -> Tensor:
-        """Return all rows as the servers have them now: shape (num_embeddings, dim).
+        """Return the current values of all rows: shape (num_embeddings, dim).
 
         Raises:
-            ValueError: any id may come: num_embeddings is None.
+            ValueError: num_embeddings is None, so that any id may come.
         """
         if self.num_embeddings is None:
             raise ValueError(
@@ -131,7 +124,7 @@ class _Rows(nn.Module):
         return weight
 
     def _portions(self, n: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of rows that go in one request: 16 MiB."""
+        """Yield ranges of rows for requests of 16 MiB."""
         step = max(1, (16 << 20) // (self.embedding_dim * self.dtype.itemsize))
         for start in range(0, n, step):
             yield start, min(n, start + step)
@@ -144,7 +137,7 @@ class _Rows(nn.Module):
             destination[f"{prefix}weight"] = self.weight_now()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Send "weight" to the servers, on the chief, whose values count; see nn.Module."""
+        """On the chief, send "weight" to the servers; see nn.Module."""
         if self.is_in_state_dict:
             _, strict, missing_keys, _, error_msgs = more
             key = f"{prefix}weight"
@@ -158,16 +151,24 @@ class _Rows(nn.Module):
             state_dict = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(state_dict, prefix, *more)
 
-    def _pulled(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Return the rows of the distinct ids, where each id is in them, and where padding is."""
+    def distinct(self, ids: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Return the distinct ids, ascending, and the index of each id among them."""
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
             raise TypeError(
                 f"embedding[{self.table.name}]: ids are {ids.dtype}; they must be integers"
             )
         keys, where = torch.unique(ids.detach(), return_inverse=True)
         self._require_range(keys)
-        unique = keys.cpu().numpy().astype(np.int64, copy=False)
-        rows = torch.from_numpy(self.table.pull(unique).wait())
+        return keys.cpu().numpy().astype(np.int64, copy=False), where
+
+    def _pulled(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Return the rows of the distinct ids, the index of each id's row, and of padding's row."""
+        given, self.given = self.given, None
+        if given is None or given[0] is not ids:
+            keys, where = self.distinct(ids)
+            given = ids, keys, where, self.table.pull(keys).wait()
+        _, unique, where, values = given
+        rows = torch.from_numpy(values)
         padding = None
         if self.padding_idx is not None and (at := np.flatnonzero(unique == self.padding_idx)).size:
             padding = int(at[0])
@@ -183,7 +184,7 @@ class _Rows(nn.Module):
     def _push(self, keys: np.ndarray, rows: Tensor, padding: int | None) -> None:
         assert rows.grad is not None
         grad = rows.grad.detach().cpu().contiguous().numpy()
-        rows.grad = None  # one that runs backward again pushes what is new
+        rows.grad = None  # a second backward() pushes only its own gradient
         if padding is not None:
             keys, grad = np.delete(keys, padding), np.delete(grad, padding, 0)
         submit(self.table, keys, grad, self.samples, partial(setattr, self, "pushed"))
@@ -200,32 +201,32 @@ class _Rows(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return what print(module) says of it."""
+        """Return the text of the module in print()."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}, name={self.table.name!r}{padding}"
 
 
 class Embedding(_Rows):
-    """nn.Embedding whose rows live on parameter servers. ps.init() has run.
+    """nn.Embedding whose rows are on parameter servers. It needs ps.init() before.
 
-    Every forward pass that is followed by a backward pass is a push of its own. In a table with
-    rounds each worker must run as many of them as the others, if need be with no ids. Where a
-    ps.DistributedOptimizer has max_grad_norm= or scaler=, its next step() pushes the sum of them:
-    clipped by the norm of all gradients, and skipped with them.
+    Each forward pass with its backward pass is one push. In a table with rounds, each worker must
+    run the same number of them, if necessary without ids. If a ps.DistributedOptimizer has
+    max_grad_norm= or scaler=, its next step() pushes their sum instead. It clips the sum by the
+    norm of all gradients, and drops it if it skips the step.
 
     Args:
-        num_embeddings: ids are less; None: any id >= 0 may come.
-        dim: columns of a row.
-        name: of the table, alike on all workers.
-        init: what a new row holds; normal with std 1 if not given, as nn.Embedding.
-        optimizer: what the servers do with gradients; ps.optim.SGD(0.01) if not given.
-        admit: which ids are given a row; all if not given. The others read as new rows do.
-        evict: which rows are dropped; none if not given.
-        padding_idx: the id that reads as zeros and learns nothing.
+        num_embeddings: limit of the ids; None: any id >= 0 may come.
+        dim: number of columns of a row.
+        name: name of the table, the same on all workers.
+        init: values of a new row; normal with std 1 if not given, as nn.Embedding.
+        optimizer: the servers' update; ps.optim.SGD(0.01) if not given.
+        admit: the ids that get a row; all if not given. The other ids read as new rows.
+        evict: the rows that are dropped; none if not given.
+        padding_idx: the id whose row is zeros and is never updated.
         mode: when pushes become updates, see ps.hashtable().
-        dtype: of the rows, torch.float32 or float64.
-        compression: what gradients are sent in, see ps.hashtable().
-        pull_compression: what rows are sent in.
+        dtype: dtype of the rows, torch.float32 or float64.
+        compression: how gradients are sent, see ps.hashtable().
+        pull_compression: how rows are sent.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -235,34 +236,27 @@ class Embedding(_Rows):
 
 
 class EmbeddingBag(_Rows):
-    """nn.EmbeddingBag whose rows live on parameter servers: sums, means or maxima of bags of rows.
+    """nn.EmbeddingBag whose rows are on parameter servers: sums, means or maxima of bags of rows.
+
+    The other arguments are those of Embedding.
 
     Args:
-        num_embeddings: see Embedding; so are those that are not named here.
-        dim: columns of a row.
-        name: of the table.
-        bag: how a bag becomes one row: "sum", "mean" or "max"; what nn.EmbeddingBag calls mode.
+        num_embeddings: limit of the ids; None: any id >= 0 may come.
+        dim: number of columns of a row.
+        name: name of the table, the same on all workers.
+        bag: how a bag becomes one row: "sum", "mean" or "max"; `mode` of nn.EmbeddingBag.
         include_last_offset: offsets end with the number of ids.
     """
 
     def __init__(
-        self,
-        num_embeddings: int | None,
-        dim: int,
-        *,
-        name: str,
+        self, num_embeddings: int | None, dim: int, *, name: str,
         bag: Literal["sum", "mean", "max"] = "mean",
         include_last_offset: bool = False,
-        init: Initializer | None = None,
-        optimizer: Updater | None = None,
-        admit: Admit | None = None,
-        evict: Evict | None = None,
-        padding_idx: int | None = None,
-        mode: str | Mode = "async",
-        dtype: torch.dtype = torch.float32,
-        compression: str | Codec | None = None,
-        pull_compression: str | Codec | None = None,
-    ) -> None:
+        init: Initializer | None = None, optimizer: Updater | None = None,
+        admit: Admit | None = None, evict: Evict | None = None, padding_idx: int | None = None,
+        mode: str | Mode = "async", dtype: torch.dtype = torch.float32,
+        compression: str | Codec | None = None, pull_compression: str | Codec | None = None,
+    ) -> None:  # fmt: skip
         if bag not in ("sum", "mean", "max"):
             raise ValueError(f"embedding[{name}]: bag is {bag!r}; it must be sum, mean or max")
         super().__init__(
@@ -280,8 +274,8 @@ class EmbeddingBag(_Rows):
 
         Args:
             ids: shape (bags, n) without offsets; else (n,).
-            offsets: where each bag begins in ids.
-            per_sample_weights: shape of ids; only for sums.
+            offsets: index in ids where each bag begins.
+            per_sample_weights: weights in the shape of ids; only for sums.
         """
         rows, where, padding = self._pulled(ids)
         return F.embedding_bag(

@@ -1,4 +1,4 @@
-"""ps.DistributedOptimizer: an existing optimizer whose parameters live on servers."""
+"""ps.DistributedOptimizer: an existing optimizer whose parameters are on servers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import torch
 from torch.optim import Optimizer
 
 from ringcomm.codec import BF16, FP16, Codec
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
 from ringcomm.ps.compression import codec_of
-from ringcomm.ps.job import is_chief, session, size
-from ringcomm.ps.rounds import Mode, mode_of
+from ringcomm.ps.job import size
+from ringcomm.ps.session import is_chief, session
+from ringcomm.ps.update_modes import Mode, mode_of
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
-from ringcomm.torch.ps.feeder import Feeder
-from ringcomm.torch.ps.scaling import clip_gradients, is_on, note_found_inf
-from ringcomm.torch.ps.server_options import ServerOptions
+from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_inf
+from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
+from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_something_served
+from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
+from ringcomm.torch.ps.push_during_backward import Feeder
 from ringcomm.torch.ps.server_state import gather_state, pull_values, push_state, push_values
-from ringcomm.torch.ps.server_step import ServerStep
-from ringcomm.torch.ps.steps import count_steps, require_something_served
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")
@@ -46,56 +47,59 @@ def DistributedOptimizer(
 ) -> T:
     """Return `optimizer` with its parameters on the servers, which make the updates.
 
-    Gradients are pushed while backward() runs; step() fetches the new values. Collective over the
-    workers, which wrap the same parameters in the same order; all begin with the chief's values.
-    The result is of a subclass of the optimizer's own class: learning-rate schedulers, also those
-    made earlier, state_dict() (plain torch, gathered from the servers), load_state_dict() (on every
-    worker; the chief's counts), add_param_group(), hooks and closures work. It also has
+    backward() pushes gradients while it runs; step() fetches the new values. Collective over the
+    workers, which must wrap the same parameters in the same order. All begin with the chief's
+    values. The class of the result is a subclass of the optimizer's class. state_dict() gathers the
+    state from the servers and returns that of the plain optimizer; load_state_dict() is called on
+    every worker and takes the chief's state. add_param_group(), hooks, closures and learning-rate
+    schedulers work, also schedulers that were made earlier. The result also has
 
-    - set_samples(n): weigh this worker's gradient of this step by n, e.g. its batch size.
-    - push_parameters(): after parameters were changed by hand; on every worker.
-    - pull_parameters(): have what the servers have; for evaluators.
-    - was_applied: False if this worker was late in a round of FirstOf(k), so that nothing of its
-      last gradient counts, or a scaler skipped the round.
+    - set_samples(n): weigh this worker's gradient of this step by n, for example its batch size.
+    - push_parameters(): call it on every worker after parameters were changed by hand.
+    - pull_parameters(): fetch the servers' values; for evaluators.
+    - was_applied: False if this worker was late in a round of FirstOf(k), so that its last gradient
+      does not count, or if a scaler skipped the round.
 
-    .grad stays this worker's own. What is done to it after backward() comes too late and is
-    refused: pass max_grad_norm and scaler instead. Hyper-parameters travel with the gradients, so
-    they are to be changed before backward(), as schedulers do; in "sync" the chief's count. A
-    parameter without a gradient counts as zeros where other workers have one, and is left alone as
-    in torch where none has: values, state and steps. With apply="worker" that holds for those of
-    256 KiB and more; smaller ones have a gradient of zeros if a neighbour of theirs has one.
+    .grad is this worker's own gradient. The servers already have it after backward(), so changes
+    raise RingcommError: pass max_grad_norm and scaler instead. Hyper-parameters are sent with the
+    gradients. Change them before backward(), as schedulers do; in "sync" those of the chief count.
+    A parameter without a gradient counts as zeros if other workers have one. If no worker has one,
+    its value, state and steps stay the same, as in torch. With apply="worker" this holds for
+    parameters of 256 KiB and more; smaller ones share tables, and get a gradient of zeros if
+    another one in the table has a gradient.
 
     Args:
         optimizer: any torch.optim.Optimizer over float32 or float64 parameters in host memory.
         named_parameters: model.named_parameters(), for error messages.
         mode: "sync": an update is the mean over all workers, equal to one process with all their
-            samples; "async": each push is one; ps.SSP(s): likewise, but no worker is more than s
-            steps ahead of the slowest; ps.FirstOf(k): the mean over the first k whose gradients
-            of all parameters have been pushed; the same k for each of them.
-        apply: "server": SGD, Adagrad, Adam, AdamW, RMSprop, Adadelta, NAdam, RAdam. "worker": the
-            servers take means only, and every worker makes the update; where no worker may miss
-            one. "auto": on the servers where they can.
-        hybrid: "ring": parameters by the ring's DistributedOptimizer, embeddings by the servers.
-        compression: what gradients are pushed in: None, "fp16", "bf16", "int8", one of ringcomm's
-            codecs, as codec.TopK(0.01), or Compression.fp16 and so on; alike on every worker. What
-            TopK drops goes with this worker's next gradient; see ps.table().
-        backward_passes_per_step: the n-th backward() of a step pushes the sum of all.
-        max_grad_norm: gradients of this step are clipped to this norm, over all parameters and rows
-            of embeddings: that of the mean where there are rounds, which the round's workers get,
-            else of each worker's own. step() pushes.
-        scaler: the torch.amp.GradScaler that scales the loss, for scaler.step(optimizer). One inf
-            anywhere, in rows too, skips the step everywhere; without rounds, on the worker that has
-            it. With FirstOf(k) that is one of the k; scales may differ, and who is late looks at
-            its own.
+            samples. "async": each push is an update. ps.SSP(s): as "async", but no worker is more
+            than s steps ahead of the slowest. ps.FirstOf(k): an update is the mean over the first k
+            workers that have pushed all gradients; the same k for each parameter.
+        apply: who makes the updates. "server": SGD, Adagrad, Adam, AdamW, RMSprop, Adadelta, NAdam,
+            RAdam. "worker": the servers only take means, and every worker makes the update; not
+            for modes in which a worker may miss a mean. "auto": the servers if they can.
+        hybrid: "ring": the ring's DistributedOptimizer updates the parameters; embeddings are on
+            the servers.
+        compression: how gradients are pushed: None, "fp16", "bf16", "int8", a codec of ringcomm
+            such as codec.TopK(0.01), or Compression.fp16 and the like; the same on every worker.
+            Values that TopK drops are added to this worker's next gradient; see ps.table().
+        backward_passes_per_step: n: the n-th backward() of a step pushes the sum of all.
+        max_grad_norm: clip the gradients of a step to this norm, over all parameters and rows of
+            embeddings: the mean in modes with rounds, otherwise each worker's own gradient. Then
+            step() pushes.
+        scaler: the torch.amp.GradScaler that scales the loss, for scaler.step(optimizer). In modes
+            with rounds, one inf in any gradient skips the step on all workers; otherwise, on its
+            worker. In FirstOf(k), gradients of the k workers count, and scales may differ; a late
+            worker checks its own gradient.
 
     Raises:
         NotInitializedError: ps.init() has not run.
-        MismatchError: workers wrap different parameters, or say different things.
-        TypeError, ValueError: a parameter or an argument that servers cannot take.
+        MismatchError: workers pass different parameters or arguments.
+        TypeError, ValueError: servers cannot take a parameter or an argument.
 
-    backward() and step() raise CommTimeoutError where the servers, or in a round another worker,
-    do not answer within ps.init(deadline_s=), PeerFailedError, and RingcommError for what came
-    too late.
+    backward() and step() raise PeerFailedError; CommTimeoutError if the servers, or the other
+    workers of a round, do not answer within ps.init(deadline_s=); and RingcommError for a change
+    that comes too late.
     """
     session()
     if isinstance(optimizer, _Served):
@@ -106,8 +110,8 @@ def DistributedOptimizer(
         if max_grad_norm is not None or scaler is not None:
             raise ValueError(
                 f"hybrid is {hybrid!r}, and max_grad_norm= or scaler= was passed: the ring's "
-                "optimizer clips and unscales .grad, and the rows of embeddings have none. Leave "
-                "hybrid= out, or those"
+                "optimizer clips and unscales .grad, and rows of embeddings have no .grad. Leave "
+                "out hybrid=, or the other two"
             )
         return _by_the_ring(optimizer, named, hybrid, compression, backward_passes_per_step)
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -130,7 +134,7 @@ _OF_RING: Final[dict[Any, Any]] = {
 
 
 def _compression(compression: Any) -> Codec | None:
-    """Return the codec that is meant, also by what the ring's optimizer takes."""
+    """Return the codec for the argument, which may also be of hvd.Compression."""
     if isinstance(compression, type) and compression in _OF_RING:
         found: Codec | None = _OF_RING[compression]
         return found
@@ -147,19 +151,20 @@ def _by_the_ring(
     if hybrid != "ring":
         raise ValueError(f"hybrid is {hybrid!r}; it must be None or 'ring'")
     require_something_served()
+    current = session()
     for of_ring, codec in _OF_RING.items():
         if codec == compression:
             wrapped = RingOptimizer(optimizer, named, of_ring, passes)
-            count_steps(wrapped)
+            wrapped.register_step_post_hook(lambda stepped, *_: count_step(current, stepped))
             return wrapped
     raise ValueError(
-        f"compression is {compression}, and hybrid='ring' reduces by the ring, which knows 'fp16' "
-        "and 'bf16'. That of embeddings is an argument of their own"
+        f"compression is {compression}, and with hybrid='ring' it can be 'fp16' or 'bf16'. "
+        "Embeddings have an argument compression= of their own"
     )
 
 
 def _class_on_servers(optimizer: Optimizer, apply: str, mode: Mode) -> str | None:
-    """Return the class that servers are to be, None where workers make the updates."""
+    """Return the name of the class whose updates servers make; None: workers make the updates."""
     if apply not in ("auto", "server", "worker"):
         raise ValueError(f"apply is {apply!r}; it must be 'auto', 'server' or 'worker'")
     kind = type(optimizer)
@@ -190,17 +195,17 @@ def _class_on_servers(optimizer: Optimizer, apply: str, mode: Mode) -> str | Non
 
 
 class _Served(Optimizer):
-    """The part of the new class that knows of servers; the optimizer's own class follows it."""
+    """First base class of the wrapped optimizer; the second is the optimizer's own class."""
 
     _feeder: Feeder
 
+    @Optimizer.profile_hook_step  # it runs the hooks of a step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make the update on the servers, or take the mean from them, and fetch the new values."""
+        """Make the update on the servers and fetch the new values, or fetch the mean and update."""
         feeder = self._feeder
         feeder.pusher.groups = self.param_groups
         if feeder.options.class_name is None:
             result = self._step_here(closure)
-            feeder.complete_step_of_worker()
         else:
             result = None
             if closure is not None:
@@ -208,8 +213,8 @@ class _Served(Optimizer):
                     result = closure()
             with torch.no_grad():
                 is_finite = feeder.apply_on_servers(self._grad_scale())
-            self._tell_scaler(is_finite=is_finite)
-            feeder.complete_step()
+            self._report_to_scaler(is_finite=is_finite)
+        feeder.complete_step()
         engine().note_step(feeder.step)
         return result
 
@@ -224,7 +229,7 @@ class _Served(Optimizer):
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
-        """Hide from the optimizer's own class what scaler.step() has set: it is done."""
+        """Hide the attributes of scaler.step(): the gradients are unscaled already."""
         names = ["grad_scale", "found_inf"]
         hidden = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
         try:
@@ -247,7 +252,7 @@ class _Served(Optimizer):
         of_rows, is_finite = feeder.rows.mean_squares()
         if is_on(feeder.options.scaler):
             is_finite &= all(bool(torch.isfinite(grad).all()) for grad in grads)
-            self._tell_scaler(is_finite=is_finite)
+            self._report_to_scaler(is_finite=is_finite)
             if not is_finite:
                 feeder.was_applied = False
                 feeder.pusher.take_back()
@@ -262,37 +267,37 @@ class _Served(Optimizer):
         return True
 
     def _grad_scale(self) -> float:
-        """Return by what the gradients are scaled, as scaler.step() has set it; see GradScaler."""
+        """Return the scale of the gradients, which scaler.step() has set; see GradScaler."""
         if not is_on(self._feeder.options.scaler):
             return 1.0
         if "found_inf" not in self.__dict__:
             raise RingcommError(
-                "ps.DistributedOptimizer: scaler= was passed, and step() called without it. Call "
-                "scaler.step(optimizer)"
+                "ps.DistributedOptimizer: scaler= was passed, but step() was called without the "
+                "scaler. Call scaler.step(optimizer)"
             )
         scale = self.__dict__.get("grad_scale")
         return 1.0 if scale is None else float(scale)
 
-    def _tell_scaler(self, *, is_finite: bool) -> None:
+    def _report_to_scaler(self, *, is_finite: bool) -> None:
         scaler = self._feeder.options.scaler
         if is_on(scaler):
             note_found_inf(scaler, self, is_finite=is_finite)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Ask GradScaler for the scale instead of unscaled gradients."""
+        """Make GradScaler pass the scale instead of unscaling the gradients."""
         return is_on(self._feeder.options.scaler)
 
     @property
     def was_applied(self) -> bool:
-        """False if this worker's last gradients are no part of the parameters."""
+        """False if this worker's last gradients do not count in the parameters."""
         return self._feeder.was_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as torch does.
 
         Raises:
-            RingcommError: they have been pushed, and step() was not called.
+            RingcommError: the gradients have been pushed, and step() was not called.
         """
         self._feeder.restart()
         super().zero_grad(set_to_none)
@@ -300,29 +305,29 @@ class _Served(Optimizer):
     def set_samples(self, n: float) -> None:
         """Weigh this worker's gradient of this step by n: the mean is sum(n * g) / sum(n).
 
-        To be called on every worker before backward(), for each step or never. Without rounds it
-        matters only whether n is 0: then nothing is pushed.
+        Call it on every worker before backward(), for each step or never. In modes without
+        rounds only 0 matters: then nothing is pushed.
 
         Args:
-            n: how many samples the loss is the mean of; 0 for an empty batch. If all say 0, the
-                step changes nothing.
+            n: number of samples that the loss is the mean of; 0 for an empty batch. If all workers
+                pass 0, the step changes nothing.
         """
         self._feeder.set_samples(n)
 
     def push_parameters(self) -> None:
-        """Give all the chief's parameters, after they were changed by hand. Collective."""
+        """Set all workers' parameters to the chief's, after a change by hand. Collective."""
         push_values(self._feeder)
 
     def pull_parameters(self) -> None:
-        """Set the parameters to the servers' values of now, or of this rank's snapshot.
+        """Set the parameters to the servers' current values, or to those of this rank's snapshot.
 
-        For evaluators, which wrap the same model and optimizer once, and call this each time that
-        they evaluate; and for workers between two steps.
+        Evaluators wrap the same model and optimizer once, and call this for each evaluation.
+        Workers may call it between two steps.
         """
         pull_values(self._feeder)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every worker alike, between two steps. Collective."""
+        """Add parameters; call it on every worker, between two steps. Collective."""
         super().add_param_group(param_group)
         feeder = self.__dict__.get("_feeder")
         if feeder is not None:
@@ -330,7 +335,7 @@ class _Served(Optimizer):
             feeder.extend(name_last_group(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a plain optimizer would: its state is gathered from the servers."""
+        """Return the state_dict() of the plain optimizer, gathered from the servers."""
         if self._feeder.options.class_name is None:
             return super().state_dict()
         self.state.update(gather_state(self._feeder))
@@ -340,9 +345,9 @@ class _Served(Optimizer):
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a plain optimizer, or of one like this. Collective.
+        """Load the state of a plain optimizer, or of one like this. Collective.
 
-        The chief's counts, and so do its parameters: load the model before.
+        All workers take the chief's state and the chief's parameters: load the model before.
         """
         super().load_state_dict(state_dict)
         self._feeder.pusher.groups = self.param_groups
@@ -352,11 +357,6 @@ class _Served(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a ps.DistributedOptimizer cannot be copied or pickled, for its state is on the "
+            "a ps.DistributedOptimizer cannot be copied or pickled, because its state is on the "
             "servers. Save optimizer.state_dict(), which is plain torch"
         )
-
-
-# As torch does to the step() of each class: run its step hooks, and let its profiler see it.
-_Served.step = Optimizer.profile_hook_step(_Served.step)  # type: ignore[method-assign]
-_Served.step.hooked = True  # type: ignore[attr-defined]

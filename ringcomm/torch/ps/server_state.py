@@ -1,4 +1,4 @@
-"""Values and state of an optimizer that the servers keep: set to the chief's, or fetched."""
+"""Values and state on the servers of an optimizer: sets them to the chief's, or fetches them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 import torch
 
 from ringcomm.engine.api import collectives
-from ringcomm.ps.job import is_chief
-from ringcomm.ps.segments import IDS, SCALARS, STEPS
-from ringcomm.ps.states import TableState
-from ringcomm.ps.states import pull_state as pull_table_state
-from ringcomm.ps.states import push_state as push_table_state
+from ringcomm.ps.client.dense.optimizer_state import TableState
+from ringcomm.ps.client.dense.optimizer_state import pull_state as pull_table_state
+from ringcomm.ps.client.dense.optimizer_state import push_state as push_table_state
+from ringcomm.ps.parameters_sharing_a_dense_table import IDS, SCALARS, STEPS
+from ringcomm.ps.session import is_chief
 from ringcomm.torch.ps.buckets import ServedBucket
-from ringcomm.torch.ps.feeder import Feeder
+from ringcomm.torch.ps.push_during_backward import Feeder
 
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
 
 
 def push_values(feeder: Feeder) -> None:
-    """Give all the chief's values. Collective, between two steps."""
+    """Give the chief's values to the servers and all workers. Collective, between two steps."""
     _from_chief(feeder, lambda bucket: bucket.table.push(bucket.values(), assign=True).wait())
 
 
@@ -32,12 +32,12 @@ def pull_values(feeder: Feeder) -> None:
 
 
 def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
-    """Give all the chief's values, and the servers the chief's state. Collective."""
+    """Give the chief's values and state to the servers, and the values to all. Collective."""
     _from_chief(feeder, lambda each: push_table_state(each.table, from_torch(each, state)))
 
 
 def gather_state(feeder: Feeder) -> dict[Any, Any]:
-    """Return the state that the servers keep, by parameter, as torch would have it."""
+    """Return the servers' state by parameter, as torch would have it."""
     found: dict[Any, Any] = {}
     for bucket in feeder.pusher.buckets:
         if not bucket.is_frozen:
@@ -58,10 +58,10 @@ def _from_chief(feeder: Feeder, push: Callable[[ServedBucket], object]) -> None:
 
 
 def to_torch(bucket: ServedBucket, state: TableState, into: MutableMapping[Any, Any]) -> None:
-    """Write the state of a table to state[parameter] of its parameters, as torch would have it."""
+    """Convert the state of a table to torch's state, into[parameter]."""
     name = type(bucket.table.updater).__name__
     if not state.slots or (state.steps == 0 and name != "Adagrad"):
-        return  # torch makes it in the first step
+        return  # torch makes the state in the first step
     kind = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     steps, scalars = _of_each(bucket, state)
     entries: list[dict[str, Any]] = [{} for _ in bucket.slots]
@@ -83,10 +83,10 @@ def to_torch(bucket: ServedBucket, state: TableState, into: MutableMapping[Any, 
 
 
 def _of_each(bucket: ServedBucket, state: TableState) -> tuple[list[int], list[list[float]]]:
-    """Return the steps of each parameter, and what the updater has once of each."""
+    """Return the number of steps of each parameter, and its scalars in the updater."""
     n_full = bucket.table.updater.n_full_slots
-    alike = [float(values[0]) for values in list(state.slots.values())[n_full:]]
-    steps, scalars = [state.steps] * len(bucket.slots), [alike] * len(bucket.slots)
+    common = [float(values[0]) for values in list(state.slots.values())[n_full:]]
+    steps, scalars = [state.steps] * len(bucket.slots), [common] * len(bucket.slots)
     if state.segments:
         for k, n, own in zip(
             *(state.segments[each] for each in (IDS, STEPS, SCALARS)), strict=True
@@ -96,7 +96,7 @@ def _of_each(bucket: ServedBucket, state: TableState) -> tuple[list[int], list[l
 
 
 def from_torch(bucket: ServedBucket, state: Mapping[Any, Any]) -> TableState:
-    """Return what the servers are to keep for a bucket, by torch's state of its parameters."""
+    """Convert torch's state of a bucket's parameters to the state of its table."""
     updater, values = bucket.table.updater, bucket.values()
     entries = [state.get(slot.parameter) or {} for slot in bucket.slots]
     fills = dict(zip(updater.slot_names, updater.slot_fill, strict=True))

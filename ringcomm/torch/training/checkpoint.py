@@ -1,4 +1,4 @@
-"""Checkpoint: the state of a training job in files that survive whatever ends the job."""
+"""Checkpoint: saves the state of a training job to files, and restores it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
+from ringcomm.atomic_files import BrokenFileError, checksum
 from ringcomm.data.sampler import ShardedSampler
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.world import rank, size
+from ringcomm.engine.api.init_rank_size import rank, size
 from ringcomm.errors import MismatchError, RingcommError
-from ringcomm.files import BrokenFileError, checksum
-from ringcomm.torch.optim.averaging import StateSharding
+from ringcomm.torch.horovod.process_sets import require_nobody_in_join
+from ringcomm.torch.optim.averaging_optimizer import StateSharding
 from ringcomm.torch.training import checkpoint_files as files
+from ringcomm.torch.training.broadcast_states import broadcast_tree
 from ringcomm.torch.training.random_state import random_state, set_random_state
-from ringcomm.torch.training.state import broadcast_tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger("ringcomm")
-_OURS: Final = "ringcomm"  # the entry beside the user's parts
+_OURS: Final = "ringcomm"  # name of our entry in the file, beside the user's parts
 _FORMAT: Final = 1
 
 
@@ -33,10 +34,11 @@ class Restored:
     """Result of Checkpoint.restore().
 
     Attributes:
-        step: as passed to save().
-        size: number of ranks that saved it.
-        values: the parts without a state_dict(), by name.
-        shard: what this rank passed as `shard`; None if nothing was, or on another number of ranks.
+        step: the step that was passed to save().
+        size: number of ranks that saved the checkpoint.
+        values: the parts that have no state_dict(), by name.
+        shard: the `shard` that this rank passed to save(); None if the number of ranks has changed
+            since, or ranks passed none.
         shards: the files of all ranks' shards, in rank order, for torch.load().
     """
 
@@ -56,13 +58,13 @@ class Checkpoint:
         checkpoint.save(step, model=model, optimizer=optimizer, sampler=loader, best=0.98)
 
     A checkpoint is a file `step-<n>.pt` that rank 0 writes; torch.load(file)["model"] is the
-    model's state_dict(), anywhere and without ringcomm. It is written under another name, flushed
-    to the disk and renamed: a job that is killed meanwhile leaves the earlier ones as they were. It
-    can be restored on any number of ranks. Only rank 0 must see the folder, but for shards.
+    model's state_dict(), also without ringcomm. save() writes it under another name, flushes it to
+    the disk and renames it: a job that is killed during save() leaves earlier checkpoints intact.
+    Any number of ranks can restore it. Only rank 0 needs the folder, unless ranks save shards.
 
     Args:
-        folder: is made if it is not there; of one job at a time.
-        keep: the newest so many stay; None: all.
+        folder: folder of the files, which one job at a time may use; save() makes it if need be.
+        keep: number of newest checkpoints to keep; None: all.
 
     Raises:
         ValueError: keep is less than 1.
@@ -75,11 +77,11 @@ class Checkpoint:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Return the steps of which this rank sees a checkpoint, in order; local."""
+        """Return the steps whose checkpoints this rank sees, in order; local."""
         return files.steps_in(self.folder)
 
     def latest(self) -> int | None:
-        """Return the last of them, None if there is none; local."""
+        """Return the last step whose checkpoint this rank sees; None if there is none. Local."""
         return max(self.steps(), default=None)
 
     def save(
@@ -93,27 +95,29 @@ class Checkpoint:
         shard: Any = None,
         **parts: Any,
     ) -> Path:
-        """Write a checkpoint, and return its file once it is on the disk. Collective.
+        """Write a checkpoint, and return its path once it is on the disk. Collective.
 
         Args:
-            step: its number, at least 0; a checkpoint of that number is replaced.
-            sampler: a ShardedSampler or Loader: where each rank is.
-            consumed: how many of its samples this rank has trained on in this epoch. Needed in the
-                middle of an epoch of a ShardedSampler, which cannot know: a DataLoader with workers
-                takes samples ahead. In the last steps of an epoch those workers may have taken all
-                of them: then, too, only this says that the epoch is not over. A Loader counts.
-            rng: also the state of the global random generators of each rank: torch's for the CPU,
-                numpy's, Python's.
-            shard: what this rank alone has: tensors, in lists and dicts, of which it writes a file
-                of its own. Given by all ranks or none. The folder must be one that all ranks see.
-            parts: by any name, what is alike on all ranks: whatever has a state_dict(), as
-                model=, optimizer=, schedule=, scaler=; or numbers, texts, lists, dicts, tensors.
+            step: number of the checkpoint, at least 0; an earlier one of that number is replaced.
+            sampler: a ShardedSampler or Loader, whose position on each rank is saved.
+            consumed: number of samples that this rank has trained on in this epoch. Needed for a
+                ShardedSampler in the middle of an epoch, which cannot know the number: workers of a
+                DataLoader fetch samples ahead, in the last steps even all samples of the epoch. A
+                Loader needs no `consumed`.
+            rng: True: save the state of each rank's global random generators too: torch's for the
+                CPU, numpy's and Python's.
+            shard: data of this rank alone: tensors, also in lists and dicts. The rank writes it to
+                its own file. All ranks pass a shard, or none; all of them must see the folder.
+            parts: data that is the same on all ranks, by any name: objects with a state_dict(),
+                such as model=, optimizer=, schedule=, scaler=; or numbers, texts, lists, dicts and
+                tensors.
 
         Raises:
             MismatchError: ranks save different steps.
-            RingcommError: on every rank, if one could not write; the text says which, and why.
-            TypeError: on every rank, if a part is of a class that torch.load(weights_only=True)
-                would refuse.
+            RingcommError: on every rank, if one of them could not write; the text names this rank
+                and the cause.
+            TypeError: on every rank, if torch.load(weights_only=True) would refuse the class of a
+                part.
             ValueError: step is negative, or a part is called "ringcomm".
         """
         step = _natural(step)
@@ -123,7 +127,7 @@ class Checkpoint:
         attempts = _Attempts(f"{self.folder}, step {step}")
         mine = {
             "step": step,
-            "sampler": attempts.do(_place_in, sampler, consumed),
+            "sampler": attempts.do(_position_of, sampler, consumed),
             "rng": random_state() if rng else None,
             "shard": attempts.do(self._write_shard, step, shard),
         }
@@ -141,20 +145,19 @@ class Checkpoint:
         """Load a checkpoint into these objects, on every rank. Collective.
 
         Args:
-            step: which one; None: the last whose checksums are right. A broken one is skipped with
-                a warning.
-            sampler: as for save(); goes on where the ranks were, on any number of ranks.
-            rng: restore random generators, if there are as many ranks as there were; else they go
-                on as they are, with a warning.
-            parts: objects with load_state_dict(), by the names that save() had.
+            step: number of the checkpoint; None: the last one that is intact. A damaged checkpoint
+                is skipped with a warning.
+            sampler: as for save(). It continues at the saved position, on any number of ranks.
+            rng: True: restore the random generators. If the number of ranks has changed, they stay
+                as they are, with a warning.
+            parts: objects with load_state_dict(), by the names that save() got.
 
         Returns:
-            What was found; None if the folder has no checkpoint and step is None.
+            The step, the values and more; None if step is None and the folder has no checkpoint.
 
         Raises:
-            RingcommError: on every rank, if none can be used: the text says what is wrong with
-                each; or if one has not all that is asked for, or the model is another one. Nothing
-                has been loaded then.
+            RingcommError: on every rank, if all checkpoints are damaged, the checkpoint lacks a
+                part, or the model does not fit. The text gives each cause. Nothing is loaded then.
         """
         _refuse_our_name(parts)
         attempts = _Attempts(str(self.folder))
@@ -186,12 +189,11 @@ class Checkpoint:
         parts: Mapping[str, Any],
         states: Mapping[str, Any],
     ) -> None:
-        """Write what makes it a checkpoint; of rank 0, while the others wait."""
+        """Write the main file; rank 0 calls this while the other ranks wait."""
         ours: dict[str, Any] = {"format": _FORMAT, "step": step, "size": size()}
-        ours |= {what: [each[what] for each in ranks] for what in ("sampler", "rng", "shard")}
-        values = ours["values"] = [
-            name for name, p in parts.items() if not hasattr(p, "state_dict")
-        ]
+        ours |= {key: [each[key] for each in ranks] for key in ("sampler", "rng", "shard")}
+        values = [name for name, part in parts.items() if not hasattr(part, "state_dict")]
+        ours["values"] = values
         content = {
             name: states[name] if name in states else p if name in values else p.state_dict()
             for name, p in parts.items()
@@ -200,7 +202,7 @@ class Checkpoint:
         files.tidy(self.folder, self.keep)
 
     def _write_shard(self, step: int, shard: Any) -> list[Any] | None:
-        """Return name, length and checksum of what this rank has written."""
+        """Write this rank's shard; return the file's name, length and checksum."""
         if shard is None:
             return None
         path = files.shard_path(self.folder, step, rank(), size())
@@ -208,7 +210,7 @@ class Checkpoint:
         return [path.name, *checksum(path)]
 
     def _find(self, step: int | None, names: list[str], has_sampler: bool) -> dict[str, Any] | None:
-        """Return of a checkpoint what is asked for, and its values; of rank 0."""
+        """Return the named parts of a checkpoint, and its values; only rank 0 calls this."""
         problems = []
         for each in self.steps()[::-1] if step is None else [_natural(step)]:
             path = files.main_path(self.folder, each)
@@ -244,14 +246,14 @@ class Checkpoint:
 
 
 class _Attempts:
-    """Collects errors of one rank, to raise them on all ranks."""
+    """Catches an error of one rank, and raises it on all ranks."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, where: str) -> None:
+        self._where = where
         self._error: Exception | None = None
 
     def do(self, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-        """Return what the action returns, None if it fails; local."""
+        """Return the result of an action; None if it raises. Local."""
         try:
             return action(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - raised by gather(), on all ranks
@@ -259,15 +261,16 @@ class _Attempts:
             return None
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return what all ranks have. Collective; raises the first rank's error on all."""
+        """Return the objects of all ranks; if actions failed, raise the first error. Collective."""
         error = self._error
         failure = None if error is None else (isinstance(error, TypeError), _words(error))
         reports = collectives.allgather_object((failure, mine))
+        require_nobody_in_join(f"checkpoint[{self._where}]", reports, range(size()))
         for r, (failure, _) in enumerate(reports):
             if failure is not None:
                 is_type_error, words = failure
                 kind = TypeError if is_type_error else RingcommError
-                raise kind(f"checkpoint[{self._what}]: rank {r}: {words}") from error
+                raise kind(f"checkpoint[{self._where}]: rank {r}: {words}") from error
         return [theirs for _, theirs in reports]
 
 
@@ -276,24 +279,23 @@ def _require_same(steps: list[int], folder: Path) -> None:
     if other is not None:
         raise MismatchError(
             f"checkpoint[{folder}]: rank 0 saves step {steps[0]}, rank {other} step "
-            f"{steps[other]}. "
-            "Every rank saves the same step"
+            f"{steps[other]}. Save the same step on every rank"
         )
 
 
 def _words(error: Exception) -> str:
     if isinstance(error, BrokenFileError | TypeError):
         return str(error)
-    return f"{type(error).__name__}: {error}. What was saved before is as it was"
+    return f"{type(error).__name__}: {error}. Checkpoints that exist are unchanged"
 
 
-def _place_in(sampler: Any, consumed: int | None) -> Any:
-    """Return where this rank is in its samples; ValueError if that cannot be known."""
+def _position_of(sampler: Any, consumed: int | None) -> Any:
+    """Return the position of a sampler. Raises ValueError if it is not known."""
     if not isinstance(sampler, ShardedSampler):
         if consumed is not None:
             raise ValueError(
                 f"consumed={consumed} is for a ShardedSampler, and sampler is "
-                f"{'None' if sampler is None else f'a {type(sampler).__name__}'}: leave it out"
+                f"{'None' if sampler is None else f'a {type(sampler).__name__}'}: omit consumed"
             )
         return None if sampler is None else sampler.state_dict()
     if consumed is None and sampler.is_under_way:
@@ -316,7 +318,7 @@ def _natural(step: int) -> int:
 
 def _refuse_our_name(parts: Mapping[str, Any]) -> None:
     if _OURS in parts:
-        raise ValueError(f"Checkpoint: no part can be called {_OURS!r}, which has a use of its own")
+        raise ValueError(f"Checkpoint: no part can be called {_OURS!r}: ringcomm uses this name")
 
 
 def _checked(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -343,7 +345,7 @@ def _require_parts(
 
 
 def _require_fit(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Refuse the weights of another model, before any is loaded."""
+    """Raise BrokenFileError if names or shapes of a model's weights are not the checkpoint's."""
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module):
             mine, saved = part.state_dict(), content[name]
@@ -366,7 +368,7 @@ def _restore_random_states(states: list[Any]) -> None:
         set_random_state(states[rank()])
     elif rank() == 0:
         _log.warning(
-            "the checkpoint has random generators of %d ranks, this job %d: they go on as they are",
+            "the checkpoint has random states of %d ranks, this job has %d ranks: it restores none",
             len(states),
             size(),
         )

@@ -1,4 +1,4 @@
-"""Numbers that a script reports, averaged over all ranks' samples."""
+"""Averages of a script's metrics over all ranks' samples."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ import numpy as np
 from ringcomm.engine.api import collectives
 from ringcomm.errors import MismatchError
 
-_Report = tuple[float, dict[str, float]]
-
 
 def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict[str, float]:
-    """Return each number's mean over all ranks, the same on every rank. Collective.
+    """Return the mean of each metric over all ranks, the same on every rank. Collective.
 
     Args:
         metrics: numbers by name: floats, ints, tensors or arrays of one element; the same names on
             every rank, in any order.
-        samples: how many this rank's numbers are the mean of. A rank of 0 does not count: its
-            numbers may be NaN, or not be there.
+        samples: the number of samples whose mean this rank passes. A rank with 0 samples does not
+            count: it may pass NaN, or no metrics. A rank in hvd.join() does not count, either.
 
     Returns:
-        sum(samples * number) / sum(samples), by name, in the order of the first rank that has
-        samples; NaN where none has any.
+        sum(samples * number) / sum(samples) by name, in the order of the first rank that has
+        samples; NaN if no rank has samples.
 
     Raises:
-        MismatchError: ranks have other names.
+        MismatchError: ranks pass different names.
         ValueError: samples is negative or not finite, or a value has more than one element.
     """
     if not 0 <= samples < math.inf:
@@ -36,10 +34,12 @@ def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict
     if not isinstance(metrics, Mapping):
         raise TypeError(f"average_metrics: metrics must be numbers by name, not {metrics!r}")
     mine = {name: _number(name, value) for name, value in metrics.items()}
-    reports: list[_Report] = collectives.allgather_object((float(samples), mine))
-    counting = [(r, n, numbers) for r, (n, numbers) in enumerate(reports) if n]
+    reports: list[tuple[float, dict[str, float]] | None]
+    reports = collectives.allgather_object((float(samples), mine))
+    present = [(r, *report) for r, report in enumerate(reports) if report]  # None: in join()
+    counting = [(r, n, numbers) for r, n, numbers in present if n]
     if not counting:
-        return {name: math.nan for _, numbers in reports for name in numbers}
+        return {name: math.nan for _, _, numbers in present for name in numbers}
     first, _, names = counting[0]
     for r, _, numbers in counting:
         if numbers.keys() != names.keys():
@@ -52,7 +52,7 @@ def average_metrics(metrics: Mapping[str, Any], *, samples: float = 1.0) -> dict
 
 
 class Metrics:
-    """Means of what is reported batch by batch, first over this rank's, then over all ranks'.
+    """Collects the metrics of this rank's batches, and averages them over all ranks' samples.
 
     metrics = hvd.Metrics()
     for x, y in loader:
@@ -66,21 +66,21 @@ class Metrics:
         self._sums: dict[str, Any] = {}
 
     def add(self, samples: float, /, **means: Any) -> None:
-        """Count the numbers of a batch; local.
+        """Add the metrics of one batch; local.
 
         Args:
-            samples: of the batch; one of 0 is not counted.
-            means: over the batch, by name; the same names each time. A tensor is not waited for:
-                it is looked at in average().
+            samples: number of samples in the batch; a batch of 0 samples does not count.
+            means: mean of each metric over the batch, by name; the same names in each call. add()
+                does not wait for the value of a tensor on a GPU; average() does.
 
         Raises:
-            ValueError: samples is negative or not finite, or the names are others than before.
+            ValueError: samples is negative or not finite, or earlier calls had other names.
         """
         if not 0 <= samples < math.inf:
             raise ValueError(f"Metrics: samples is finite and at least 0, not {samples}")
         if self._sums and means.keys() != self._sums.keys():
             raise ValueError(
-                f"Metrics: has {', '.join(self._sums)}, and is given {', '.join(means)}"
+                f"Metrics: has {', '.join(self._sums)}, and add() got {', '.join(means)}"
             )
         for name, mean in means.items():
             plain = mean.detach().double() if hasattr(mean, "detach") else mean
@@ -88,10 +88,10 @@ class Metrics:
         self._samples += samples
 
     def average(self) -> dict[str, float]:
-        """Return the mean of each over all samples of all ranks, and begin anew. Collective.
+        """Return the mean of each metric over all ranks' samples, and drop the metrics. Collective.
 
         Raises:
-            MismatchError: ranks have other names.
+            MismatchError: ranks have different names.
         """
         samples, sums = self._samples, self._sums
         self._samples, self._sums = 0.0, {}
@@ -107,6 +107,6 @@ def _number(name: str, value: Any) -> float:
 
 
 def _sum(numbers: Iterable[float]) -> float:
-    """Return the sum, rounded once; NaN and infinity where the numbers have any."""
+    """Return the sum, rounded once; NaN or infinity if one of the numbers is."""
     parts = list(numbers)
     return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)

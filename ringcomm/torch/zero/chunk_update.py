@@ -1,11 +1,11 @@
-"""Updates of this rank's part of a bucket's weights."""
+"""Updates of this rank's chunk of a bucket's weights."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.optim import Optimizer
@@ -17,26 +17,28 @@ from ringcomm.torch.zero.parameter_state import ParameterState
 if TYPE_CHECKING:
     from ringcomm.gpu.transports.base import UpdatePiece
 
-MASTER: Final = "master"  # in the state of 16-bit parameters: their weights in float32
+MASTER: Final = "master"  # in the state of a 16-bit parameter: its weights in float32
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """This rank's part (own) of a bucket's weights, flat, cut into pieces of one parameter each."""
+    """This rank's chunk (`own`) of a bucket's flat weights, and its pieces, one per parameter."""
 
     weights: torch.Tensor
     own: slice
-    places: Sequence[slice]
+    places: Sequence[slice]  # of each piece in `weights`
     pieces: Sequence[torch.Tensor]
 
 
-class ChunkUpdate(Protocol):
-    """Updates the pieces of one bucket that are this rank's; local."""
+class ChunkUpdate:
+    """Base of the updates of a chunk; not collective.
 
-    @property
-    def pieces(self) -> Sequence[UpdatePiece] | None:
-        """Updates left to a kernel, which gives others the new weights, too; None: nothing is."""
-        ...
+    Attributes:
+        pieces: updates for a GPU kernel to make; the kernel also sends the weights to all ranks.
+            None: update() has made the updates.
+    """
+
+    pieces: Sequence[UpdatePiece] | None = None
 
     def update(
         self,
@@ -44,47 +46,43 @@ class ChunkUpdate(Protocol):
         groups: Sequence[tuple[Settings, list[int]]],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Write new weights over the old ones, or say in `pieces` how; return the settings as left.
+        """Update the weights, or set `pieces`; return the settings after the update.
 
         Args:
-            gradients: of each piece, of its shape and dtype, read only; None: it stays as it is.
-            groups: the settings of each param_group, and which pieces are in it.
-            buffer: of the bucket, flat; where gradients are that nobody has replaced. What a kernel
-                is to read must be there.
+            gradients: one gradient per piece, of its shape and dtype, read only; None: no update.
+            groups: the settings of each param_group, and the numbers of its pieces.
+            buffer: the bucket's flat gradients, for a kernel; `gradients` may have other memory.
         """
-        ...
+        raise NotImplementedError
 
     def note_done(self) -> None:
-        """Note that the update in `pieces` was made."""
-        ...
+        """Note that the updates in `pieces` were made."""
 
     def state_of(self, piece: int) -> ParameterState:
-        """Return what is kept of a piece; nothing if it was never updated. Not to be changed."""
-        ...
+        """Return the state of a piece, read only; empty if the piece was never updated."""
+        raise NotImplementedError
 
     def set_state(self, piece: int, state: ParameterState) -> None:
-        """Go on with this instead; it is kept."""
-        ...
+        """Set the state of a piece; this object may keep `state`, without a copy."""
+        raise NotImplementedError
 
 
-class OwnClassUpdate:
-    """ChunkUpdate by an optimizer of the user's class over the pieces alone; local.
+class OwnClassUpdate(ChunkUpdate):
+    """An update by an optimizer of the user's class, whose parameters are the pieces.
 
-    Pieces of 16 bits have float32 masters: those are updated, by gradients made float32, and the
-    weights are the masters rounded. A weight that somebody has changed since is a new master.
+    A 16-bit piece has a float32 master. The master is updated with the gradient in float32, and
+    then rounded to the weights. If somebody has changed a weight, its master gets the new value.
     """
-
-    pieces = None
 
     def __init__(self, optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
         optimizer.state = defaultdict(dict)
-        optimizer._optimizer_step_pre_hooks = OrderedDict()  # run by the one that the user has
+        optimizer._optimizer_step_pre_hooks = OrderedDict()  # hooks run in the user's optimizer
         optimizer._optimizer_step_post_hooks = OrderedDict()
         self._step = plain_step(type(optimizer))
         self._weights = weights
         self._masters = [wide(each) for each in weights]
-        self._has_master = [False for _ in weights]  # one that differs from the weights
+        self._has_master = [False for _ in weights]  # the master differs from the weights
 
     def update(
         self,
@@ -92,29 +90,27 @@ class OwnClassUpdate:
         groups: Sequence[tuple[Settings, list[int]]],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Update the masters by the user's class, and round the weights."""
+        """Update the masters, and round them to the weights."""
         del buffer
         for piece, gradient in enumerate(gradients):
             master = self._masters[piece]
             if gradient is not None:
-                self._follow(piece)
+                self._take_changed_weights(piece)
                 master.grad = gradient.to(master.dtype)
         self._optimizer.param_groups = [
             {**settings, "params": [self._masters[piece] for piece in pieces]}
             for settings, pieces in groups
         ]
         self._step(self._optimizer)
-        for piece, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._round(piece)
-            self._masters[piece].grad = None
+        for piece, (master, gradient) in enumerate(zip(self._masters, gradients, strict=True)):
+            if gradient is not None and self._weights[piece] is not master:
+                self._weights[piece].copy_(master)
+                self._has_master[piece] = True
+            master.grad = None
         return settings_of(self._optimizer)
 
-    def note_done(self) -> None:
-        """Do nothing: update() has written the weights."""
-
     def state_of(self, piece: int) -> ParameterState:
-        """Return the optimizer's state of a piece, and its master if that differs."""
+        """Return the state of a piece, with the master if that differs from the weights."""
         master = self._masters[piece]
         state = ParameterState.of(self._optimizer.state.get(master, {}), master)
         if self._has_master[piece]:
@@ -136,20 +132,14 @@ class OwnClassUpdate:
         if state:
             self._optimizer.state[master] = state.shaped(master)
 
-    def _follow(self, piece: int) -> None:
-        """Take over weights that somebody else has written."""
+    def _take_changed_weights(self, piece: int) -> None:
+        """Set the master to the weights that somebody else has written."""
         weights, master = self._weights[piece], self._masters[piece]
         if weights is master:
             return
         is_own = master.to(weights.dtype) == weights
         if not is_own.all():
             master.copy_(torch.where(is_own, master, weights.to(master.dtype)))
-
-    def _round(self, piece: int) -> None:
-        weights, master = self._weights[piece], self._masters[piece]
-        if weights is not master:
-            weights.copy_(master)
-            self._has_master[piece] = True
 
 
 def _as_wide_as(master: torch.Tensor, line: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""This rank's share of an optimizer: of its state, and of its work."""
+"""This rank's part of an optimizer: the state and the updates of its chunks of the buckets."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from ringcomm.torch.zero.whole_states import gather_states
 
 
 class OptimizerShard:
-    """The shards of an optimizer: as many as it has buckets, which may change between steps."""
+    """The shards of an optimizer, one per bucket; the buckets may change between steps.
+
+    Attributes:
+        group: the ranks that have parts of the state; None: each rank has the whole state.
+    """
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._shards: list[WeightShard] = []
-        self._group: Group | None = None  # who shares; None: each rank has the whole state
+        self.group: Group | None = None
         self._is_fused = False
 
-    @property
-    def are_spread(self) -> bool:
-        """True once each rank has its share of the state alone; alike on all ranks."""
-        return self._group is not None
-
     def forget(self) -> None:
-        """Drop this rank's share; the next step begins with the whole state."""
-        self._shards, self._group = [], None
+        """Drop this rank's part; the next step begins with the whole state."""
+        self._shards, self.group = [], None
 
     def step(self, optimizer: Optimizer, make_update: MakeUpdate, *, is_fused: bool) -> None:
-        """Update all weights, by the optimizer's settings; take over its states. Collective.
+        """Take over the optimizer's state, and update all weights by its settings. Collective.
 
-        Each bucket's weights leave as soon as this rank's chunk of them is updated.
+        Each bucket's weights are sent as soon as this rank's chunk is updated.
         """
         buckets = self._arrange(make_update, is_fused=is_fused)
         self._take_over(optimizer)
@@ -61,10 +60,10 @@ class OptimizerShard:
             group.update(settings)
 
     def states(self, *, is_wanted: bool) -> dict[torch.Tensor, TorchState]:
-        """Return the states of whole parameters, {} if they are not wanted here. Collective."""
-        assert self._group is not None
+        """Return the states of whole parameters, {} unless is_wanted. Collective."""
+        assert self.group is not None
         views = {index: shard.view(index) for index, shard in _by_index(self._shards).items()}
-        shares = shares_of((shard.plan for shard in self._shards), self._group.size)
+        shares = shares_of((shard.plan for shard in self._shards), self.group.size)
         return {
             self._reducer.slots[index].parameter: whole.to(views[index].device).shaped(views[index])
             for index, whole in self._gather(shares)
@@ -72,22 +71,21 @@ class OptimizerShard:
         }
 
     def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> Sequence[Bucket]:
-        """Return the buckets, with shards where they have changed; collective then."""
-        options = self._reducer.options
-        group, buckets = options.group, self._reducer.plan.buckets_for(options)
+        """Return the buckets. If they have changed, make new shards, which is collective."""
+        group, buckets = self._reducer.options.group, self._reducer.plan.ensure_buckets()
         plans = [shard.plan for shard in self._shards]
         is_same = plans == [plan_of(bucket) for bucket in buckets]
-        if group is self._group and is_same and is_fused == self._is_fused:
+        if group is self.group and is_same and is_fused == self._is_fused:
             return buckets
         self._require_same_ranks(group)
         slots = self._reducer.slots
         fresh = [WeightShard(bucket, slots, group, make_update) for bucket in buckets]
         self._hand_over(fresh, group.size)
-        self._shards, self._group, self._is_fused = fresh, group, is_fused
+        self._shards, self.group, self._is_fused = fresh, group, is_fused
         return buckets
 
     def _hand_over(self, fresh: Sequence[WeightShard], size: int) -> None:
-        """Give the state of each piece to who is to have it."""
+        """Give the state of each piece to the rank that updates it from now on."""
         before = shares_of((shard.plan for shard in self._shards), size)
         after = shares_of((shard.plan for shard in fresh), size)
         moving = {index: share for index, share in before.items() if share != after[index]}
@@ -97,27 +95,27 @@ class OptimizerShard:
                 shard_of[index].set_state(index, state)
         if moving:
             for index, whole in self._gather(moving):
-                _set_part(shard_of[index], index, whole)
+                shard_of[index].set_part(index, whole)
 
     def _take_over(self, optimizer: Optimizer) -> None:
-        """Keep this rank's part of the states of whole parameters."""
+        """Take the whole states out of the optimizer, and keep this rank's parts."""
         if not optimizer.state:
             return
         for index, shard in _by_index(self._shards).items():
             state = optimizer.state.pop(self._reducer.slots[index].parameter, None)
             if state:
-                _set_part(shard, index, ParameterState.of(state, shard.view(index)))
+                shard.set_part(index, ParameterState.of(state, shard.view(index)))
 
     def _states(self) -> dict[int, ParameterState]:
         return {index: state for shard in self._shards for index, state in shard.states().items()}
 
     def _gather(self, shares: Mapping[int, Sequence[int]]) -> Iterable[tuple[int, ParameterState]]:
-        assert self._group is not None
+        assert self.group is not None
         names = [slot.name for slot in self._reducer.slots]
-        return gather_states(self._states(), shares, names, self._group, self._reducer.suffix)
+        return gather_states(self._states(), shares, names, self.group, self._reducer.plan.suffix)
 
     def _require_same_ranks(self, group: Group) -> None:
-        mine = self._group
+        mine = self.group
         if mine is not None and (mine.size, mine.index) != (group.size, group.index):
             raise RingcommError(
                 f"DistributedOptimizer: the state is spread over {mine.size} ranks, and there are "
@@ -129,17 +127,17 @@ class OptimizerShard:
             if not slot.has_hooks and slot.parameter.grad is not None:
                 raise RingcommError(
                     f"DistributedOptimizer: {slot.name} has a .grad and is frozen, so no rank "
-                    "updates it with shard_state=1: set it to None, or requires_grad_(True)"
+                    "updates it with shard_state=1: set .grad to None, or call requires_grad_(True)"
                 )
 
 
 def _wait_for_all(under_way: Sequence[tuple[WeightShard, Handle[Any]]]) -> None:
-    """Wait until the weights of all are there, then raise the first error."""
+    """Wait until all weights have arrived, then raise the first error."""
     errors = []
     for shard, handle in under_way:
         try:
             handle.wait()
-        except Exception as error:  # noqa: BLE001 - the others are carried out all the same
+        except Exception as error:  # noqa: BLE001 - the others must end, too
             errors.append(error)
         else:
             shard.note_written()
@@ -149,9 +147,3 @@ def _wait_for_all(under_way: Sequence[tuple[WeightShard, Handle[Any]]]) -> None:
 
 def _by_index(shards: Iterable[WeightShard]) -> dict[int, WeightShard]:
     return {index: shard for shard in shards for index, _ in shard.plan}
-
-
-def _set_part(shard: WeightShard, index: int, whole: ParameterState) -> None:
-    own = shard.updated.get(index)
-    if own is not None:
-        shard.set_state(index, whole.part(own))

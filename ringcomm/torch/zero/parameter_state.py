@@ -11,21 +11,19 @@ import torch
 from ringcomm.torch.optim.buckets import flatten_like
 
 TorchState = dict[str, Any]  # as in torch's optimizer.state[parameter]
-COUNT: Final = (
-    "step"  # as torch calls it: a 0-d tensor, which is not for each element of a 0-d parameter
-)
+COUNT: Final = "step"  # torch's key for the count of steps, a 0-d tensor per parameter
 
 
 @dataclass(frozen=True)
 class ParameterState:
-    """State in two parts: tensors by element, flat as they lie in memory; the rest, alike."""
+    """State as flat tensors with one value per element, and values common to all elements."""
 
     by_element: dict[str, torch.Tensor] = field(default_factory=dict)
     common: TorchState = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Mapping[str, Any], view: torch.Tensor) -> ParameterState:
-        """Take apart the state of a parameter that lies in memory as `view` does."""
+        """Split the state of a parameter; flat tensors have the element order of `view`."""
         lines = {
             key: flatten_like(value, view)
             for key, value in state.items()
@@ -34,27 +32,23 @@ class ParameterState:
         return cls(lines, {key: value for key, value in state.items() if key not in lines})
 
     def shaped(self, view: torch.Tensor) -> TorchState:
-        """Return it as torch has it, in the same memory; the other way round of `of`."""
-        whole = {
-            k: line.as_strided(view.shape, view.stride()) for k, line in self.by_element.items()
-        }
-        return whole | self.common
+        """Return the state in torch's form, in the same memory; of() does the opposite."""
+        whole = self.mapped(lambda line: line.as_strided(view.shape, view.stride()))
+        return whole.by_element | whole.common
 
     def part(self, own: slice) -> ParameterState:
-        """Return a copy of what belongs to these elements."""
-        alike = {k: v.clone() if torch.is_tensor(v) else v for k, v in self.common.items()}
-        return ParameterState(
-            {key: line[own].clone() for key, line in self.by_element.items()}, alike
-        )
+        """Return a copy of the state of these elements."""
+        common = {k: v.clone() if torch.is_tensor(v) else v for k, v in self.common.items()}
+        return ParameterState(self.mapped(lambda line: line[own].clone()).by_element, common)
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ParameterState:
-        """Return it with tensors by element changed."""
+        """Return the state with `change` applied to each tensor of `by_element`."""
         return ParameterState(
             {key: change(line) for key, line in self.by_element.items()}, dict(self.common)
         )
 
     def to(self, device: torch.device) -> ParameterState:
-        """Return it with tensors by element on another device."""
+        """Return the state with the tensors of `by_element` on another device."""
         return self.mapped(lambda line: line.to(device))
 
     def __bool__(self) -> bool:

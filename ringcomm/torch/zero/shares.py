@@ -1,20 +1,20 @@
-"""Shares of the parameters that each rank updates. Pure: alike on every rank.
+"""The part of each parameter that each rank updates. Pure: the same on every rank.
 
-A bucket holds the elements of its parameters one after another, and is cut into one chunk per rank,
-wherever that cuts a parameter.
+A bucket holds the elements of its parameters one after another. It is cut into one chunk per rank;
+a cut may be within a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ringcomm.collectives.schedule import chunks, consecutive, within
+from ringcomm.collectives.message_patterns import chunks, consecutive, within
 
-Plan = Sequence[tuple[int, int]]  # (index of the parameter, its elements) of a bucket, in order
+Plan = Sequence[tuple[int, int]]  # (index, number of elements) of a bucket's parameters
 
 
 def shares_of(plans: Iterable[Plan], size: int) -> dict[int, list[int]]:
-    """Return how many elements of each parameter are each of `size` ranks', in rank order."""
+    """Return, for each parameter's index, how many of its elements each of `size` ranks updates."""
     shares = {}
     for plan in plans:
         places = consecutive([count for _, count in plan])

@@ -1,4 +1,4 @@
-"""The weights of one bucket: a rank updates a chunk of them, and gets the rest from the others."""
+"""The weights of one bucket: a rank updates its chunk, and receives the other ranks' chunks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.collectives.schedule import chunks
-from ringcomm.engine.api.world import engine
+from ringcomm.collectives.message_patterns import chunks
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
-from ringcomm.engine.operations.into import plan_allgather_into
 from ringcomm.torch.optim.buckets import Bucket, flat_view, node_zeros, view_like
 from ringcomm.torch.optim.gradient import GradientSlot
 from ringcomm.torch.optim.wrapping import Settings
 from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate
 from ringcomm.torch.zero.parameter_state import ParameterState
 from ringcomm.torch.zero.shares import Plan
+from ringcomm.torch.zero.whole_states import start_allgather_into
 
 MakeUpdate = Callable[[Chunk], ChunkUpdate]
 
@@ -26,11 +26,10 @@ MakeUpdate = Callable[[Chunk], ChunkUpdate]
 class WeightShard:
     """One bucket's weights, in memory that the ranks of this node read directly.
 
-    Parameters are moved there: tensors that shared their old memory no longer see updates.
+    Parameters are moved to this memory: tensors that shared their old memory no longer see updates.
 
     Attributes:
-        plan: (index, elements) of its parameters, in order.
-        updated: parameter's index -> those of its elements that this rank updates.
+        updated: for each parameter's index, the elements of the parameter that this rank updates.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class WeightShard:
         group_of: Mapping[torch.Tensor, int],
         buffer: torch.Tensor,
     ) -> list[Settings]:
-        """Update this rank's chunk, or let send() do so; return the settings after that."""
+        """Update this rank's chunk, or prepare the update for send(); return the new settings."""
         self._move_in()
         groups: list[tuple[Settings, list[int]]] = [(each, []) for each in settings]
         gradients: list[torch.Tensor | None] = []
@@ -73,7 +72,7 @@ class WeightShard:
         return self._update.update(gradients, groups, buffer)
 
     def send(self, buffer: torch.Tensor) -> Handle[Any]:
-        """Start to give this rank's chunk to the others, and to get theirs. Collective."""
+        """Start to exchange the chunks of all ranks. Collective."""
         pieces = self._update.pieces
         if pieces is not None:
             from ringcomm.gpu.executor import plans as gpu_plans
@@ -87,31 +86,32 @@ class WeightShard:
         parts = chunks(self._weights.numel(), self._group.size)
         own = self._weights[parts[self._group.index]]
         counts = [part.stop - part.start for part in parts]
-        return engine().start(
-            "allgather_into",
-            self._name,
-            lambda g: plan_allgather_into(g, self._name, self._weights, own, counts),
-            self._group,
-        )
+        return start_allgather_into(self._weights, own, counts, self._name, self._group)
 
     def note_written(self) -> None:
-        """Tell autograd of the new weights, once all are there."""
+        """Note that the weights have new values; give them new versions, for autograd."""
         self._update.note_done()
         for slot in self._slots.values():
             if slot.parameter.grad is not None:
                 TORCH.written(slot.parameter)
 
     def view(self, index: int) -> torch.Tensor:
-        """Return a parameter's part of this memory, in its own layout."""
+        """Return a parameter's part of this memory, in the parameter's layout."""
         return self._views[index]
 
     def states(self) -> dict[int, ParameterState]:
-        """Return the state of each parameter of which this rank updates a piece."""
+        """Return the states of this rank's pieces, by the parameter's index."""
         return {index: self._update.state_of(piece) for piece, index in enumerate(self.updated)}
 
     def set_state(self, index: int, state: ParameterState) -> None:
         """Set the state of this rank's piece of a parameter."""
         self._update.set_state(list(self.updated).index(index), state)
+
+    def set_part(self, index: int, whole: ParameterState) -> None:
+        """Set the state of this rank's piece, if it has one, from the whole parameter's state."""
+        own = self.updated.get(index)
+        if own is not None:
+            self.set_state(index, whole.part(own))
 
     def _chunk(self, bucket: Bucket) -> Chunk:
         own = chunks(self._weights.numel(), self._group.size)[self._group.index]
@@ -125,15 +125,15 @@ class WeightShard:
 
     @torch.no_grad()
     def _move_in(self) -> None:
-        """Move the parameters into this memory, also those that somebody has moved out of it."""
+        """Move the parameters into this memory, unless they are already there."""
         for index, view in self._views.items():
             parameter = self._slots[index].parameter
             is_there = parameter.data_ptr() == view.data_ptr()
             if not is_there or parameter.stride() != view.stride():
-                view.copy_(parameter.clone())  # clone: it may overlap the view
+                view.copy_(parameter.clone())  # clone: the parameter may overlap the view
                 parameter.data = view
 
 
 def plan_of(bucket: Bucket) -> Plan:
-    """Return (index, elements) of a bucket's parameters, in order."""
+    """Return the index and the number of elements of each parameter of a bucket."""
     return [(member.index, member.view.numel()) for member in bucket.members]

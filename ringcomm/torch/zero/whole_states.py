@@ -1,4 +1,4 @@
-"""States of whole parameters, made of what each rank holds of its part."""
+"""Gathers the states of whole parameters from the parts that the ranks hold."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations.into import plan_allgather_into
+from ringcomm.engine.core.handle import Handle
+from ringcomm.engine.operations.into_array import plan_allgather_into
 from ringcomm.errors import RingcommError
 from ringcomm.torch.zero.parameter_state import ParameterState
 
-_Layout = tuple[
-    dict[str, str], dict[str, Any]
-]  # dtypes of a ParameterState's lines, and what is alike
+_Layout = tuple[dict[str, str], dict[str, Any]]  # dtypes of ParameterState.by_element, and .common
 
 
 def gather_states(
@@ -26,16 +25,16 @@ def gather_states(
     group: Group,
     suffix: str,
 ) -> Iterator[tuple[int, ParameterState]]:
-    """Yield parameters, and what all ranks together hold of each; nothing of those without a state.
+    """Yield (index, whole state) of the parameters in `shares` that have a state.
 
-    Collective: every rank goes through all of them, one parameter's lines at a time.
+    Collective: every rank must iterate to the end.
 
     Args:
-        mine: by the index of the parameter, what this rank holds of its part.
-        shares: the parameters in question, and how many elements of each are whose, in rank order.
-        names: of all parameters, for messages.
-        group: whose ranks they are.
-        suffix: of the names of messages.
+        mine: this rank's part of the state, by the parameter's index.
+        shares: for each parameter, the number of elements of each rank's part.
+        names: names of all parameters.
+        group: the ranks that hold the parts.
+        suffix: end of the messages' names.
     """
     mine = {index: mine[index] for index in shares if mine.get(index)}
     layouts: list[dict[int, _Layout]] = collectives.allgather_object(
@@ -48,13 +47,24 @@ def gather_states(
         layout = _agreed(owners, names[index])
         if layout is None:
             continue
-        dtypes, alike = layout
+        dtypes, common = layout
         lines = {}
         for key, dtype in dtypes.items():
             own = mine[index].by_element[key] if index in mine else None
             name = f"{key} of {names[index]}{suffix}"
-            lines[key] = _gather(own, getattr(torch, dtype), counts, name, group)
-        yield index, ParameterState(lines, alike)
+            whole = torch.empty(sum(counts), dtype=getattr(torch, dtype))
+            part = whole[:0] if own is None else own.cpu().contiguous()
+            lines[key] = start_allgather_into(whole, part, counts, name, group).wait()
+        yield index, ParameterState(lines, common)
+
+
+def start_allgather_into(
+    whole: torch.Tensor, mine: torch.Tensor, counts: Sequence[int], name: str, group: Group
+) -> Handle[torch.Tensor]:
+    """Start to gather counts[r] elements from each rank r into `whole`. Collective."""
+    return engine().start(
+        "allgather_into", name, lambda g: plan_allgather_into(g, name, whole, mine, counts), group
+    )
 
 
 def _layout(state: ParameterState) -> _Layout:
@@ -63,7 +73,7 @@ def _layout(state: ParameterState) -> _Layout:
 
 
 def _agreed(layouts: Sequence[_Layout | None], name: str) -> _Layout | None:
-    """Return what all owners have said; None if none has a state, or there is no element."""
+    """Return the layout of all owners; None if they have no state, or there are no owners."""
     if not any(layouts):
         return None
     first = layouts[0]
@@ -71,8 +81,8 @@ def _agreed(layouts: Sequence[_Layout | None], name: str) -> _Layout | None:
         if first is None or other is None or not _is_same(first, other):
             raise RingcommError(
                 f"DistributedOptimizer: ranks hold different states of their parts of {name}: "
-                f"{first} and {other}. Its class does not go by element (use shard_state=0), or "
-                "some ranks alone have set .grad to None"
+                f"{first} and {other}. Either its class does not update each element by itself "
+                "(use shard_state=0), or only some ranks have set .grad to None"
             )
     return first
 
@@ -85,14 +95,3 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
     return bool(one == other)
-
-
-def _gather(
-    own: torch.Tensor | None, dtype: torch.dtype, counts: Sequence[int], name: str, group: Group
-) -> torch.Tensor:
-    whole = torch.empty(sum(counts), dtype=dtype)
-    mine = torch.empty(0, dtype=dtype) if own is None else own.cpu().contiguous()
-    handle = engine().start(
-        "allgather_into", name, lambda g: plan_allgather_into(g, name, whole, mine, counts), group
-    )
-    return handle.wait()

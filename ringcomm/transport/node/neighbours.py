@@ -1,4 +1,4 @@
-"""The other ranks of this rank's node: their pages and memory, and news of their deaths."""
+"""The other ranks of this node: their status pages, their memory, and their deaths."""
 
 from __future__ import annotations
 
@@ -9,59 +9,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringcomm._core import NodeMemory, StatusPage, open_pidfd
-from ringcomm.descriptors import needed_for
+from ringcomm.open_errors import needed_for
 from ringcomm.status.guardian import Ward
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The files that a rank lets the others of its host open, by its own descriptors."""
+    """The descriptors that a rank lets the other ranks of its host open."""
 
-    pid: int  # of the rank
-    nonce: int  # tells its pages from those of a recycled pid; a secret of the job
+    pid: int  # process id of the rank
+    nonce: int  # a secret in its page and memory: a process that reuses the pid lacks it
     page: int  # its status page
-    lifeline: int  # hangs up when it dies
-    board: int = -1  # its flags in shared memory; -1: it shares none
-    arena: int = -1  # the data
+    lifeline: int  # hangs up when the rank dies
+    board: int = -1  # its flags in shared memory; -1 if it shares no memory
+    arena: int = -1  # its data in shared memory; -1 if it shares no memory
 
     @property
     def descriptors(self) -> list[int]:
-        """Those that there are."""
+        """The descriptors that are not -1."""
         return [fd for fd in (self.page, self.lifeline, self.board, self.arena) if fd >= 0]
 
 
+@dataclass(eq=False)
 class Neighbour:
-    """A rank whose page this process has mapped.
+    """A rank whose status page this process has mapped."""
 
-    Attributes:
-        offer: what it said, with its own numbers.
-        page: its status page.
-        end: a descriptor that has an event once it has died.
-    """
-
-    def __init__(
-        self,
-        offer: Offer,
-        page: StatusPage,
-        end: int,
-        lifeline: int | None = None,
-        memory: Sequence[int] = (),
-    ) -> None:
-        self.offer = offer
-        self.page = page
-        self.end = end
-        self._lifeline = lifeline  # handed over, as are these
-        self._memory = memory
+    offer: Offer
+    page: StatusPage
+    end: int  # a descriptor that epoll reports once the rank has died
+    _lifeline: int | None = None  # the rank's descriptor, if it was handed over
+    _memory: Sequence[int] = ()  # board and arena, if they were handed over
 
     @classmethod
     def reached(cls, offer: Offer) -> Neighbour:
-        """Return it by what /proc lets this process open.
+        """Return a rank whose descriptors this process opens through /proc.
 
-        Raises:
-            OSError: it cannot be reached.
-            RuntimeError: the descriptor is of another process.
+        Raises OSError if /proc refuses, and RuntimeError if the page is another process's.
         """
-        end = _pidfd_or_none(offer.pid)  # before the page: the pid may change hands
+        end = _pidfd_or_none(offer.pid)  # before the page: another process may reuse the pid
         try:
             page = StatusPage.open(offer.pid, offer.page, offer.nonce)
             if end < 0:
@@ -74,16 +59,12 @@ class Neighbour:
 
     @classmethod
     def handed(cls, offer: Offer, seen_pid: int, descriptors: list[int]) -> Neighbour:
-        """Return it by descriptors of its offer that have been handed over; takes them.
+        """Return a rank that has handed over its descriptors, which this object will close.
 
-        Args:
-            offer: what it said, with its own numbers.
-            seen_pid: of who sent them, as this process sees it.
-            descriptors: in the order of `offer.descriptors`.
+        `descriptors` are in the order of `offer.descriptors`; `seen_pid` is the rank's pid in the
+        pid namespace of this process.
 
-        Raises:
-            OSError: this process cannot see the other.
-            RuntimeError: they are of another process.
+        Raises OSError if the rank is in another pid namespace, and the errors of reached().
         """
         its_page, *others = descriptors
         try:
@@ -98,38 +79,37 @@ class Neighbour:
         return cls(offer, page, end if end >= 0 else lifeline, lifeline, memory)
 
     def memory(self) -> NodeMemory:
-        """Return what it shares, mapped; to be called once. Raises: see reached()."""
+        """Map and return the rank's memory; call this once. Raises the errors of reached()."""
         its = self.offer
         if self._lifeline is None:
             return NodeMemory.open(its.pid, its.board, its.arena, its.nonce)
         if not self._memory:
-            raise OSError("it shares none")
+            raise OSError("it shares no memory")
         (board, arena), self._memory = self._memory, ()
         return NodeMemory.adopt(board, arena, its.nonce)  # closes them in any case
 
     def ward(self) -> Ward:
-        """Return what a guardian must know of it."""
+        """Return the Ward by which a guardian watches this rank."""
         its = self.offer
         handed = () if self._lifeline is None else (self.page.fd, self._lifeline)
         return Ward(its.pid, its.page, its.nonce, handed)
 
     def close_handed(self) -> None:
-        """Close what a guardian alone needs, and it has been given."""
+        """Close the descriptors that only a guardian needs, once it has them."""
         if self._lifeline is not None:
             self.page.close_fd()
             _close(self._lifeline if self._lifeline != self.end else -1)
             self._lifeline = None
 
     def close(self) -> None:
-        """Give the descriptors back; page and memory stay mapped as long as they are used."""
+        """Close the descriptors; page and memory stay mapped as long as they are used."""
         _close(*{self.end, *self._memory, -1 if self._lifeline is None else self._lifeline})
 
 
 class Neighbours:
-    """Ranks that are watched, and their deaths in the order in which they happened.
+    """Ranks that this process watches; reports their deaths in the order in which they happen.
 
-    Raises:
-        OSError: there are no descriptors left.
+    Raises OSError if `ulimit -n` allows no more descriptors.
     """
 
     def __init__(self) -> None:
@@ -146,24 +126,20 @@ class Neighbours:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that were met, dead ones among them."""
+        """The ranks that were added, dead ones included."""
         return sorted(self._met)
 
     @property
     def watched(self) -> list[int]:
-        """The neighbours whose death has not been reported yet."""
+        """The ranks for which unwatch() was not called."""
         return sorted(self._watched.values())
 
     def fileno(self) -> int:
-        """Return what has an event as long as a death has not been taken note of."""
+        """Return a descriptor that epoll reports from a death until unwatch()."""
         return self._deaths.fileno()
 
     def add(self, rank: int, neighbour: Neighbour) -> None:
-        """Watch it from now on; it belongs to this object then.
-
-        Raises:
-            OSError: it cannot be watched, and is closed.
-        """
+        """Watch a rank, and own `neighbour`. If that fails, close `neighbour` and raise OSError."""
         try:
             self._deaths.register(neighbour.end, select.EPOLLIN)  # reports a hang-up, too
         except OSError:
@@ -173,11 +149,12 @@ class Neighbours:
         self._watched[neighbour.end] = rank
 
     def ended(self) -> list[int]:
-        """Return those that have died, in the order of their deaths, which is what epoll keeps."""
+        """Return the watched ranks that have died, in the order of their deaths."""
+        # epoll reports events in the order in which they happened.
         return [self._watched[fd] for fd, _ in self._deaths.poll(0) if fd in self._watched]
 
     def unwatch(self, rank: int) -> None:
-        """Tell no more of this death."""
+        """Stop reporting the death of a rank."""
         if rank in self._met and self._watched.pop(self._met[rank].end, None) is not None:
             self._deaths.unregister(self._met[rank].end)
 
@@ -187,19 +164,19 @@ class Neighbours:
         self._met.pop(rank).close()
 
     def close_handed(self) -> None:
-        """Close what no more than a guardian needs of them."""
+        """Close the descriptors that only a guardian needs, once it has them."""
         for neighbour in self._met.values():
             neighbour.close_handed()
 
     def close(self) -> None:
-        """Forget all."""
+        """Forget all ranks."""
         for rank in self.ranks:
             self.drop(rank)
         self._deaths.close()
 
 
 def _pidfd_or_none(pid: int) -> int:
-    """Return a pidfd, -1 where the kernel or a sandbox has none. Raises OSError: it has died."""
+    """Return a pidfd, -1 where the kernel or a sandbox has none. Raises OSError if pid is dead."""
     try:
         return open_pidfd(pid)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reductions and copies in shared memory: one step of the ranks of a node."""
+"""Steps in shared memory, in which the ranks of a node reduce or copy arrays."""
 
 from __future__ import annotations
 
@@ -18,39 +18,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of an operation meet in shared memory."""
+    """The place in shared memory where the ranks of an operation meet."""
 
-    team: NodeTeam  # those of its ranks that share this node's memory
-    slot: int  # of the operation
-    fingerprint: int  # of what this rank is about to do; they compare it before anything moves
+    team: NodeTeam  # the ranks of the group, which share this node's memory
+    slot: int  # number of the operation's slot
+    fingerprint: int  # digest of this rank's call; ranks compare it before any data moves
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReduction:
-    """A reduction, see csrc/shm/reduce_step.hpp.
+    """A reduction, see csrc/shm/reduce_step.hpp."""
 
-    Attributes:
-        source: this rank's values.
-        target: where the result goes, as large as what is due here; None where nothing is.
-        op: code of the kernel.
-        dtype: code of the kernel.
-        divisor: of the sum.
-        to: who gets it.
-        root: the one that gets it, To.ROOT.
-        bounds: in bytes: rank r owns [bounds[r], bounds[r + 1]). Empty: equal parts.
-    """
-
-    source: Bytes
-    target: Bytes | None
-    op: int
-    dtype: int
-    divisor: int
-    to: To = To.ALL
-    root: int = 0
-    bounds: Sequence[int] = ()
+    source: Bytes  # this rank's values
+    target: Bytes | None  # gets this rank's part of the result; None: this rank gets nothing
+    op: int  # number of the operator in the reduction kernels
+    dtype: int  # number of the dtype in the reduction kernels
+    divisor: int  # the combined values are divided by it
+    to: To = To.ALL  # the ranks that get the result
+    root: int = 0  # To.ROOT: the rank that gets the result
+    bounds: Sequence[int] = ()  # bytes; rank r owns [bounds[r], bounds[r + 1]). Empty: equal parts
 
     def begin(self, where: Meeting) -> NodeStep:
-        """Start it."""
+        """Start the step."""
         return start_reduce(
             where.team.team,
             where.slot,
@@ -68,19 +57,14 @@ class NodeReduction:
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """An exchange of ranges of arrays, see csrc/shm/copy_step.hpp.
+    """An exchange of ranges of arrays, see csrc/shm/copy_step.hpp."""
 
-    Attributes:
-        shown: what the others may read.
-        pulls: (rank, offset, out) each: fill `out` with what that rank shows, from there on.
-    """
-
-    shown: Bytes
-    pulls: Sequence[tuple[int, int, Bytes]] = ()
+    shown: Bytes  # array that the other ranks may read
+    pulls: Sequence[tuple[int, int, Bytes]] = ()  # (rank, offset in its `shown`, out to fill)
 
     def begin(self, where: Meeting) -> NodeStep:
-        """Start it."""
+        """Start the step."""
         return start_copy(where.team.team, where.slot, where.fingerprint, self.shown, self.pulls)
 
 
-MEET: Final = NodeCopy(np.empty(0, np.uint8))  # nothing but the agreement
+MEET: Final = NodeCopy(np.empty(0, np.uint8))  # compares fingerprints, and copies nothing

@@ -1,4 +1,4 @@
-"""Base of process groups: names, limits, and the start of an operation."""
+"""Base of ProcessGroup: its name and timeout, and how it starts operations."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from ringcomm.arrays.torch import TORCH
-from ringcomm.engine.api.world import engine
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.plan import Plan
 from ringcomm.errors import NotInitializedError
 from ringcomm.torch.distributed.compat import c10d
-from ringcomm.torch.distributed.group.callbacks import Path, is_in_callback, path_here
-from ringcomm.torch.distributed.group.devices import Devices
-from ringcomm.torch.distributed.group.native_backend import put_inside
-from ringcomm.torch.distributed.group.new_group import compare
-from ringcomm.torch.distributed.group.options import CallOptions, call_options
+from ringcomm.torch.distributed.group.callback_op_names import Path, is_in_callback, path_here
+from ringcomm.torch.distributed.group.calls_from_cpp import add_backend_for_cpp
+from ringcomm.torch.distributed.group.new_group_check import compare
+from ringcomm.torch.distributed.group.read_arguments import CallOptions, call_options
+from ringcomm.torch.distributed.group.torch_own_backends import Devices
 from ringcomm.torch.distributed.group.work import CombinedWork, Work
 
 Tensors = Sequence[torch.Tensor]
 
-# Groups of a rank are numbered: an operation on one may be started by a callback of another, which
-# is another group on each row of a mesh.
+# Number of process groups that each engine has made. A callback of one group may start operations
+# on another group. In a mesh, each row has its own such group, with the same number in all rows.
 _n_made: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
 
 
 class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are not those of its callers
-    """A process group without operations; see ProcessGroup."""
+    """A process group that has no operations; see ProcessGroup."""
 
     def __init__(self, store: Any, group: Group, timeout_s: float | None) -> None:
-        super().__init__(group.index, group.size)  # a store is not taken from subclasses
+        super().__init__(group.index, group.size)  # c10d takes no store from subclasses
         self.group = group
         self._store = store
         self._timeout_s = timeout_s
@@ -42,9 +42,9 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         self._coalesced: list[Work] | None = None
         self._is_shut_down = False
         self._name, self._desc = "", "undefined"
-        put_inside(self)
+        add_backend_for_cpp(self)
         current = engine()
-        self._engine = ref(current)  # also in threads that have another, or none
+        self._engine = ref(current)  # the calling thread may have another engine, or none
         self._number = _n_made[current] = _n_made.get(current, 0) + 1
 
     # --- starting an operation ------------------------------------------------------------------
@@ -56,12 +56,14 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         plan: Callable[..., Plan[Any]],
         *args: Any,
     ) -> Work:
-        """Carry out what plan(group, *args) plans, or begin it if the caller may wait later."""
+        """Carry out the operation that plan(group, *args) plans; only start it if `call` is async.
+
+        `results` are the tensors that the operation writes.
+        """
         self._require_open()
 
         def checked(g: Group) -> Plan[Any]:
-            """Plan it; what cannot be written is a bad argument like others."""
-            for each in results:
+            for each in results:  # checked here, so that other ranks see the error
                 if each.layout is torch.strided and not each.is_contiguous():
                     TORCH.require_writable(each)
             return plan(g, *args)
@@ -75,23 +77,27 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
             handle = current.start(kind, name, checked, self.group, **options)
             if path is None:
                 path = Path(self._number, f"#{handle.number}")
-            return self._noted(Work(handle, results, path))
+            return self._collected(Work(handle, results, path))
         current.execute(kind, name, checked, self.group, **options)
         return Work(None, results, path)
 
     def compare_members(self, ranks: Sequence[int]) -> None:
-        """Compare what ranks pass to new_group(). Collective; MismatchError if members differ."""
+        """Compare the lists of ranks that the ranks pass to new_group(). Collective.
+
+        Raises:
+            MismatchError: members of one new group pass different ranks.
+        """
         callers = c10d.get_process_group_ranks(self)
         number = self.group.ledger_for(self.group.engine).next_place
         options = call_options(None)
         self.start(options, "new_group", [], lambda _: compare(ranks, callers, number)).wait()
 
     @property
-    def _is_special(self) -> bool:
-        """True where an operation may not simply be carried out."""
+    def _needs_engine(self) -> bool:
+        """True if a blocking operation cannot take its fast path."""
         return self._is_shut_down or self._coalesced is not None or is_in_callback()
 
-    def _noted(self, work: Work) -> Work:
+    def _collected(self, work: Work) -> Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -112,30 +118,30 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         works, self._coalesced = self._coalesced or [], None
         return CombinedWork(works)
 
-    # --- what torch asks a group ----------------------------------------------------------------
+    # --- properties that torch reads ------------------------------------------------------------
     def get_group_store(self) -> Any:
-        """Return the store it was made with."""
+        """Return the store that the group was made with."""
         return self._store
 
-    # C++ looks for these five; its own need a backend in C++.
+    # C++ calls these five methods; those of the base class need a backend in C++.
     def getBackendName(self) -> str:
         """Return "ringcomm"."""
         return "ringcomm"
 
     def getGroupName(self) -> str:
-        """Return the name by which operators find it."""
+        """Return the name by which torch's operators find the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Set the name by which operators find it."""
+        """Set the name by which torch's operators find the group."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """Return what it is for."""
+        """Return the description of the group."""
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:
-        """Set what it is for."""
+        """Set the description of the group."""
         self._desc = desc
 
     name = _get_backend_name = getBackendName
@@ -143,36 +149,29 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
     _set_group_desc = setGroupDesc
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return what carries out operations on a device: this, for the CPU."""
+        """Return the backend for a device: this group for the CPU."""
         return self if torch.device(device).type == "cpu" else self._devices.by_type(device)
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), *self._devices.types]
 
-    @property
-    def supports_splitting(self) -> bool:
-        """False: c10d.split_group() wants NCCL; see split_group()."""
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """False: messages between ranks need not be batched."""
-        return False
+    supports_splitting = False  # c10d.split_group() needs NCCL; see ProcessGroup.split_group()
+    supports_coalescing = False  # callers need not batch messages between ranks
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of each operation that is called from now on."""
+        """Set the deadline of each later operation."""
         self._timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the engine numbers operations from the first one on."""
+        """Do nothing: the engine numbers operations by itself."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.group.ledger_for(engine()).next_place - 1
 
     def shutdown(self) -> None:
-        """Take part in nothing more; what is under way goes on."""
+        """Refuse further operations; those under way go on."""
         self._is_shut_down = True
         self._devices.shutdown()

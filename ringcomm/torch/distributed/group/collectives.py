@@ -1,7 +1,6 @@
-"""c10d's collectives as plans of the engine, which take flat tensors (called lines).
+"""Plans for c10d's collectives, made from plans of the engine for flat tensors ("lines").
 
-What follows the communication (a result that is copied into several tensors) belongs to the
-operation: it is done before the operation is over.
+An operation includes the copies from its lines into the caller's tensors, and ends after these.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from typing import Any
 
 import torch
 
-from ringcomm.collectives.op import AVERAGE, SUM, Op, ReductionOptions
-from ringcomm.engine.core.execution import Plan
+from ringcomm.collectives.operators import AVERAGE, SUM, Op, ReductionOptions
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.operations.allgather import plan_gather
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.operations.allgather_and_gather import plan_gather
 from ringcomm.engine.operations.allreduce import plan_allreduce
-from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.engine.operations.broadcast import plan_broadcast
-from ringcomm.engine.operations.grouped import plan_grouped, plan_grouped_allreduce
-from ringcomm.engine.operations.into import (
+from ringcomm.engine.operations.grouped import plan_grouped_allreduce
+from ringcomm.engine.operations.into_array import (
     plan_allgather_into,
     plan_alltoall_into,
     plan_reduce_scatter_into,
 )
 from ringcomm.engine.operations.reduce import plan_reduce
 from ringcomm.engine.operations.scatter import plan_scatter
-from ringcomm.torch.distributed.group.flatten import (
+from ringcomm.torch.distributed.group.read_arguments import Reduction
+from ringcomm.torch.distributed.group.tensors_as_flat_arrays import (
     bytes_of,
     concatenate,
     flatten,
@@ -36,7 +35,6 @@ from ringcomm.torch.distributed.group.flatten import (
     write_back,
     write_parts,
 )
-from ringcomm.torch.distributed.group.options import Reduction
 from ringcomm.torch.sparse import add_up, plan_elements
 from ringcomm.transport.channel import Channel
 
@@ -44,30 +42,21 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 
 
-def then(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
-    """Return the plan with after(its result) as the last part of its operation."""
-    run, finish = plan.run, plan.finish
+def followed_by(plan: Plan[Any], after: Callable[[Any], object]) -> Plan[None]:
+    """Return `plan` with after(result of `plan`) as the last part of the operation."""
 
-    async def run_and_more(t: Channel) -> None:
-        after(await run(t))
+    async def run(t: Channel) -> None:
+        after(await plan.run(t))
 
-    if finish is None:
-        return dataclasses.replace(plan, run=run_and_more)
-    before = finish
+    def finish(t: Channel | None = None) -> None:
+        assert plan.finish is not None
+        after(plan.finish(t))
 
-    def finish_and_more(t: Channel | None = None) -> None:
-        after(before(t))
-
-    return dataclasses.replace(plan, run=run_and_more, finish=finish_and_more)
-
-
-def grouped(kind: str, each: Sequence[Plan[Any]]) -> Plan[list[Any]]:
-    """Return one plan for several; the ranks agree on all of them at once."""
-    return plan_grouped(kind, None, list(each))
+    return dataclasses.replace(plan, run=run, finish=plan.finish and finish)
 
 
 def require_one_each(what: str, xs: Tensors, size: int) -> None:
-    """Raise ValueError unless the list has one tensor per rank."""
+    """Raise ValueError unless xs has one tensor per rank."""
     if len(xs) != size:
         raise ValueError(
             f"{what} has {len(xs)} tensors, and the group has {size} ranks: pass one per rank"
@@ -75,7 +64,7 @@ def require_one_each(what: str, xs: Tensors, size: int) -> None:
 
 
 def scaled_(x: Tensor, reduction: Reduction) -> Op:
-    """Multiply x by the factor of a PREMUL_SUM; return the operator that remains to be applied."""
+    """Multiply x by the factor of a PREMUL_SUM; return the operator for the reduction of x."""
     if reduction.factor is not None:
         with torch.no_grad():
             x.mul_(reduction.factor)
@@ -92,22 +81,20 @@ def allreduce(g: Group, x: Tensor, line: Tensor, op: Op) -> Plan[Any]:
     plan: Plan[Any] = plan_allreduce(g, None, line, ReductionOptions(op), in_place=True)
     if line is x or line.data_ptr() == x.data_ptr():
         return plan
-    return then(plan, lambda _: write_back(x, line))
+    return followed_by(plan, lambda _: write_back(x, line))
 
 
 def allreduce_all(g: Group, xs: Tensors, reduction: Reduction) -> Plan[Any]:
     """Plan to replace each of xs by its reduction."""
     for x in xs:
         scaled_(x, reduction)
-    lines = [flatten(x) for x in xs]
-
-    options = ReductionOptions(reduction.op)
+    lines, options = [flatten(x) for x in xs], ReductionOptions(reduction.op)
 
     def write_all(_: Any) -> None:
         for x, line in zip(xs, lines, strict=True):
             write_back(x, line)
 
-    return then(plan_grouped_allreduce(g, None, lines, options, in_place=True), write_all)
+    return followed_by(plan_grouped_allreduce(g, None, lines, options, in_place=True), write_all)
 
 
 def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
@@ -116,13 +103,13 @@ def reduce(g: Group, x: Tensor, reduction: Reduction, root: int) -> Plan[Any]:
     line = _scaled(flatten(x), reduction)
     options = ReductionOptions(reduction.op)
     plan = plan_reduce(g, None, line, options, root, in_place=True)
-    return then(plan, lambda _: write_back(x, line) if is_root else None)
+    return followed_by(plan, lambda _: write_back(x, line) if is_root else None)
 
 
 def reduce_scatter(g: Group, out: Tensor, parts: Tensors, reduction: Reduction) -> Plan[Any]:
     """Plan to fill `out` with the reduction of parts[rank]."""
     require_one_each("input_list", parts, g.size)
-    counts = [part.numel() for part in parts]
+    counts = unless_equal([part.numel() for part in parts])
     return _reduce_scatter(g, out, concatenate(parts), reduction, counts)
 
 
@@ -134,59 +121,54 @@ def reduce_scatter_single(g: Group, out: Tensor, x: Tensor, reduction: Reduction
 def _reduce_scatter(
     g: Group, out: Tensor, x: Tensor, reduction: Reduction, counts: Sequence[int] | None
 ) -> Plan[Any]:
-    target = flatten(out)
-    source = _scaled(x, reduction)
-    if counts is not None:
-        counts = unless_equal(counts)
-    options = ReductionOptions(reduction.op)
+    target, source, options = flatten(out), _scaled(x, reduction), ReductionOptions(reduction.op)
     plan: Plan[Any] = plan_reduce_scatter_into(g, None, target, source, options, counts=counts)
-    return then(plan, lambda _: write_back(out, target))
+    return followed_by(plan, lambda _: write_back(out, target))
 
 
 def allreduce_sparse(g: Group, x: Tensor, reduction: Reduction) -> Plan[Any]:
-    """Plan to replace a sparse x by the sum, or mean, over all ranks; its result is coalesced."""
+    """Plan to replace a sparse x by the coalesced sum or mean over all ranks."""
     if x.layout is not torch.sparse_coo:
         raise TypeError(f"cannot reduce a {x.layout} tensor: use .to_sparse_coo() or .to_dense()")
     if reduction.op not in (SUM, AVERAGE) or reduction.factor is not None:
-        raise ValueError("sparse tensors can be reduced by ReduceOp.SUM and ReduceOp.AVG alone")
+        raise ValueError("sparse tensors can be reduced only by ReduceOp.SUM and ReduceOp.AVG")
 
     @torch.no_grad()
     def write(elements: Tensors) -> None:
-        # Into x itself: c10d's reducer looks at it, and a detached alias of a sparse tensor is
-        # another tensor. Ranks would keep their own values, in silence.
+        # Write into x itself, which c10d's reducer reads. A detached alias of a sparse tensor is
+        # another tensor: each rank would keep its own values without an error.
         x.copy_(add_up(elements, x.shape, reduction.op.divisor(g.size)))
 
-    return then(plan_elements(g, None, x), write)
+    return followed_by(plan_elements(g, None, x), write)
 
 
-# --- copies ---------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 def broadcast(g: Group, x: Tensor, root: int) -> Plan[Any]:
     """Plan to replace x by the root's x."""
     line = flatten(x)
     plan: Plan[Any] = plan_broadcast(g, None, bytes_of(line), root, in_place=True)
-    return then(plan, lambda _: write_back(x, line))
+    return followed_by(plan, lambda _: write_back(x, line))
 
 
-def room_for(outs: Tensors) -> Tensor:
-    """Return memory for the elements of all outs, one after another."""
+def empty_line_for(outs: Tensors) -> Tensor:
+    """Return a new line with room for the elements of all outs."""
     dtype = outs[0].dtype if outs else None
     return torch.empty(sum(out.numel() for out in outs), dtype=dtype)
 
 
 def allgather(g: Group, outs: Tensors, x: Tensor, whole: Tensor) -> Plan[Any]:
-    """Plan to fill outs[r], and its part of `whole`, with rank r's x."""
+    """Plan to fill outs[r] and the r-th part of `whole` with rank r's x."""
     require_one_each("tensor_list", outs, g.size)
-    line = flatten(x)
     counts = unless_equal([out.numel() * _width(x) for out in outs])
-    plan: Plan[Any] = plan_allgather_into(g, None, bytes_of(whole), bytes_of(line), counts)
-    return then(plan, lambda _: write_parts(outs, whole))
+    plan: Plan[Any] = plan_allgather_into(g, None, bytes_of(whole), bytes_of(flatten(x)), counts)
+    return followed_by(plan, lambda _: write_parts(outs, whole))
 
 
 def allgather_single(g: Group, out: Tensor, x: Tensor) -> Plan[Any]:
-    """Plan to fill `out` with all ranks' x, one after another."""
+    """Plan to fill `out` with all ranks' x, in rank order."""
     target = flatten(out)
     plan: Plan[Any] = plan_allgather_into(g, None, bytes_of(target), bytes_of(flatten(x)))
-    return then(plan, lambda _: write_back(out, target))
+    return followed_by(plan, lambda _: write_back(out, target))
 
 
 def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
@@ -194,13 +176,13 @@ def gather(g: Group, outs: Tensors, x: Tensor, root: int) -> Plan[Any]:
     if g.rank == root:
         require_one_each("gather_list", outs, g.size)
     plan: Plan[Any] = plan_gather(g, None, bytes_of(flatten(x)), root)
-    return then(
+    return followed_by(
         plan, lambda whole: None if whole is None else write_parts(outs, whole.view(x.dtype))
     )
 
 
 def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
-    """Plan to fill `out` with root's parts[rank], all of one size."""
+    """Plan to fill `out` with root's parts[rank]; all parts have one size."""
     rows = None
     if g.rank == root:
         require_one_each("scatter_list", parts, g.size)
@@ -222,48 +204,35 @@ def scatter(g: Group, out: Tensor, parts: Tensors, root: int) -> Plan[Any]:
             )
         write_parts([out], elements)
 
-    return then(plan, write)
+    return followed_by(plan, write)
 
 
 def alltoall_single(
     g: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
 ) -> Plan[Any]:
-    """Plan to send rows of x to each rank, and to fill `out` with those that are received."""
-    target = flatten(out)
-    plan: Plan[Any] = plan_alltoall_into(
-        g,
-        None,
-        bytes_of(target),
-        bytes_of(flatten(x)),
-        received=_elements(out, out_splits, g.size, "output"),
-        sent=_elements(x, in_splits, g.size, "input"),
-    )
-    return then(plan, lambda _: write_back(out, target))
+    """Plan to send rows of x to each rank, and to fill `out` with the rows that this rank gets."""
+    line = flatten(out)
+    target, source = bytes_of(line), bytes_of(flatten(x))
+    received = _elements(out, out_splits, g.size, "output")
+    sent = _elements(x, in_splits, g.size, "input")
+    plan: Plan[Any] = plan_alltoall_into(g, None, target, source, received=received, sent=sent)
+    return followed_by(plan, lambda _: write_back(out, line))
 
 
 def alltoall(g: Group, outs: Tensors, xs: Tensors) -> Plan[Any]:
-    """Plan to send xs[r] to rank r, and to fill outs[r] with what it sent."""
+    """Plan to send xs[r] to rank r, and to fill outs[r] with the tensor from rank r."""
     require_one_each("output_tensor_list", outs, g.size)
     require_one_each("input_tensor_list", xs, g.size)
-    whole = room_for(outs)
-    plan: Plan[Any] = plan_alltoall_into(
-        g,
-        None,
-        bytes_of(whole),
-        bytes_of(concatenate(xs)),
-        received=[out.numel() * _width(out) for out in outs],
-        sent=[x.numel() * _width(x) for x in xs],
-    )
-    return then(plan, lambda _: write_parts(outs, whole))
-
-
-def barrier(g: Group) -> Plan[Any]:
-    """Plan a barrier, which moves no data: the agreement is the barrier."""
-    return plan_barrier(g, None)
+    whole = empty_line_for(outs)
+    target, source = bytes_of(whole), bytes_of(concatenate(xs))
+    received = [out.numel() * _width(out) for out in outs]
+    sent = [x.numel() * _width(x) for x in xs]
+    plan: Plan[Any] = plan_alltoall_into(g, None, target, source, received=received, sent=sent)
+    return followed_by(plan, lambda _: write_parts(outs, whole))
 
 
 def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
-    """Return how many elements of the line go to, or come from, each rank."""
+    """Return how many elements of x's line go to each rank, or come from it."""
     rows = x.shape[0] if x.dim() else 1
     if not splits:
         if rows % size:
@@ -277,5 +246,5 @@ def _elements(x: Tensor, splits: Sequence[int], size: int, what: str) -> list[in
 
 
 def _width(x: Tensor) -> int:
-    """Return how many elements that the engine moves make up one element of x."""
-    return 1 if bytes_of(x.new_empty(0)).dtype == x.dtype else x.element_size()
+    """Return how many elements bytes_of() makes of one element of x."""
+    return bytes_of(x.new_empty(1)).numel()

@@ -1,7 +1,7 @@
 """dist.ProcessGroup over ringcomm: c10d's methods, translated into operations of the engine.
 
-One group of the engine per process group: operations match by their order in it, and messages of
-other groups, and of ringcomm's own functions, pass beside them.
+Each process group has its own group of the engine, in which operations match by their order.
+Operations of other groups, and of ringcomm's own functions, do not affect that order.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from typing import Any
 import torch
 
 from ringcomm.engine.api.point_to_point import recv_async, send_async
-from ringcomm.engine.core.execution import Plan
 from ringcomm.engine.core.group import Group
-from ringcomm.engine.core.handle import Handle
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.short_allreduce import short_calls_of
+from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.engine.operations.grouped import plan_grouped
 from ringcomm.errors import CommTimeoutError
 from ringcomm.torch.distributed.compat import c10d, traced
 from ringcomm.torch.distributed.group import collectives
-from ringcomm.torch.distributed.group.flatten import bytes_of, flatten
-from ringcomm.torch.distributed.group.options import are_local, call_options, one_list, one_tensor
-from ringcomm.torch.distributed.group.reductions import ReducingGroup
+from ringcomm.torch.distributed.group.base import BaseGroup
+from ringcomm.torch.distributed.group.read_arguments import (
+    are_local,
+    call_options,
+    one_list,
+    one_tensor,
+)
+from ringcomm.torch.distributed.group.tensors_as_flat_arrays import bytes_of, flatten
 from ringcomm.torch.distributed.group.work import Work
 from ringcomm.transport.base import ANY_SOURCE
 
@@ -29,24 +36,103 @@ Tensor = torch.Tensor
 Tensors = Sequence[Tensor]
 
 
-class ProcessGroup(ReducingGroup):
-    """A process group on CPU tensors; those of other devices go to torch's backend for them.
+class ProcessGroup(BaseGroup):
+    """A process group on CPU tensors; torch's own backends handle tensors on other devices.
 
-    Made by init_process_group("ringcomm") and new_group(). Its methods have c10d's names and
-    arguments, options objects and short forms. Operations take part in the order in which they are
-    called; threads that call on one group in different orders on different ranks get a
-    MismatchError where the calls differ.
+    init_process_group("ringcomm") and new_group() make it. Its methods have c10d's names, and take
+    c10d's arguments, as an options object or in the short form. Operations of one group match in
+    the order of the calls. If threads call in different orders on different ranks, calls that
+    differ raise MismatchError.
 
     Args:
-        store: of torch.distributed, for other backends.
-        group: the ranks.
+        store: a store of torch.distributed, for backends of other devices.
+        group: the engine's group of the ranks.
         timeout_s: deadline of each operation, in seconds; None: RINGCOMM_TIMEOUT_S.
     """
+
+    # --- reductions -----------------------------------------------------------------------------
+    @traced
+    def allreduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Replace a tensor by its reduction over all ranks; a sparse tensor stays sparse."""
+        (x,) = tensors = one_tensor(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).allreduce(tensors, opts or c10d.AllreduceOptions())
+        call = call_options(opts, *more, **named)
+        if x.layout is not torch.strided:
+            plan = collectives.allreduce_sparse
+            return self.start(call, "allreduce", tensors, plan, x, call.reduction)
+        op = collectives.scaled_(x, call.reduction)
+        line = flatten(x)
+        is_own = line is x or line.data_ptr() == x.data_ptr()
+        is_short = is_own and not (call.is_async or self._needs_engine)
+        short = short_calls_of(self.group) if is_short else None
+        if short is not None and short.allreduce_(line, op, call.timeout_s or self._timeout_s):
+            return Work(None, tensors)
+        return self.start(call, "allreduce", tensors, collectives.allreduce, x, line, op)
+
+    @traced
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Replace each tensor by its reduction, in one operation."""
+        if not are_local(tensors):
+            return self._devices.of(*tensors).allreduce_coalesced(tensors, opts)
+        call, plan = call_options(opts), collectives.allreduce_all
+        return self.start(call, "allreduce", tensors, plan, tensors, call.reduction)
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
+        """Replace a sparse tensor by its reduction over all ranks."""
+        return self.allreduce(tensors, opts)
+
+    @traced
+    def reduce(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
+        """Replace the root's tensor by the reduction; other ranks' tensors keep their values."""
+        (x,) = tensors = one_tensor(tensors)
+        if not x.is_cpu:
+            return self._devices.of(x).reduce(tensors, opts)
+        call, plan = call_options(opts, *more, **named), collectives.reduce
+        return self.start(call, "reduce", tensors, plan, x, call.reduction, call.root)
+
+    @traced
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any
+    ) -> Any:
+        """Fill the output with the reduction of the inputs that all ranks pass for this rank."""
+        (out,), parts = one_tensor(outputs), one_list(inputs)
+        if not out.is_cpu:
+            return self._devices.of(out).reduce_scatter([out], [parts], opts)
+        call, plan = call_options(opts, *more, **named), collectives.reduce_scatter
+        return self.start(call, "reduce_scatter", [out], plan, out, parts, call.reduction)
+
+    @traced
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Fill `output` with this rank's part of the reduction of all ranks' inputs."""
+        if not output.is_cpu:
+            return self._devices.of(output)._reduce_scatter_base(output, input, opts)
+        call, plan = call_options(opts), collectives.reduce_scatter_single
+        return self.start(call, "reduce_scatter", [output], plan, output, input, call.reduction)
+
+    @traced
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Run reduce_scatter_single() for several pairs of tensors, in one operation."""
+        if not are_local(outputs):
+            other = self._devices.of(*outputs)
+            return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        call = call_options(opts)
+
+        def plan(g: Group) -> Plan[Any]:
+            each = [
+                collectives.reduce_scatter_single(g, out, x, call.reduction)
+                for out, x in zip(outputs, inputs, strict=True)
+            ]
+            return plan_grouped("grouped_reduce_scatter", None, each)
+
+        return self.start(call, "reduce_scatter", outputs, plan)
 
     # --- copies ---------------------------------------------------------------------------------
     @traced
     def broadcast(self, tensors: Any, opts: Any = None, *more: Any, **named: Any) -> Any:
-        """Replace the tensor by the root's."""
+        """Replace a tensor by the root's tensor."""
         (x,) = tensors = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).broadcast(tensors, opts)
@@ -57,12 +143,12 @@ class ProcessGroup(ReducingGroup):
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, *more: Any, **named: Any
     ) -> Any:
-        """Fill the r-th output with rank r's input; they may differ in size."""
+        """Fill the r-th output with rank r's input; ranks may pass inputs of different sizes."""
         outs, (x,) = one_list(outputs), one_tensor(inputs)
         if not x.is_cpu:
             return self._devices.of(x).allgather([outs], [x], opts)
         call = call_options(opts, *more, **named)
-        whole = collectives.room_for(outs)
+        whole = collectives.empty_line_for(outs)
         work = self.start(call, "allgather", outs, collectives.allgather, outs, x, whole)
         if whole.numel() == x.numel() * len(outs):
             work.value = [whole.view(len(outs), *x.shape)]
@@ -77,18 +163,18 @@ class ProcessGroup(ReducingGroup):
         def plan(g: Group) -> Plan[Any]:
             collectives.require_one_each("output_tensor_lists", outputs, g.size)
             by_input = [[outs[i] for outs in outputs] for i in range(len(inputs))]
-            pairs = zip(by_input, inputs, strict=True)
             each = [
-                collectives.allgather(g, outs, x, collectives.room_for(outs)) for outs, x in pairs
+                collectives.allgather(g, outs, x, collectives.empty_line_for(outs))
+                for outs, x in zip(by_input, inputs, strict=True)
             ]
-            return collectives.grouped("grouped_allgather", each)
+            return plan_grouped("grouped_allgather", None, each)
 
         flat = [out for outs in outputs for out in outs]
         return self.start(call_options(opts), "allgather", flat, plan)
 
     @traced
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Fill `output` with the inputs of all ranks; `input` may be its own part of it."""
+        """Fill `output` with all ranks' inputs; `input` may be this rank's part of `output`."""
         if not output.is_cpu:
             return self._devices.of(output)._allgather_base(output, input, opts)
         call, plan = call_options(opts), collectives.allgather_single
@@ -98,7 +184,7 @@ class ProcessGroup(ReducingGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Several all_gather_single() as one."""
+        """Run all_gather_single() for several pairs of tensors, in one operation."""
         if not are_local(outputs):
             other = self._devices.of(*outputs)
             return other.allgather_into_tensor_coalesced(outputs, inputs, opts)
@@ -106,7 +192,7 @@ class ProcessGroup(ReducingGroup):
         def plan(g: Group) -> Plan[Any]:
             pairs = zip(outputs, inputs, strict=True)
             each = [collectives.allgather_single(g, out, x) for out, x in pairs]
-            return collectives.grouped("grouped_allgather", each)
+            return plan_grouped("grouped_allgather", None, each)
 
         return self.start(call_options(opts), "allgather", outputs, plan)
 
@@ -140,7 +226,7 @@ class ProcessGroup(ReducingGroup):
         opts: Any = None,
         **named: Any,
     ) -> Any:
-        """Send rows of `input` to each rank; without splits as many to each."""
+        """Send rows of `input` to each rank, and fill `output`; empty splits mean equal splits."""
         if not output.is_cpu:
             other = self._devices.of(output)
             return other.alltoall_base(output, input, output_splits, input_splits, opts)
@@ -150,7 +236,7 @@ class ProcessGroup(ReducingGroup):
 
     @traced
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Any:
-        """Send the r-th input to rank r, and fill the r-th output with what it sent."""
+        """Send the r-th input to rank r, and fill the r-th output with the tensor from rank r."""
         if not are_local(outputs):
             return self._devices.of(*outputs).alltoall(outputs, inputs, opts)
         call, plan = call_options(opts, **named), collectives.alltoall
@@ -161,21 +247,21 @@ class ProcessGroup(ReducingGroup):
         """Return when every rank has called it."""
         if getattr(opts, "device_ids", None):
             return self._devices.by_type(torch.accelerator.current_accelerator()).barrier(opts)
-        return self.start(call_options(opts, **named), "barrier", [], collectives.barrier)
+        return self.start(call_options(opts, **named), "barrier", [], plan_barrier, None)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when every rank has called it, or name those that have not.
+        """Return when every rank has called it; the error names all ranks that have not.
 
-        dist.monitored_barrier() refuses every backend but gloo: call this one. All missing ranks
-        are named whatever `wait_all_ranks` says.
+        dist.monitored_barrier() refuses every backend but gloo: call this method of the group.
+        `wait_all_ranks` is ignored.
 
         Raises:
-            CommTimeoutError: some have not within `timeout`; its `missing` are their ranks.
+            CommTimeoutError: ranks have not called within `timeout`; `missing` holds their numbers.
         """
         del wait_all_ranks
-        work = self.start(call_options(None), "barrier", [], collectives.barrier)
+        work = self.start(call_options(None), "barrier", [], plan_barrier, None)
         try:
             work.wait(timedelta(seconds=self._timeout_s or 0) if timeout is None else timeout)
         except CommTimeoutError as error:
@@ -184,33 +270,30 @@ class ProcessGroup(ReducingGroup):
     # --- from rank to rank ----------------------------------------------------------------------
     @traced
     def send(self, tensors: Any, dest: int, tag: int = 0) -> Any:
-        """Send a tensor to another rank, or this one."""
+        """Send a tensor to a rank, which may be this rank."""
         (x,) = one_tensor(tensors)
         if not x.is_cpu:
             return self._devices.of(x).send([x], dest, tag)
         line = bytes_of(flatten(x))
-        return self._sent(send_async(line, dest, **self._message(tag)), [x])
+        return self._collected(Work(send_async(line, dest, **self._message(tag)), [x]))
 
     @traced
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        """Fill a tensor with what a rank sends."""
+        """Fill a tensor with the elements that a rank sends."""
         (out,) = one_tensor(tensors)
         if not out.is_cpu:
             return self._devices.of(out).recv([out], source, tag)
         target = bytes_of(flatten(out)) if out.is_contiguous() else out
-        return self._sent(recv_async(target, source, **self._message(tag)), [out])
+        return self._collected(Work(recv_async(target, source, **self._message(tag)), [out]))
 
     @traced
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Fill a tensor with what any rank sends; Work._source_rank() tells which one did."""
+        """Fill a tensor with the elements that any rank sends; Work._source_rank() names it."""
         return self.recv(tensors, ANY_SOURCE, tag)
 
     def _message(self, tag: int) -> dict[str, Any]:
         self._require_open()
         return {"tag": tag, "group": self.group, "timeout_s": self._timeout_s, "by_count": True}
-
-    def _sent(self, handle: Handle[Any], tensors: Tensors) -> Work:
-        return self._noted(Work(handle, tensors))
 
     def split_group(
         self,
@@ -221,16 +304,16 @@ class ProcessGroup(ReducingGroup):
         group_desc: str | None = None,
         **_: Any,
     ) -> ProcessGroup | None:
-        """Return a process group of some of these ranks, None on the others; its members call it.
+        """Return a process group of some ranks of this group; None on a rank that is no member.
 
-        dist.split_group() refuses all but NCCL: call this one.
+        The members call it. dist.split_group() refuses every backend but NCCL: call this method.
 
         Args:
-            new_ranks: ranks of this group.
-            timeout: of the new one's operations; None: as here.
-            opts: unused.
-            group_name: of the new one.
-            group_desc: of the new one.
+            new_ranks: the members, as ranks of this group.
+            timeout: deadline of each operation of the new group; None: the deadline of this group.
+            opts: ignored.
+            group_name: name of the new group.
+            group_desc: description of the new group.
         """
         del opts
         if self.rank() not in new_ranks:
@@ -243,7 +326,9 @@ class ProcessGroup(ReducingGroup):
         made._set_group_desc(group_desc or "split")
         return made
 
-    # torch calls them so up to 2.12, and warns of these names from 2.13 on.
+    # Names that torch uses up to 2.12, and warns of from 2.13 on.
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single

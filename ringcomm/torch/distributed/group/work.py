@@ -11,22 +11,23 @@ import torch
 
 from ringcomm.engine.core.handle import Handle
 from ringcomm.torch.distributed.compat import LOSES_WORKS, c10d, untraced
-from ringcomm.torch.distributed.group.callbacks import Path, follow
-from ringcomm.torch.distributed.group.pool import pool
+from ringcomm.torch.distributed.group.callback_op_names import Path, follow
+from ringcomm.torch.distributed.group.callback_threads import pool
 
 _NO_TIMEOUT = timedelta(0)
-_kept: set[Work] = set()  # what only C++ knows of, until it has asked
+_kept: set[Work] = set()  # Works that only C++ refers to, until wait() or get_future()
 
 
 class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
-    """An operation under way, or over (no handle).
+    """An operation under way; without a handle, an operation that is over.
 
-    Holds no group: torch.compile traces whatever it reaches from here.
+    A Work does not refer to its group: torch.compile traces all objects that it reaches from here.
 
     Attributes:
-        path: to it, for what callbacks of its Future start; None: no other rank would find it.
-        value: of its Future: the results; of an all_gather, as NCCL has it and the hooks of DDP
-            expect it, one tensor whose r-th part is rank r's.
+        path: path of the operation, with which the names of its callbacks' operations begin; None
+            if ranks cannot match those by name.
+        value: value of the Future: the results. For an all_gather it is one tensor whose r-th part
+            is rank r's, as with NCCL: hooks of DDP expect such a tensor.
     """
 
     def __init__(
@@ -44,18 +45,18 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
 
     @untraced
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True once the operation is over; any thread.
+        """Return True once the operation is over; any thread may call this.
 
         Args:
-            timeout: how long this call waits; 0: as long as the group's timeout allows.
+            timeout: how long this call waits; 0: until the group's timeout ends the operation.
 
         Raises:
-            CommTimeoutError: it is not over by then; it stays under way, and one can wait again.
-            MismatchError, PeerFailedError, CommTimeoutError, ...: what ended it.
+            CommTimeoutError: the operation is not over in time. It goes on; call wait() again.
+            MismatchError, PeerFailedError, CommTimeoutError, ...: the error of the operation.
         """
+        _kept.discard(self)
         if self._handle is not None:
             self._handle.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
-        _kept.discard(self)
         return True
 
     def synchronize(self) -> None:
@@ -63,30 +64,30 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True once wait() would return or raise at once."""
+        """Return True if wait() would return or raise at once."""
         return self._handle is None or self._handle.done()
 
     def is_success(self) -> bool:
-        """Return True once the operation is over and nothing went wrong."""
+        """Return True if the operation is over, without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what ended the operation, None if nothing did, or it is under way."""
+        """Return the error of the operation; None if there is none so far."""
         if not self.is_completed():
             return None
         try:
             self.wait()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what is asked for
+        except Exception as error:  # noqa: BLE001 - the caller asks for any error
             return error
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that it fills; waits for them."""
+        """Wait for the operation and return the tensors that it fills."""
         self.wait()
         return self._results
 
     def source_rank(self) -> int:
-        """Return the rank within the group that a message came from, -1 for other operations."""
+        """Return the rank of the group that sent the message, -1 for other operations."""
         source = None if self._handle is None else self._handle.wait()
         return source if isinstance(source, int) else -1
 
@@ -94,10 +95,10 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
 
     @untraced
     def get_future(self) -> Any:
-        """Return the Future of what it fills, the same each time; see `value`.
+        """Return the Future of `value`, the same at each call.
 
-        Its callbacks run in threads of their own, never in one that communicates: they may block,
-        and wait for further collectives.
+        Its callbacks may block, and wait for further collectives: they do not run in the threads
+        that communicate.
         """
         with self._lock:
             if self._future is None:
@@ -106,8 +107,8 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
             return self._future
 
     def _make_future(self) -> Any:
-        # Future.set_exception() stores a value: wait() in C++ returns success then. What raises is
-        # a callback, so the future is the one behind it.
+        # C++ treats the error of Future.set_exception() as a value. A Future fails only if a
+        # callback raises, so this is the Future of a callback's result.
         ended: Any = torch.futures.Future()
         future = ended.then(self._outcome)
         follow(future, self.path)
@@ -125,25 +126,25 @@ class Work(c10d.Work):  # type: ignore[misc] # see compat.c10d
 
 
 class CombinedWork(Work):
-    """Several operations as one."""
+    """Several operations as one Work."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__(None, [], works[0].path if works else None)
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True once all are over; `timeout` is for each."""
+        """Return True once all operations are over; `timeout` holds for each of them."""
+        _kept.discard(self)
         for work in self._works:
             work.wait(timeout)
-        _kept.discard(self)
         return True
 
     def is_completed(self) -> bool:
-        """Return True once all are over."""
+        """Return True if all operations are over."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> list[torch.Tensor]:
-        """Return what they fill, one after another."""
+        """Return the tensors that the operations fill, in order."""
         return [each for work in self._works for each in work.result()]
 
     def _make_future(self) -> Any:

@@ -1,0 +1,20 @@
+"""The faults that ci/mutants plants, one at a time: mistakes that a good engineer could make.
+
+Each imports and sums two float32 arrays over two ranks, so that only a test of the rule that it
+breaks can tell. Those in C++ compile.
+"""
+
+from mutations.cpp import CPP
+from mutations.engine import CACHE, DTYPE, ORDER
+from mutations.failures_and_shm import FAULT, NODE
+from mutations.gpu import GPU
+from mutations.mutation import CATEGORIES, CppMutation, Mutation
+from mutations.ps import PS
+from mutations.ps_core import PS_CORE
+from mutations.ps_cpp import PS_CPP
+from mutations.torch import FACES, OPTIMIZER
+
+__all__ = ["CATEGORIES", "CPP_MUTATIONS", "MUTATIONS", "CppMutation", "Mutation"]
+
+MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE, *FACES, *PS_CORE, *PS, *GPU]
+CPP_MUTATIONS = [*CPP, *PS_CPP]

@@ -1,0 +1,177 @@
+"""Faults in what happens when ranks die, leave or are late; and in shared memory."""
+
+from mutations.mutation import Mutation
+
+FAULT = [
+    Mutation(
+        "any-death-is-an-obstacle",
+        "fault",
+        "transport/peer_state.py",
+        "dead = {r: why for r, why in self.dead.items() if r in members}",
+        "dead = dict(self.dead)",
+        "a death outside a group ends the group's operations",
+        ("unit/test_transport_peer_state.py", "unit/test_groups.py"),
+    ),
+    Mutation(
+        "verdict-before-the-last-look",
+        "fault",
+        "engine/progress/task_set.py",
+        "self._finish(task, None if self._completes(task) else error)",
+        "self._finish(task, error)",
+        "an operation that all ranks had completed fails where one of them dies soon after",
+        (
+            "unit/test_dead_and_late_ranks.py::test_a_death_is_no_failure_for_the_operation_whose_part_was_done",
+        ),
+    ),
+    Mutation(
+        "idle-ranks-are-deaf",
+        "fault",
+        "engine/progress/loop.py",
+        "itertools.count(not is_due)",
+        "itertools.count(1)",
+        "a rank that loads data for long is reported like one that has been stopped",
+        (
+            "unit/test_dead_and_late_ranks.py::test_a_rank_that_computes_answers_that_it_is_in_no_operation",
+        ),
+    ),
+    Mutation(
+        "deadline-of-the-whole",
+        "fault",
+        "engine/progress/task_set.py",
+        """\
+                    has_moved = True
+                    self._tasks[task] = None
+""",
+        """\
+                    has_moved = True
+""",
+        "a large operation that moves all the time is ended after RINGCOMM_TIMEOUT_S",
+        (
+            "unit/test_dead_and_late_ranks.py::test_the_deadline_is_for_a_wait_in_which_nothing_moves",
+        ),
+    ),
+    Mutation(
+        "leaving-waits-for-the-dead",
+        "fault",
+        "engine/progress/deadlines.py",
+        "if peers.are_all_gone or peers.dead or now",
+        "if peers.are_all_gone or now",
+        "a rank that is done waits for survivors of a death, which may go on for hours",
+        ("unit/test_dead_and_late_ranks.py::test_a_death_ends_the_wait_of_a_rank_that_leaves",),
+    ),
+    Mutation(
+        "bad-values-are-harmless",
+        "fault",
+        "engine/core/completion.py",
+        "return isinstance(error, MismatchError | ConfigError) or error is work.problem",
+        "return isinstance(error, MismatchError | ConfigError | ValueError | TypeError)",
+        "after an error in mid-operation a rank goes on, out of step with the others",
+        (
+            "unit/test_dead_and_late_ranks.py::test_an_error_in_mid_operation_breaks_the_engine_and_tells_the_others",
+        ),
+    ),
+    Mutation(
+        "refusal-is-the-end",
+        "fault",
+        "engine/progress/task_set.py",
+        "task.fault_until = time.monotonic() + _CONFIRM_S",
+        "task.fault_until = time.monotonic()",
+        "a death that the wire notices first is told as a refused message, without the rank",
+        (
+            "unit/test_dead_and_late_ranks.py::test_a_death_that_the_wire_notices_first_is_told_as_one",
+        ),
+    ),
+    Mutation(
+        "whoever-leaves-first",
+        "fault",
+        "engine/progress/deadlines.py",
+        "is_alone = bool(awaited) and all(r in watch.peers.left for r in awaited)",
+        "is_alone = any(r in watch.peers.left for r in awaited)",
+        "recv(ANY_SOURCE) fails when one of several possible senders is done",
+        ("unit/test_send_recv.py",),
+    ),
+    Mutation(
+        "follower-is-blamed",
+        "fault",
+        "transport/mpi.py",
+        """\
+            blames = last_words["end_code"]
+""",
+        """\
+            blames = rank
+""",
+        "the report blames a rank that only followed another one's failure",
+        ("unit/test_status_page_and_guardian.py",),
+    ),
+    Mutation(
+        "short-messages-pass",
+        "fault",
+        "transport/mpi.py",
+        "if self._expected and not self._requests:",
+        "if self._expected < 0 and not self._requests:",
+        "a message that comes short leaves what was in the buffer before, without an error",
+        ("mpi/test_spmd.py",),
+    ),
+    Mutation(
+        "moves-do-not-count",
+        "fault",
+        "transport/program_requests.py",
+        "return self._running.test() or self._run.moves != self._seen",
+        "return self._running.test()",
+        "a long operation is given up at its deadline although it goes on",
+        ("unit/test_recording.py",),
+    ),
+    Mutation(
+        "quiet-refusal",
+        "fault",
+        "engine/core/engine_state.py",
+        "elif not isinstance(error, CommTimeoutError):",
+        "elif not isinstance(error, RingcommError):",
+        "ranks wait out their deadline for one whose engine is broken",
+        ("unit/test_dead_and_late_ranks.py::test_a_message_that_the_wire_refuses_is_told_to_all",),
+    ),
+]
+
+NODE = [
+    Mutation(
+        "left-unnoticed-in-memory",
+        "fault",
+        "engine/progress/deadlines.py",
+        "gone = [r for r in task.late if r in watch.peers.left]",
+        "gone = [r for r in task.late if r in watch.peers.dead]",
+        "a rank that left is waited for in shared memory until the deadline",
+        ("unit/test_collectives_in_shared_memory.py",),
+    ),
+    Mutation(
+        "turn-kept-after-an-error",
+        "order",
+        "engine/executors/routes.py",
+        """\
+        finally:
+            end_turn(work.neighbours, ticket)""",
+        """\
+        finally:
+            if work.problem is None:
+                end_turn(work.neighbours, ticket)""",
+        "after a bad argument the sixteenth operation over several nodes hangs",
+        ("unit/test_collectives_in_shared_memory.py",),
+    ),
+    Mutation(
+        "disagreement-is-done",
+        "cache",
+        "engine/executors/short_allreduce.py",
+        "if step is None:",
+        "if step is None or step.is_over:",
+        "an allreduce of other shapes on another rank reduces nothing and says nothing",
+        ("unit/test_collectives_in_shared_memory.py",),
+    ),
+    Mutation(
+        "view-loses-its-memory",
+        "order",
+        "engine/api/registered_arrays.py",
+        "return np.empty(lengths, kind) if data is None else data.view(kind).reshape(lengths)",
+        "return np.empty(lengths, kind)",
+        "registered arrays are ordinary ones, and every allreduce takes four passes",
+        ("unit/test_collectives_in_shared_memory.py",),
+    ),
+]

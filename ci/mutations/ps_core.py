@@ -1,0 +1,380 @@
+"""Faults in the decisions of a parameter server, ringcomm/ps/server/core."""
+
+from mutations.mutation import Mutation
+
+PS_CORE = [
+    Mutation(
+        "ps-rounds-in-order-of-arrival",
+        "ps",
+        "ps/server/core/rounds.py",
+        "return [came[worker] for worker in sorted(counting)] or None",
+        "return [came[worker] for worker in came if worker in counting] or None",
+        "sums depend on who was first: other bits in every run",
+        (
+            "unit/test_ps_rounds.py",
+            "with_torch/test_ps_equivalence.py",
+            "unit/test_ps_dense_tables.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-late-push-counts",
+        "ps",
+        "ps/server/core/rounds.py",
+        "if number < self.current or (number == self.current and self._held is not None):",
+        "if number == self.current and self._held is not None:",
+        "a push whose round is over is told as applied, and is lost",
+        (
+            "unit/test_ps_rounds.py",
+            "unit/test_ps_promises.py",
+            "unit/test_ps_dense_tables.py",
+        ),
+    ),
+    Mutation(
+        "ps-first-of-by-block",
+        "ps",
+        "ps/server/core/rounds.py",
+        "counting &= self._let_in.get(self.current, set())",
+        "counting &= set(came)",
+        "a gradient counts in one block and is late in another; clipped steps hang",
+        (
+            "unit/test_ps_rounds.py",
+            "unit/test_ps_first_of_k_counts_all_blocks_or_none.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-release-before-the-mean-is-lost",
+        "ps",
+        "ps/server/core/rounds.py",
+        """\
+        self._releases.append(release)
+""",
+        """\
+        self._releases += [release] if self._held is not None else []
+""",
+        "release() right behind push(hold=True) does nothing, and the mean is held for ever",
+        ("unit/test_ps_rounds_held_until_release.py",),
+    ),
+    Mutation(
+        "ps-ssp-by-the-fastest",
+        "ps",
+        "ps/server/core/rounds.py",
+        "return min(self._of.values(), default=math.inf)",
+        "return max(self._of.values(), default=math.inf)",
+        "the bound of staleness bounds nothing",
+        (
+            "unit/test_ps_promises.py",
+            "unit/test_ps_dense_tables.py",
+            "unit/test_ps_rounds.py",
+        ),
+    ),
+    Mutation(
+        "ps-who-finishes-holds-up-all",
+        "ps",
+        "ps/server/core/rounds.py",
+        "        self._of.pop(worker, None)",
+        "        self._of.get(worker, None)",
+        "a worker that has finished keeps the others waiting for ever",
+        (
+            "unit/test_ps_dense_tables.py",
+            "unit/test_ps_rounds.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-push-twice",
+        "ps",
+        "ps/server/core/unit.py",
+        "return header.incarnation == incarnation and header.sequence <= last",
+        "return header.incarnation == incarnation and header.sequence < last",
+        "a push that comes twice is applied twice",
+        (
+            "unit/test_ps_promises.py",
+            "unit/test_ps_rebalance.py",
+        ),
+    ),
+    Mutation(
+        "ps-old-epochs-are-served",
+        "ps",
+        "ps/server/core/core.py",
+        "if unit is None or request.header.view != epoch:",
+        "if unit is None:",
+        "a request that was under way while a partition moved overtakes those before it",
+        ("unit/test_ps_rebalance.py",),
+    ),
+    Mutation(
+        "ps-rounds-outrun-a-snapshot",
+        "ps",
+        "ps/server/core/rounds.py",
+        "if not (self._may_be((self.current, True)) if is_held else may_end):",
+        "if is_held and not self._may_be((self.current, True)):",
+        "a snapshot beside fast training never finds its moment",
+        (
+            "unit/test_ps_rounds.py",
+            "unit/test_ps_evaluation.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-pause-waits-for-another",
+        "ps",
+        "ps/server/core/migration_leader.py",
+        "if not moves_wait or now >= each.until]",
+        "if not moves_wait]",
+        "beside a long evaluation no checkpoint is saved once partitions wait to move",
+        ("unit/test_ps_pauses_of_moves.py",),
+    ),
+    Mutation(
+        "ps-one-waiting-request-per-change",
+        "ps",
+        "ps/server/core/waiting_requests.py",
+        "while self._heap and self._heap[0].wanted <= progress:",
+        "if self._heap and self._heap[0].wanted <= progress:",
+        "of several workers that wait for a round one goes on, and the others time out",
+        ("unit/test_ps_waiting_requests.py",),
+    ),
+    Mutation(
+        "ps-a-table-begins-twice",
+        "ps",
+        "ps/server/core/unit.py",
+        "return [Write(self.key, request, payload if first else None)]",
+        "return [Write(self.key, request, payload)]",
+        "what was trained is set back when a table is opened again",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_reopened_tables.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-repeat-during-a-move-is-said-to-be-applied",
+        "ps",
+        "ps/server/core/unit.py",
+        """\
+            return []
+        return [Acknowledge(self.key, request)]""",
+        """\
+            pass
+        return [Acknowledge(self.key, request)]""",
+        "a push that comes twice and then back from a move is lost",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-a-leave-during-a-move-holds-a-mean",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        "rounds.limit(_MOVE, rounds.at)",
+        "rounds.limit(_MOVE, (rounds.current, True))",
+        "the mean of a round is lost with the server that its partition has left",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-a-leave-during-a-held-mean-leaves-it",
+        "ps",
+        "ps/server/core/rounds.py",
+        "is_deserted = self._live.isdisjoint(self._held)",
+        "is_deserted = False",
+        "all wait for ever for a mean that nobody can release",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_rounds.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-mean-ends-before-it-has-come",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        """\
+        if unit.stands_still and unit.rounds is not None:
+            unit.rounds.limit(_MOVE, _NOWHERE)
+""",
+        "",
+        "a partition changes before its old server has let it go",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-what-waits-stays-behind",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        "back = [] if before is None else before.give_back()",
+        "back: list[Any] = []",
+        "what waits for a round while its partition moves is never answered",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_rebalance.py",
+        ),
+    ),
+    Mutation(
+        "ps-an-older-view-holds-up-this-one",
+        "ps",
+        "ps/server/core/core.py",
+        "if not is_old and self._migration.keeps(",
+        "if self._migration.keeps(",
+        "a push that comes again late stops the moves, and all who wait for them",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-clocks-are-believed-after-a-move",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        'unit.fence = {rank: clock for rank, clock in message["clocks"] if rank in unnoted}',
+        "unit.fence = {}",
+        "a bounded read lacks pushes that came back from a move",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_rebalance.py",
+        ),
+    ),
+    Mutation(
+        "ps-pushes-of-who-left-are-dropped",
+        "ps",
+        "ps/server/core/waiting_requests.py",
+        """\
+            if isinstance(each.then, Retry) or each.then.request.source != rank
+""",
+        """\
+            if each.then.request.source != rank
+""",
+        "a push counts in some blocks, and not in those that had no values yet",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_waiting_requests.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-pause-outlives-its-owner",
+        "ps",
+        "ps/server/core/migration_leader.py",
+        "self._pauses = {each for each in self._pauses if owner_of(each) != rank}",
+        "self._pauses = {*self._pauses}",
+        "nothing moves any more once a rank has left within a snapshot",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_pauses_of_moves.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-moment-outlives-its-owner",
+        "ps",
+        "ps/server/core/core.py",
+        """\
+        yield from self._resume(*owned)
+""",
+        """\
+        yield from self._resume()
+""",
+        "rounds stand still for ever once a rank has left within a snapshot",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-pushes-that-wait-move-as-applied",
+        "ps",
+        "ps/server/core/unit.py",
+        """\
+            applied[rank] = (incarnation, min(last, request.header.sequence - 1))
+        return applied""",
+        """\
+            applied[rank] = (incarnation, last)
+        return applied""",
+        "a push that waited while its partition moved is dropped as one that came again",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_rebalance.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-drain-goes-too-far",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        """\
+        unit.rounds.limit(_MOVE, at)
+""",
+        """\
+        unit.rounds.limit(_MOVE, (at[0] + 1, True))
+""",
+        "servers move rows between different rounds",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-kept-requests-are-overtaken",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        "if frozen.at is not None and origin not in frozen.origins:",
+        "if frozen.at is not None:",
+        "a push is applied before one that was made before it, while a partition moves",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-memory-is-freed-while-it-is-read",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        """\
+return [] if unnoted else self._free(key, epoch)
+
+    def""",
+        """\
+return self._free(key, epoch)
+
+    def""",
+        "a pull reads memory that is another table's by now",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-a-new-table-outruns-a-snapshot",
+        "ps",
+        "ps/server/core/core.py",
+        """\
+        self.moments.stop_new(unit)
+""",
+        "",
+        "a snapshot has a table as it was after different rounds",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_evaluation.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-moment-is-missed",
+        "ps",
+        "ps/server/core/snapshot_moments.py",
+        "if current > wanted:",
+        "if current > wanted + 1:",
+        "a snapshot is never whole, and nobody is told",
+        ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-an-answer-is-forgotten",
+        "ps",
+        "ps/server/core/rounds.py",
+        "return self._last.get(worker) == number",
+        "return False",
+        "a worker that is in a round hears that it is late, and its step counts in some blocks",
+        ("unit/test_ps_rounds.py",),
+    ),
+    Mutation(
+        "ps-moves-begin-within-a-pause",
+        "ps",
+        "ps/server/core/migration_leader.py",
+        "while self._batches and self._current is None and not self._pauses:",
+        "while self._batches and self._current is None:",
+        "partitions move while a checkpoint is written",
+        (
+            "unit/test_ps_simulated_servers.py",
+            "unit/test_ps_pauses_of_moves.py",
+        ),
+    ),
+    Mutation(
+        "ps-a-leave-is-no-confirmation",
+        "ps",
+        "ps/server/core/migration_participant.py",
+        "for key, epoch in [*self._unnoted] for each in",
+        "for key, epoch in [*self._unnoted][:0] for each in",
+        "if a rank leaves right after a move, the memory of what has moved is kept for ever",
+        ("unit/test_ps_simulated_servers.py", "unit/test_ps_rebalance.py"),
+    ),
+    Mutation(
+        "ps-a-part-of-a-round-goes-back-to-nobody",
+        "ps",
+        "ps/server/core/migration_leader.py",
+        "gone = sorted(pending - {*self._clients()})",
+        "gone = sorted(pending - {*self._clients()} - pending)",
+        "a push of a worker that has left is lost while its round waits and its partition moves",
+        ("unit/test_ps_row_moves.py", "unit/test_ps_rebalance.py"),
+    ),
+]

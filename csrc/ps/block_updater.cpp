@@ -1,0 +1,49 @@
+#include "block_updater.hpp"
+
+#include "../kernels/reduce.hpp"
+#include "../shm/bell.hpp"
+
+namespace ringcomm::ps {
+
+void BlockUpdater::attach(int code, std::size_t n_hyper, const std::array<void*, kMaxSlots>& slots,
+                          std::size_t n_slots, std::size_t rows) {
+  code_ = code;
+  n_hyper_ = n_hyper;
+  slots_ = slots;
+  n_slots_ = n_slots;
+  rows_ = rows;
+}
+
+bool BlockUpdater::push(const FrameHeader& header, const PushMeta& meta, const std::byte* body) {
+  const bool is_16bit = meta.dtype == DType::float16 || meta.dtype == DType::bfloat16;
+  if (code_ < 0 || !block_.is_open() || meta.flags != 0 || meta.start != 0 || meta.n != count_ ||
+      (meta.dtype != dtype_ && !is_16bit) || meta.n_hyper != n_hyper_ ||
+      header.n_body != count_ * itemsize(meta.dtype) ||
+      reinterpret_cast<std::uintptr_t>(body) % alignment(meta.dtype) != 0)
+    return false;
+  DenseUpdate update{};
+  update.rule = rule_of(code_, meta.hyper.data(), meta.n_hyper);
+  if (plan_of(update.rule).count() > n_slots_) return false;
+  Applied& last = applied[header.origin];
+  if (last.has(header.incarnation, header.sequence)) return true;  // it came twice
+  for (std::size_t k = 0; k < kMaxSlots; ++k) update.slots[k] = slots_[k];
+  update.step = static_cast<std::int64_t>(steps) + 1;
+  update.dtype = dtype_;
+  update.rows = rows_;
+  update.grad_dtype = meta.dtype;
+  update.grad = body;
+  update.count = count_;
+  const std::int64_t began_at = monotonic_ns();
+  const std::int64_t clock = block_.clock();
+  block_.apply(update, clock + 1);
+  ++steps;
+  last = {header.incarnation, header.sequence};
+  const std::int64_t missed = clock - header.clock;
+  ++traffic.staleness[missed > 0 ? static_cast<std::uint64_t>(missed) : 0];
+  ++traffic.pushes;
+  traffic.nbytes += header.n_body;
+  traffic.apply_ns += monotonic_ns() - began_at;
+  return true;
+}
+
+}  // namespace ringcomm::ps

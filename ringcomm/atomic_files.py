@@ -1,0 +1,78 @@
+"""Writes files as a whole or not at all; computes checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Final
+
+_PIECE: Final = 1 << 20
+
+
+class BrokenFileError(Exception):
+    """A file cannot be used; the text says why."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path, check: Callable[[Path], None] | None = None) -> Iterator[IO[bytes]]:
+    """Yield a file to write. At the end of the block it is flushed to disk, and replaces `path`.
+
+    Args:
+        path: path of the file; its folder is made if necessary. On any error an earlier file stays.
+        check: function of the path of the complete file, called before `path` is replaced.
+
+    Raises:
+        OSError: there is no room, or no permission.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(".tmp", f".{path.stem}-", path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if check is not None:
+            check(Path(name))
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp() lets only the owner read
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder to disk, so that new names in it survive a crash."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Return the length and the CRC-32 of a file."""
+    crc = length = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            crc, length = zlib.crc32(piece, crc), length + len(piece)
+    return length, crc
+
+
+def crc_of(*pieces: Any) -> int:
+    """Return the CRC-32 of several buffers, as if they were one."""
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,75 @@
+"""The times that `ringcomm tune` measured on one topology, and their text form. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Times on one topology."""
+
+    layout: str  # of ranks over hosts, see ranks_by_host.describe()
+    implementation: str  # the MPI library
+    version: str  # of ringcomm
+    seconds: Mapping[str, Mapping[int, Mapping[str, float]]]  # by collective, nbytes, algorithm
+
+    def at(self, collective: str, nbytes: int) -> dict[str, float]:
+        """Return the seconds of each algorithm; {} if the collective was not measured.
+
+        Interpolates between the measured sizes. Beyond the largest, time is proportional to nbytes.
+        """
+        rows = self.seconds.get(collective, {})
+        if not rows:
+            return {}
+        sizes = list(rows)  # in ascending order
+        place = bisect_left(sizes, nbytes)
+        if place == 0:
+            return dict(rows[sizes[0]])
+        if place == len(sizes):
+            return {name: s * nbytes / sizes[-1] for name, s in rows[sizes[-1]].items()}
+        below, above = sizes[place - 1], sizes[place]
+        share = (nbytes - below) / (above - below)
+        return {
+            name: (1 - share) * rows[below][name] + share * rows[above][name]
+            for name in rows[below]
+            if name in rows[above]
+        }
+
+    def dumps(self) -> str:
+        """Return the text form, JSON."""
+        return json.dumps({"format": _FORMAT, **vars(self)}, indent=2) + "\n"
+
+    @classmethod
+    def loads(cls, text: str) -> Table:
+        """Return the table of a text form. Raises ValueError if the text is not valid."""
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"it is no tuning table of format {_FORMAT}")
+        wanted = {"layout": str, "implementation": str, "version": str, "seconds": dict}
+        wrong = [name for name, kind in wanted.items() if not isinstance(content.get(name), kind)]
+        if wrong:
+            raise ValueError(f"it lacks {', '.join(wrong)}")
+        seconds = {name: _rows(rows) for name, rows in content["seconds"].items()}
+        return cls(content["layout"], content["implementation"], content["version"], seconds)
+
+
+def _rows(rows: Any) -> dict[int, dict[str, float]]:
+    """Return the seconds by size, in ascending order, and by algorithm."""
+    try:
+        found = {
+            int(nbytes): {str(name): float(s) for name, s in row.items()}
+            for nbytes, row in rows.items()
+        }
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"its times are not by size and algorithm: {error}") from error
+    if not all(0 < s < math.inf for row in found.values() for s in row.values()):
+        raise ValueError("it holds times that are not positive")
+    return dict(sorted(found.items()))

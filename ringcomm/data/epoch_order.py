@@ -1,0 +1,85 @@
+"""The order of the samples of an epoch, and the share of each rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Remainder = Literal["drop", "pad", "uneven"]
+REMAINDERS: Final[tuple[Remainder, ...]] = get_args(Remainder)
+Indices = NDArray[np.int64]
+# For each run that took a part of the epoch: how many samples each of its ranks took.
+Phases = Sequence[Sequence[int]]
+
+
+def epoch_order(n: int, *, seed: int, epoch: int, is_shuffled: bool) -> Indices:
+    """Return the order of the n samples in an epoch: the same in every run, on every machine.
+
+    Sorts by the raw bits of a bit generator: these stay the same in all versions of numpy, while
+    permutation() may change (NEP 19).
+    """
+    if not is_shuffled:
+        return np.arange(n, dtype=np.int64)
+    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
+    return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
+
+
+def remaining(order: Indices, phases: Phases) -> Indices:
+    """Return the samples of an epoch that no run has taken, in the order of the epoch.
+
+    Each run deals out the samples that the run before has left.
+    """
+    for counts in phases:
+        place = np.arange(len(order))
+        order = order[place // len(counts) >= np.asarray(counts)[place % len(counts)]]
+    return order
+
+
+def n_remaining(n: int, phases: Phases) -> int:
+    """Return len(remaining(order, phases)) for n samples."""
+    for counts in phases:
+        size = len(counts)
+        n -= sum(min(count, dealt(n, rank, size)) for rank, count in enumerate(counts))
+    return n
+
+
+def dealt(n: int, rank: int, size: int) -> int:
+    """Return how many samples a rank gets if n are dealt out one by one, from rank 0 on."""
+    return n // size + (rank < n % size)
+
+
+def share_of(left: Indices, order: Indices, rank: int, size: int, remainder: Remainder) -> Indices:
+    """Return a rank's share of the samples that are left.
+
+    "pad" repeats samples from the beginning of `order`, which has the whole epoch.
+    """
+    missing = -len(left) % size
+    if remainder == "drop":
+        left = left[: len(left) // size * size]
+    elif remainder == "pad" and missing and len(left):
+        left = np.concatenate([left, np.resize(order, missing)])
+    return left[rank::size]
+
+
+def share_length(n_left: int, rank: int, size: int, remainder: Remainder) -> int:
+    """Return len(share_of(...)) if n_left samples are left."""
+    if remainder == "uneven":
+        return dealt(n_left, rank, size)
+    return n_left // size if remainder == "drop" else -(-n_left // size)
+
+
+def batch_lengths(mine: int, longest: int, batch_size: int) -> list[int]:
+    """Return the lengths of a rank's batches, the same number for every rank.
+
+    `mine` is the number of this rank's samples, `longest` the largest number of any rank. If this
+    rank has no sample left for the last batch, a sample of the batch before moves there, so that no
+    batch is empty.
+    """
+    n_batches = -(-longest // batch_size)
+    lengths = [min(batch_size, max(mine - b * batch_size, 0)) for b in range(n_batches)]
+    if lengths and lengths[-1] == 0 and n_batches > 1 and batch_size > 1:
+        lengths[-2:] = [batch_size - 1, 1]
+    return lengths

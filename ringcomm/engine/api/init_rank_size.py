@@ -1,0 +1,372 @@
+"""init(), shutdown(), and the functions that describe this rank."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ringcomm._core import exit_at_last, kill_at_last
+from ringcomm._version import __version__
+from ringcomm.config import Settings, read_settings
+from ringcomm.engine.core import current_engine
+from ringcomm.engine.core.context import Topology
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.lifecycle import close, leave, meet, see_others_leave, stop
+from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
+from ringcomm.engine.progress.timeline import Timeline
+from ringcomm.errors import NotInitializedError, RingcommError
+from ringcomm.launched import (
+    is_fault_tolerant,
+    is_hydra,
+    mark_children_of_this_rank,
+    parent_rank_pid,
+    refuse_foreign_ranks,
+)
+from ringcomm.status.last_words import Failure, LastWords
+from ringcomm.status.page_enums import State
+from ringcomm.status.print_once import print_alike_errors_once
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ringcomm.status.guardian import Guardian
+    from ringcomm.transport.mpi import MpiTransport
+    from ringcomm.transport.start_mpi import MPI, Started
+
+_log = logging.getLogger("ringcomm")
+
+
+@dataclass(frozen=True, eq=False)
+class _World:
+    """The objects that init() has made."""
+
+    engine: Engine
+    transport: MpiTransport
+    words: LastWords
+    guardian: Guardian | None
+    start_again: Callable[[], None]
+
+
+engine: Callable[[], Engine] = current_engine.engine
+_world: _World | None = None
+_mpi: Started | None = None  # MPI is started once per process and survives shutdown()
+_is_mpi_broken = False  # a rank died or left early: MPI_Finalize would wait for it
+_unended: _World | None = None  # shutdown() waited for others in vain; init() may end it
+_unheard: LastWords | None = None  # of a world whose shutdown() raised an error
+
+
+def init(comm: MPI.Comm | None = None) -> None:
+    """Make this process a rank of its job. Collective; a second call does nothing.
+
+    Starts MPI unless it is running, with settings for a fast start and for failures; the user's
+    own settings stay. From now on the other ranks learn if this rank dies or leaves.
+
+    Args:
+        comm: mpi4py communicator whose ranks take part, MPI.COMM_WORLD by default. It is
+            duplicated. Each of its ranks must call init().
+
+    Raises:
+        ConfigError: no MPI library, an unknown RINGCOMM_ variable, or a launcher that does not
+            fit the MPI library, or that starts no MPI ranks, such as torchrun (every process
+            would be "rank 0 of 1").
+        MismatchError: ranks differ in their version of ringcomm, or in a setting that must be
+            the same.
+        NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
+        RingcommError: a rank failed before this second init(); end the job.
+        CommTimeoutError: this is a second init() after an error, and a rank has not called
+            shutdown() within RINGCOMM_TIMEOUT_S.
+    """
+    start(read_settings, comm)
+
+
+def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
+    """Do init() with settings from read(), which is called unless this is a rank already."""
+    global _mpi, _is_mpi_broken  # noqa: PLW0603 - one world per process, as in MPI
+    _refuse_child()
+    if current_engine.has_engine():
+        return
+    print_alike_errors_once(is_watched=lambda: _world is not None)
+    settings = read()
+    from ringcomm.engine.api.tuning_files import load
+    from ringcomm.transport.mpi import MpiTransport
+    from ringcomm.transport.start_mpi import (
+        refuse_late_settings,
+        refuse_silent_singleton,
+        start_deadline,
+        start_mpi,
+    )
+
+    if _unended is not None:
+        _end_in_order(_unended)
+    if _is_mpi_broken:
+        raise RingcommError(
+            "ringcomm.init: a rank of this job has failed, so MPI cannot bring its ranks together "
+            "again. End this job"
+        )
+    if _mpi is None:
+        refuse_foreign_ranks()
+    with start_deadline(settings.timeout_or_inf):
+        if _mpi is None:
+            _mpi = start_mpi()
+            atexit.register(_at_exit)  # calls MPI_Finalize, or prevents it
+        refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
+        refuse_late_settings(_mpi, is_fault_tolerant=is_fault_tolerant())
+        _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all ranks have started
+        transport = MpiTransport(_mpi.mpi, comm)
+    engine = Engine(
+        transport, settings, _topology(transport.places, transport.rank), transport.page
+    )
+    words = LastWords(transport.page, on_failure=_tell_the_others)
+    guardian = _start_guardian(transport, settings)
+    transport.close_handed()
+    _enter(_World(engine, transport, words, guardian, partial(start, read, comm)))
+    mark_children_of_this_rank()
+    try:
+        meet(engine, __version__, load(settings, transport) if engine.job_rank == 0 else "")
+    except BaseException:
+        _enter(None)
+        raise
+    _is_mpi_broken = False
+    engine.progress.work_in_background()
+    transport.page.set_state(State.RUNNING)
+    if _mpi.was_early and _mpi.settings and engine.job_rank == 0:
+        _log.warning(
+            "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
+            "Call ringcomm.init() first, or set them for mpirun (-x NAME=VALUE).",
+            " ".join(_mpi.settings),
+        )
+
+
+def shutdown() -> None:
+    """Leave the job; return when all ranks have left. Collective. init() may follow.
+
+    Asynchronous operations that are under way are completed first. After an error that has made the
+    engine unusable, this returns at once; with more than 16 ranks it may wait up to a second, to
+    pass news on. Even then init() may follow, if all ranks call shutdown() and no rank has failed.
+    The error is then a CommTimeoutError, or the PeerFailedError of a rank that had left.
+
+    Raises:
+        PeerFailedError, CommTimeoutError: an operation could not be completed.
+        NotInitializedError: this process is a child of a rank.
+    """
+    global _is_mpi_broken, _unended, _unheard  # noqa: PLW0603
+    _refuse_child()
+    world = _world
+    if world is None:
+        return
+    _enter(None)
+    is_clean = leave(world.engine, "called shutdown()", keeps_wire=True)
+    _is_mpi_broken = _is_mpi_broken or not is_clean
+    error = world.engine.state.broke_while_leaving
+    if world.engine.state.has_waited_in_vain:
+        _unended = world
+    if error is None:
+        world.words.disarm()
+    else:
+        _unheard = world.words  # they stay armed: nobody has reported the error yet
+    if is_clean:
+        world.transport.page.set_state(State.LEFT)
+    if world.guardian is not None:
+        world.guardian.wait() if is_clean else world.guardian.disown()
+    if error is not None:
+        raise error
+
+
+def begin_anew() -> None:
+    """Call shutdown(), then init() with the same arguments as before. Collective."""
+    assert _world is not None
+    start_again = _world.start_again
+    shutdown()
+    start_again()
+
+
+def is_initialized() -> bool:
+    """Return True between init() and shutdown(), in the rank itself; False in its children."""
+    return current_engine.has_engine() and parent_rank_pid() is None
+
+
+def rank() -> int:
+    """Return this process's rank, 0..size()-1."""
+    return engine().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return engine().size
+
+
+def start_timeline(prefix: str | os.PathLike[str]) -> None:
+    """Record this rank's operations from now on in `<prefix>.<rank>.json`, for ui.perfetto.dev.
+
+    Local: each rank decides for itself. RINGCOMM_TIMELINE=prefix does the same from the start. An
+    earlier timeline ends.
+
+    Raises:
+        OSError: the file cannot be made; its folder must exist.
+        TypeError: prefix is no path.
+        NotInitializedError: init() has not run.
+    """
+    this = engine()
+    if not isinstance(prefix, str | os.PathLike):
+        raise TypeError(f"start_timeline: prefix must be a path, not {prefix!r}")
+    this.pending.record(Timeline(prefix, this.job_rank))
+
+
+def stop_timeline() -> None:
+    """End the timeline, if there is one."""
+    engine().pending.record(None)
+
+
+def local_rank() -> int:
+    """Return the index of this rank among the ranks of its host."""
+    return engine().topology.local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return engine().topology.local_size
+
+
+def cross_rank() -> int:
+    """Return the index of this host among the hosts that have this local rank."""
+    return engine().topology.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have this local rank."""
+    return engine().topology.cross_size
+
+
+def _enter(world: _World | None) -> None:
+    """Set the world of this process, and with it the engine; None: remove both."""
+    global _world  # noqa: PLW0603
+    _world = world
+    current_engine.serve_process(None if world is None else world.engine)
+
+
+def _refuse_child() -> None:
+    parent = parent_rank_pid()
+    if parent is None:
+        return
+    raise NotInitializedError(
+        f"this process (pid {os.getpid()}) is a child of the rank with pid {parent}: a DataLoader "
+        "worker, or a subprocess. Only the rank itself calls ringcomm.init(); keep the call under "
+        'if __name__ == "__main__"'
+    )
+
+
+def _topology(places: NDArray[Any], rank: int) -> Topology:
+    me = places[rank]
+    peers = sorted(set(places["machine"][places["local_rank"] == me["local_rank"]].tolist()))
+    cross_rank = peers.index(me["machine"])
+    return Topology(int(me["local_rank"]), int(me["local_size"]), cross_rank, len(peers))
+
+
+def _start_guardian(transport: MpiTransport, settings: Settings) -> Guardian | None:
+    """Start the guardian on the first rank of a node, unless the job has one rank only."""
+    from ringcomm.status.guardian import Guardian
+
+    if transport.nodes[transport.rank] != transport.rank or transport.size == 1:
+        return None
+    try:
+        return Guardian(
+            transport.wards(),
+            grace_s=settings.grace_s,
+            is_fault_tolerant=transport.is_fault_tolerant,
+            is_hydra=is_hydra(),
+        )
+    except OSError as error:
+        _log.warning(
+            "host %s has no guardian: if a rank is killed there, no message names it, and only "
+            "MPI ends the others. %s",
+            socket.gethostname(),
+            error,
+        )
+        return None
+
+
+def _end_in_order(world: _World) -> None:
+    """Return when all ranks have left a world in which shutdown() waited in vain."""
+    global _unended, _unheard, _is_mpi_broken
+    see_others_leave(world.engine)
+    world.words.disarm()
+    close(world.engine, is_clean=False)  # old messages may still be under way
+    world.transport.page.set_state(State.LEFT)
+    if world.guardian is not None:
+        world.guardian.wait()
+    _unended, _unheard, _is_mpi_broken = None, None, False
+
+
+def _tell_the_others(failure: Failure) -> None:
+    """Announce a failure to the other ranks, and end this rank's own waits; any thread may call."""
+    if _world is None:
+        return
+    watch = _world.engine.watch
+    if failure.blames is None:
+        watch.own_failure = f"{failure.reason} in another thread"
+    watch.announce_failed(
+        watch.transport.rank if failure.blames is None else failure.blames, failure.reason
+    )
+
+
+def _at_exit() -> None:
+    """Leave the job. Call MPI_Finalize unless a rank has failed: it would hang then."""
+    if parent_rank_pid() is not None or _mpi is None:
+        return
+    failure = None if _world is None else _leave_job(_world)
+    if failure is not None:  # the job waits for this process, and torch takes 1.0 s of CPU to end,
+        gc.freeze()  # but 0.24 s without garbage collection (sys.exit(1) after a step, measured)
+    if _unended is not None:
+        close(_unended.engine, is_clean=False)
+    if _unheard is not None and _unheard.failure is not None:
+        _unheard.wait_for_report()
+    if not _is_mpi_broken:
+        if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
+            _mpi.mpi.Finalize()
+        if _world is not None:
+            _world.transport.page.set_state(State.LEFT)
+    elif failure is not None and failure.blames is None and _is_fault_tolerant():
+        kill_at_last()  # ULFM reports only a death by signal to all ranks (measured)
+    else:
+        # A rank is missing. An mpi4py that was imported before ringcomm would call MPI_Finalize
+        # after this, and hang. And MPICH's mpiexec returns 0 if the others return 0 (measured).
+        survives = failure is None and is_fault_tolerant()
+        was_too_late = _world is not None and _world.engine.state.broke_while_leaving is not None
+        if not _mpi.is_ours_to_finalize or was_too_late or (failure is None and not survives):
+            exit_at_last(failure.exit_code if failure is not None else int(not survives))
+
+
+def _leave_job(world: _World) -> Failure | None:
+    """Leave, or announce how this rank failed; return that failure, or None."""
+    global _is_mpi_broken  # noqa: PLW0603
+    world.words.notice_unseen_exception()
+    failure = world.words.failure
+    if failure is None:
+        is_clean = leave(world.engine, PROGRAM_ENDED)
+        dead = world.engine.watch.peers.dead
+        if world.engine.state.broke_while_leaving is not None:
+            world.words.end_with(world.engine.state.broke_while_leaving)
+            failure = world.words.failure
+        elif dead and not is_fault_tolerant():
+            world.words.follow(next(iter(dead)))
+    else:
+        _tell_the_others(failure)
+        stop(world.engine)
+        world.transport.page.set_state(State.LEAVING)
+        world.words.wait_for_report()
+        is_clean = world.engine.job_size == 1
+    _is_mpi_broken = _is_mpi_broken or not is_clean
+    if world.guardian is not None:
+        world.guardian.disown()
+    return failure
+
+
+def _is_fault_tolerant() -> bool:
+    return _world is not None and _world.transport.is_fault_tolerant

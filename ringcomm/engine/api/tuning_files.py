@@ -1,0 +1,74 @@
+"""The files of `ringcomm tune`: one table per topology and MPI implementation."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from ringcomm._version import __version__
+from ringcomm.atomic_files import replacing
+from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.ranks_by_host import describe
+from ringcomm.config import Settings, tuning_folder
+from ringcomm.transport.base import Transport
+
+_log = logging.getLogger("ringcomm")
+
+
+def load(settings: Settings, transport: Transport) -> str:
+    """Return the text of this topology's table. If it cannot be used, warn and return ""."""
+    layout = describe(transport.nodes)
+    path = table_path(settings, layout, transport.implementation)
+    try:
+        text = path.read_text()
+        problem = _problem(Table.loads(text), layout, transport.implementation)
+    except FileNotFoundError:
+        if settings.tuning:
+            _log.warning(
+                "RINGCOMM_TUNING: %s holds no table for %s over %s yet; algorithms are chosen by "
+                "estimate. `mpirun -np %d ringcomm tune` writes one.",
+                path.parent,
+                layout,
+                transport.implementation,
+                transport.size,
+            )
+        return ""
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        _log.warning(
+            "%s is ignored: %s. `mpirun -np %d ringcomm tune` writes it anew.",
+            path,
+            problem,
+            transport.size,
+        )
+        return ""
+    return text
+
+
+def save(settings: Settings, table: Table) -> Path:
+    """Write the table where load() finds it, as a whole or not at all, and return the path."""
+    path = table_path(settings, table.layout, table.implementation)
+    with replacing(path) as file:
+        file.write(table.dumps().encode())
+    return path
+
+
+def table_path(settings: Settings, layout: str, implementation: str) -> Path:
+    """Return the path of the table for an MPI implementation and a layout of ranks over hosts."""
+    import hashlib  # here, or `import ringcomm` would load OpenSSL, too (5 ms)
+
+    key = f"{layout} {implementation}"
+    name = re.sub(r"[^a-z0-9.]+", "-", key.lower())
+    if len(name) > 100:
+        name = f"{name[:80]}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+    return tuning_folder(settings) / f"{name}.json"
+
+
+def _problem(table: Table, layout: str, implementation: str) -> str:
+    """Return why a table cannot be used here, "" if it can."""
+    found = (table.layout, table.implementation, f"ringcomm {table.version}")
+    here = (layout, implementation, f"ringcomm {__version__}")
+    pairs = zip(found, here, strict=True)
+    return "; ".join(f"it was measured with {a}, and this job has {b}" for a, b in pairs if a != b)

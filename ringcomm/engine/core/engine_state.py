@@ -1,0 +1,97 @@
+"""The state of an engine: usable, broken or closed; unusable in children of its process."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+from ringcomm.errors import CommTimeoutError, NotInitializedError, PeerFailedError, RingcommError
+from ringcomm.transport.control_messages import Watch
+
+_n_forks = 0
+
+
+def n_forks() -> int:
+    """Return how many forks lie between this process and the one that imported ringcomm.
+
+    The shortest operations compare this: getpid() is a system call, and too slow for them.
+    """
+    return _n_forks
+
+
+def _count_fork() -> None:
+    global _n_forks  # noqa: PLW0603 - a fact of the process
+    _n_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class EngineState:
+    """The state of one engine; any thread may read it."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._pid, self.n_forks = os.getpid(), n_forks()
+        self.is_closed = False  # this rank is leaving, or has left
+        self.error: RingcommError | None = None  # the error that broke the engine
+        self.broke_while_leaving: RingcommError | None = None  # the error of leave(), if any
+
+    def require_own_process(self) -> None:
+        """Raise NotInitializedError in a child of the rank."""
+        if self.n_forks != n_forks():
+            raise NotInitializedError(
+                f"this process (pid {os.getpid()}) is a child of rank {self._watch.transport.rank} "
+                f"(pid {self._pid}); only the rank itself can communicate. Do so there, and pass "
+                "the result to the child"
+            )
+
+    def require_usable(self) -> None:
+        """Raise an error if the engine was shut down or is broken."""
+        if self.is_closed:
+            raise NotInitializedError("ringcomm was shut down: call ringcomm.init() again first")
+        if self.error is not None:
+            self.require_unbroken()
+
+    def require_unbroken(self) -> None:
+        """Raise the error that broke the engine, if one did."""
+        if self.error is not None:
+            raise copy.copy(self.error) from self.error
+
+    @property
+    def is_broken(self) -> bool:
+        """True once an error has made the engine unusable."""
+        return self.error is not None
+
+    @property
+    def has_waited_in_vain(self) -> bool:
+        """True if a wait for others broke the engine, and no rank is known to have failed."""
+        is_others_fault = isinstance(self.error, CommTimeoutError | PeerFailedError)
+        has_failed = self._watch.own_failure is not None or bool(self._watch.peers.dead)
+        return is_others_fault and not has_failed
+
+    def break_off(self, label: str, error: BaseException) -> bool:
+        """Make the engine unusable and announce that; return False if it was unusable already."""
+        if self.error is not None:
+            return False
+        text = f"{label}: was broken off by {_text_of(error)}; the engine cannot be used any more. "
+        lasting = (
+            error if isinstance(error, RingcommError) else RingcommError(f"{text}End this job")
+        )
+        self.error = lasting  # every later call raises it
+        watch, transport = self._watch, self._watch.transport
+        if isinstance(error, PeerFailedError):
+            watch.announce_broken(error.rank, error.reason)
+        elif not isinstance(error, CommTimeoutError):
+            watch.announce_failed(transport.rank, f"broke off {label}: {_text_of(error)}")
+        if transport.node is not None:
+            transport.node.abandon()  # after the announcement, so that the others know why
+        return True
+
+    def copy_of_error(self) -> RingcommError:
+        """Return a new copy of the error, for one of the operations that it ends."""
+        return copy.copy(self.error or RingcommError("the engine is unusable"))
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

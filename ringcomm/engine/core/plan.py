@@ -1,0 +1,45 @@
+"""The plan of a collective, and results that a caller must take()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ringcomm.engine.core.call import Call
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import NodeCopy, NodeReduction
+
+R = TypeVar("R")
+
+
+class Deferred:
+    """A result that callers must take(): on a GPU, their stream then waits for the operation.
+
+    The operation counts as over before take(). This is no ABC, whose isinstance() is slow.
+    """
+
+    take: Callable[[], Any]
+
+
+class AllDeferred(Deferred):
+    """A list of results, some of them Deferred."""
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self._results = results
+
+    def take(self) -> list[Any]:
+        """Take and return all results."""
+        return [each.take() if isinstance(each, Deferred) else each for each in self._results]
+
+
+@dataclass(slots=True, eq=False)
+class Plan(Generic[R]):
+    """A collective whose arguments are checked, ready to be carried out."""
+
+    call: Call  # on which all ranks must agree
+    nbytes: int  # of the payload, for reports
+    run: Callable[[Channel], Coroutine[Any, Any, R]]  # moves the payload
+    step: NodeReduction | NodeCopy | None = None  # does the same as run, in shared memory
+    finish: Callable[[Channel | None], R] | None = None  # returns the result after the step
+    agrees_first: bool = False  # waits for the agreement, even if the name was agreed on before

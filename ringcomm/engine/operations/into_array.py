@@ -1,0 +1,246 @@
+"""Collectives that write the result into an array of the caller, as torch.distributed needs.
+
+Arguments are contiguous; only their number of elements matters, not their shape. All ranks pass
+the same counts, so the ranks exchange no counts. The rest is as in the other operations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ringcomm.arrays import DTYPES, AnyAdapter, Array, Flat, adapter_for, any_adapter_for, arrived
+from ringcomm.arrays.base import is_same, overlap
+from ringcomm.arrays.host_mirror import MIRROR
+from ringcomm.collectives.algorithms import circulant, linear
+from ringcomm.collectives.message_patterns import consecutive
+from ringcomm.collectives.operators import ReductionOptions
+from ringcomm.collectives.recording import perform
+from ringcomm.engine.core.agreement import node_or
+from ringcomm.engine.core.call import Call, checked_options
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.plan import Plan
+from ringcomm.engine.executors.gpu_loader import plan
+from ringcomm.engine.operations.base import A, Operation, memory_of, require_one_kind
+from ringcomm.engine.operations.reduction_base import reduction_in_node
+from ringcomm.errors import MismatchError
+from ringcomm.transport.channel import Channel
+from ringcomm.transport.node.steps import NodeCopy
+
+
+def plan_allgather_into(
+    group: Group, name: str | None, out: A, x: Array, counts: Sequence[int] | None = None
+) -> Plan[A]:
+    """Plan to fill `out` with the elements of all ranks' x, in rank order.
+
+    Args:
+        out: array with as many elements as the x of all ranks together.
+        x: array of the same dtype; may be this rank's part of `out`.
+        counts: number of elements of each rank's x; None: all have as many as this rank.
+    """
+    kind = "allgather_into"
+    out, x = arrived(out), arrived(x)
+    adapter, target, source = _pair(kind, out, x, any_adapter_for)
+    adapter.require_writable(out)
+    counts = [source.count] * group.size if counts is None else list(counts)
+    parts = _parts_of(kind, counts, target.count, "out", group)
+    if counts[group.index] != source.count:
+        raise ValueError(
+            f"{kind}: x has {source.count} elements, but {counts[group.index]} are due from it"
+        )
+    call = _call_of(kind, name, None, source.dtype.name, tuple(counts), place=adapter.place)
+    return plan(AllgatherInto(group, call, adapter, x, out, target, source, parts))
+
+
+@dataclass(slots=True, eq=False)
+class AllgatherInto(Operation):
+    """An allgather into memory of the caller."""
+
+    out: Any
+    target: Any  # memory of `out`, a Flat or a Span
+    source: Any  # memory of x
+    parts: list[slice]  # elements of `out` that come from each rank
+
+    def on_host(self) -> Plan[Any]:
+        """Return the plan; in a node it is one step."""
+        group, adapter, out, parts = self.group, self.adapter, self.out, self.parts
+        target, source = self.target, self.source
+        own = target[parts[group.index]]
+        if own.bytes.ctypes.data != source.bytes.ctypes.data:
+            own.bytes[:] = source.bytes
+        choose = group.engine.selection.algorithm
+
+        def finish(_: Channel | None = None) -> Any:
+            adapter.written(out)
+            return out
+
+        async def run(t: Channel) -> Any:
+            await perform(choose("allgather", target, t).allgather_, t, target, parts)
+            return finish()
+
+        others = [(group.index + shift) % group.size for shift in range(1, group.size)]
+        step = NodeCopy(own.bytes, [(r, 0, target[parts[r]].bytes) for r in others])
+        return Plan(self.call, target.bytes.nbytes, run, step, finish)
+
+    def on_mirrors(self, mirrors: list[Any]) -> Plan[Any]:
+        """Return the plan that fills the mirror of `out`."""
+        out, x = mirrors
+        flats = {"target": out.flat, "source": x.flat}
+        return replace(self, adapter=MIRROR, out=out, x=x, **flats).on_host()
+
+
+def plan_reduce_scatter_into(
+    group: Group,
+    name: str | None,
+    out: A,
+    x: Array,
+    options: ReductionOptions,
+    *,
+    counts: Sequence[int] | None = None,
+) -> Plan[A]:
+    """Plan to fill `out` with this rank's part of the reduction of x over all ranks.
+
+    Args:
+        out: array with as many elements as this rank gets; may overlap with x, or be part of x.
+        x: array of the same dtype. Must not change until the operation is over.
+        options: options of the reduction; both factors are 1.
+        counts: number of elements that each rank gets; None: all get as many as `out` has.
+    """
+    adapter, target, source = _pair("reduce_scatter_into", out, x, adapter_for)
+    adapter.require_writable(out)
+    options = checked_options(options)
+    options.require(source.dtype)
+    counts = [target.count] * group.size if counts is None else list(counts)
+    parts = _parts_of("reduce_scatter_into", counts, source.count, "x", group)
+    if counts[group.index] != target.count:
+        raise ValueError(
+            f"reduce_scatter_into: out has {target.count} elements, but "
+            f"this rank gets {counts[group.index]}"
+        )
+    choose = group.engine.selection.algorithm
+    # Other ranks read x until the end, except for this rank's part.
+    is_apart = not overlap(source, target) or is_same(source[parts[group.index]], target)
+    result = target if is_apart else target.like(target.count)
+
+    def finish(_: Channel | None = None) -> A:
+        if result is not target:
+            target.bytes[:] = result.bytes
+        adapter.written(out)
+        return out
+
+    async def run(t: Channel) -> A:
+        flat = source.like(source.count)
+        t.copy(flat, source)
+        algorithm = choose("reduce_scatter", flat, t, is_deterministic=options.deterministic)
+        own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
+        t.copy(result, own)
+        return finish()
+
+    step = reduction_in_node(source, result.bytes, options.op, group, parts)
+    call = _call_of("reduce_scatter_into", name, options, source.dtype.name, tuple(counts))
+    return Plan(call, source.bytes.nbytes, run, step, finish)
+
+
+def plan_alltoall_into(
+    group: Group,
+    name: str | None,
+    out: A,
+    x: Array,
+    *,
+    received: Sequence[int],
+    sent: Sequence[int],
+) -> Plan[A]:
+    """Plan to fill `out` with the elements that all ranks send to this rank, in rank order.
+
+    Args:
+        out: array that does not overlap with x, because others read x while `out` is written.
+        x: array of the same dtype.
+        received: number of elements from each rank.
+        sent: number of elements for each rank. If it differs from what that rank expects, all
+            ranks raise MismatchError.
+    """
+    adapter, target, source = _pair("alltoall_into", out, x, adapter_for)
+    adapter.require_writable(out)
+    if overlap(source, target):
+        raise ValueError(
+            f"alltoall_into: out, {target.bytes.nbytes} bytes at {target.bytes.ctypes.data:#x}, "
+            f"overlaps with x, {source.bytes.nbytes} bytes at {source.bytes.ctypes.data:#x}, which "
+            "other ranks read while it is written. Pass an array of its own memory"
+        )
+    outgoing = _parts_of("alltoall_into", list(sent), source.count, "x", group)
+    incoming = _parts_of("alltoall_into", list(received), target.count, "out", group)
+
+    async def run(t: Channel) -> A:
+        await _require_alike(list(sent), list(received), t)
+        alltoall_ = node_or(linear, t).alltoall_
+        await perform(alltoall_, t, source, outgoing, target, incoming)
+        adapter.written(out)
+        return out
+
+    call = _call_of("alltoall_into", name, None, source.dtype.name, ())
+    return Plan(call, source.bytes.nbytes, run)
+
+
+async def _require_alike(sent: list[int], received: list[int], t: Channel) -> None:
+    """Raise MismatchError on every rank if two ranks disagree on a count between them."""
+    size = t.size
+    table = np.zeros((size, 2, size), np.int64)
+    table[t.rank] = sent, received
+    rows = consecutive([2 * size] * size)
+    flat = Flat(table.reshape(-1).view(np.uint8), DTYPES["int64"])
+    await node_or(circulant, t).allgather_(flat, rows, t)
+    wrong = np.argwhere(table[:, 0] != table[:, 1].T)
+    if len(wrong):
+        source, dest = map(int, wrong[0])
+        raise MismatchError(
+            f"alltoall: rank {t.members[source]} sends {table[source, 0, dest]} elements to rank "
+            f"{t.members[dest]}, which expects {table[dest, 1, source]}. Pass splits of input "
+            "and output that agree."
+        )
+
+
+def _pair(
+    kind: str, out: Array, x: Array, find: Callable[[Array], AnyAdapter]
+) -> tuple[Any, Any, Any]:
+    """Check both arrays. Return the adapter of `out`, the memory of `out` and that of x."""
+    adapters = find(out), find(x)
+    require_one_kind(kind, adapters)
+    for what, each, of in zip(("out", "x"), (out, x), adapters, strict=True):
+        of.dtype(each)
+        if not of.is_contiguous(each):
+            raise ValueError(f"{kind}: {what} must be contiguous")
+    target, source = memory_of(out, adapters[0]), memory_of(x, adapters[1])
+    if target.dtype != source.dtype:
+        raise TypeError(f"{kind}: out is {target.dtype}, x is {source.dtype}. Pass one dtype.")
+    return adapters[0], target, source
+
+
+def _parts_of(kind: str, counts: list[int], count: int, what: str, group: Group) -> list[slice]:
+    """Return each rank's slice. Raises ValueError if the counts do not fit."""
+    if len(counts) != group.size or sum(counts) != count or min(counts) < 0:
+        raise ValueError(
+            f"{kind}: the parts {counts} must be {group.size} numbers >= 0, one per rank, with the "
+            f"sum {count}, the elements of {what}"
+        )
+    return consecutive(counts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _call_of(
+    kind: str,
+    name: str | None,
+    options: ReductionOptions | None,
+    dtype: str,
+    counts: tuple[int, ...],
+    *,
+    place: str | None = None,
+) -> Call:
+    """Return one Call for equal arguments, so that its fingerprint is computed once."""
+    if len(set(counts)) <= 1:  # without counts, ranks may differ
+        return Call(kind, name, options, dtype, counts[:1], place=place)
+    members = tuple((dtype, (n,)) for n in counts)
+    return Call(kind, name, options, dtype, (sum(counts),), members=members, place=place)

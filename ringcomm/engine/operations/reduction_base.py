@@ -1,0 +1,53 @@
+"""The base of allreduce, reduce and reduce_scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ringcomm.arrays import Flat
+from ringcomm.arrays.base import Bytes
+from ringcomm.collectives.operators import Op, ReductionOptions
+from ringcomm.collectives.scale_factors import scale
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.operations.base import Operation, contiguous
+from ringcomm.transport.node import To
+from ringcomm.transport.node.steps import NodeReduction
+
+
+@dataclass(slots=True, eq=False)
+class Reduction(Operation):
+    """A reduction of one array."""
+
+    options: ReductionOptions
+    in_place: bool  # x gets the result
+    is_borrowed: bool = False  # the caller keeps x unchanged until the end, so no copy is needed
+    root: int = 0  # the rank that gets the result of a reduce
+    to: ClassVar[To]
+    mirrored: ClassVar[dict[str, Any]] = {"in_place": True}
+
+    def working_copy(self) -> tuple[Any, Flat]:
+        """Return a contiguous array with x times prescale, to reduce in place, and its memory."""
+        adapter, options = self.adapter, self.options
+        if self.in_place and not options.is_scaled:
+            work = contiguous(self.x, adapter)
+        else:
+            work = adapter.copy(self.x)
+        flat = adapter.flat(work)
+        scale(flat, options.prescale)
+        return work, flat
+
+
+def reduction_in_node(
+    source: Flat, target: Bytes, op: Op, group: Group, parts: Sequence[slice] = ()
+) -> NodeReduction:
+    """Return the reduction as a step in shared memory; with `parts`, each rank gets its part."""
+    to = To.OWNER if parts else To.ALL
+    item = source.dtype.itemsize
+    has_parts = parts and group.team is not None  # without a team nobody takes the step
+    bounds = [0, *(part.stop * item for part in parts)] if has_parts else ()
+    divisor = op.divisor(group.size)
+    return NodeReduction(
+        source.bytes, target, op.kernel, source.dtype.kernel, divisor, to, 0, bounds
+    )

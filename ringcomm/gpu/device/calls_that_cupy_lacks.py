@@ -1,0 +1,114 @@
+"""Functions of NVIDIA's driver that cupy lacks: stream values, contexts and uuids."""
+
+from __future__ import annotations
+
+import ctypes
+import uuid
+
+from ringcomm.errors import ConfigError, RingcommError
+
+# The numbers of cuda.h.
+_WAIT_GEQ, _WRITE_WITH_BARRIER = 0, 0
+_ERROR_NOT_SUPPORTED = 801
+CAN_FLUSH_REMOTE_WRITES = 98
+_WAIT_FLUSH = 1 << 30
+
+
+class CudaDriver:
+    """The library libcuda.so.1. Its methods raise RingcommError if a call fails.
+
+    Raises:
+        ConfigError: the library cannot be loaded, or is too old.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+            self._write = self._cuda.cuStreamWriteValue32_v2
+            self._wait = self._cuda.cuStreamWaitValue32_v2
+            self._uuid = self._cuda.cuDeviceGetUuid_v2
+            self._device_pointer = self._cuda.cuMemHostGetDevicePointer_v2
+            self._retain = self._cuda.cuDevicePrimaryCtxRetain
+            self.push = self._cuda.cuCtxPushCurrent_v2
+            self.pop = self._cuda.cuCtxPopCurrent_v2
+        except (OSError, AttributeError) as error:
+            raise ConfigError(
+                f"a GPU array needs NVIDIA's driver for CUDA 12 or newer: {error}. Run `ringcomm "
+                "check`"
+            ) from error
+        for function in (self._write, self._wait):
+            function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """See Device."""
+        code = self._write(stream, address, value, _WRITE_WITH_BARRIER)
+        self.require("cuStreamWriteValue32", code)
+
+    def await_value(self, stream: int, address: int, value: int, *, flushes: bool) -> None:
+        """See Device; `flushes`: the stream then sees earlier writes of other GPUs, too."""
+        flags = _WAIT_GEQ | (_WAIT_FLUSH if flushes else 0)
+        self.require("cuStreamWaitValue32", self._wait(stream, address, value, flags))
+
+    def can_write_values(self, stream: int, address: int) -> bool:
+        """Return True if write_value() works; sets 32 bits of registered memory to 0.
+
+        No attribute of the device says whether it works.
+        """
+        code: int = self._write(stream, address, 0, _WRITE_WITH_BARRIER)
+        return code != _ERROR_NOT_SUPPORTED
+
+    def context(self, index: int) -> Context:
+        """Return the primary context of a GPU, which CUDA's runtime, torch and cupy use."""
+        context = ctypes.c_void_p()
+        code = self._retain(ctypes.byref(context), self._device(index))
+        self.require("cuDevicePrimaryCtxRetain", code)
+        return Context(self, context)
+
+    def device_pointer(self, address: int) -> int:
+        """Return the address of registered host memory on the current GPU."""
+        found = ctypes.c_uint64()
+        code = self._device_pointer(ctypes.byref(found), ctypes.c_void_p(address), 0)
+        self.require("cuMemHostGetDevicePointer", code)
+        return found.value
+
+    def uuid(self, index: int) -> str:
+        """Return the uuid of a GPU."""
+        raw = ctypes.create_string_buffer(16)
+        self.require("cuDeviceGetUuid", self._uuid(raw, self._device(index)))
+        return str(uuid.UUID(bytes=raw.raw))
+
+    def _device(self, index: int) -> ctypes.c_int:
+        """Return the handle of a GPU; CUDA numbers the GPUs that this process sees."""
+        device = ctypes.c_int()
+        self.require("cuInit", self._cuda.cuInit(0))
+        self.require("cuDeviceGet", self._cuda.cuDeviceGet(ctypes.byref(device), index))
+        return device
+
+    def require(self, what: str, code: int) -> None:
+        """Raise RingcommError unless `code`, which the function `what` returned, is 0."""
+        if code == 0:
+            return
+        name = ctypes.c_char_p()
+        self._cuda.cuGetErrorName(code, ctypes.byref(name))
+        text = (name.value or b"").decode() or f"error {code}"
+        raise RingcommError(f"{what} failed with {text}: the GPU cannot be used any more")
+
+
+class Context:
+    """A CUDA context. `with` makes it current; any thread may do so, any number of times.
+
+    CUDA's runtime and driver use the current context. cudaSetDevice() is no alternative: switching
+    back to the previous GPU makes a context there. In a thread of ringcomm that is GPU 0, even if
+    this rank uses another GPU.
+    """
+
+    def __init__(self, driver: CudaDriver, handle: ctypes.c_void_p) -> None:
+        self._driver = driver
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        self._driver.require("cuCtxPushCurrent", self._driver.push(self._handle))
+
+    def __exit__(self, *_: object) -> None:
+        code = self._driver.pop(ctypes.byref(ctypes.c_void_p()))
+        self._driver.require("cuCtxPopCurrent", code)

@@ -1,0 +1,88 @@
+"""The base of the kernels of kernels.cu. Pure.
+
+compiling.py compiles source() with OPTIONS and a kernel's defines. The compiled function is named
+ENTRY. To launch it:
+
+    kernel = ReduceKernel(sources, targets, count, DTYPES["float32"], SUM)
+    module.get_function(ENTRY)((kernel.grid(n_processors),), (BLOCK,), kernel.arguments)
+
+Each argument is an array of one element, a number or a struct, which CuPy passes by value.
+Addresses are ints, as the GPU sees them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# No product is fused with a sum, and quotients and roots are rounded as IEEE 754 says. Without the
+# option on execution spaces, the NVRTC of CUDA 12 treats a kernel's lambdas as host functions.
+OPTIONS: Final = (
+    *("--std=c++17", "--device-as-default-execution-space"),
+    *("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"),
+)
+ENTRY: Final = "rc_entry"
+BLOCK: Final = 256  # threads per block of a grid
+
+Argument = NDArray[Any]
+
+# Every driver and GPU allows 4 KiB of kernel parameters; 32 KiB need CUDA 12.1 and sm_70.
+_MOST_PARAMETER_NBYTES = 4096
+_BLOCKS_PER_PROCESSOR = 4  # 1024 threads, each with 64 to 128 bytes in flight
+
+
+def source() -> str:
+    """Return the text of kernels.cu."""
+    return (files("ringcomm.gpu.kernels") / "kernels.cu").read_text(encoding="utf-8")
+
+
+class Kernel(ABC):
+    """A kernel with the arguments of one launch."""
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Compiler options that select the compiled function."""
+        return tuple(f"-DRC_{name}={value}" for name, value in self._macros().items())
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arguments of the compiled function."""
+        return self._arguments()
+
+    def grid(self, n_processors: int) -> int:
+        """Return how many blocks to launch on a GPU with `n_processors`."""
+        return max(1, min(self._n_blocks(), n_processors * _BLOCKS_PER_PROCESSOR))
+
+    @abstractmethod
+    def _macros(self) -> dict[str, object]:
+        """Return the macros of kernels.cu, without the prefix RC_."""
+
+    @abstractmethod
+    def _arguments(self) -> tuple[Argument, ...]: ...
+
+    @abstractmethod
+    def _n_blocks(self) -> int:
+        """Return how many blocks have work, given the number of elements."""
+
+
+def number(dtype: str, value: float) -> Argument:
+    """Return one number as an Argument."""
+    return np.array([value], dtype)
+
+
+def address_table(addresses: Sequence[int]) -> Argument:
+    """Return addresses as one Argument, a struct."""
+    return np.array([(tuple(addresses),)], np.dtype([("at", "u8", (len(addresses),))]))
+
+
+def require_counts(sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Raise ValueError unless the addresses fit in the parameters of a kernel."""
+    n_sources, n_targets = len(sources), len(targets)
+    nbytes = 8 * (n_sources + n_targets) + 128  # for the other parameters
+    if min(n_sources, n_targets) < 1 or nbytes > _MOST_PARAMETER_NBYTES:
+        raise ValueError(f"a kernel cannot have {n_sources} sources and {n_targets} targets")

@@ -1,0 +1,248 @@
+"""Returns the commands for one rank's stream that carry out a Work over IPC, by phase. Pure.
+
+Every rank owns a part of the elements. It reads that part from the memory of all ranks, combines it
+in the order of ranks, and writes the result to the memory of each rank that gets it. That moves
+2 * size * nbytes through memory, the least possible. Arrays in memory of device/ipc_memory.py
+are used directly. Elements of other arrays go through staging memory, unless the rank that has the
+array also owns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ringcomm.arrays.base import Span
+from ringcomm.errors import RingcommError
+from ringcomm.gpu.device.ipc_allocator_and_address import NOWHERE, Address
+from ringcomm.gpu.kernels.reduce import ReduceKernel
+from ringcomm.gpu.kernels.reduce_and_optimizer_step import UpdateKernel
+from ringcomm.gpu.transports.base import Move, Pull, Reduce, Update, Work
+from ringcomm.gpu.transports.slices import Slice, even_parts, passes
+from ringcomm.transport.node import To
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy from address to address."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+Command = Copy | ReduceKernel | UpdateKernel
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The addresses at which other ranks find the arrays of one rank for a Work."""
+
+    source: Address = NOWHERE  # NOWHERE: other ranks cannot map it
+    target: Address = NOWHERE  # NOWHERE: other ranks cannot map it
+    staging: Address = NOWHERE  # staging memory, for a source or target that they cannot map
+    shown: int = 0  # Move: bytes of the source that go through the staging memory
+
+    def pack(self) -> bytes:
+        """Return the form that is sent to other ranks; all outlines have the same length."""
+        parts = (self.source.pack(), self.target.pack(), self.staging.pack())
+        return self.shown.to_bytes(8, "little") + b"".join(parts)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Outline:
+        """Return the outline that pack() packed."""
+        n = Address.NBYTES
+        source, target, staging = (Address.unpack(packed[8 + k * n :][:n]) for k in range(3))
+        return cls(source, target, staging, int.from_bytes(packed[:8], "little"))
+
+
+@dataclass(frozen=True)
+class View:
+    """The memory of a team, as one rank sees it.
+
+    Attributes:
+        rank: this rank.
+        outlines: the outlines of all ranks for the same work, by rank.
+        capacity: bytes of each rank's staging memory.
+        staging: function that returns the address of this rank's staging memory.
+        find: function that maps another rank's memory into this process; returns the address.
+    """
+
+    rank: int
+    outlines: Sequence[Outline]
+    capacity: int
+    staging: Callable[[], int]
+    find: Callable[[int, Address], int]
+
+    @property
+    def mine(self) -> Outline:
+        """This rank's outline."""
+        return self.outlines[self.rank]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.outlines)
+
+
+def others_of(each: Sequence[_T], rank: int) -> list[_T]:
+    """Return the entries of the other ranks; each rank begins with the entry after its own."""
+    return [each[(rank + shift) % len(each)] for shift in range(1, len(each))]
+
+
+def is_written_by_others(work: Reduce) -> bool:
+    """Return True if other ranks write parts of this rank's result."""
+    return work.to is To.ALL or (work.to is To.ROOT and work.target is not None)
+
+
+def phases(work: Work, view: View) -> Iterator[list[Command]]:
+    """Yield the commands of each phase; all ranks meet between two phases.
+
+    Raises:
+        RingcommError: before the first phase, if a rank cannot map what an Update needs.
+    """
+    if isinstance(work, Reduce):
+        return _reduce(work, view)
+    return _update(work, view) if isinstance(work, Update) else _move(work, view)
+
+
+# --- reductions -----------------------------------------------------------------------------------
+def _reduce(work: Reduce, view: View) -> Iterator[list[Command]]:
+    item = work.dtype.itemsize
+    parts = work.parts or even_parts(work.source.count, view.size, item)
+    is_staged = any(outline.staging.region for outline in view.outlines)
+    ready: list[Command] = []
+    for slices in passes(parts, item, view.capacity if is_staged else None):
+        theirs = others_of(slices, view.rank)
+        yield ready + _stage(work, view, theirs)
+        yield _combine(work, view, slices[view.rank])
+        ready = _unstage(work, view, theirs)
+    yield ready
+
+
+def _stage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
+    """Copy the slices of other ranks to the staging memory if those cannot map the source."""
+    if view.mine.source.region:
+        return []
+    pieces = [(piece, work.source[piece.start : piece.stop]) for piece in slices]
+    return [Copy(view.staging() + p.staged_at, span.address, span.nbytes) for p, span in pieces]
+
+
+def _unstage(work: Reduce, view: View, slices: Sequence[Slice]) -> list[Command]:
+    """Copy the slices of other ranks from the staging memory if those cannot map the target."""
+    if view.mine.target.region or work.target is None or not is_written_by_others(work):
+        return []
+    pieces = [(piece, work.target[piece.start : piece.stop]) for piece in slices]
+    return [Copy(span.address, view.staging() + p.staged_at, span.nbytes) for p, span in pieces]
+
+
+def _combine(work: Reduce, view: View, piece: Slice) -> list[Command]:
+    """Combine this rank's elements of a pass."""
+    if piece.count == 0:
+        return []
+    addresses = [outline.source for outline in view.outlines]
+    sources = _places(view, range(view.size), addresses, work.source, piece)
+    targets = _targets(work, view, piece)
+    divisor = work.op.divisor(view.size)
+    return [ReduceKernel(sources, targets, piece.count, work.dtype, work.op, divisor)]
+
+
+def _targets(work: Reduce, view: View, piece: Slice) -> tuple[int, ...]:
+    if work.to is To.OWNER:
+        assert work.target is not None
+        return (work.target[piece.start - work.parts[view.rank].start :].address,)
+    own = work.target or work.source  # without a target, `own` gives only the itemsize
+    ranks = range(view.size) if work.to is To.ALL else (work.root,)
+    return _places(view, ranks, [o.target for o in view.outlines], own, piece)
+
+
+def _places(
+    view: View, ranks: Iterable[int], addresses: Sequence[Address], own: Span, piece: Slice
+) -> tuple[int, ...]:
+    """Return the addresses of a slice on some ranks: in their arrays, or in staging memory."""
+    offset, places = piece.start * own.dtype.itemsize, []
+    for r in ranks:
+        if r == view.rank:
+            places.append(own.address + offset)
+        elif addresses[r].region:
+            places.append(view.find(r, addresses[r]) + offset)
+        else:
+            places.append(view.find(r, view.outlines[r].staging) + piece.staged_at)
+    return tuple(places)
+
+
+# --- steps of an optimizer ------------------------------------------------------------------------
+def _update(work: Update, view: View) -> Iterator[list[Command]]:
+    sources = [work.source.address]
+    if not work.is_reduced:
+        sources = _wholes(view, work.source, [outline.source for outline in view.outlines])
+    targets = _wholes(view, work.target, [outline.target for outline in view.outlines])
+    yield []
+    yield [
+        UpdateKernel(
+            sources=tuple(at + piece.start * work.source.dtype.itemsize for at in sources),
+            targets=tuple(at + piece.start * work.target.dtype.itemsize for at in targets),
+            owned=tuple(span.address for span in piece.owned),
+            count=piece.stop - piece.start,
+            gradient=work.source.dtype,
+            weight=work.target.dtype,
+            rule=piece.rule,
+            numbers=piece.numbers,
+            scale=work.scale,
+        )
+        for piece in work.pieces
+        if piece.start < piece.stop
+    ]
+    yield []
+
+
+def _wholes(view: View, own: Span, addresses: Sequence[Address]) -> list[int]:
+    """Return the addresses of one array on all ranks. Raises RingcommError if one is not mapped."""
+    if own.count and not all(address.region for address in addresses):
+        raise RingcommError("an update needs gradients and weights made by rc.zeros(device='cuda')")
+    return [
+        own.address if r == view.rank or not own.count else view.find(r, address)
+        for r, address in enumerate(addresses)
+    ]
+
+
+# --- moves ----------------------------------------------------------------------------------------
+def _move(work: Move, view: View) -> Iterator[list[Command]]:
+    longest = max(outline.shown for outline in view.outlines)
+    for start in range(0, max(1, longest), view.capacity):
+        yield _show(work, view, start)
+        mine = [p for p in work.pulls if p.dest == view.rank and p.start < p.stop]
+        yield [copy for pull in mine for copy in _pull(pull, work, view, start)]
+    yield []
+
+
+def _show(work: Move, view: View, start: int) -> list[Command]:
+    """Copy a window of the source to the staging memory if others pull from there."""
+    is_wanted = any(p.source == view.rank != p.dest for p in work.pulls)
+    if work.source is None or not view.mine.shown or not is_wanted:
+        return []
+    nbytes = min(view.capacity, work.source.nbytes - start)
+    return [Copy(view.staging(), work.source.address + start, nbytes)] if nbytes > 0 else []
+
+
+def _pull(pull: Pull, work: Move, view: View, window: int) -> list[Command]:
+    """Copy the part of a pull that lies in a window of the source."""
+    assert work.target is not None
+    at, outline = work.target.address + pull.at, view.outlines[pull.source]
+    if pull.source == view.rank or not outline.staging.region:
+        if window:
+            return []  # the first window has copied the whole pull
+        if pull.source == view.rank:
+            assert work.source is not None
+            whole = work.source.address
+        else:
+            whole = view.find(pull.source, outline.source)
+        return [Copy(at, whole + pull.start, pull.stop - pull.start)]
+    start, stop = max(pull.start, window), min(pull.stop, window + view.capacity)
+    if start >= stop:
+        return []
+    staged = view.find(pull.source, outline.staging) + start - window
+    return [Copy(at + start - pull.start, staged, stop - start)]

@@ -1,0 +1,1 @@
+"""`ringcomm check`: gathers the facts about an installation, and judges them."""

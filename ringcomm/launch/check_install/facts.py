@@ -1,0 +1,55 @@
+"""The facts about an installation: gather_facts.py finds them, judge_facts.py judges them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ringcomm.launch.mpi_kind import Kind
+from ringcomm.nvidia.judge_software import Stack
+
+# If both are set to 1, Open MPI's mpirun runs as root.
+ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads."""
+
+    kind: Kind | None  # None: none could be loaded
+    path: str = ""  # "" if it is not known
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The mpirun beside Python, else the one on PATH."""
+
+    path: str
+    kind: Kind | None  # None: it does not run
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts that `ringcomm check` judges."""
+
+    python: tuple[str, str]  # version and path of this interpreter
+    versions: Mapping[str, str]  # installed distribution -> its version
+    floors: Mapping[str, str]  # distribution -> the lowest version that ringcomm requires
+    mpi: Library
+    launcher: Launcher | None  # None: there is no mpirun
+    core: str | None  # path of the compiled part; None: it cannot be loaded
+    core_error: str = ""
+    sources: str = ""  # the source tree from which ringcomm is imported; "": it is installed
+    origin: str = "ringcomm"  # pip's argument to install it again: "-e /home/me/ringcomm"
+    guardian: str | None  # path of the guardian program; None: it is missing
+    is_guardian_executable: bool
+    cores: int  # number of cores that this process can use
+    is_root: bool
+    allows_root: bool  # ROOT_VARIABLES are set
+    settings_error: str = ""  # what is wrong with a RINGCOMM_ variable; "": nothing
+    lacks_nccl4py: bool = False  # RINGCOMM_NCCL asks for nccl4py, which is missing
+    gpu: Stack | None = field(default_factory=Stack)  # None: the search for GPUs failed
+    gpu_error: str = ""

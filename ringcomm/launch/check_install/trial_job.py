@@ -1,0 +1,103 @@
+"""Runs an allreduce of two ranks with this Python and this mpirun."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts
+from ringcomm.launch.check_install.judge_facts import Finding
+from ringcomm.launch.child_process import Outcome, outside_of_a_job, run_child
+
+_DEADLINE_S = 60.0
+_CORRECT = "ringcomm-check: correct"
+_TAIL = 12  # lines of a failure's output
+# Integers are exact in float32. An odd count gives chunks of different sizes.
+_JOB: Final = f"""
+import numpy as np
+import ringcomm as rc
+rc.init()
+x = np.arange(300007, dtype=np.float32)
+total = rc.allreduce(x * (rc.rank() + 1), name="check")
+assert rc.size() == 2, f"the job has {{rc.size()}} ranks"
+assert np.array_equal(total, x * 3), "the sum is wrong"
+rc.barrier()
+if rc.rank() == 0:
+    print({_CORRECT!r}, flush=True)
+rc.shutdown()
+"""
+_MPI_ALONE: Final = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
+# With a problem of one of these subjects, a trial cannot succeed.
+_FIRST: Final = ("numpy", "mpi4py", "MPI library", "mpirun", "compiled part", "settings")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The command that starts ranks."""
+
+    mpirun: tuple[str, ...]  # the arguments before the program: mpirun -np 2
+    python: str
+    variables: Mapping[str, str]  # environment variables of the command
+
+
+def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str]) -> Finding:
+    """Run an allreduce of two ranks, unless a problem prevents it; return the finding."""
+    plan = plan_trial(facts)
+    first = problem_of(findings)
+    if first is not None or plan is None:
+        subject, fix = (first.subject, first.fix) if first is not None else ("mpirun", None)
+        return Finding("run", "problem", f"not tried: the problem with {subject} comes first", fix)
+    outcome = run_child(
+        [*plan.mpirun, plan.python, "-P", "-c", _JOB],
+        {**outside_of_a_job(environ), **plan.variables},
+        deadline_s=_DEADLINE_S,
+    )
+    return judge_trial(plan, outcome)
+
+
+def problem_of(findings: list[Finding]) -> Finding | None:
+    """Return the first problem with which no job can run, or None. Pure."""
+    return next((f for f in findings if f.subject in _FIRST and f.status == "problem"), None)
+
+
+def plan_trial(facts: Facts, size: int = 2) -> Plan | None:
+    """Return how to start `size` ranks here; None if there is no working mpirun. Pure."""
+    launcher = facts.launcher
+    if launcher is None or launcher.kind is None:
+        return None
+    is_openmpi = launcher.kind.family == "openmpi"
+    options = ["--oversubscribe"] if is_openmpi and facts.cores < size else []
+    needs_root = is_openmpi and facts.is_root and not facts.allows_root
+    return Plan(
+        mpirun=(launcher.path, *options, "-np", str(size)),
+        python=facts.python[1],
+        variables=dict.fromkeys(ROOT_VARIABLES, "1") if needs_root else {},
+    )
+
+
+def judge_trial(plan: Plan, outcome: Outcome) -> Finding:
+    """Return the finding for the outcome of a trial. Pure."""
+    if outcome.code == 0 and _CORRECT in outcome.output:
+        found = f"2 ranks, allreduce correct, {outcome.seconds:.1f} s{_extras(plan)}"
+        return Finding("run", "ok", found)
+    if outcome.code is None:
+        how = f"2 ranks did not end in {_DEADLINE_S:.0f} s"
+    else:
+        how = f"2 ranks failed, exit {outcome.code} after {outcome.seconds:.1f} s"
+    found = f"{how}{_extras(plan)}; MPI alone should print 2 twice"
+    return Finding("run", "problem", "\n".join([found, *outcome.last_lines(_TAIL)]), _alone(plan))
+
+
+def _extras(plan: Plan) -> str:
+    """Return the variables and options that mpirun needed here."""
+    extras = [f"{name}={value}" for name, value in plan.variables.items()]
+    extras += [option for option in plan.mpirun if option == "--oversubscribe"]
+    return f" (with {' '.join(extras)})" if extras else ""
+
+
+def _alone(plan: Plan) -> str:
+    """Return the command that tries MPI without ringcomm."""
+    variables = [f"{name}={value}" for name, value in plan.variables.items()]
+    return shlex.join([*variables, *plan.mpirun, plan.python, "-c", _MPI_ALONE])

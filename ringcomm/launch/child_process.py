@@ -1,0 +1,96 @@
+"""Runs a child process with a deadline, outside of any MPI job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_PATIENCE_S = 5.0  # between SIGTERM, on which mpirun ends its ranks, and SIGKILL
+_CANNOT_START = 127
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a child process ended."""
+
+    code: int | None  # -N: signal N; 127: it could not be started; None: the deadline passed
+    output: str  # stdout and stderr together
+    seconds: float
+
+    def last_lines(self, count: int) -> list[str]:
+        """Return the last `count` lines of the output that are not empty."""
+        lines = [line.rstrip() for line in self.output.splitlines()]
+        return [line for line in lines if line][-count:]
+
+
+def run_child(argv: Sequence[str], environ: Mapping[str, str], *, deadline_s: float) -> Outcome:
+    """Run `argv` with an empty stdin; after `deadline_s`, end it and its children."""
+    start = time.monotonic()
+    # Not a pipe: a grandchild could keep it open after the deadline.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environ),
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Outcome(_CANNOT_START, str(error), time.monotonic() - start)
+        code = _wait(process, deadline_s)
+        seconds = time.monotonic() - start
+        output.seek(0)
+        return Outcome(code, output.read().decode(errors="replace"), seconds)
+
+
+def outside_of_a_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without the variables that a launcher or a rank sets for its children.
+
+    So an MPI process with this environment does not join the caller's job. The settings of the user
+    are kept.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_OF_A_JOB) or name.startswith(_OF_THE_USER)
+    }
+
+
+_OF_A_JOB = (
+    "PMI_",
+    "PMIX_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_FILE_LOCATION",
+    "PRTE_LAUNCHED",
+    "HYDI_CONTROL_FD",
+    "MPI_LOCAL",
+    "RINGCOMM_RANK_PROCESS",
+)
+_OF_THE_USER = ("PMIX_MCA_",)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.returncode is None:  # after the deadline, or at a KeyboardInterrupt
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(_PATIENCE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # also ends children that are left
+    process.wait()

@@ -1,0 +1,1 @@
+"""Checkpoints: what the chief does, what servers do, and the files."""

@@ -1,0 +1,241 @@
+"""ps.save(), ps.restore() and ps.load(): the chief makes servers write and read checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ringcomm._version import __version__
+from ringcomm.errors import RingcommError
+from ringcomm.ps.checkpoint import files
+from ringcomm.ps.checkpoint.files import Checkpoint
+from ringcomm.ps.client.future import Future, require_timeout
+from ringcomm.ps.client.json_requests import ask_json
+from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
+from ringcomm.ps.client.rows.hash_table import HashTable
+from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, PREPARE
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.session import Session, is_chief, session
+
+_log = logging.getLogger("ringcomm")
+
+
+def save(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    keep: int | None = 2,
+    background: bool = True,
+    timeout_s: float | None = None,
+) -> Future[Path]:
+    """Save all tables: values, the updaters' state, step counts, and which pushes are in them.
+
+    On the chief; the others may go on training meanwhile. Tables with rounds are saved as they are
+    exactly between two rounds, each block of the others as it is at one instant. This returns when
+    the servers have copied what is to be written; they need the memory for the copies until it is
+    written. What has not changed since the save before is neither copied nor written again.
+
+    Args:
+        path: a folder on a file system that all servers and the chief share; a checkpoint is a
+            folder in it. Killed at any moment, the one before is what restore() finds.
+        step: of the training; restore() returns it.
+        keep: how many complete checkpoints are kept, this one included; None: all.
+        background: False: return when it is on disk.
+        timeout_s: of the wait for a disk, in seconds; None: RINGCOMM_TIMEOUT_S. After a timeout the
+            save goes on.
+
+    Returns:
+        A future of the checkpoint's own folder, done once it is complete. If the save before is
+        still under way, this waits for it first. A save that fails removes its files; those of one
+        that was killed are removed by the next.
+
+    Raises:
+        RingcommError: this is not the chief, or is within ps.snapshot().
+        OSError: path cannot be written. Errors that only servers meet are raised by the future.
+        CommTimeoutError: a disk, or a server, takes longer.
+    """
+    current = _require_chief("ps.save")
+    limit_s = _limit_of(current, timeout_s)
+    if keep is not None and operator.index(keep) < 1:
+        raise ValueError(f"ps.save: keep is {keep}; it must be 1 or more, or None")
+    step = None if step is None else operator.index(step)
+    with current.saving:  # else two threads would have the same folder
+        outer = _begin(current, Path(path).resolve(), step, keep, limit_s)
+    if not background:
+        outer.wait(limit_s)
+    return outer
+
+
+def _begin(
+    current: Session, root: Path, step: int | None, keep: int | None, limit_s: float
+) -> Future[Path]:
+    """Make the servers copy what is to be written, and begin to write it."""
+    _finish_last(current, limit_s)
+    folder = files.new_folder(root)
+    number = new_id(current.client)
+    try:
+        moment = hold(current.client, number, save_to=str(root))
+    except BaseException:
+        release(current.client, number)
+        files.discard(folder)
+        raise
+    release(current.client, number, is_taken=True)
+    manifest = {
+        "ringcomm": __version__,
+        "step": step,
+        "time": time.time(),
+        "job": moment.job,
+        "rounds": moment.rounds,
+        "tables": moment.tables,
+    }
+    outer = _write(current, number, folder, manifest, keep)
+    if current.last_save is None:
+        current.engine.extensions.before_leaving(
+            lambda: _finish_last(current, _limit_of(current, None))
+        )
+    current.last_save = outer
+    return outer
+
+
+def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, Any] | None:
+    """Restore all tables from the newest checkpoint.
+
+    On the chief, once all tables are open, while nobody pushes: let the others wait in rc.barrier()
+    and pull afterwards. The number of servers and the size of blocks may differ from those of the
+    save; then a number that each block has once (its steps) is that of the slice with the most
+    steps. If a file is damaged, a warning names it, and the checkpoint before is used.
+
+    Args:
+        path: as given to save().
+        timeout_s: of the wait for the servers to read their files, in seconds; None:
+            RINGCOMM_TIMEOUT_S.
+
+    Returns:
+        The manifest: "step", "time", "rounds" and so on; None if there is no checkpoint: then
+        nothing was changed.
+
+    Raises:
+        ValueError: a table of the checkpoint is not open, or has another shape, dtype or updater;
+            nothing was changed.
+        BrokenFileError: no checkpoint can be used; nothing was changed.
+        CommTimeoutError: a disk, or a server, takes longer; nothing was changed.
+        RingcommError: this is not the chief.
+    """
+    current = _require_chief("ps.restore")
+    limit_s = _limit_of(current, timeout_s)
+    return _restore(current, Path(path).resolve(), limit_s, values_only=False)
+
+
+def load(path: str | Path, *, timeout_s: float | None = None) -> dict[str, Any]:
+    """Set tables to the values of the newest checkpoint: a pre-trained start.
+
+    As restore(), but without the updaters' state and step counts, and only for open tables that the
+    checkpoint has: their dtype and updater may differ, the shape may not.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: a shape is another one, or none of the tables is there; nothing was changed.
+    """
+    current = _require_chief("ps.load")
+    limit_s = _limit_of(current, timeout_s)
+    manifest = _restore(current, Path(path).resolve(), limit_s, values_only=True)
+    if manifest is None:
+        raise FileNotFoundError(f"ps.load: no complete checkpoint in {path}")
+    return manifest
+
+
+# --- save ---------------------------------------------------------------------------------------
+def _write(
+    current: Session, number: int, folder: Path, manifest: dict[str, Any], keep: int | None
+) -> Future[Path]:
+    """Make all servers write, and a thread of this process complete the checkpoint."""
+    client = current.client
+    outer: Future[Path] = Future(client, "save", 1, lambda: folder)
+    question = {"id": number, "folder": str(folder)}
+    inner = [ask_json(client, Kind.SAVE, question, [server]) for server in client.servers]
+    written = threading.Semaphore(0)
+    for each in inner:
+        each.then(lambda _: written.release())
+
+    def complete() -> None:
+        for _ in inner:  # also after an error: what others still write could not be removed
+            written.acquire()  # a job that dies meanwhile ends this process, too
+        try:
+            servers = [each.wait()[0] for each in inner]
+            files.write_manifest(folder, {**manifest, "servers": servers})
+            files.tidy(folder.parent, keep)
+        except BaseException as error:  # noqa: BLE001 - raised where the future is waited for
+            files.discard(folder)
+            outer.fail(error)
+        else:
+            outer.replied(-1)
+        current.engine.nudge()
+
+    threading.Thread(target=complete, name="ringcomm-ps-save", daemon=True).start()
+    return outer
+
+
+def _finish_last(current: Session, limit_s: float) -> None:
+    """Wait for a save that is under way; its own future raises its errors."""
+    last = current.last_save
+    if last is not None and not last.done():
+        current.client.wait_for(last, limit_s)
+
+
+# --- restore ------------------------------------------------------------------------------------
+def _restore(
+    current: Session, root: Path, limit_s: float, *, values_only: bool
+) -> dict[str, Any] | None:
+    _finish_last(current, limit_s)
+    client = current.client
+    number = new_id(client)
+    label = "ps.load" if values_only else "ps.restore"
+    job = ""
+
+    def attempt(checkpoint: Checkpoint) -> dict[str, Any]:
+        common = {"id": new_id(client), "values_only": values_only}
+        manifest = checkpoint.manifest
+        prepare = {**common, "do": PREPARE, "folder": str(checkpoint.folder)}
+        try:
+            answers = ask_json(client, Kind.RESTORE, prepare).wait(limit_s)
+        except BaseException:
+            ask_json(client, Kind.RESTORE, {**common, "do": FORGET}).wait()
+            raise
+        if answers[0]["fresh"]:
+            fresh = ", ".join(answers[0]["fresh"])
+            _log.warning("%s: %s stay as they are: %s has none", label, fresh, checkpoint.folder)
+        commit = {**common, "do": COMMIT, "is_same_job": manifest["job"] == job}
+        ask_json(client, Kind.RESTORE, commit).wait()
+        return manifest
+
+    try:
+        job = pause(client, number).job  # and nothing moves while servers read
+        return files.first_usable(root, label, attempt)
+    finally:
+        release(client, number)
+        for table in current.tables.values():
+            if isinstance(table, HashTable):
+                table.note_replaced()
+
+
+def _limit_of(current: Session, timeout_s: float | None) -> float:
+    """Return a deadline in seconds: disks may take longer than servers that compute."""
+    require_timeout("checkpoint", timeout_s)
+    if timeout_s is not None:
+        return timeout_s
+    return current.engine.settings.timeout_or_inf
+
+
+def _require_chief(label: str) -> Session:
+    current = session()
+    if not is_chief():
+        raise RingcommError(
+            f"{label}: worker {current.group.index} is not the chief. Call it if ps.is_chief()"
+        )
+    if current.snapshot:
+        raise RingcommError(f"{label}: not within ps.snapshot(), which holds everything as it is")
+    return current

@@ -1,0 +1,393 @@
+"""The files of checkpoints in a folder: written, read and removed without asking any rank.
+
+    path/save-00000012/            a checkpoint; whole once it has a manifest.json
+        manifest.json              step, tables, and the checksums of the lists; written last
+        server-0.json              list of what server 0 has written: partition -> file and place
+        server-0.data-12-0         partitions, one behind the other; see ringcomm.ps.partition_state
+
+A partition that has not changed stands in a file of an earlier checkpoint, hard-linked into this
+folder: each folder is complete by itself, and any may be removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from ringcomm.atomic_files import BrokenFileError, crc_of, replacing, sync_folder
+from ringcomm.ps.partition_state import State, recut
+from ringcomm.ps.placement.view import Partition
+from ringcomm.ps.table_spec import Spec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FILE_NBYTES: Final = 64 << 20  # a file of partitions is ended behind the one that reaches it
+MANIFEST: Final = "manifest.json"
+_FORMAT: Final = 1
+_FOLDER: Final = re.compile(r"save-(\d{8,})")
+_WITHOUT_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+T = TypeVar("T")
+_log = logging.getLogger("ringcomm")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a partition stands.
+
+    Attributes:
+        partition: number of the table in that job, and which part of it.
+        file: name of it, in the folder of the checkpoint.
+        offset: of its first byte.
+        nbytes: of it.
+        crc: its CRC-32.
+        start: of a dense slice; 0 for another partition.
+        stop: likewise.
+    """
+
+    partition: Partition
+    file: str
+    offset: int
+    nbytes: int
+    crc: int
+    start: int = 0
+    stop: int = 0
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint, as its lists describe it.
+
+    Attributes:
+        folder: of its files.
+        manifest: see write_manifest().
+        records: what stands where, by table.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    records: dict[int, list[Record]]
+
+
+# --- folders ------------------------------------------------------------------------------------
+def new_folder(root: Path) -> Path:
+    """Make the folder of the next checkpoint; first remove what saves that were killed have left.
+
+    To be called while nobody writes.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    folders = list(_folders(root))
+    for _, folder in folders:
+        discard(folder)
+    numbers = [number for number, _ in folders]
+    folder = root / f"save-{max(numbers, default=0) + 1:08d}"
+    folder.mkdir()
+    return folder
+
+
+def complete(root: Path) -> list[Path]:
+    """Return the folders of complete checkpoints, the newest first."""
+    found = [folder for _, folder in sorted(_folders(root), reverse=True)]
+    return [folder for folder in found if (folder / MANIFEST).is_file()]
+
+
+def tidy(root: Path, keep: int | None) -> None:
+    """Remove all but the last `keep` checkpoints. To be called while nobody writes."""
+    kept = complete(root)[:keep]
+    for _, folder in _folders(root):
+        if folder not in kept:
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: what has none is no checkpoint
+            shutil.rmtree(folder)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that has not become a checkpoint, as far as that goes; any other stays."""
+    if not (folder / MANIFEST).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(root: Path) -> Iterator[tuple[int, Path]]:
+    if root.is_dir():
+        for path in root.iterdir():
+            match = _FOLDER.fullmatch(path.name)
+            if match and path.is_dir():
+                yield int(match[1]), path
+
+
+# --- write --------------------------------------------------------------------------------------
+class Writer:
+    """Writes what one server has into the folder of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        server: number of the server.
+    """
+
+    def __init__(self, folder: Path, server: int) -> None:
+        self._folder = folder
+        self._server = server
+        self._records: list[Record] = []
+        self._names = (self._name(k) for k in itertools.count())
+        self._linked: set[str] = set()
+        self._file: IO[bytes] | None = None
+
+    def add(self, partition: Partition, state: State) -> Record:
+        """Write a partition; return where it stands."""
+        if self._file is None:
+            self._file = (self._folder / next(self._names)).open("xb")
+        pieces = state.packed()
+        offset = self._file.tell()
+        for piece in pieces:
+            self._file.write(piece.data)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        start, stop = (int(state.meta.get(key, 0)) for key in ("start", "stop"))
+        name = Path(self._file.name).name
+        record = Record(partition, name, offset, nbytes, crc_of(*pieces), start, stop)
+        self._records.append(record)
+        if self._file.tell() >= FILE_NBYTES:
+            self._end_file()
+        return record
+
+    def refer(self, folder: Path, record: Record) -> None:
+        """Add a partition that has not changed: link the file of the checkpoint in `folder`."""
+        if record.file not in self._linked:
+            _link(folder / record.file, self._folder / record.file)
+            self._linked.add(record.file)
+        self._records.append(record)
+
+    def finish(self) -> dict[str, Any]:
+        """Write the list of what was added; return its name and checksum, for the manifest.
+
+        Once this returns, everything is on disk.
+        """
+        self._end_file()
+        name = f"server-{self._server}.json"
+        text = json.dumps([asdict(record) for record in self._records]).encode()
+        with replacing(self._folder / name) as file:
+            file.write(text)
+        return {"list": name, "crc": crc_of(text), "partitions": len(self._records)}
+
+    def close(self) -> None:
+        """Close the files; after an error, too."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _name(self, k: int) -> str:
+        number = self._folder.name.partition("-")[2].lstrip("0")
+        return f"server-{self._server}.data-{number}-{k}"
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.close()
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Make a checkpoint complete."""
+    text = json.dumps({"format": _FORMAT, **manifest}, indent=1).encode()
+    with replacing(folder / MANIFEST) as file:
+        file.write(text)
+    sync_folder(folder.parent)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LINKS:
+            raise
+        _say_once(source.parent.parent)
+        shutil.copyfile(source, target)
+        with target.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+_said: set[Path] = set()
+_said_lock = threading.Lock()
+
+
+def _say_once(root: Path) -> None:
+    with _said_lock:
+        if root in _said:
+            return
+        _said.add(root)
+    _log.warning("ps.save: %s knows no hard links: unchanged partitions are copied there", root)
+
+
+# --- read ---------------------------------------------------------------------------------------
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        BrokenFileError: it is not there, or is no such file.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise BrokenFileError(f"{path}: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise BrokenFileError(f"{path}: is no manifest of format {_FORMAT}")
+    return manifest
+
+
+def specs_of(manifest: dict[str, Any]) -> dict[int, Spec]:
+    """Return the tables of a checkpoint, by their numbers in it."""
+    return {int(number): Spec.of_json(spec) for number, spec in manifest["tables"].items()}
+
+
+def read_records(folder: Path, manifest: dict[str, Any]) -> dict[int, list[Record]]:
+    """Return the records of a checkpoint, by table.
+
+    Raises:
+        BrokenFileError: a file is missing or has changed.
+    """
+    by_table: dict[int, list[Record]] = {int(number): [] for number in manifest["tables"]}
+    for entry in manifest["servers"]:
+        path = folder / entry["list"]
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise BrokenFileError(f"{path}: {error}") from error
+        if crc_of(text) != entry["crc"]:
+            raise BrokenFileError(f"{path}: has changed since it was written")
+        for each in json.loads(text):
+            record = Record(**{**each, "partition": tuple(each["partition"])})
+            if record.partition[0] in by_table:  # else opened while the others were saved
+                by_table[record.partition[0]].append(record)
+    return by_table
+
+
+def _require_files(folder: Path, records: dict[int, list[Record]]) -> None:
+    """Raise BrokenFileError if a file is missing or cut short; it is not read."""
+    ends: dict[str, int] = {}
+    for record in itertools.chain.from_iterable(records.values()):
+        ends[record.file] = max(ends.get(record.file, 0), record.offset + record.nbytes)
+    for name, end in ends.items():
+        path = folder / name
+        try:
+            length = path.stat().st_size
+        except OSError as error:
+            raise BrokenFileError(f"{path}: {error}") from error
+        if length < end:
+            raise BrokenFileError(f"{path}: has {length} bytes, and {end} were written")
+
+
+def read_state(folder: Path, record: Record) -> State:
+    """Return a partition.
+
+    Raises:
+        BrokenFileError: it has changed since it was written.
+    """
+    path = folder / record.file
+    try:
+        with path.open("rb") as file:
+            file.seek(record.offset)
+            data: NDArray[np.uint8] = np.empty(record.nbytes, np.uint8)
+            n = file.readinto(data.data)
+    except OSError as error:
+        raise BrokenFileError(f"{path}: {error}") from error
+    if n != record.nbytes or crc_of(data) != record.crc:
+        raise BrokenFileError(f"{path}: bytes {record.offset} to {record.offset + record.nbytes} "
+                              "have changed since they were written")  # fmt: skip
+    try:
+        return State.unpacked(data)
+    except ValueError as error:
+        raise BrokenFileError(f"{path}: {error}") from error
+
+
+def cut(folder: Path, spec: Spec, records: Iterable[Record], start: int, stop: int) -> State:
+    """Return elements [start, stop) of a dense table.
+
+    Raises:
+        BrokenFileError: a file has changed, or has not all of them.
+    """
+    wanted = [
+        each
+        for each in records
+        if max(each.start, start) < min(each.stop, stop) or each.start == each.stop or start == stop
+    ]
+    pieces = [read_state(folder, record) for record in wanted]
+    try:
+        return recut(spec, start, stop, pieces)
+    except ValueError as error:
+        raise BrokenFileError(f"{folder}: {error}") from error
+
+
+def first_usable(root: Path, label: str, attempt: Callable[[Checkpoint], T]) -> T | None:
+    """Return attempt(checkpoint) of the newest checkpoint of which no file is broken.
+
+    Args:
+        root: as given to ps.save().
+        label: who asks, for texts.
+        attempt: raises BrokenFileError if the checkpoint cannot be used.
+
+    Returns:
+        None if there is no checkpoint.
+
+    Raises:
+        BrokenFileError: there are some, and none can be used; it names the files.
+    """
+    problems: list[str] = []
+    for folder in complete(root):
+        try:
+            manifest = read_manifest(folder)
+            records = read_records(folder, manifest)
+            _require_files(folder, records)
+            return attempt(Checkpoint(folder, manifest, records))
+        except BrokenFileError as error:
+            _log.warning("%s: %s. The checkpoint before it is used, if there is one", label, error)
+            problems.append(str(error))
+    if problems:
+        raise BrokenFileError(f"{label}: no checkpoint can be used: {'; '.join(problems)}")
+    return None
+
+
+# --- without servers ----------------------------------------------------------------------------
+def load_state_dict(path: str | Path) -> dict[str, Any]:
+    """Return the values of all tables of the newest checkpoint; without servers, MPI or torch.
+
+    Args:
+        path: as given to ps.save().
+
+    Returns:
+        name -> array in the shape of the table; of a hash table, a dict of its arrays, with the
+        rows of all partitions one behind the other.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        BrokenFileError: none can be used; it names the files. If an older one can, a
+            warning says so.
+    """
+    found = first_usable(Path(path), "ps.load_state_dict", _values_of)
+    if found is None:
+        raise FileNotFoundError(f"ps.load_state_dict: no complete checkpoint in {path}")
+    return found
+
+
+def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    folder = checkpoint.folder
+    out: dict[str, Any] = {}
+    for number, spec in specs_of(checkpoint.manifest).items():
+        records = checkpoint.records[number]
+        if spec.kind == "dense":
+            state = cut(folder, spec, records, 0, spec.count)
+            out[spec.name] = state.arrays["values"].reshape(spec.shape)
+        else:
+            states = [read_state(folder, record) for record in records]
+            names = states[0].arrays if states else {}
+            out[spec.name] = {n: np.concatenate([s.arrays[n] for s in states]) for n in names}
+    return out

@@ -1,0 +1,328 @@
+"""A server's part in checkpoints: it writes its partitions to files, and loads them.
+
+Partitions are copied, and loaded, in the thread that drives; files are touched by threads that do
+nothing else. Until a file is written, what it will hold is in memory twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ringcomm.ps.checkpoint import files
+from ringcomm.ps.checkpoint.files import Record
+from ringcomm.ps.optim import from_json
+from ringcomm.ps.partition_state import State
+from ringcomm.ps.protocol.frame_meta import COMMIT, PREPARE, packed_json
+from ringcomm.ps.protocol.frames import Status
+from ringcomm.ps.protocol.remote_errors import error_text
+from ringcomm.ps.server.dense.partition import DensePartition
+from ringcomm.ps.server.rows.hash_shard import Shard
+from ringcomm.ps.server.rows.row_partition import RowsPartition
+
+if TYPE_CHECKING:
+    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.server.core.actions import Key
+    from ringcomm.ps.server.core.core import Core
+    from ringcomm.ps.server.replies import Replies
+    from ringcomm.ps.server.table_contents import Contents
+    from ringcomm.ps.table_spec import Spec
+
+Part = DensePartition | RowsPartition
+
+
+class _Saved(NamedTuple):
+    """Where a partition stands since the save before, as it was then."""
+
+    folder: Path
+    record: Record
+    part: Part
+    stamp: int
+
+
+@dataclass
+class _Item:
+    """A partition of a save; without a state it has not changed since it was saved."""
+
+    partition: Partition
+    part: Part
+    stamp: int
+    state: State | None
+    before: _Saved | None
+
+
+class _Wanted(NamedTuple):
+    """A partition that a restore is to fill."""
+
+    partition: Partition
+    part: Part
+
+
+class _Source(NamedTuple):
+    """A checkpoint; partitions of hash tables that were empty have no record in it."""
+
+    folder: Path
+    specs: dict[int, Spec]
+    records: dict[int, list[Record]]
+    by_partition: dict[Partition, Record]
+
+
+class Store:
+    """Saves and restores the partitions of one server.
+
+    Args:
+        index: of the server.
+        core: decides; knows whose pushes are in a partition.
+        contents: of the tables, by number.
+        replies: sends answers.
+    """
+
+    def __init__(
+        self, index: int, core: Core, contents: Mapping[int, Contents], replies: Replies
+    ) -> None:
+        self._index, self._core, self._contents, self._replies = index, core, contents, replies
+        self._taken: dict[int, list[_Item]] = {}
+        self._roots: dict[int, Path] = {}
+        self._is_there: dict[Path, bool] = {}
+        self._saved: dict[Partition, _Saved] = {}
+        self._prepared: dict[int, list[tuple[_Wanted, State]]] = {}
+
+    # --- save -----------------------------------------------------------------------------------
+    def begin(self, number: int, root: str) -> None:
+        """Know a moment that is saved in a folder."""
+        self._taken[number], self._roots[number] = [], Path(root)
+        self._is_there.clear()
+
+    def take(self, number: int, key: Key, part: DensePartition | Shard) -> None:
+        """Copy what a unit has now, as far as it has changed since it was saved."""
+        applied = self._core.unit_of(key).applied_without_pending()
+        if isinstance(part, Shard):
+            for each in part.partitions:
+                rows = RowsPartition(part, each)
+                if not rows.is_empty:
+                    self._take(number, (key[0], each), rows, rows.applied(applied))
+        else:
+            last_pushes = [(rank, *at) for rank, at in sorted(applied.items())]
+            self._take(number, key, part, last_pushes)
+
+    def _take(
+        self, number: int, partition: Partition, part: Part, applied: list[tuple[int, int, int]]
+    ) -> None:
+        before, stamp, items = self._saved.get(partition), part.stamp, self._taken[number]
+        if before is not None and before.part == part and before.stamp == stamp:
+            path, root = before.folder / before.record.file, self._roots[number]
+            if path not in self._is_there:
+                self._is_there[path] = path.parent.parent == root and path.exists()
+            if self._is_there[path]:
+                items.append(_Item(partition, part, stamp, None, before))
+                return
+        state = part.state()
+        state.meta["applied"] = applied
+        items.append(_Item(partition, part, stamp, state, None))
+
+    def drop(self, number: int) -> None:
+        """Forget what was taken and has not been written."""
+        self._taken.pop(number, None)
+        self._roots.pop(number, None)
+
+    def on_save(self, request: Delivery) -> None:
+        """Write what was taken, beside everything else; reply when it is on disk."""
+        content = json.loads(request.meta)
+        items = self._taken[content["id"]]
+        self.drop(content["id"])
+        folder = Path(content["folder"])
+        self._beside(request, lambda: self._write(folder, items))
+
+    def _write(self, folder: Path, items: list[_Item]) -> dict[str, Any]:
+        if not folder.is_dir():
+            raise FileNotFoundError(self._unseen(folder))
+        writer = files.Writer(folder, self._index)
+        written = {}
+        try:
+            for item in items:
+                if item.state is None:
+                    assert item.before is not None
+                    record = item.before.record
+                    writer.refer(item.before.folder, record)
+                else:
+                    record = writer.add(item.partition, item.state)
+                    item.state = None  # its memory is free from here on
+                written[item.partition] = _Saved(folder, record, item.part, item.stamp)
+            entry = writer.finish()
+        finally:
+            writer.close()
+        self._saved = _worth_keeping(written)
+        return entry
+
+    # --- restore --------------------------------------------------------------------------------
+    def on_restore(self, request: Delivery) -> list[Key]:
+        """Read and check what a checkpoint has for this server; load it once all have done so.
+
+        Returns:
+            The units whose values were replaced.
+        """
+        content = json.loads(request.meta)
+        if content["do"] == PREPARE:
+            self._prepare(request, content)
+            return []
+        if content["do"] == COMMIT:
+            return self._commit(request, content)
+        self._prepared.pop(content["id"], None)
+        self._replies(request, meta=b"{}")
+        return []
+
+    def _prepare(self, request: Delivery, content: dict[str, Any]) -> None:
+        specs = {number: contents.spec for number, contents in self._contents.items()}
+        wanted = [
+            _Wanted((number, part), values)
+            for number, contents in self._contents.items()
+            for part, values in _partitions_of(contents)
+        ]
+        self._prepared.clear()  # of a restore that was given up
+        folder, is_lax = Path(content["folder"]), bool(content["values_only"])
+
+        def read() -> dict[str, Any]:
+            if not folder.is_dir():
+                raise FileNotFoundError(self._unseen(folder))
+            manifest = files.read_manifest(folder)
+            records = files.read_records(folder, manifest)
+            saved = files.specs_of(manifest)
+            origin = match(saved, specs, values_only=is_lax)
+            source = _Source(folder, saved, records, {
+                record.partition: record for each in records.values() for record in each
+            })  # fmt: skip
+            self._prepared[content["id"]] = [
+                (each, _read(source, origin[each.partition[0]], each))
+                for each in wanted
+                if each.partition[0] in origin
+            ]
+            return {"fresh": sorted(specs[n].name for n in specs.keys() - origin.keys())}
+
+        self._beside(request, read)
+
+    def _commit(self, request: Delivery, content: dict[str, Any]) -> list[Key]:
+        keys = {}
+        for ((table, number), part), state in self._prepared.pop(content["id"]):
+            keys[table, number if isinstance(part, DensePartition) else 0] = True
+            if content["values_only"]:
+                part.load_values(state)
+                continue
+            part.load(state)
+            if not content["is_same_job"]:
+                continue  # the same numbers are those of other pushes
+            part.merge_applied(state.meta.get("applied", ()))  # none of an empty partition
+        self._replies(request, meta=b"{}")
+        return [*keys]
+
+    # --- threads --------------------------------------------------------------------------------
+    def _beside(self, request: Delivery, work: Callable[[], dict[str, Any]]) -> None:
+        def run() -> None:
+            try:
+                meta = packed_json(work())
+            except Exception as error:  # noqa: BLE001 - the server lives on
+                status = Status.FAILED if isinstance(error, OSError) else Status.REFUSED
+                self._replies(request, status=status, meta=error_text(error))
+            else:
+                self._replies(request, meta=meta)
+
+        threading.Thread(target=run, name="ringcomm-ps-files", daemon=True).start()
+
+    def _unseen(self, folder: Path) -> str:
+        return (
+            f"server {self._index} on {os.uname().nodename} sees no {folder}: checkpoints "
+            "must lie on a file system that all ranks share"
+        )
+
+
+def match(saved: dict[int, Spec], opened: dict[int, Spec], *, values_only: bool) -> dict[int, int]:
+    """Return which saved table fills which open one: number of the open -> of the saved.
+
+    Args:
+        saved: tables of a checkpoint, by number.
+        opened: those that are open.
+        values_only: only names and shapes need agree, and saved tables may be left over.
+
+    Raises:
+        ValueError: a table is not open, or is another one; with both values.
+    """
+    numbers = {spec.name: number for number, spec in opened.items()}
+    out = {}
+    for number, spec in saved.items():
+        mine = opened.get(numbers.get(spec.name, -1))
+        if mine is None:
+            if values_only:
+                continue
+            raise ValueError(
+                f"table {spec.name!r} of the checkpoint is not open; open are "
+                f"{sorted(numbers) or 'none'}. Open it first: ps.table({spec.name!r}, ...)"
+            )
+        for what, there, here in _aspects(spec, mine, values_only=values_only):
+            if there != here:
+                raise ValueError(
+                    f"table[{spec.name}]: {what} is {there} in the checkpoint, and {here} where "
+                    "it is open. Nothing was changed"
+                )
+        out[numbers[spec.name]] = number
+    if not out and values_only:
+        raise ValueError(
+            f"no open table is in the checkpoint: open are {sorted(numbers)}, saved are "
+            f"{sorted(spec.name for spec in saved.values())}"
+        )
+    return out
+
+
+def _aspects(saved: Spec, mine: Spec, *, values_only: bool) -> list[tuple[str, object, object]]:
+    always: list[tuple[str, object, object]] = [
+        ("kind", saved.kind, mine.kind),
+        ("shape", saved.shape, mine.shape),
+    ]
+    if saved.kind == "hash":  # keys go to partitions by their number
+        always.append(("number of partitions", saved.partitions, mine.partitions))
+    if values_only:
+        return always
+    a, b = from_json(saved.updater), from_json(mine.updater)
+    return [
+        *always,
+        ("dtype", saved.dtype, mine.dtype),
+        ("updater", type(a).__name__, type(b).__name__),  # its numbers travel with every push
+        ("state of the updater", a.slot_names, b.slot_names),
+        *([("init", saved.initial, mine.initial)] if saved.kind == "hash" else []),
+    ]
+
+
+def _partitions_of(contents: Contents) -> list[tuple[int, Part]]:
+    shard = contents.shard
+    if shard is None:
+        return list(contents.parts.items())
+    return [(number, RowsPartition(shard, number)) for number in shard.partitions]
+
+
+def _read(source: _Source, number: int, wanted: _Wanted) -> State:
+    spec, part = source.specs[number], wanted.part
+    if isinstance(part, DensePartition):
+        return files.cut(source.folder, spec, source.records[number], part.start, part.stop)
+    record = source.by_partition.get((number, wanted.partition[1]))
+    return State({}) if record is None else files.read_state(source.folder, record)
+
+
+def _worth_keeping(written: dict[Partition, _Saved]) -> dict[Partition, _Saved]:
+    """Return the partitions that need not be written again while they do not change.
+
+    Those in a file of which less than half is still of use are: it could be removed then.
+    """
+    used: dict[Path, int] = {}
+    for folder, record, _, _ in written.values():
+        path = folder / record.file
+        used[path] = used.get(path, 0) + record.nbytes
+    sparse = {path for path, nbytes in used.items() if nbytes < path.stat().st_size / 2}
+    return {
+        partition: saved
+        for partition, saved in written.items()
+        if saved.folder / saved.record.file not in sparse
+    }

@@ -1,0 +1,1 @@
+"""The side of the clients: tables, and their requests to servers, in order and within bounds."""

@@ -1,0 +1,1 @@
+"""Dense tables on a client: arrays in blocks."""

@@ -1,0 +1,54 @@
+"""Requests to servers about no table in particular; most of them carry JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ringcomm.ps.client.request import Request
+from ringcomm.ps.protocol.frame_meta import packed_json
+
+if TYPE_CHECKING:
+    from ringcomm.ps.client.client import Client
+    from ringcomm.ps.client.future import Future
+    from ringcomm.ps.protocol.frames import Kind
+    from ringcomm.ps.protocol.link import Delivery
+
+R = TypeVar("R")
+
+
+def ask_servers(
+    client: Client,
+    label: str,
+    kind: Kind,
+    servers: Sequence[int],
+    read: Callable[[Delivery], R],
+    *,
+    clock: int = 0,
+    option: int = 0,
+    meta: bytes = b"",
+) -> Future[list[R]]:
+    """Send a request to each server; return a future of read(reply) of each, in their order."""
+    requests = [
+        Request(kind, server=server, clock=clock, option=option, meta=meta) for server in servers
+    ]
+    return client.gather(label, requests, read)
+
+
+def ask_json(
+    client: Client, kind: Kind, question: Any, servers: Sequence[int] | None = None
+) -> Future[list[Any]]:
+    """Send JSON to servers, to all if not given; return a future of the JSON that they answer."""
+    servers = client.servers if servers is None else servers
+    meta = packed_json(question)
+    return ask_servers(client, kind.name.lower(), kind, servers, json_of, meta=meta)
+
+
+def json_of(reply: Delivery) -> Any:
+    """Return the JSON of a reply."""
+    return json.loads(reply.body.tobytes() if reply.body.nbytes else reply.meta)
+
+
+def ignore(_reply: Delivery) -> None:
+    """Read nothing of a reply."""

@@ -1,0 +1,277 @@
+"""Sends a rank's requests, matches replies with them, and sends again what a server returns.
+
+Requests of one rank to one server are answered in any order, but carried out in the order in which
+they were sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ringcomm.ps.client.flow_control import Credit
+from ringcomm.ps.client.partition_owners import PartitionOwners
+from ringcomm.ps.client.push_outcome import AnyRequest, table_of
+from ringcomm.ps.client.request import NO_BODY, Request
+from ringcomm.ps.client.send_queue import SendQueue
+from ringcomm.ps.protocol.frames import Header, Kind, Status, Step
+from ringcomm.ps.protocol.link import Delivery
+from ringcomm.ps.protocol.remote_errors import error_of
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.engine.core.engine import Engine
+    from ringcomm.ps.client.future import Future
+    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.roles import Layout
+
+
+class RowMoves(Protocol):
+    """Follows the moves of one hash table's rows."""
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no server returns a request that is under way."""
+
+    def on_notice(self, delivery: Delivery) -> None:
+        """Rows have moved."""
+
+
+class Outstanding:
+    """Sends requests, to the owner of their partition, and takes the replies.
+
+    Attributes:
+        lock: of sequence numbers, owners, credit, and the order of sending.
+        owners: the servers of partitions.
+        credit: bounds what is under way.
+        send_queue: requests that wait for credit.
+        requests: by sequence number.
+        row_moves: of hash tables, by number.
+        n_resent: how often a request, or a call to a hash table, went to another server than first.
+    """
+
+    def __init__(self, engine: Engine, link: Link, layout: Layout) -> None:
+        self._engine, self._link, self._layout = engine, link, layout
+        self._me = engine.job_rank
+        self._life = engine.transport.incarnation
+        self._sequence = itertools.count(1)
+        self._turns = itertools.count(1)
+        self.lock = threading.Lock()
+        self.owners = PartitionOwners()
+        self.credit = Credit()
+        self.send_queue = SendQueue(self.credit.allows)
+        self.requests: dict[int, AnyRequest] = {}
+        self.row_moves: dict[int, RowMoves] = {}
+        self.n_resent = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no request waits for credit, and no server returns one."""
+        with self.lock:
+            is_settled = not self.send_queue.n_waiting and self.owners.is_settled
+        return is_settled and all(each.is_settled for each in [*self.row_moves.values()])
+
+    def add_table(self, number: int, owners: list[int], epochs: Mapping[int, int]) -> None:
+        """Learn the owners of a dense table's partitions; see PartitionOwners.add_table()."""
+        with self.lock:
+            self.owners.add_table(number, owners, epochs)
+
+    def next_sequence(self) -> int:
+        """Return the number of a new request."""
+        return next(self._sequence)
+
+    def assign(self, request: Request, future: Future[Any]) -> None:
+        """Set the future of a request, and its server."""
+        request.future = future
+        if request.partition is not None:
+            request.server = self.owners.view.owner(request.partition)
+        future.awaited.add(request.server)
+
+    def may_begin(self, request: AnyRequest) -> bool:
+        """Return True if a new call may begin with a request; one push per table may wait."""
+        if not self.send_queue.n_waiting:
+            return self.credit.allows(request)
+        is_second = request.kind == Kind.PUSH and self.send_queue.has_table(table_of(request))
+        return not is_second and self._may_leave(request)
+
+    def _may_leave(self, request: AnyRequest) -> bool:
+        """Return True if a new request has credit, and overtakes none that waits for it."""
+        is_behind = self.send_queue.n_waiting and self.send_queue.has(request.partition)
+        return not is_behind and self.credit.allows(request)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Send the requests of a call, or let them wait for credit."""
+        with self.lock:
+            for request in requests:  # nothing can go wrong any more: rounds are counted
+                if request.clock_of is not None:
+                    request.clock = request.clock_of()
+                request.turn = next(self._turns)
+                if self._may_leave(request):
+                    self._submit(request)
+                else:
+                    self.send_queue.add(request)
+
+    def adopt(self, sequence: int, request: Request, future: Future[Any]) -> None:
+        """Await the reply to a request that a server has got within another one."""
+        with self.lock:
+            self.assign(request, future)
+            self.requests[sequence] = request
+            self.credit.count(request, 1)
+
+    def add_control(self, requests: Sequence[Request], future: Future[Any]) -> None:
+        """Send requests that need no credit behind all earlier ones to their partitions."""
+        with self.lock:
+            for request in requests:
+                self.assign(request, future)
+                if self.send_queue.n_waiting and self.send_queue.has(request.partition):
+                    self.send_queue.add_behind(request)
+                else:
+                    self._submit(request)
+
+    def submit(self, requests: Sequence[AnyRequest]) -> None:
+        """Send requests that have credit, one right behind the other."""
+        with self.lock:
+            for request in requests:
+                self._submit(request)
+
+    def _submit(self, request: AnyRequest) -> None:
+        """Send a new request, or keep it while its partition moves; with the lock."""
+        sequence, order = next(self._sequence), None
+        if request.partition is not None:
+            request.server = self.owners.view.owner(request.partition)
+            order = self.owners.orders[request.partition]
+        self.requests[sequence] = request
+        self.credit.count(request, 1)
+        if request.on_ack is not None:
+            request.future.acked_by = sequence
+        if order is None or order.add(sequence):
+            self._send(request, sequence, request.epoch if order is None else order.epoch)
+
+    def _send(self, request: AnyRequest, sequence: int, epoch: int) -> None:
+        table, part = request.partition or (request.table, 0)
+        header = (
+            request.kind, epoch, self._me, self._life, sequence, table, part, request.clock,
+            request.option, request.place,
+        )  # fmt: skip
+        self._link.ask(self._layout.rank_of(request.server), header, request.meta, request.body)
+
+    # --- replies --------------------------------------------------------------------------------
+    def place_for(self, header: Header) -> Bytes | None:
+        """Return memory for the body of a reply that comes as a message; None: any memory."""
+        request = self.requests.get(header.sequence)
+        out = None if request is None else request.out
+        return out if out is not None and out.nbytes == header.n_body else None
+
+    def on_ack(self, sequence: int, clock: int) -> None:
+        """Take a good reply that has only a clock; called in the loop."""
+        with self.lock:
+            request = self.requests.get(sequence)
+            if request is None:
+                return  # it was given up
+            is_plain = request.on_ack is not None and request.on_end is None
+            if is_plain:
+                self._remove(request, sequence)
+        if is_plain:
+            assert request.on_ack is not None
+            request.on_ack(clock)
+            request.future.replied(request.server)
+            return
+        rank = self._layout.rank_of(request.server)
+        table, part = request.partition or (request.table, 0)
+        header = Header(
+            Kind.REPLY, origin=rank, sequence=sequence, table=table, partition=part, clock=clock
+        )
+        self.on_reply(Delivery(rank, header, b"", NO_BODY))
+
+    def on_reply(self, reply: Delivery) -> None:
+        """Take a reply; called in the loop."""
+        header = reply.header
+        with self.lock:
+            request = self.requests.get(header.sequence)
+            if request is None:
+                return  # it was given up
+            is_returned = header.status == Status.WRONG_VIEW
+            if is_returned and request.on_end is None:
+                assert request.partition is not None
+                due = self.owners.returned(request.partition, header.sequence, reply.meta)
+                self._send_again(request.partition, due)
+                self._confirm_moves()
+                return
+            self._remove(request, header.sequence)
+        if request.on_end is not None:
+            request.on_end(reply)
+            request.on_end = None  # it refers to the request: both would wait for the collector
+        if is_returned:
+            return
+        if header.status not in (Status.OK, Status.LATE):
+            request.future.fail(error_of(reply.meta))
+            return
+        again = request.take(reply)
+        if again is None:
+            request.future.replied(request.server)
+            return
+        again.future, again.server = request.future, request.server
+        self.submit([again])
+
+    def _remove(self, request: AnyRequest, sequence: int) -> None:
+        """Remove a request that was answered, and send those that waited for that."""
+        del self.requests[sequence]
+        self.credit.count(request, -1)
+        if request.partition is not None:
+            due = self.owners.orders[request.partition].answered(sequence)
+            if due:
+                self._send_again(request.partition, due)
+            if self.owners.notices:
+                self._confirm_moves()
+        if self.send_queue.n_waiting:
+            for each in self.send_queue.due():
+                self._submit(each)
+
+    # --- partitions that move -------------------------------------------------------------------
+    def on_notice(self, notice: Delivery) -> None:
+        """Partitions have moved; called in the loop."""
+        partition = notice.header.table, notice.header.partition
+        if partition[0] in self.row_moves:
+            self.row_moves[partition[0]].on_notice(notice)
+            return
+        with self.lock:
+            due = self.owners.note_move(partition, notice.meta, notice.header.clock)
+            self._send_again(partition, due)
+            self._confirm_moves()
+
+    def confirm_move(self, partition: Partition, epoch: int) -> None:
+        """Report to all servers that no request is under way that was made in an older view."""
+        header = Header(
+            Kind.MOVE, origin=self._me, table=partition[0], partition=partition[1], clock=epoch,
+            option=Step.NOTED,
+        )  # fmt: skip
+        for rank in self._layout.servers:
+            self._link.send(rank, header)
+
+    def _confirm_moves(self) -> None:
+        for partition, epoch in self.owners.take_confirmed():
+            self.confirm_move(partition, epoch)
+
+    def _send_again(self, partition: Partition, sequences: Sequence[int]) -> None:
+        """Send requests that were kept, or returned, to the present owner."""
+        for sequence in sequences:
+            request = self.requests[sequence]
+            self.n_resent += 1
+            self.credit.count(request, -1)
+            request.server = self.owners.view.owner(partition)
+            self.credit.count(request, 1)
+            request.future.awaited.add(request.server)
+            request.body = self._reachable(request.body, self._layout.rank_of(request.server))
+            self._send(request, sequence, self.owners.orders[partition].epoch)
+
+    def _reachable(self, body: Bytes, rank: int) -> Bytes:
+        """Return a body that was meant for another server where this one can read it."""
+        if not body.nbytes or not self._link.shares_memory(rank):
+            return body
+        memory = self._engine.shared_memory(body.nbytes)
+        assert memory is not None
+        memory[:] = body
+        return memory

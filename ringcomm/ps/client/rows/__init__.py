@@ -1,0 +1,1 @@
+"""Hash tables on a client: rows by key."""

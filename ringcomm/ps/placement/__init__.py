@@ -1,0 +1,1 @@
+"""Which server owns which partition, and when that changes."""

@@ -1,0 +1,1 @@
+"""Frames between clients and servers, and the wire that carries them."""

@@ -1,0 +1,89 @@
+"""Hands arriving frames of the parameter server to the client or the server of this rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ringcomm.ps.protocol.frames import Kind, Step
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.client.outstanding_requests import Outstanding
+    from ringcomm.ps.protocol.frames import Header
+    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.server.server import Server
+
+
+class FrameDispatcher:
+    """Service that hands what arrives to the client or the server of this rank.
+
+    Attributes:
+        client: of this rank; None: it asks nothing.
+        server: likewise.
+        reports: of evaluators; for the chief.
+        is_to_stop: the chief has said that training is to end.
+        link: the wire; set before the first poll.
+    """
+
+    link: Link
+
+    def __init__(self) -> None:
+        self.is_to_stop = False
+        self.client: Outstanding | None = None
+        self.server: Server | None = None
+        self.reports: deque[Delivery] = deque(maxlen=10_000)
+
+    @property
+    def has_news(self) -> bool:
+        """True if something has come from this node."""
+        return self.link.has_frames
+
+    def poll(self, *, only_news: bool = False) -> bool:
+        """Take what has arrived; return True if there was anything.
+
+        Args:
+            only_news: what has come from this node.
+        """
+        self.link.enter()
+        try:
+            if self.server is not None:
+                self.server.look()
+            deliveries = self.link.poll(only_near=only_news)
+            acks = self.link.take_acks()
+            for sequence, clock in acks:
+                assert self.client is not None
+                self.client.on_ack(sequence, clock)
+            return self._take(deliveries) or bool(acks)
+        finally:
+            self.link.leave()
+
+    def _take(self, deliveries: list[Delivery]) -> bool:
+        for delivery in deliveries:
+            if delivery.header.kind == Kind.REPLY:
+                assert self.client is not None
+                self.client.on_reply(delivery)
+            elif delivery.header.kind == Kind.MOVE and delivery.header.option == Step.NOTICE:
+                assert self.client is not None
+                self.client.on_notice(delivery)
+            elif delivery.header.kind == Kind.STOP:
+                self.is_to_stop = True
+            elif delivery.header.kind == Kind.REPORT:
+                self.reports.append(delivery)
+            else:
+                assert self.server is not None
+                self.server.on_request(delivery)
+        if deliveries and self.link.waits_to_leave:
+            self.link.flush()
+        return bool(deliveries)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while this rank's part must go on although nobody here waits for it."""
+        is_serving = self.server is not None and not self.server.is_over
+        return is_serving or self.link.is_busy
+
+    def place_for(self, header: Header) -> Bytes | None:
+        """Return where the body of a message shall go; see Link."""
+        is_reply = header.kind == Kind.REPLY and self.client is not None
+        return self.client.place_for(header) if is_reply and self.client is not None else None

@@ -1,0 +1,196 @@
+"""Frames: the requests and replies of clients and servers as bytes, without pickling.
+
+A frame is a header of 64 bytes, a few bytes that explain it (`meta`), and a body: the payload. A
+small body follows at once. A large one is in memory that the node shares, or comes as a message of
+its own. A message between hosts holds any number of frames. A frame that is longer than a
+message comes in pieces. All parts begin at multiples of 8.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum, IntFlag
+from typing import Final, NamedTuple
+
+from ringcomm.errors import RingcommError
+from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX
+
+_HEADER: Final = struct.Struct("<BBHIIIQIIqIIQQ")
+HEADER_NBYTES: Final = _HEADER.size
+INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
+META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
+_EMPTY: Final = memoryview(b"")
+_GAPS: Final = tuple(bytes(n) for n in range(8))
+
+
+class Kind(IntEnum):
+    """The kind of a request, or REPLY."""
+
+    REPLY = 1
+    CREATE = 2
+    PUSH = 3
+    PULL = 4
+    TICK = 5
+    CALL = 6
+    STATS = 7
+    SNAPSHOT = 8
+    SAVE = 9
+    RESTORE = 10
+    MOVE = 11
+    VIEW = 12
+    REPORT = 13
+    LEAVE = 14
+    ERASE = 15
+    STATE = 16
+    ROWS = 17
+    STOP = 18
+    PIECE = 19  # of a frame that is too long for a message, see ringcomm.ps.protocol.long_frames
+    ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.rounds_of_first_k_workers
+    PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
+
+
+class Step(IntEnum):
+    """The option of a frame of Kind.MOVE. See ringcomm.ps.server.core.migration."""
+
+    ASK = 0  # a client asks for moves
+    SERVERS = 1  # between servers
+    NOTICE = 2
+    NOTED = 3
+    SETTLE = 4  # a client asks for a reply once nothing moves
+
+
+class Entry(IntEnum):
+    """The option of a frame of Kind.ENTER. See ringcomm.ps.client.rounds_of_first_k_workers."""
+
+    ASK = 0
+    JOIN = 1
+    IN = 2
+    OUT = 3
+
+
+class Status(IntEnum):
+    """How a request ended."""
+
+    OK = 0
+    LATE = 1  # applied to nothing: the round had what it needed
+    REFUSED = 2  # a mistake of the caller; meta has the error
+    WRONG_VIEW = 3  # another server owns the partition; meta has the owner and epoch
+    FAILED = 4  # the server could not; meta has the error
+
+
+class Where(IntFlag):
+    """Where the body is."""
+
+    NONE = 0
+    INLINE = 1  # behind the meta
+    SHARED = 2  # in the sender's shared memory, at `place`
+    MESSAGE = 3  # a message with tag `place`
+
+
+class Header(NamedTuple):
+    """The fixed part of a frame.
+
+    Attributes:
+        kind: see Kind.
+        where: see Where.
+        status: of a reply, see Status.
+        view: of a request for a partition: its epoch, see ringcomm.ps.server.core.migration; of a
+            reply: the request's.
+        origin: rank of the job that sends the request, or the reply.
+        incarnation: life of that rank.
+        sequence: of a request: ascending per rank and incarnation; of a reply: the request's.
+        table: number of the table.
+        partition: which part of it.
+        clock: of the worker: steps it has completed; of a reply: rounds, or the version.
+        n_meta: bytes of the meta.
+        option: of the kind.
+        place: see Where.
+        n_body: bytes of the body.
+    """
+
+    kind: int
+    where: int = 0
+    status: int = 0
+    view: int = 0
+    origin: int = 0
+    incarnation: int = 0
+    sequence: int = 0
+    table: int = 0
+    partition: int = 0
+    clock: int = 0
+    n_meta: int = 0
+    option: int = 0
+    place: int = 0
+    n_body: int = 0
+
+
+class Frame(NamedTuple):
+    """A frame, read.
+
+    Attributes:
+        header: see Header.
+        meta: explains it.
+        inline: the body if it is in the frame, else empty.
+    """
+
+    header: Header
+    meta: bytes
+    inline: memoryview
+
+
+def is_one_way(header: Header) -> bool:
+    """Return True if a frame has no reply."""
+    if header.kind == Kind.MOVE:
+        return header.option not in (Step.ASK, Step.SETTLE)
+    return header.kind in (Kind.VIEW, Kind.REPORT, Kind.STOP)
+
+
+def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") -> bytes:
+    """Return a frame as bytes; n_meta is filled in, and n_body of one that is inline."""
+    n_meta, n_inline = len(meta), len(inline)
+    where, n_body = header.where, header.n_body
+    if where <= 1:  # none, or inline
+        where, n_body = 1 if n_inline else 0, n_inline
+    head = _HEADER.pack(
+        header.kind, where, *header[2:10], n_meta, header.option, header.place, n_body
+    )
+    return b"".join((head, meta, _GAPS[-n_meta % 8], inline, _GAPS[-n_inline % 8]))
+
+
+def frame_of(data: bytes) -> Frame:
+    """Read one frame, as the pipes of a node bring them."""
+    header = Header._make(_HEADER.unpack_from(data))
+    start = HEADER_NBYTES + header.n_meta
+    if header.where != 1:  # not inline
+        return Frame(header, data[HEADER_NBYTES:start], _EMPTY)
+    start += -start % 8
+    return Frame(
+        header,
+        data[HEADER_NBYTES : HEADER_NBYTES + header.n_meta],
+        memoryview(data)[start : start + header.n_body],
+    )
+
+
+def frames(data: bytes) -> Iterator[Frame]:
+    """Read the frames of a message.
+
+    Raises:
+        RingcommError: its end is missing.
+    """
+    view, at = memoryview(data), 0
+    while at < len(data):
+        start = at + HEADER_NBYTES
+        if start > len(data):
+            raise RingcommError(f"ps: a message of {len(data)} bytes ends inside a header")
+        header = Header._make(_HEADER.unpack_from(data, at))
+        body = start + _padded(header.n_meta)
+        end = body + (header.n_body if header.where == Where.INLINE else 0)
+        at = body + _padded(end - body)
+        if at > len(data):
+            raise RingcommError(f"ps: a message of {len(data)} bytes ends inside a frame of {at}")
+        yield Frame(header, bytes(view[start : start + header.n_meta]), view[body:end])
+
+
+def _padded(n: int) -> int:
+    return n + -n % 8

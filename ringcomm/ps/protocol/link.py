@@ -1,0 +1,333 @@
+"""Sends and receives frames between clients and servers, with bodies of any size.
+
+Frames of one sender arrive in order, whichever way their bodies go. Between hosts, small frames
+gather while a message is under way, and leave together in the next. If both ranks are on one node,
+a large body is in memory that they share, and is not copied here; between nodes it is a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ringcomm.arrays.base import Bytes
+from ringcomm.ps.protocol.frames import (
+    INLINE_MAX,
+    META_MAX,
+    Frame,
+    Header,
+    Kind,
+    Where,
+    frame_of,
+    frames,
+    packed,
+)
+from ringcomm.ps.protocol.long_frames import Joiner, pieces
+from ringcomm.transport.base import Request, Transport
+from ringcomm.transport.tags import P2P
+from ringcomm.transport.unannounced_messages import SHORT_MESSAGE_MAX, ShortMessages
+
+if TYPE_CHECKING:
+    from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.protocol.node_pipes import Pipes
+    from ringcomm.ps.server.dense.partition import DensePartition
+
+_NO_BODY: Final = np.empty(0, np.uint8)
+RequestHeader = tuple[int, int, int, int, int, int, int, int, int, int]
+
+
+@dataclass(slots=True)
+class Delivery:
+    """A frame whose body is here.
+
+    Attributes:
+        source: rank that sent it.
+        header: see ringcomm.ps.protocol.frames.
+        meta: explains it.
+        body: the payload. In shared memory it is the sender's, and valid until the reply.
+    """
+
+    source: int
+    header: Header
+    meta: bytes
+    body: Bytes
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A frame that waits for its body, or behind such a frame of its sender."""
+
+    delivery: Delivery
+    request: Request | None
+
+
+class Link:
+    """This rank's end of the wire to all others.
+
+    Args:
+        transport: what carries it.
+        messages: carries messages of several frames between hosts.
+        context: number that only this link has among the groups of the job.
+        place_for: returns memory for a body that comes as a message; None: new memory.
+        pipes: carry frames between ranks of this node, once connected; None: `messages` do.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        messages: ShortMessages,
+        context: int,
+        place_for: Callable[[Header], Bytes | None],
+        pipes: Pipes | None = None,
+    ) -> None:
+        self._transport = transport
+        self._short_messages = messages
+        self._context = context
+        self._place_for = place_for
+        self._pipes = pipes  # stay alive as long as the link
+        self._endpoint = None if pipes is None else pipes.endpoint
+        self._streams = itertools.count()
+        self._long = itertools.count()  # numbers of frames that are sent in pieces
+        self._joiner = Joiner()
+        # send() may run in any thread: it only appends to these.
+        self._outgoing: list[deque[bytes]] = [deque() for _ in range(transport.size)]
+        self._bodies: deque[_Sending] = deque()
+        self._sends: list[_Sending] = []
+        self._queues: list[deque[_Incoming]] = [deque() for _ in range(transport.size)]
+        self._n_waiting = 0
+
+    def shares_memory(self, rank: int) -> bool:
+        """Return True if this rank's bodies need not be copied to get there."""
+        t = self._transport
+        return t.node is not None and t.nodes[rank] == t.nodes[t.rank]
+
+    def holds(self, x: Bytes) -> bool:
+        """Return True if x is in the shared memory of this rank."""
+        node = self._transport.node
+        return node is not None and node.memory.holds(x)
+
+    def place_of(self, x: Bytes) -> int:
+        """Return the place of shared memory of this rank, as view() of another rank takes it."""
+        node = self._transport.node
+        assert node is not None
+        return node.offset_of(x)
+
+    def view(self, rank: int, place: int, nbytes: int) -> Bytes:
+        """Return a view of the memory of a rank that shares_memory(). Raises ValueError."""
+        node = self._transport.node
+        if node is None:
+            raise ValueError(f"rank {rank} shares no memory with this one")
+        return node.view(rank, place, nbytes)
+
+    def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = _NO_BODY) -> None:
+        """Send a frame; any thread. It leaves at the next poll().
+
+        Args:
+            dest: rank of the job.
+            header: place and n_body are filled in.
+            meta: of any length; beyond META_MAX there is less room for a body beside it.
+            body: kept until it is sent. A large one in memory that `dest` maps is read there: it
+                must not change until `dest` has replied.
+        """
+        if not body.nbytes or body.nbytes <= INLINE_MAX - max(0, len(meta) - META_MAX):
+            self._put(dest, packed(header, meta, body.data if body.nbytes else b""))
+            return
+        node = self._transport.node if self.shares_memory(dest) else None
+        if node is not None and node.memory.holds(body):
+            header = header._replace(where=Where.SHARED, place=node.offset_of(body))
+        else:
+            tags = self._transport.tags
+            tag = tags.tag(self._context, next(self._streams) % tags.n_streams, P2P)
+            header = header._replace(where=Where.MESSAGE, place=tag)
+            self._bodies.append(_Sending(self._transport, body, dest, tag))
+        self._put(dest, packed(header._replace(n_body=body.nbytes), meta))
+
+    def ask(self, dest: int, header: RequestHeader, meta: bytes, body: Bytes) -> None:
+        """Send a request, as send() does.
+
+        Args:
+            dest: rank of the job.
+            header: kind, view, origin, incarnation, sequence, table, partition, clock, option and
+                place, see Header.
+            meta: see send().
+            body: see send().
+        """
+        if self._endpoint is not None and self._endpoint.ask(dest, *header, meta, body):
+            return
+        kind, view, origin, life, sequence, table, part, clock, option, place = header
+        full = Header(
+            kind, 0, 0, view, origin, life, sequence, table, part, clock, 0, option, place
+        )
+        self.send(dest, full, meta, body)
+
+    def take_acks(self) -> list[tuple[int, int]]:
+        """Return the acks, (sequence, clock), of requests that were carried out.
+
+        Those of one sender came before its frames that the last poll() returned.
+        """
+        return [] if self._endpoint is None else self._endpoint.take_acks()
+
+    def await_ack(self, dest: int, sequence: int, limit_ns: int, taken: int) -> int:
+        """Look for the ack of a request until it comes, without driving; return its clock.
+
+        Returns -1 if something else comes, or if it does not come within limit_ns: poll() then.
+        The same ack may be returned again, until a call passes its sequence as `taken`.
+        """
+        if self._endpoint is None or not self._endpoint.reaches(dest):
+            return -1
+        return self._endpoint.await_ack(sequence, limit_ns, taken)
+
+    def _put(self, dest: int, frame: bytes) -> None:
+        if len(frame) > SHORT_MESSAGE_MAX:
+            for piece in pieces(frame, next(self._long), SHORT_MESSAGE_MAX):
+                self._put(dest, piece)
+        elif self._endpoint is not None and self._endpoint.reaches(dest):
+            self._endpoint.send(dest, frame)
+        else:
+            self._outgoing[dest].append(frame)
+
+    @property
+    def has_frames(self) -> bool:
+        """True if a frame from this node waits for poll()."""
+        return self._endpoint is not None and self._endpoint.has_frames
+
+    def poll(self, *, only_near: bool = False) -> list[Delivery]:
+        """Advance the wire; return the frames that have arrived, those of each sender in order.
+
+        Args:
+            only_near: take frames from this node, and leave messages of other hosts.
+        """
+        if not only_near:
+            self.flush()
+            for message in self._short_messages.collect():
+                for frame in frames(message.data):
+                    self._admit(message.source, frame)
+        arrived = [] if self._endpoint is None else self._endpoint.collect()
+        if only_near and not self._n_waiting and len(arrived) == 1:  # as a rule
+            (source, data), arrived = arrived[0], []
+            frame = frame_of(data)
+            if frame.header.where <= 1 and frame.header.kind != Kind.PIECE:
+                body = np.frombuffer(frame.inline, np.uint8) if frame.inline else _NO_BODY
+                return [Delivery(source, frame.header, frame.meta, body)]
+            self._admit(source, frame)
+        for source, data in arrived:
+            self._admit(source, frame_of(data))
+        return list(self._arrived())
+
+    def enter(self) -> None:
+        """Carry out nothing without Python until leave(); around poll() and what follows."""
+        if self._endpoint is not None:
+            self._endpoint.enter()
+
+    def leave(self) -> None:
+        """See enter()."""
+        if self._endpoint is None:
+            return
+        if self._n_waiting:
+            for source, queue in enumerate(self._queues):
+                if queue:  # the next frames of this rank must not overtake it
+                    self._endpoint.hold(source)
+        self._endpoint.leave()
+
+    def open(self, partition: Partition, epoch: int, part: DensePartition) -> None:
+        """Carry out pushes for a partition without Python."""
+        if self._endpoint is not None:
+            self._endpoint.open(*partition, epoch, part.block_updater)
+
+    def close(self, partition: Partition) -> None:
+        """Carry out all requests for a partition in Python."""
+        if self._endpoint is not None:
+            self._endpoint.close(*partition)
+
+    @property
+    def carried_out(self) -> tuple[int, int]:
+        """How many requests needed no Python, and the bytes of their bodies."""
+        return (
+            (0, 0) if self._endpoint is None else (self._endpoint.n_requests, self._endpoint.n_body)
+        )
+
+    @property
+    def waits_to_leave(self) -> bool:
+        """True if a poll() would put something on the wire."""
+        is_full = self._endpoint is not None and self._endpoint.n_unsent
+        return bool(self._bodies or any(self._outgoing) or is_full)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while something waits to leave, or for its body."""
+        return bool(
+            self._bodies
+            or self._sends
+            or self._n_waiting
+            or self._short_messages.n_unsent
+            or (
+                self._endpoint is not None
+                and (self._endpoint.n_unsent or self._endpoint.has_frames)
+            )
+            or any(self._outgoing)
+        )
+
+    @property
+    def n_queued(self) -> int:
+        """How many frames wait to leave, or for their body."""
+        return sum(map(len, self._outgoing)) + self._n_waiting
+
+    def flush(self) -> None:
+        """Put on the wire what waits to leave; poll() does so, too."""
+        for dest, queue in enumerate(self._outgoing):
+            while queue:
+                batch = [queue.popleft()]
+                room = SHORT_MESSAGE_MAX - len(batch[0])
+                while queue and len(queue[0]) <= room:
+                    room -= len(queue[0])
+                    batch.append(queue.popleft())
+                self._short_messages.send(dest, batch[0] if len(batch) == 1 else b"".join(batch))
+        while self._bodies:
+            self._sends.append(self._bodies.popleft())
+        if self._sends:
+            self._sends = [each for each in self._sends if not each.test()]
+
+    def _admit(self, source: int, frame: Frame) -> None:
+        if frame.header.kind == Kind.PIECE:
+            whole = self._joiner.add(source, frame)
+            if whole is None:
+                return
+            frame = whole
+        header, request = frame.header, None
+        body: Bytes = np.frombuffer(frame.inline, np.uint8)
+        if header.where == Where.SHARED:
+            node = self._transport.node
+            assert node is not None
+            body = node.view(source, header.place, header.n_body)
+        elif header.where == Where.MESSAGE:
+            place = self._place_for(header)
+            body = np.empty(header.n_body, np.uint8) if place is None else place
+            request = self._transport.irecv(body, source, header.place)
+            self._n_waiting += 1
+        self._queues[source].append(_Incoming(Delivery(source, header, frame.meta, body), request))
+
+    def _arrived(self) -> Iterable[Delivery]:
+        for queue in self._queues:
+            while queue and (queue[0].request is None or queue[0].request.test()):
+                incoming = queue.popleft()
+                self._n_waiting -= incoming.request is not None
+                yield incoming.delivery
+
+
+class _Sending:
+    """A message that the thread that drives the loop puts on the wire."""
+
+    def __init__(self, transport: Transport, body: Bytes, dest: int, tag: int) -> None:
+        self._start: Callable[[], Request] = lambda: transport.isend(body, dest, tag)
+        self._request: Any = None
+
+    def test(self) -> bool:
+        if self._request is None:
+            self._request = self._start()
+        done: bool = self._request.test()
+        return done

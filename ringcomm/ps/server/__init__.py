@@ -1,0 +1,1 @@
+"""A server: keeps tables, and carries out the decisions of its core."""

@@ -1,0 +1,239 @@
+"""Actions: what the core returns, for the server to carry out in this order. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+Key: TypeAlias = tuple[int, int]  # of a unit: number of the table; partition, or 0 of a hash table
+Partition: TypeAlias = tuple[int, int]
+
+
+class Header(Protocol):
+    """The fixed part of a request, as far as decisions need it; see ringcomm.ps.protocol.frames."""
+
+    @property
+    def kind(self) -> int: ...  # noqa: D102
+    @property
+    def view(self) -> int: ...  # noqa: D102
+    @property
+    def origin(self) -> int: ...  # noqa: D102
+    @property
+    def incarnation(self) -> int: ...  # noqa: D102
+    @property
+    def sequence(self) -> int: ...  # noqa: D102
+    @property
+    def table(self) -> int: ...  # noqa: D102
+    @property
+    def partition(self) -> int: ...  # noqa: D102
+    @property
+    def clock(self) -> int: ...  # noqa: D102
+    @property
+    def option(self) -> int: ...  # noqa: D102
+
+
+class Request(Protocol):
+    """A request of a client: to the core, a header and whatever else the server needs."""
+
+    @property
+    def source(self) -> int: ...  # noqa: D102
+    @property
+    def header(self) -> Header: ...  # noqa: D102
+
+
+class Contribution(NamedTuple):
+    """A push that waits for its round."""
+
+    worker: int
+    request: Any
+    payload: Any  # the gradient, decoded
+    is_held: bool = False  # the mean of the round waits for a release
+
+
+# --- requests -----------------------------------------------------------------------------------
+class Carry(NamedTuple):
+    """Decode a request, and give the core the event that it stands for."""
+
+    request: Any
+
+
+class Retry(NamedTuple):
+    """Give a request to the core again, as if it came now."""
+
+    request: Any
+
+
+class Redirect(NamedTuple):
+    """Send a request back with the owner of its partition: it has not been carried out."""
+
+    request: Any
+
+
+class Acknowledge(NamedTuple):
+    """Say that a push came twice, and was carried out the first time."""
+
+    key: Key
+    request: Any
+
+
+class Serve(NamedTuple):
+    """Answer a request to read: enough is in the values now."""
+
+    request: Any
+
+
+class Reply(NamedTuple):
+    """Answer a request that concerns no values."""
+
+    request: Any
+    clock: int = 0
+    is_late: bool = False
+    content: Any = None  # for JSON
+
+
+# --- values -------------------------------------------------------------------------------------
+class Apply(NamedTuple):
+    """Update a unit with a gradient at once, and say so."""
+
+    key: Key
+    request: Any
+    payload: Any
+
+
+class Write(NamedTuple):
+    """Replace values, and say so; payload None: leave them, and say so."""
+
+    key: Key
+    request: Any
+    payload: Any
+
+
+class Hold(NamedTuple):
+    """Compute the mean of a round, keep it, and reply to its workers how large it is."""
+
+    key: Key
+    number: int  # of rounds that will be over once this one is
+    contributions: Sequence[Contribution]
+
+
+class End(NamedTuple):
+    """End a round: update a unit with the mean of contributions, or the one that is held."""
+
+    key: Key
+    number: int  # of rounds that are over then
+    contributions: Sequence[Contribution]  # none if their mean is held
+    drops: bool = False  # the mean
+    release: Any = None  # payload of the release, which says what the mean is multiplied by
+
+
+class Late(NamedTuple):
+    """Say that a contribution came too late."""
+
+    key: Key
+    contribution: Contribution
+
+
+class Released(NamedTuple):
+    """Say that the round which a request released is over."""
+
+    key: Key
+    request: Any
+
+
+# --- units --------------------------------------------------------------------------------------
+class Open(NamedTuple):
+    """Allow C++ and mapped memory to answer for a unit, which this server owns."""
+
+    key: Key
+    epoch: int
+
+
+class Close(NamedTuple):
+    """Forbid both to answer for a unit: each request is for the core."""
+
+    key: Key
+
+
+class Retire(NamedTuple):
+    """A partition is another server's; keep its memory, which clients may still read."""
+
+    key: Key
+    epoch: int
+
+
+class Free(NamedTuple):
+    """No client reads what was retired."""
+
+    key: Key
+    epoch: int
+
+
+# --- snapshots ----------------------------------------------------------------------------------
+class Take(NamedTuple):
+    """Keep what a unit has now for a moment."""
+
+    moment: int
+    key: Key
+
+
+class Grant(NamedTuple):
+    """Say that a pause has begun."""
+
+    request: Any
+
+
+class Drop(NamedTuple):
+    """Keep nothing more for a moment; keeps_copies: but what is to be written to files."""
+
+    moment: int
+    keeps_copies: bool = False
+
+
+# --- other servers, and moves -------------------------------------------------------------------
+class Send(NamedTuple):
+    """Send a message about moves to a server, perhaps this one."""
+
+    server: int
+    message: dict[str, Any]
+
+
+class Export(NamedTuple):
+    """Send a copy of a partition to a server, or give the core the reason why not."""
+
+    key: Key
+    part: int
+    dest: int
+
+
+class Forget(NamedTuple):
+    """Drop a partition, which another server has now, or which could not be taken."""
+
+    key: Key
+    part: int
+
+
+class Moved(NamedTuple):
+    """Partitions have new owners: from which server to which, one by one."""
+
+    key: Key
+    servers: Sequence[tuple[int, int]]
+
+
+class Notify(NamedTuple):
+    """Send clients the owners of the partitions of a unit."""
+
+    ranks: Sequence[int]
+    key: Key
+
+
+class Settled(NamedTuple):
+    """Give the core the event Finished, once all before this is done."""
+
+    key: Key
+
+
+Action: TypeAlias = (
+    Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
+    | Released | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
+    | Moved | Notify | Settled
+)  # fmt: skip

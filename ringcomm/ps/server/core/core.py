@@ -1,0 +1,250 @@
+"""All decisions of one server: handle(event) returns the actions to carry out. Pure.
+
+| what | decided in |
+|---|---|
+| which requests are carried out, kept, or sent to another server | Core, core.migration |
+| pushes, reads and what waits, of one unit | core.unit |
+| rounds | core.rounds |
+| steps of workers, places in rounds | core.progress |
+| snapshots | core.moments |
+| moves and pauses | core.migration |
+
+Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a
+round) ends with Left: each part has leave(rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.actions import (
+    Action,
+    Carry,
+    End,
+    Hold,
+    Key,
+    Open,
+    Redirect,
+    Reply,
+    Retry,
+)
+from ringcomm.ps.server.core.migration import Members, Migration
+from ringcomm.ps.server.core.snapshot_moments import Moments
+from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.unit import Unit
+from ringcomm.ps.server.core.worker_progress import Progress
+
+
+class Core:
+    """The decisions of one server, and the state that they depend on.
+
+    Args:
+        index: of this server.
+        members: returns who takes part.
+
+    Attributes:
+        tables: by number.
+        left: ranks that ask nothing more.
+        clocks: of the workers.
+        moments: that are held.
+    """
+
+    def __init__(self, index: int, members: Callable[[], Members]) -> None:
+        self._index, self._members = index, members
+        self.tables: dict[int, Table] = {}
+        self.left: set[int] = set()
+        self.moments = Moments()
+        self._progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
+        self.clocks = self._progress.clocks
+        self._migration = Migration(index, members, self.tables, self)
+        self._handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
+            **self._migration.handlers,
+            **self._progress.handlers,
+            on.Arrived: self._on_arrived,
+            on.Initialized: self._on_initialized,
+            on.Assigned: lambda event, _: self.unit_of(event.key).assign(
+                event.request, event.payload
+            ),
+            on.Pushed: self._on_pushed,
+            on.Released: self._on_released,
+            on.Read: lambda event, _: self.unit_of(event.key).read(event.request, self.clocks),
+            on.Decided: self._on_decided,
+            on.Loaded: self._on_loaded,
+            on.Stopped: self._on_stopped,
+            on.Held: self._on_held,
+            on.MomentEnded: self._on_let,
+            on.Left: self._on_left,
+        }
+
+    def handle(self, event: on.Event, now: float) -> list[Action]:
+        """Return the actions that follow from an event, in order.
+
+        Args:
+            event: see ringcomm.ps.server.core.events.
+            now: the time in seconds, which never goes back.
+
+        Raises:
+            KeyError, ValueError: the request makes no sense here; nothing has changed.
+        """
+        actions = self._handlers[type(event)](event, now)
+        return actions if type(actions) is list else list(actions)
+
+    @property
+    def awaits_time(self) -> bool:
+        """True if TimePassed may have a consequence."""
+        return self._migration.awaits_time
+
+    # --- tables ---------------------------------------------------------------------------------
+    def add_table(self, table: Table) -> None:
+        """Know a table; add_unit() follows for what this server has of it."""
+        self.tables[table.number] = table
+
+    def add_unit(self, unit: Unit) -> list[Action]:
+        """Add a unit, which this server has from now on."""
+        table = self.tables[unit.key[0]]
+        table.units[unit.key[1]] = unit
+        for rank in self.left:
+            unit.leave(rank)
+        self.moments.stop_new(unit)
+        self._migration.add_unit(unit)
+        return [] if unit.stands_still else [Open(unit.key, table.epoch_of(unit.key))]
+
+    def drop_table(self, number: int) -> None:
+        """Know a table no more that could not be made everywhere."""
+        del self.tables[number]
+
+    def units(self) -> Iterator[Unit]:
+        """Yield the units of this server, by table."""
+        for table in self.tables.values():
+            yield from table.units.values()
+
+    def unit_of(self, key: Key) -> Unit:
+        """Return a unit of this server. Raises KeyError."""
+        return self.tables[key[0]].units[key[1]]
+
+    @property
+    def live_workers(self) -> set[int]:
+        """The workers that have not left."""
+        return {*self._members().workers} - self.left
+
+    def clients(self) -> list[int]:
+        """Return the ranks that may still ask."""
+        members = self._members()
+        return sorted({*members.workers, *members.evaluators} - self.left)
+
+    def clocks_of(self, unit: Unit) -> dict[int, int]:
+        """Return how many steps of each worker are in a unit for sure."""
+        return {w: min(clock, unit.fence.get(w, clock)) for w, clock in self.clocks.all().items()}
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait."""
+        waiting = sum(len(unit.waiting) for unit in self.units())
+        return waiting + self._progress.n_waiting + self._migration.n_waiting
+
+    # --- requests for a unit --------------------------------------------------------------------
+    def admits(self, key: Key, view: int) -> bool:
+        """Return True if Arrived would say Carry, and no more: that is so for most requests."""
+        table = self.tables[key[0]]
+        is_here = key[1] in table.units and view == table.epochs.get(key[1], 0)
+        return is_here and not self._migration.is_busy
+
+    def _on_arrived(self, event: on.Arrived, _: float) -> list[Action]:
+        request, key = event.request, event.key
+        table = self.tables[key[0]]
+        epoch = table.epoch_of(key)
+        is_old = request.header.view < epoch  # it would hold up those that are not
+        if not is_old and self._migration.keeps(key, request, round_of=event.round_of):
+            return []
+        unit = table.units.get(key[1])
+        if unit is None or request.header.view != epoch:
+            is_push = request.header.kind == Kind.PUSH
+            if unit is not None and is_push and unit.came_before(request):
+                return unit.answer_again(request)
+            return [Redirect(request)]
+        return [Carry(request)]
+
+    def flow(self, unit: Unit, actions: list[Action]) -> list[Action]:
+        """Return actions, with what the end of a round or new values let go."""
+        if not actions and not len(unit.waiting):
+            return actions  # as a rule
+        flowing: list[Action] = []
+        for action in actions:
+            flowing.append(action)
+            if type(action) is End and self.moments.are_held:
+                flowing += self.moments.on_end(unit.key, action.number)
+            if type(action) in (End, Hold) and self._migration.is_busy:
+                flowing += self._migration.on_progress(unit.key)
+        return flowing + unit.due(self.clocks)
+
+    def _on_initialized(self, event: on.Initialized, _: float) -> list[Action]:
+        unit = self.unit_of(event.key)
+        return self.flow(unit, unit.initialize(event.request, event.payload))
+
+    def _on_pushed(self, event: on.Pushed, _: float) -> list[Action]:
+        key, request, payload, is_held, lets_in = event
+        unit = self.unit_of(key)
+        return self.flow(unit, unit.push(request, payload, is_held=is_held, lets_in=lets_in))
+
+    def _on_released(self, event: on.Released, _: float) -> list[Action]:
+        unit = self.unit_of(event.key)
+        return self.flow(unit, unit.release(event.request, event.payload, drops=event.drops))
+
+    def _on_decided(self, event: on.Decided, _: float) -> Iterator[Action]:
+        unit, request = self.unit_of(event.key), event.request
+        if not unit.is_ready:  # what it is about waits, too
+            unit.waiting.add(0, Retry(request))
+            return
+        assert unit.rounds is not None
+        header = request.header
+        decided = unit.rounds.decide(header.origin, header.clock, is_in=event.is_in)
+        yield from self.flow(unit, decided)
+        yield Reply(request, clock=unit.rounds.current)
+
+    def _on_loaded(self, event: on.Loaded, _: float) -> Iterator[Action]:
+        unit = self.unit_of(event.key)
+        unit.is_ready = True
+        yield from unit.due(self.clocks)
+
+    # --- snapshots ------------------------------------------------------------------------------
+    def _on_stopped(self, event: on.Stopped, _: float) -> list[Action]:
+        return [Reply(event.request, content=self.moments.stop(event.number, self.units()))]
+
+    def _on_held(self, event: on.Held, _: float) -> Iterator[Action]:
+        yield from self.moments.hold(event.number, event.request, self.units(), event.rounds)
+        yield from self._resume(event.number)
+
+    def _on_let(self, event: on.MomentEnded, _: float) -> Iterator[Action]:
+        yield from self.moments.release(event.number, keeps_copies=event.keeps_copies)
+        yield from self._resume(event.number)
+        if event.lets_move:
+            yield from self._migration.resume(event.number)
+        yield Reply(event.request)
+
+    def _resume(self, *numbers: int) -> Iterator[Action]:
+        """Yield what follows if moments stop rounds no more."""
+        resumed = self.moments.resume(*numbers)
+        for unit in [*self.units()] if resumed else ():
+            if unit.rounds is not None:
+                yield from self.flow(unit, unit.rounds.unlimit(*resumed))
+        if not self.live_workers:
+            yield from self.moments.take_as_they_are()
+
+    # --- ranks that leave -----------------------------------------------------------------------
+    def _on_left(self, event: on.Left, now: float) -> Iterator[Action]:
+        rank = event.rank
+        self.left.add(rank)
+        self._progress.leave(rank)
+        for unit in [*self.units()]:
+            yield from self.flow(unit, unit.leave(rank))
+        owned = self.moments.owned_by(rank)
+        for number in owned:
+            yield from self.moments.release(number)
+        yield from self._resume(*owned)
+        yield from self._progress.advance()
+        yield from self._migration.leave(rank, now)
+        if event.request is not None:
+            yield Reply(event.request)

@@ -1,0 +1,193 @@
+"""Events: what happens to a server, as its core gets it. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from ringcomm.ps.placement.view import Move
+from ringcomm.ps.server.core.actions import Key, Request
+
+
+# --- requests for a unit ------------------------------------------------------------------------
+class Arrived(NamedTuple):
+    """A request for values has come, or comes again."""
+
+    request: Request
+    key: Key
+    round_of: int | None = None  # the round that it contributes to; None: it does not
+
+
+class Initialized(NamedTuple):
+    """A push of the values that a table begins with, decoded."""
+
+    key: Key
+    request: Request
+    payload: Any
+
+
+class Assigned(NamedTuple):
+    """A push of values, decoded."""
+
+    key: Key
+    request: Request
+    payload: Any
+
+
+class Pushed(NamedTuple):
+    """A push of a gradient, decoded."""
+
+    key: Key
+    request: Request
+    payload: Any
+    is_held: bool = False
+    lets_in: bool = False  # its worker was let into the round before
+
+
+class Released(NamedTuple):
+    """A request to end a round whose mean is held."""
+
+    key: Key
+    request: Request
+    payload: Any
+    drops: bool
+
+
+class Read(NamedTuple):
+    """A request for values as they are after enough updates."""
+
+    key: Key
+    request: Request
+
+
+class Decided(NamedTuple):
+    """A worker reports whether its contribution to a round of FirstOf counts in a unit."""
+
+    key: Key
+    request: Request
+    is_in: bool
+
+
+class Loaded(NamedTuple):
+    """Values were replaced from outside: a checkpoint, or the state of an optimizer."""
+
+    key: Key
+
+
+# --- requests for the server --------------------------------------------------------------------
+class Entered(NamedTuple):
+    """A worker asks whether it is in a round of FirstOf; its table stands for all that share it."""
+
+    request: Request
+
+
+class Joined(NamedTuple):
+    """A table asks in which round it begins to share the rounds of another."""
+
+    request: Request
+    table: int
+
+
+class Ticked(NamedTuple):
+    """A worker has completed as many steps as the clock of the request says."""
+
+    request: Request
+
+
+class Awaited(NamedTuple):
+    """A request waits until the slowest worker has completed so many steps."""
+
+    request: Request
+
+
+class Stopped(NamedTuple):
+    """A moment asks that rounds end no more."""
+
+    request: Request
+    number: int
+
+
+class Held(NamedTuple):
+    """A moment asks for each unit, after so many rounds by table."""
+
+    request: Request
+    number: int
+    rounds: Mapping[int, int]
+
+
+class MomentEnded(NamedTuple):
+    """A moment is over, or a part of it."""
+
+    request: Request
+    number: int
+    keeps_copies: bool = False
+    lets_move: bool = False  # it is a pause, too, which is over
+
+
+class Paused(NamedTuple):
+    """A moment asks that nothing moves."""
+
+    request: Request
+    number: int
+    patience_s: float  # for so long it lets moves go first
+
+
+class Settling(NamedTuple):
+    """A request waits until nothing moves here."""
+
+    request: Request
+
+
+class MovesAsked(NamedTuple):
+    """A client asks for moves."""
+
+    request: Request
+    moves: Sequence[Move]
+
+
+class Noted(NamedTuple):
+    """A client has sent again all that came back from the move of an epoch."""
+
+    rank: int
+    key: Key
+    epoch: int
+
+
+class Left(NamedTuple):
+    """A rank asks nothing more: it has left, or it is dead."""
+
+    rank: int
+    request: Request | None = None
+
+
+# --- what the server does by itself -------------------------------------------------------------
+class ServerMessage(NamedTuple):
+    """A message about moves from another server, or this one; see core.migration."""
+
+    server: int
+    message: dict[str, Any]
+
+
+class Taken(NamedTuple):
+    """A partition was taken by the server that it was sent to; why: or why not."""
+
+    key: Key
+    part: int
+    why: str
+
+
+class Finished(NamedTuple):
+    """All that an action Settled followed is done."""
+
+    key: Key
+
+
+class TimePassed(NamedTuple):
+    """Time has passed."""
+
+
+Event: TypeAlias = (
+    Arrived | Initialized | Assigned | Pushed | Released | Read | Decided | Loaded | Entered
+    | Joined | Ticked | Awaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
+    | Noted | Left | ServerMessage | Taken | Finished | TimePassed
+)  # fmt: skip

@@ -1,0 +1,187 @@
+"""The protocol by which partitions move from server to server while everybody works. Pure.
+
+The leader carries out one migration at a time: partitions of one table that get a new owner in one
+view. All messages go between servers, but for NOTICE and NOTED.
+
+| message | from -> to | the receiver |
+|---|---|---|
+| freeze | leader -> participants | keeps requests for the unit from now on, and ends no round |
+| answer to freeze | participant -> leader | how many rounds are over, who is in the next |
+| drain | leader -> participants | goes as far as any: ends its rounds, holds the next mean |
+| give | leader -> sources | sends its partitions to their new owners |
+| take | source -> destination | installs a copy: values, state, whose pushes are in it |
+| taken | destination -> source | |
+| answer to give | source -> leader | which have moved, and why others have not |
+| commit | leader -> all servers | notes the owners; sends back what was kept or waits |
+| thaw | leader -> participants | instead, if nothing could move: goes on with what was kept |
+| NOTICE | leader -> clients | send again what comes back |
+| NOTED | client -> all servers | has done so: the source frees memory, clocks are believed again |
+
+Participants are the servers whose units must be at one point: of a dense table the source and the
+destination of a partition; of a hash table all servers, for each round is one of the whole table.
+So a view begins between two rounds, on all of them at the same one. A contribution is either part
+of a round in the view it was made in, everywhere, or it is made again in the next view.
+
+The number of the view in which a unit moved last is its epoch. A request that names another epoch
+is never carried out, so none overtakes those before it on its way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.actions import Action, Close, Key, Open, Reply, Request
+from ringcomm.ps.server.core.migration_leader import Leader
+from ringcomm.ps.server.core.migration_participant import Participant
+from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.unit import Unit
+
+
+class Members(Protocol):
+    """The ranks that take part, as of now."""
+
+    @property
+    def workers(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def evaluators(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def server_numbers(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def leader(self) -> int: ...  # noqa: D102
+
+
+class Units(Protocol):
+    """More that the core knows of units."""
+
+    def clients(self) -> list[int]:
+        """Return the ranks that may still ask."""
+        ...
+
+    def clocks_of(self, unit: Unit) -> dict[int, int]:
+        """Return how many steps of each worker are in a unit for sure."""
+        ...
+
+    def flow(self, unit: Unit, actions: list[Action]) -> list[Action]:
+        """Return actions, with what the end of a round or new values let go."""
+        ...
+
+
+class Migration:
+    """The events of moves and pauses, for one server.
+
+    Args:
+        index: of the server.
+        members: returns who takes part.
+        tables: by number.
+        units: see above.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        members: Callable[[], Members],
+        tables: Mapping[int, Table],
+        units: Units,
+    ) -> None:
+        self._tables, self._units = tables, units
+        self._settling: list[Request] = []
+        self._leader = Leader(lambda: members().server_numbers, units.clients, tables)
+        self._participant = Participant(index, lambda: members().leader, tables)
+        self.keeps = self._participant.keeps
+        self.add_unit = self._participant.add
+        self.on_progress = self._participant.on_progress
+        self.resume = self._leader.resume
+        self.handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
+            on.Paused: self._on_paused,
+            on.Settling: self._on_settling,
+            on.MovesAsked: lambda event, _: self._leader.ask(event.request, event.moves),
+            on.Noted: self._on_noted,
+            on.ServerMessage: self._on_message,
+            on.Taken: lambda event, _: self._participant.taken(*event),
+            on.Finished: self._on_finished,
+            on.TimePassed: lambda _, now: self.look(now),
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a unit stands still here."""
+        return self._participant.is_busy
+
+    @property
+    def awaits_time(self) -> bool:
+        """True if look() may have a consequence."""
+        return self._participant.awaits_time or self._leader.awaits_time
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait until nothing moves."""
+        return len(self._settling)
+
+    def look(self, now: float) -> Iterator[Action]:
+        """Do what is due by now."""
+        yield from self._participant.look(now, self._units.clocks_of)
+        yield from self._leader.look(now)
+
+    def leave(self, rank: int, now: float) -> Iterator[Action]:
+        """Keep nothing for a rank that has left, and wait for nothing of it."""
+        self._settling = [each for each in self._settling if each.source != rank]
+        yield from self._participant.leave(rank)
+        yield from self._leader.leave(rank)
+        yield from self.look(now)
+
+    def _on_paused(self, event: on.Paused, now: float) -> list[Action]:
+        self._leader.pause(event.number, event.request, now + event.patience_s)
+        return self._leader.look(now)
+
+    def _on_settling(self, event: on.Settling, _: float) -> list[Action]:
+        self._settling.append(event.request)
+        return self._settled()
+
+    def _settled(self) -> list[Action]:
+        if self._participant.is_busy:
+            return []
+        settled, self._settling = self._settling, []
+        return [Reply(each) for each in settled]
+
+    def _on_noted(self, event: on.Noted, now: float) -> Iterator[Action]:
+        yield from self._participant.noted(event.key, event.epoch, event.rank)
+        unit = self._tables[event.key[0]].units.get(event.key[1])
+        if unit is not None:
+            yield from self._units.flow(unit, [])
+        yield from self._participant.look(now, self._units.clocks_of)
+
+    def _on_message(self, event: on.ServerMessage, now: float) -> Iterator[Action]:
+        server, message = event
+        key, what = (message["table"], message["unit"]), message["do"]
+        if what == "answer":
+            yield from self._leader.answered(server, message, now)
+        elif what == "freeze":
+            self._participant.freeze(key, now)
+            yield Close(key)
+            yield from self._participant.look(now, self._units.clocks_of)
+        elif what == "drain":
+            unit = self._tables[key[0]].units.get(key[1])
+            rounds, is_held = message["at"]
+            drained = self._participant.drain(key, (rounds, is_held))
+            yield from drained if unit is None else self._units.flow(unit, drained)
+        elif what == "give":
+            yield from self._participant.give(key, message["moves"])
+        elif what == "commit":
+            yield from self._participant.commit(key, message, self._units.clients())
+            yield from self._reopened(key)
+        else:
+            yield from self._participant.thaw(key)
+            yield from self._reopened(key)
+        yield from self._settled()
+
+    def _reopened(self, key: Key) -> Iterator[Action]:
+        table = self._tables[key[0]]
+        if key[1] in table.units:
+            yield Open(key, table.epoch_of(key))
+
+    def _on_finished(self, event: on.Finished, _: float) -> Iterator[Action]:
+        unit = self._tables[event.key[0]].units.get(event.key[1])
+        if unit is not None:
+            yield from self._units.flow(unit, self._participant.settled(unit))

@@ -1,0 +1,293 @@
+"""The rounds of one unit: which push belongs to which, and when a round ends. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ringcomm.ps.server.core.actions import Action, Contribution, End, Hold, Key, Late, Released
+
+
+class Release(NamedTuple):
+    """A request to end the round whose mean is held, or is going to be."""
+
+    number: int  # of the round
+    request: Any
+    payload: Any
+    drops: bool  # the mean
+
+
+class Rounds:
+    """Contributions of workers to one unit, round by round.
+
+    | state of the current round | event | what follows |
+    |---|---|---|
+    | open | the last contribution, or a worker leaves | End; Hold if a contribution is to be held |
+    | open | a release | it waits for the mean |
+    | held | a release | End, then Released; so for each that waits |
+    | held | all have left whose mean it is | End, which drops the mean |
+    | any | a contribution or a release of a round that is over | Late; Released |
+
+    While limit() stands, the unit goes no further than it says.
+
+    Args:
+        key: of the unit.
+        workers: those that contribute, while they live.
+        first_of: so many are in a round, of those that were let in; None: all who contribute.
+
+    Attributes:
+        current: rounds that are over.
+    """
+
+    def __init__(self, key: Key, workers: Iterable[int], first_of: int | None = None) -> None:
+        self._key = key
+        self._live = set(workers)
+        self._first_of = first_of
+        self._came: defaultdict[int, dict[int, Contribution]] = defaultdict(dict)
+        self._let_in: defaultdict[int, set[int]] = defaultdict(set)
+        self._held: frozenset[int] | None = None  # workers whose mean waits for a release
+        self._releases: list[Release] = []
+        self._limits: dict[int, tuple[int, bool]] = {}
+        self.current = 0
+
+    def contribute(
+        self, number: int, contribution: Contribution, *, lets_in: bool = False
+    ) -> list[Action]:
+        """Take a contribution to a round; lets_in: its worker was let into that round before."""
+        if number < self.current or (number == self.current and self._held is not None):
+            return [Late(self._key, contribution)]
+        self._came[number][contribution.worker] = contribution
+        if lets_in:
+            self._let_in[number].add(contribution.worker)
+        if self._first_of is None and len(self._came[number]) < len(self._live):
+            return []  # as a rule
+        return self.advance()
+
+    def decide(self, worker: int, number: int, *, is_in: bool) -> list[Action]:
+        """Count a worker's contribution to a round of FirstOf, or drop it as late."""
+        if is_in:
+            if number >= self.current:
+                self._let_in[number].add(worker)
+            return self.advance()
+        came = self._came.get(number, {})
+        dropped = came.pop(worker, None)
+        if not came:
+            self._came.pop(number, None)
+        return [] if dropped is None else [Late(self._key, dropped)]
+
+    def release(self, release: Release) -> list[Action]:
+        """End the round whose mean is held; the content of the first release counts."""
+        self._releases.append(release)
+        return self.advance()
+
+    def leave(self, worker: int) -> list[Action]:
+        """Wait no more for a worker; what it has contributed counts."""
+        self._live.discard(worker)
+        return self.advance()
+
+    def limit(self, who: int, at: tuple[int, bool]) -> None:
+        """Go no further than `at`, see the property of that name, until unlimit(who)."""
+        self._limits[who] = at
+
+    def unlimit(self, *who: int) -> list[Action]:
+        """Go on, as far as these are concerned."""
+        for each in who:
+            self._limits.pop(each, None)
+        return self.advance()
+
+    def advance(self) -> list[Action]:
+        """Return the actions that end the rounds that are complete, and may end."""
+        actions: list[Action] = []
+        while True:
+            if self._releases:
+                self._answer_releases(actions)
+            may_end = self._may_be((self.current + 1, False))
+            if self._held is None:
+                came = self._complete()
+                if came is None:
+                    return actions
+                is_held = any(each.is_held for each in came)
+                if not (self._may_be((self.current, True)) if is_held else may_end):
+                    return actions
+                if is_held:
+                    self._take(came)
+                    self._held = frozenset(each.worker for each in came)
+                    actions.append(Hold(self._key, self.current + 1, came))
+                    continue
+                self._take(came)
+                ended = End(self._key, self.current + 1, came)
+            else:
+                due = [each for each in self._releases if each.number == self.current]
+                is_deserted = self._live.isdisjoint(self._held)
+                if not may_end or not (due or is_deserted):
+                    return actions
+                drops, factor = (due[0].drops, due[0].payload) if due else (True, None)
+                ended = End(self._key, self.current + 1, [], drops, factor)
+                self._held = None
+            self.current += 1
+            actions.append(ended)
+
+    def _may_be(self, at: tuple[int, bool]) -> bool:
+        return all(at <= limit for limit in self._limits.values())
+
+    def _answer_releases(self, actions: list[Action]) -> None:
+        over = [each for each in self._releases if each.number < self.current]
+        if over:
+            self._releases = [each for each in self._releases if each.number >= self.current]
+            actions += [Released(self._key, each.request) for each in over]
+
+    def _complete(self) -> list[Contribution] | None:
+        """Return the contributions to the current round, in worker order; None: some are missing.
+
+        Worker order makes the sum the same whatever the order of arrival.
+        """
+        came = self._came.get(self.current)
+        if not came:
+            return None
+        counting = set(came)
+        if self._first_of is not None:
+            counting &= self._let_in.get(self.current, set())
+            if len(counting) < self._first_of and not self._live <= counting:
+                return None
+        elif not self._live <= counting:
+            return None
+        return [came[worker] for worker in sorted(counting)] or None
+
+    def _take(self, came: Iterable[Contribution]) -> None:
+        """Forget these; contributions of workers that are not in the round stay for decide()."""
+        waiting = self._came[self.current]
+        for each in came:
+            del waiting[each.worker]
+        if not waiting:
+            del self._came[self.current]
+        self._let_in.pop(self.current, None)
+
+    # --- moves and checkpoints ------------------------------------------------------------------
+    @property
+    def held(self) -> frozenset[int] | None:
+        """The workers whose mean waits for its release; None if no mean does."""
+        return self._held
+
+    @property
+    def at(self) -> tuple[int, bool]:
+        """How far it has come: rounds that are over, and whether the next mean is held."""
+        return self.current, self._held is not None
+
+    def pending(self) -> list[Contribution]:
+        """Return the contributions that have not become part of a mean."""
+        return [came[worker] for _, came in sorted(self._came.items()) for worker in sorted(came)]
+
+    def requests(self) -> list[Any]:
+        """Return the requests that have not been answered."""
+        contributions = [each.request for each in self.pending()]
+        return [*contributions, *(each.request for each in self._releases)]
+
+    def give_back(self) -> list[Any]:
+        """Return the requests that have not been answered, and forget them."""
+        requests = self.requests()
+        self._came.clear()
+        self._releases.clear()
+        return requests
+
+    def let_in(self) -> list[tuple[int, int]]:
+        """Return who is in rounds that are not over: round, worker."""
+        return [(n, worker) for n, workers in sorted(self._let_in.items()) for worker in workers]
+
+    def resume(
+        self, current: int, let_in: Iterable[Sequence[int]], held: Iterable[int] | None
+    ) -> None:
+        """Go on where other rounds were."""
+        self.current = current
+        self._held = None if held is None else frozenset(held)
+        for number, worker in let_in:
+            self._let_in[number].add(worker)
+
+
+class Entries:
+    """The workers in each round of ps.FirstOf(k): the first k that ask for it.
+
+    A worker asks once for all blocks, on whatever servers, that its gradient has a part in.
+
+    Args:
+        workers: those that may ask, while they live.
+        first_of: k. Fewer are in a round if fewer live.
+
+    Attributes:
+        current: rounds whose workers are known.
+    """
+
+    def __init__(self, workers: Iterable[int], first_of: int) -> None:
+        self._live = set(workers)
+        self._first_of = first_of
+        self._in: defaultdict[int, set[int]] = defaultdict(set)
+        self._last: dict[int, int] = {}  # of each worker: the round that it was let into last
+        self._joined: dict[int, int] = {}  # of a later table: the round in which it began
+        self.current = 0
+
+    def ask(self, worker: int, number: int) -> bool:
+        """Take a worker into a round; return False if it comes too late.
+
+        A worker that asks again, because the answer was lost, gets the same answer.
+        """
+        if number < self.current:
+            return self._last.get(worker) == number
+        if len(self._in[number]) >= self._first_of and worker not in self._in[number]:
+            return False
+        self._in[number].add(worker)
+        self._last[worker] = number
+        self._advance()
+        return True
+
+    def join(self, table: int) -> int:
+        """Return the round in which another table begins to share these rounds."""
+        return self._joined.setdefault(table, self.current)
+
+    def leave(self, worker: int) -> None:
+        """Wait no more for a worker."""
+        self._live.discard(worker)
+        self._advance()
+
+    def _advance(self) -> None:
+        while entered := self._in.get(self.current):
+            if len(entered) < self._first_of and not self._live <= entered:
+                return
+            del self._in[self.current]
+            self.current += 1
+
+
+class Clocks:
+    """The steps that each worker has completed, as one server knows it.
+
+    Args:
+        workers: those that count.
+    """
+
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._of = dict.fromkeys(workers, 0)
+
+    def tick(self, worker: int, clock: int) -> None:
+        """A worker has completed so many steps; all that it pushed in them has been applied."""
+        if worker in self._of:
+            self._of[worker] = max(self._of[worker], clock)
+
+    def leave(self, worker: int) -> None:
+        """A worker that has finished, or is dead, holds nobody up."""
+        self._of.pop(worker, None)
+
+    @property
+    def slowest(self) -> float:
+        """The least clock of those that count; infinite if none does."""
+        return min(self._of.values(), default=math.inf)
+
+    def all(self) -> dict[int, int]:
+        """Return the clocks of those that count."""
+        return dict(self._of)
+
+    def slowest_with(self, fence: Mapping[int, int]) -> float:
+        """Return the least clock if some workers count for no more than `fence` says."""
+        if not fence:
+            return self.slowest
+        clocks = (min(clock, fence.get(worker, clock)) for worker, clock in self._of.items())
+        return min(clocks, default=math.inf)

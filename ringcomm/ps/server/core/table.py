@@ -1,0 +1,40 @@
+"""A table as a server's core knows it: its units, owners and epochs. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ringcomm.ps.server.core.actions import Key
+from ringcomm.ps.server.core.unit import Unit
+from ringcomm.ps.update_modes import Mode
+
+
+@dataclass
+class Table:
+    """A table: the owners of its partitions, and the units that this server has.
+
+    Attributes:
+        number: of the table in messages.
+        name: of the table.
+        mode: when pushes become updates.
+        is_dense: its partitions are units by themselves; else all that a server has are one.
+        owners: server of each partition.
+        epochs: of units that have moved, by partition or 0: number of the view in which they did.
+        units: of this server, by partition or 0.
+    """
+
+    number: int
+    name: str
+    mode: Mode
+    is_dense: bool
+    owners: list[int]
+    epochs: dict[int, int] = field(default_factory=dict)
+    units: dict[int, Unit] = field(default_factory=dict)
+
+    def key_of(self, partition: int) -> Key:
+        """Return the key of the unit that a partition belongs to."""
+        return self.number, partition if self.is_dense else 0
+
+    def epoch_of(self, key: Key) -> int:
+        """Return the epoch of a unit."""
+        return self.epochs.get(key[1], 0)

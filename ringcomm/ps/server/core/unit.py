@@ -1,0 +1,226 @@
+"""One unit of a server: a partition of a dense table, or its shard of a hash table. Pure.
+
+| state | event | what follows |
+|---|---|---|
+| without values | a push but the initial one, a read | it waits |
+| without values | the initial push | Write; what waited is carried out |
+| any | a push that came before | Acknowledge, unless its answer is to come |
+| with values | an assignment | Write |
+| with values, without rounds | a gradient | Apply |
+| with values, with rounds | a gradient, a release, a decision | see the module rounds |
+| any | a read for which enough is there | Serve |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ringcomm.ps.server.core.actions import (
+    Acknowledge,
+    Action,
+    Apply,
+    Contribution,
+    Key,
+    Request,
+    Retry,
+    Serve,
+    Write,
+)
+from ringcomm.ps.server.core.rounds import Clocks, Release, Rounds
+from ringcomm.ps.server.core.waiting_requests import Waiting
+from ringcomm.ps.update_modes import Mode
+
+_NONE = (-1, 0)
+
+
+class Applied(Protocol):
+    """The last push of each rank that was carried out: its incarnation and sequence.
+
+    Of a dense block C++ keeps it, which carries out pushes, too.
+    """
+
+    def last_of(self, rank: int) -> tuple[int, int]:
+        """Return the last push of a rank; (-1, 0) if there is none."""
+        ...
+
+    def note_last(self, rank: int, incarnation: int, sequence: int) -> None:
+        """Take note of a push; incarnation -1: there is none."""
+        ...
+
+    def all_last(self) -> dict[int, tuple[int, int]]:
+        """Return the last push of each rank."""
+        ...
+
+
+class AppliedHere:
+    """Applied, kept in a dictionary."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[int, int]] = {}
+
+    def last_of(self, rank: int) -> tuple[int, int]:
+        """See Applied."""
+        return self._last.get(rank, _NONE)
+
+    def note_last(self, rank: int, incarnation: int, sequence: int) -> None:
+        """See Applied."""
+        if incarnation < 0:
+            self._last.pop(rank, None)
+        else:
+            self._last[rank] = (incarnation, sequence)
+
+    def all_last(self) -> dict[int, tuple[int, int]]:
+        """See Applied."""
+        return dict(self._last)
+
+
+class Unit:
+    """Decides what becomes of the requests to one unit.
+
+    Args:
+        key: see actions.Key.
+        mode: when pushes become updates.
+        applied: whose pushes are in it.
+        is_ready: it has values.
+        workers: those that contribute to rounds.
+
+    Attributes:
+        key, mode, applied, is_ready: see above.
+        rounds: of a mode that has them.
+        waiting: reads, and pushes that came before the values.
+        stands_still: it moves, so that pushes may have been kept that are older than clocks say.
+        fence: clocks of workers that have not sent again all that came back from a move.
+    """
+
+    def __init__(
+        self, key: Key, mode: Mode, applied: Applied, workers: Iterable[int], *, is_ready: bool
+    ) -> None:
+        self.key, self.mode, self.applied, self.is_ready = key, mode, applied, is_ready
+        self.rounds: Rounds | None = None
+        if mode.has_rounds:
+            k = mode.bound if mode.name == "first_of" else None
+            self.rounds = Rounds(key, workers, k)
+        self.waiting = Waiting()
+        self.stands_still = False
+        self.fence: dict[int, int] = {}
+
+    # --- pushes ---------------------------------------------------------------------------------
+    def came_before(self, request: Request) -> bool:
+        """Return True if a request that changes the unit has been carried out already."""
+        header = request.header
+        incarnation, last = self.applied.last_of(header.origin)
+        return header.incarnation == incarnation and header.sequence <= last
+
+    def answer_again(self, request: Request) -> list[Action]:
+        """Answer a request that came before; one whose answer is to come gets no other."""
+        header = request.header
+        name = header.origin, header.sequence
+        waiting = () if self.rounds is None else self.rounds.requests()
+        if any((each.header.origin, each.header.sequence) == name for each in waiting):
+            return []
+        return [Acknowledge(self.key, request)]
+
+    def begin(self, request: Request, *, is_initial: bool = False) -> list[Action] | None:
+        """Take note of a push that is carried out now; else return what happens instead."""
+        if not (self.is_ready or is_initial):  # the chief's values would undo it
+            self.waiting.add(0, Retry(request))
+            return []
+        if self.came_before(request):
+            return self.answer_again(request)
+        header = request.header
+        self.applied.note_last(header.origin, header.incarnation, header.sequence)
+        return None
+
+    def initialize(self, request: Request, payload: Any) -> list[Action]:
+        """Write the initial values of the table, unless it has values already."""
+        refused = self.begin(request, is_initial=True)
+        if refused is not None:
+            return refused
+        first = not self.is_ready
+        self.is_ready = True
+        return [Write(self.key, request, payload if first else None)]
+
+    def assign(self, request: Request, payload: Any) -> list[Action]:
+        """Replace values; that is no part of a round."""
+        refused = self.begin(request)
+        return [Write(self.key, request, payload)] if refused is None else refused
+
+    def push(
+        self, request: Request, payload: Any, *, is_held: bool = False, lets_in: bool = False
+    ) -> list[Action]:
+        """Carry out a gradient, or keep it for its round; see Rounds.contribute()."""
+        refused = self.begin(request)
+        if refused is not None:
+            return refused
+        if self.rounds is None:
+            return [Apply(self.key, request, payload)]
+        header = request.header
+        contribution = Contribution(header.origin, request, payload, is_held)
+        return self.rounds.contribute(header.clock, contribution, lets_in=lets_in)
+
+    def release(self, request: Request, payload: Any, *, drops: bool) -> list[Action]:
+        """End the round whose mean is held."""
+        refused = self.begin(request)
+        if refused is not None:
+            return refused
+        assert self.rounds is not None
+        return self.rounds.release(Release(request.header.clock, request, payload, drops))
+
+    # --- reads ----------------------------------------------------------------------------------
+    def progress(self, clocks: Clocks) -> float:
+        """Return how far the unit has got, in what reads wait for; see wanted()."""
+        if not self.is_ready:
+            return -1
+        if self.rounds is not None:
+            return self.rounds.current
+        if self.mode.name != "ssp":
+            return math.inf
+        return -1 if self.stands_still else clocks.slowest_with(self.fence)
+
+    def read(self, request: Request, clocks: Clocks) -> list[Action]:
+        """Serve a read once enough is in the values: rounds, or steps of the slowest worker."""
+        clock = request.header.clock
+        if self.has_enough(clock, clocks):
+            return [Serve(request)]
+        self.waiting.add(self._wanted(clock), Serve(request))
+        return []
+
+    def has_enough(self, clock: int, clocks: Clocks) -> bool:
+        """Return True if a read with this clock need not wait."""
+        return self.progress(clocks) >= self._wanted(clock)
+
+    def _wanted(self, clock: int) -> int:
+        return clock if self.rounds is not None or self.mode.name == "ssp" else 0
+
+    def due(self, clocks: Clocks) -> list[Action]:
+        """Return the actions for requests that need not wait any more."""
+        if not len(self.waiting):
+            return []
+        return [*self.waiting.due(self.progress(clocks))]
+
+    # --- moves and checkpoints ------------------------------------------------------------------
+    def applied_without_pending(self) -> dict[int, tuple[int, int]]:
+        """Return the last push of each rank before those that have not been answered."""
+        applied = self.applied.all_last()
+        for request in () if self.rounds is None else self.rounds.requests():
+            rank = request.header.origin
+            incarnation, last = applied.get(rank, _NONE)
+            applied[rank] = (incarnation, min(last, request.header.sequence - 1))
+        return applied
+
+    def give_back(self) -> list[Any]:
+        """Return all requests that wait, which are forgotten here and may be sent again."""
+        applied, back = self.applied_without_pending(), []
+        if self.rounds is not None:
+            back = self.rounds.give_back()
+            for rank, last in applied.items():
+                self.applied.note_last(rank, *last)
+        return [*back, *self.waiting.take_all()]
+
+    def leave(self, rank: int) -> list[Action]:
+        """Wait for nothing of a rank that has left, and keep nothing for it."""
+        self.fence.pop(rank, None)
+        self.waiting.forget(rank)
+        return [] if self.rounds is None else self.rounds.leave(rank)

@@ -1,0 +1,54 @@
+"""Requests that wait until a unit has made enough updates. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringcomm.ps.server.core.actions import Retry, Serve
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    wanted: float
+    number: int  # ascends with the time of arrival: of equals the first goes first
+    then: Retry | Serve = field(compare=False)
+
+
+class Waiting:
+    """The waiting requests of one unit. due() looks at those that it returns, and at one more."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Waiting] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, wanted: float, then: Retry | Serve) -> None:
+        """Keep what is to be done once due() is called with at least `wanted`."""
+        heapq.heappush(self._heap, _Waiting(wanted, next(self._numbers), then))
+
+    def due(self, progress: float) -> list[Retry | Serve]:
+        """Return the requests that need not wait any more, and forget them."""
+        due = []
+        while self._heap and self._heap[0].wanted <= progress:
+            due.append(heapq.heappop(self._heap).then)
+        return due
+
+    def take_all(self) -> list[Any]:
+        """Return all requests as they came, and forget them."""
+        taken = sorted(self._heap, key=lambda each: each.number)
+        self._heap.clear()
+        return [each.then.request for each in taken]
+
+    def forget(self, rank: int) -> None:
+        """Drop the reads of a rank that has left; what it has pushed counts."""
+        self._heap = [
+            each
+            for each in self._heap
+            if isinstance(each.then, Retry) or each.then.request.source != rank
+        ]
+        heapq.heapify(self._heap)

@@ -1,0 +1,107 @@
+"""How far workers are, by their clocks, and which are in a round of ps.FirstOf(k). Pure.
+
+| event | consequence |
+|---|---|
+| Entered | a reply that says whether the worker is in the round |
+| Joined | a reply with the round in which another table begins to share the rounds |
+| Ticked | the worker's clock goes on; if it was the slowest, reads and Awaited that wait go on |
+| Awaited | a reply once the slowest worker has come so far, or no worker is left |
+| a worker leaves | nobody waits for its steps, and it takes no place in a round |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.actions import Action, Reply, Request
+from ringcomm.ps.server.core.rounds import Clocks, Entries
+from ringcomm.ps.server.core.table import Table
+
+
+class Progress:
+    """How far the workers are.
+
+    Args:
+        index: of this server.
+        workers: those that count now.
+        live_workers: returns those that have not left.
+        tables: by number.
+
+    Attributes:
+        clocks: of the workers.
+        handlers: of the events above.
+    """
+
+    def __init__(
+        self, index: int, workers: Iterable[int], live_workers: Callable[[], Iterable[int]],
+        tables: Mapping[int, Table],
+    ) -> None:  # fmt: skip
+        self._index, self._live_workers, self._tables = index, live_workers, tables
+        self.clocks = Clocks(workers)
+        self._entries: dict[int, Entries] = {}  # by the table that stands for all that share them
+        self._awaiting: list[tuple[float, Request]] = []  # steps of the slowest worker
+        self.handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
+            on.Entered: self._on_entered,
+            on.Joined: self._on_joined,
+            on.Ticked: self._on_ticked,
+            on.Awaited: self._on_awaited,
+        }
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._awaiting)
+
+    def leave(self, rank: int) -> None:
+        """Wait for no step of a rank, and answer none of its requests; advance() follows."""
+        self.clocks.leave(rank)
+        for entries in self._entries.values():
+            entries.leave(rank)
+        self._awaiting = [each for each in self._awaiting if each[1].source != rank]
+
+    def advance(self) -> Iterator[Action]:
+        """Yield the actions that the slowest worker's clock makes possible."""
+        slowest = self.clocks.slowest
+        for table in self._tables.values():
+            for unit in table.units.values():
+                yield from unit.due(self.clocks)
+        due = [request for wanted, request in self._awaiting if slowest >= wanted]
+        self._awaiting = [each for each in self._awaiting if each[0] > slowest]
+        for request in due:
+            none_left = slowest == math.inf
+            yield Reply(request, clock=0 if none_left else int(slowest), is_late=none_left)
+
+    def _on_entered(self, event: on.Entered, _: float) -> list[Action]:
+        header = event.request.header
+        entries = self._entries_of(header.table)
+        is_in = entries.ask(header.origin, header.clock)
+        return [Reply(event.request, clock=entries.current, is_late=not is_in)]
+
+    def _on_joined(self, event: on.Joined, _: float) -> list[Action]:
+        began = self._entries_of(event.request.header.table).join(event.table)
+        return [Reply(event.request, clock=began)]
+
+    def _entries_of(self, number: int) -> Entries:
+        """Return the entries of a table. Raises KeyError, ValueError: it has none."""
+        if number not in self._entries:
+            table = self._tables.get(number)
+            if table is None:
+                raise KeyError(f"server {self._index} has no table {number}")
+            if table.mode.name != "first_of":
+                raise ValueError(f"{table.name}: nobody enters rounds of mode {table.mode}")
+            self._entries[number] = Entries(self._live_workers(), table.mode.bound)
+        return self._entries[number]
+
+    def _on_ticked(self, event: on.Ticked, _: float) -> Iterator[Action]:
+        header, before = event.request.header, self.clocks.slowest
+        self.clocks.tick(header.origin, header.clock)
+        if self.clocks.slowest != before:
+            yield from self.advance()
+        yield Reply(event.request)
+
+    def _on_awaited(self, event: on.Awaited, _: float) -> Iterator[Action]:
+        self._awaiting.append((event.request.header.clock, event.request))
+        yield from self.advance()

@@ -1,0 +1,1 @@
+"""Partitions of dense tables on a server: their blocks, means of rounds, and requests."""

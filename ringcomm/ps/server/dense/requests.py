@@ -1,0 +1,164 @@
+"""Decodes requests to dense tables for the core, and replies as it decides."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ringcomm.ps.partition_state import State
+from ringcomm.ps.protocol.block_state_body import joined, split
+from ringcomm.ps.protocol.frame_meta import (
+    ASSIGN,
+    ENCODED_BODY,
+    HOLD,
+    INITIAL,
+    KNOWN_BLOCK,
+    PLACE,
+    READ_BLOCK,
+    RELEASE,
+    SKIP,
+    WANT_COPY,
+    WANT_EXACT,
+    PushMeta,
+    packed_json,
+    packed_stamp,
+)
+from ringcomm.ps.protocol.frames import INLINE_MAX, Status
+from ringcomm.ps.server.core import actions as do
+from ringcomm.ps.server.core import events as on
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.server.core.actions import Key
+    from ringcomm.ps.server.dense.partition import DensePartition
+    from ringcomm.ps.server.replies import Replies
+    from ringcomm.ps.server.snapshots import Snapshots
+
+
+class DenseRequests:
+    """Decodes pushes, and answers.
+
+    Args:
+        link: the wire.
+        replies: sends answers.
+        snapshots: of this server.
+    """
+
+    def __init__(self, link: Link, replies: Replies, snapshots: Snapshots) -> None:
+        self._link, self._reply, self._snapshots = link, replies, snapshots
+
+    # --- pushes ---------------------------------------------------------------------------------
+    def decoded(self, key: Key, request: Delivery, part: DensePartition) -> on.Event:
+        """Return the event for a push. Raises ValueError: it does not fit."""
+        meta = PushMeta.of(request.meta)
+        flags = meta.flags
+        if flags & RELEASE:
+            return on.Released(key, request, part.factor(meta), drops=bool(flags & SKIP))
+        gradient = part.decoded(meta, request.body, request.header.clock)
+        if flags & INITIAL:
+            return on.Initialized(key, request, gradient)
+        if flags & ASSIGN:
+            return on.Assigned(key, request, gradient)
+        return on.Pushed(key, request, gradient, is_held=bool(flags & HOLD))
+
+    def acknowledge(self, action: do.Acknowledge, part: DensePartition) -> None:
+        """Say that a push has been carried out already."""
+        self._reply(action.request, clock=part.version)
+
+    def apply(self, action: do.Apply, part: DensePartition) -> None:
+        """Update with a gradient."""
+        part.apply(action.payload)
+        self._reply(action.request, clock=part.version)
+
+    def write(self, action: do.Write, part: DensePartition) -> None:
+        """Replace values."""
+        if action.payload is not None:
+            part.write(action.payload)
+        self._reply(action.request, clock=part.version)
+
+    def hold(self, action: do.Hold, part: DensePartition) -> None:
+        """Keep the mean of a round, and say how large it is."""
+        squares = part.hold([each.payload for each in action.contributions])
+        for each in action.contributions:
+            self._reply(each.request, clock=part.version, meta=squares)
+
+    def end(self, action: do.End, part: DensePartition) -> None:
+        """End a round."""
+        gradients = [each.payload for each in action.contributions]
+        is_update = part.end(action.number, gradients, action.release, drops=action.drops)
+        status, why = (Status.OK, b"") if is_update else (Status.LATE, b"empty")
+        for each in action.contributions:
+            self._reply(each.request, status=status, clock=part.version, meta=why)
+
+    def late(self, action: do.Late, part: DensePartition) -> None:
+        """Say that a contribution came too late."""
+        part.counts.late += 1
+        request = action.contribution.request
+        self._reply(request, status=Status.LATE, clock=part.version, meta=b"late")
+
+    def released(self, action: do.Released, part: DensePartition) -> None:
+        """Say that a round is over."""
+        self._reply(action.request, clock=part.version)
+
+    # --- reads ----------------------------------------------------------------------------------
+    def serve_held(self, request: Delivery, key: Key, part: DensePartition) -> bool:
+        """Answer a pull of a snapshot; return False if it is none."""
+        del part
+        number = request.header.place
+        if not number:
+            return False
+        if number not in self._snapshots:
+            raise KeyError(f"no snapshot {number} is held")
+        body, version = self._snapshots.values(number, key)
+        self._reply(request, body=body, clock=version)
+        return True
+
+    def serve(self, request: Delivery, part: DensePartition) -> None:
+        """Send a block's values, or where they are."""
+        part.counts.pulls += 1
+        option = request.header.option
+        encoded = None if option & WANT_EXACT else part.encoded()
+        if encoded is not None:
+            part.counts.nbytes += encoded.nbytes
+            self._reply(request, body=encoded, clock=part.version, option=ENCODED_BODY)
+            return
+        nbytes = part.count * part.dtype.itemsize
+        part.counts.nbytes += nbytes
+        is_small = nbytes <= INLINE_MAX
+        may_look = self._link.shares_memory(request.source) and not option & WANT_COPY
+        if may_look and not is_small:
+            self._reply(
+                request, meta=packed_stamp(part.stamp), body=part.memory, clock=part.version,
+                option=READ_BLOCK,
+            )  # fmt: skip
+            return
+        values = part.values.view(np.uint8)
+        body = values if is_small else values.copy()
+        if may_look:
+            place = PLACE.pack(self._link.place_of(part.memory), part.memory.nbytes)
+            self._reply(request, meta=place, body=body, clock=part.version, option=KNOWN_BLOCK)
+        else:
+            self._reply(request, body=body, clock=part.version)
+
+    def state(self, request: Delivery, part: DensePartition) -> bool:
+        """Reply with values and the updater's state; or replace them, and return True."""
+        if request.body.nbytes:
+            _load(part, request.meta, request.body)
+            self._reply(request, clock=part.version)
+            return True
+        segments = {} if part.segments is None else part.segments.arrays()
+        body = joined([part.values, *part.slots], part.dtype, segments)
+        meta = packed_json({"steps": part.steps})
+        self._reply(request, meta=meta, body=body, clock=part.version)
+        return False
+
+
+def _load(part: DensePartition, meta: bytes, body: Bytes) -> None:
+    """Give a partition the state that a request brings. Raises ValueError: it does not fit."""
+    sizes = [part.count, *(len(slot) for slot in part.slots)]
+    (values, *slots), segments = split(body, sizes, part.dtype, part.spec.name)
+    arrays = {"values": values, **{f"slot{k}": slot for k, slot in enumerate(slots)}}
+    part.load(State({"steps": json.loads(meta)["steps"]}, {**arrays, **segments}))

@@ -1,0 +1,134 @@
+"""The mean of the gradients of a round, and its norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm import codec
+from ringcomm.ps.protocol.frame_meta import SQUARES
+
+Array = NDArray[Any]
+_QUIET: Final = np.errstate(over="ignore", invalid="ignore")  # inf and NaN are no news here
+
+
+class Weighted(Protocol):
+    """A gradient, and its weight in the mean."""
+
+    @property
+    def weight(self) -> float: ...  # noqa: D102
+    @property
+    def values(self) -> Array | None: ...  # noqa: D102
+
+
+class WeightedRows(Protocol):
+    """A gradient of rows, and its weight in the mean."""
+
+    @property
+    def weight(self) -> float: ...  # noqa: D102
+    @property
+    def keys(self) -> NDArray[np.uint64]: ...  # noqa: D102
+    @property
+    def rows(self) -> Array: ...  # noqa: D102
+
+
+class Shares(NamedTuple):
+    """The gradients and weights of which the mean of a round is made.
+
+    Attributes:
+        grads: in the order in which they are summed.
+        weights: of each; empty: all 1.
+        divisor: of the sum.
+    """
+
+    grads: list[Array]
+    weights: list[float]
+    divisor: float
+
+    @_QUIET
+    def mean(self, dtype: np.dtype[Any]) -> Array:
+        """Return the mean in a dtype, summed in it too."""
+        weights = map(dtype.type, self.weights)
+        shares = [g.astype(dtype, copy=False) for g in self.grads]
+        shares = [g * w for g, w in zip(shares, weights, strict=True)] if self.weights else shares
+        out: Array = shares[0] + shares[1] if shares[1:] else shares[0].copy()
+        for share in shares[2:]:
+            out += share
+        out /= dtype.type(self.divisor)
+        return out
+
+
+def shares_of(parts: Sequence[Weighted]) -> Shares | None:
+    """Return the gradients and weights of a mean, in the order given.
+
+    A worker without a gradient counts as zeros. None if none has one, or the sum of weights is 0.
+    """
+    # The mean over an empty batch is NaN, which a weight of 0 would not cancel.
+    present = [
+        (part.weight, opened(part.values))
+        for part in parts
+        if part.values is not None and part.weight
+    ]
+    if not present:
+        return None
+    grads = [grad for _, grad in present]
+    if all(part.weight == parts[0].weight for part in parts):
+        return Shares(grads, [], len(parts))
+    # By a power of two, which changes no digit: so that no weight leaves the range of float32.
+    scale = -math.frexp(max(part.weight for part in parts))[1]
+    weights = [math.ldexp(weight, scale) for weight, _ in present]
+    return Shares(grads, weights, sum(math.ldexp(part.weight, scale) for part in parts))
+
+
+def bits(grad: Array) -> Array:
+    """Return a gradient as C++ takes it, which knows bfloat16 by its bits."""
+    is_bfloat16 = grad.dtype.itemsize == 2 and grad.dtype.name == "bfloat16"  # a name takes 3 us
+    return grad.view(np.uint16) if is_bfloat16 else grad
+
+
+def opened(grad: Array) -> Array:
+    """Return a gradient as floats; bytes are what a codec wrote."""
+    return codec.decoded(grad) if grad.dtype == np.uint8 else grad
+
+
+@_QUIET
+def scale(mean: Array, factor: float) -> None:
+    """Multiply a mean by a factor, in place."""
+    mean *= mean.dtype.type(factor)
+
+
+@_QUIET
+def packed_squares(mean: Array | None) -> bytes:
+    """Return the sum of squares and whether all is finite, as the meta of an answer."""
+    if mean is None:
+        return SQUARES.pack(0.0, True)
+    total = float(np.square(mean, dtype=np.float64).sum())
+    return SQUARES.pack(total, math.isfinite(total) or bool(np.isfinite(mean).all()))
+
+
+def squares_of_rows(parts: Sequence[WeightedRows], dim: int) -> tuple[float, bool]:
+    """Return the sum of squares of the mean of gradients of rows, and whether all is finite."""
+    present = [part for part in parts if part.weight and len(part.keys)]
+    if not present:
+        return 0.0, True
+    keys = np.concatenate([part.keys for part in present])
+    rows = np.concatenate([_floats(part.rows, dim) * part.weight for part in present])
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    firsts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN are what is looked for
+        sums = np.add.reduceat(rows[order], firsts, axis=0)
+        sums /= sum(part.weight for part in parts)
+        squares = float(np.square(sums).sum())
+    return squares, math.isfinite(squares) or bool(np.isfinite(sums).all())
+
+
+def _floats(rows: Array, dim: int) -> NDArray[np.float64]:
+    """Return rows in float64; of 16 bits, uint16 stands for bfloat16."""
+    if rows.dtype == np.uint16:
+        rows = (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.reshape(-1, dim).astype(np.float64)

@@ -1,0 +1,256 @@
+"""Opens tables: the leader places one, and all servers know it before it is used.
+
+The leader makes its own part, sends the others the spec (VIEW), and answers once all have made
+theirs. If one cannot, the table is dropped everywhere, and the client that opens it gets the error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ringcomm.errors import RingcommError
+from ringcomm.ps.optim import from_json
+from ringcomm.ps.placement import view
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.server.available_memory import available_nbytes
+from ringcomm.ps.server.core.actions import Close, Moved
+from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.unit import Applied, AppliedHere, Unit
+from ringcomm.ps.server.dense.partition import DensePartition
+from ringcomm.ps.server.replies import as_body
+from ringcomm.ps.server.rows.hash_shard import Shard
+from ringcomm.ps.server.table_contents import Contents
+from ringcomm.ps.table_spec import Spec
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.protocol.link import Delivery
+    from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.core.actions import Action
+    from ringcomm.ps.server.core.core import Core
+    from ringcomm.ps.server.replies import Replies
+
+ADOPT, ADOPTED, DROP = 0, 1, 2  # options of Kind.VIEW
+
+
+@dataclass
+class _Opening:
+    """A table that the leader is about to make known to all servers."""
+
+    number: int
+    awaited: set[int]
+    asked: list[Delivery]
+    problems: list[str] = field(default_factory=list)
+
+
+class Catalog:
+    """The tables of one server, and how they are opened.
+
+    Args:
+        index: of the server.
+        layout: who is who.
+        core: decides about what is in the tables.
+        memory: returns memory that clients on this node map.
+        replies: to clients and servers.
+        perform: carries out actions.
+
+    Attributes:
+        contents: of the tables, by number.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: Layout,
+        core: Core,
+        *,
+        memory: Callable[[int], Bytes],
+        replies: Replies,
+        perform: Callable[[Iterable[Action]], None],
+    ) -> None:
+        self._index, self._layout, self._core = index, layout, core
+        self._memory, self._replies, self._perform = memory, replies, perform
+        self.contents: dict[int, Contents] = {}
+        self._by_name: dict[str, int] = {}
+        self._opening: dict[str, _Opening] = {}
+        self._numbers: Final = itertools.count(1)
+        self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
+
+    def known(self) -> dict[int, Spec]:
+        """Return the tables that all servers know; for the leader."""
+        specs = {number: contents.spec for number, contents in self.contents.items()}
+        return {number: spec for number, spec in specs.items() if spec.name not in self._opening}
+
+    # --- the leader -----------------------------------------------------------------------------
+    def create(self, request: Delivery) -> None:
+        """Open a table for a client; the first one makes it."""
+        spec = Spec.of_json(json.loads(request.meta))
+        number = self._by_name.get(spec.name)
+        if number is not None:
+            self.contents[number].spec.require_same(spec, request.source)
+            opening = self._opening.get(spec.name)
+            if opening is None:
+                self._replies.json(request, self._described(number))
+            else:
+                opening.asked.append(request)
+            return
+        number = next(self._numbers)
+        self._install(number, spec, self._place(spec))
+        others = {*self._layout.server_numbers} - {self._index}
+        opening = self._opening[spec.name] = _Opening(number, others, [request])
+        body = as_body(self._described(number))
+        for other in sorted(others):
+            self._send(other, Header(Kind.VIEW, sequence=number, option=ADOPT), body=body)
+        self._open_if_known(opening)
+
+    def _place(self, spec: Spec) -> list[int]:
+        servers = self._layout.server_numbers
+        if spec.kind == "hash":
+            return view.place_hashed(spec.name, servers, spec.partitions)
+        bounds = view.cuts(spec.count, spec.block)
+        itemsize = np.dtype(spec.dtype).itemsize
+        sizes = [(b - a) * itemsize for a, b in itertools.pairwise(bounds)]
+        return view.place_dense(sizes, self._loads, servers)
+
+    def note_moved(self, action: Moved) -> None:
+        """Count where partitions are now."""
+        nbytes = _part_nbytes(self.contents[action.key[0]].spec)
+        for source, dest in action.servers:
+            self._loads[source] -= nbytes
+            self._loads[dest] += nbytes
+
+    def _adopted(self, delivery: Delivery) -> None:
+        """Note that another server knows a table now, or why not. For the leader."""
+        content = json.loads(delivery.meta)
+        opening = self._opening[content["name"]]
+        if content["why"]:
+            opening.problems.append(f"server {content['server']}: {content['why']}")
+        opening.awaited.discard(content["server"])
+        self._open_if_known(opening)
+
+    def _open_if_known(self, opening: _Opening) -> None:
+        if opening.awaited:
+            return
+        number = opening.number
+        name = self.contents[number].spec.name
+        del self._opening[name]
+        if not opening.problems:
+            for request in opening.asked:
+                self._replies.json(request, self._described(number))
+            return
+        self._forget(number)
+        for other in sorted({*self._layout.server_numbers} - {self._index}):
+            self._send(other, Header(Kind.VIEW, sequence=number, option=DROP))
+        error = RingcommError(f"table[{name}]: cannot be made: {'; '.join(opening.problems)}")
+        for request in opening.asked:
+            self._replies.fail(request, error)
+
+    def _described(self, number: int) -> dict[str, Any]:
+        """Return the number, spec and owners of a table, for other ranks."""
+        table, spec = self._core.tables[number], self.contents[number].spec
+        owned = {"owners": table.owners, "epochs": table.epochs}
+        return {"number": number, "spec": spec.to_json(), **owned}
+
+    # --- all servers ----------------------------------------------------------------------------
+    def on_view(self, delivery: Delivery) -> None:
+        """Carry out a frame of Kind.VIEW."""
+        option = delivery.header.option
+        if option == ADOPT:
+            self._adopt(delivery)
+        elif option == ADOPTED:
+            self._adopted(delivery)
+        else:
+            self._forget(delivery.header.sequence)
+
+    def _adopt(self, request: Delivery) -> None:
+        """Note a table that the leader has placed; or reply why that is impossible."""
+        placed, why = json.loads(request.body.tobytes()), ""
+        try:
+            self._install(placed["number"], Spec.of_json(placed["spec"]), placed["owners"])
+        except Exception as error:  # noqa: BLE001 - the client that opens the table gets it
+            why = f"{type(error).__name__}: {error}"
+        content = {"name": placed["spec"]["name"], "server": self._index, "why": why[:2000]}
+        header = Header(Kind.VIEW, sequence=placed["number"], option=ADOPTED)
+        self._replies.send(request.source, header, packed_json(content))
+
+    def _install(self, number: int, spec: Spec, owners: list[int]) -> None:
+        contents, core = Contents(spec), self._core
+        if spec.kind == "hash":
+            contents.shard = Shard(spec, owners, self._index)
+        else:
+            bounds = view.cuts(spec.count, spec.block)
+            self._require_room(spec, owners, bounds)
+            for part, owner in enumerate(owners):
+                if owner == self._index:
+                    slice_ = bounds[part], bounds[part + 1]
+                    contents.parts[part] = DensePartition(spec, *slice_, self._memory)
+        self.contents[number] = contents
+        self._by_name[spec.name] = number
+        self._count(spec, owners, 1)
+        core.add_table(Table(number, spec.name, spec.mode, spec.kind == "dense", owners))
+        if contents.shard is not None:
+            self.add_unit(number, 0)
+        for part in contents.parts:
+            self.add_unit(number, part)
+
+    def add_unit(self, number: int, part: int) -> Unit:
+        """Add a partition of a dense table, or a shard, to the core, which decides about it."""
+        contents, core = self.contents[number], self._core
+        applied: Applied = AppliedHere()
+        is_ready = True  # what a row begins with is known from the start
+        if contents.shard is None:
+            applied = dense = contents.parts[part]
+            is_ready = dense.is_ready
+        unit = Unit(
+            (number, part), contents.spec.mode, applied, core.live_workers, is_ready=is_ready
+        )
+        self._perform(core.add_unit(unit))
+        return unit
+
+    def _require_room(self, spec: Spec, owners: list[int], bounds: Sequence[int]) -> None:
+        """Raise RingcommError if this machine has no memory for what this server is to own."""
+        pairs = zip(owners, itertools.pairwise(bounds), strict=True)
+        count = sum(stop - start for owner, (start, stop) in pairs if owner == self._index)
+        n_arrays = 1 + from_json(spec.updater).n_full_slots
+        nbytes, available = count * np.dtype(spec.dtype).itemsize * n_arrays, available_nbytes()
+        if nbytes > available:
+            raise RingcommError(
+                f"table[{spec.name}]: server {self._index} on {os.uname().nodename} is to own "
+                f"{nbytes} bytes of its {spec.count} elements and their updater's state, and the "
+                f"machine has {available}. Use more servers on other machines, or a smaller table"
+            )
+
+    def _forget(self, number: int) -> None:
+        """Drop a table that could not be made everywhere; nobody has used it."""
+        contents = self.contents.get(number)
+        if contents is not None:
+            self._perform([Close((number, part)) for part in contents.parts])
+            del self.contents[number]
+            del self._by_name[contents.spec.name]
+            self._count(contents.spec, self._core.tables[number].owners, -1)
+            self._core.drop_table(number)
+
+    def _count(self, spec: Spec, owners: list[int], sign: int) -> None:
+        nbytes = sign * _part_nbytes(spec)
+        for server, n in Counter(owners).items():
+            self._loads[server] += n * nbytes
+
+    def _send(self, server: int, header: Header, meta: bytes = b"", body: Any = None) -> None:
+        rank = self._layout.rank_of(server)
+        self._replies.send(rank, header, meta, *(() if body is None else (body,)))
+
+
+def _part_nbytes(spec: Spec) -> int:
+    """Return the bytes of a partition of a dense table, about; 0 of a hash table."""
+    if spec.kind == "hash":
+        return 0
+    return spec.count * np.dtype(spec.dtype).itemsize // spec.partitions

@@ -1,0 +1,152 @@
+"""Sends partitions to other servers, and installs those that arrive; see core.migration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ringcomm.ps.partition_state import State
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import INLINE_MAX, Header, Kind, Step
+from ringcomm.ps.server.dense.block import Traffic
+from ringcomm.ps.server.dense.partition import DensePartition
+from ringcomm.ps.server.rows.row_partition import RowsPartition
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.protocol.link import Link
+    from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.core.actions import Key
+    from ringcomm.ps.server.core.core import Core
+    from ringcomm.ps.server.open_table_on_all_servers import Catalog
+    from ringcomm.ps.server.replies import Replies
+
+
+class Transfer:
+    """Sends partitions of one server, and installs those that come.
+
+    Args:
+        layout: who is who.
+        core: decides.
+        catalog: what there is.
+        link: the wire.
+        replies: sends frames.
+        memory: returns memory that others on this node map.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        core: Core,
+        catalog: Catalog,
+        *,
+        link: Link,
+        replies: Replies,
+        memory: Callable[[int], Bytes],
+    ) -> None:
+        self._layout, self._core, self._catalog = layout, core, catalog
+        self._link, self._replies, self._memory = link, replies, memory
+        self._sent: dict[tuple[int, int], Bytes] = {}  # until taken, by table and partition
+        self._retired: dict[tuple[Key, int], Bytes] = {}  # what clients may still be reading
+
+    # --- the source -----------------------------------------------------------------------------
+    def send(self, key: Key, part: int, dest: int) -> None:
+        """Send a copy of a partition to a server. Raises MemoryError."""
+        contents = self._catalog.contents[key[0]]
+        unit = self._core.unit_of(key)
+        values: DensePartition | RowsPartition
+        if contents.shard is None:
+            values = contents.parts[part]
+            held = values.held_arrays()
+            applied = sorted((rank, *at) for rank, at in unit.applied_without_pending().items())
+            more: dict[str, Any] = {
+                "traffic": asdict(values.traffic),
+                "is_ready": values.is_ready,
+                "version": values.version,
+                "let_in": unit.rounds.let_in() if unit.rounds is not None else [],
+                "held_of": None,
+            }
+            if unit.rounds is not None and unit.rounds.held is not None:
+                more["held_of"] = sorted(unit.rounds.held)
+        else:
+            values = RowsPartition(contents.shard, part)
+            held = contents.shard.held.share_of(part)
+            applied = values.applied(unit.applied_without_pending())
+            more = {"n_keys": int(contents.shard.rows.n_keys()[part])}
+        state = values.state()
+        state.arrays.update(held)
+        rank = self._layout.rank_of(dest)
+        body = self._staged(State({**state.meta, **more, "applied": applied}, state.arrays), rank)
+        self._sent[key[0], part] = body
+        message = {"do": "take", "table": key[0], "unit": key[1], "part": part}
+        header = Header(Kind.MOVE, option=Step.SERVERS)
+        self._replies.send(rank, header, packed_json(message), body)
+
+    def _staged(self, state: State, rank: int) -> Bytes:
+        """Return a state as bytes, where another rank can read them. Raises MemoryError."""
+        pieces = state.packed()
+        nbytes = sum(piece.nbytes for piece in pieces)
+        is_shared = nbytes > INLINE_MAX // 2 and self._link.shares_memory(rank)
+        body = self._memory(nbytes) if is_shared else np.empty(nbytes, np.uint8)
+        return np.concatenate(pieces, out=body)
+
+    def taken(self, table: int, part: int) -> None:
+        """Free the copy of a partition that was sent, and is installed."""
+        self._sent.pop((table, part), None)
+
+    def retire(self, key: Key, epoch: int) -> None:
+        """Remove a dense partition, but keep its memory, which clients may still read."""
+        part = self._catalog.contents[key[0]].parts.pop(key[1])
+        self._retired[key, epoch] = part.memory
+
+    def free(self, key: Key, epoch: int) -> None:
+        """Free the memory of a partition that was retired."""
+        self._retired.pop((key, epoch), None)
+
+    def forget(self, key: Key, part: int) -> None:
+        """Drop a partition of a hash table."""
+        shard = self._catalog.contents[key[0]].shard
+        assert shard is not None
+        shard.disown(part)
+        shard.held.drop(part)
+
+    # --- the destination ------------------------------------------------------------------------
+    def install(self, message: dict[str, Any], body: Bytes) -> str:
+        """Install a partition that was sent; return why that cannot be, or nothing."""
+        number, part = message["table"], message["part"]
+        shard = self._catalog.contents[number].shard
+        try:
+            state = State.unpacked(body)
+            if shard is None:
+                self._install_dense(number, part, state)
+            else:
+                rows, arrays = RowsPartition(shard, part), state.arrays
+                held = {name: arrays.pop(name) for name in [*arrays] if name.startswith("held")}
+                rows.load(state)
+                rows.merge_applied(state.meta["applied"])
+                shard.own(part, state.meta["n_keys"])
+                shard.held.add(held)
+        except Exception as error:  # noqa: BLE001 - it stays where it was; the caller gets the error
+            if shard is not None:
+                shard.disown(part)
+            return f"cannot take it: {type(error).__name__}: {error}"
+        return ""
+
+    def _install_dense(self, number: int, part: int, state: State) -> None:
+        contents, meta = self._catalog.contents[number], state.meta
+        values = DensePartition(contents.spec, meta["start"], meta["stop"], self._memory)
+        values.load(state)
+        values.is_ready, values.version = meta["is_ready"], meta["version"]
+        traffic = meta["traffic"]
+        staleness = {int(missed): n for missed, n in traffic["staleness"].items()}
+        values.counts = Traffic(**{**traffic, "staleness": staleness})
+        values.merge_applied(meta["applied"])
+        contents.parts[part] = values
+        unit = self._catalog.add_unit(number, part)
+        if unit.rounds is not None:
+            unit.rounds.resume(meta["version"], meta["let_in"], meta["held_of"])
+        if meta["held_of"] is not None:
+            values.load_held(state.arrays)

@@ -1,0 +1,292 @@
+"""Carries out the actions that a server's core returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ringcomm.ps.checkpoint.server import Store
+from ringcomm.ps.protocol.frame_meta import ASSIGN, INITIAL, flags_of, packed_json, packed_owners
+from ringcomm.ps.protocol.frames import Entry, Header, Kind, Status, Step
+from ringcomm.ps.server.core import actions as do
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.core import Core
+from ringcomm.ps.server.dense.partition import DensePartition
+from ringcomm.ps.server.dense.requests import DenseRequests
+from ringcomm.ps.server.open_table_on_all_servers import Catalog
+from ringcomm.ps.server.partition_transfer import Transfer
+from ringcomm.ps.server.replies import Replies
+from ringcomm.ps.server.rows.requests import RowRequests
+from ringcomm.ps.server.snapshots import Snapshots
+from ringcomm.ps.server.user_functions import Calls, Function
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.protocol.frame_meta import KeyedPull
+    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.roles import Layout
+    from ringcomm.ps.server.core.actions import Action, Key
+    from ringcomm.ps.server.rows.hash_shard import Shard
+
+
+class Performer:
+    """Gives events to the core of one server, and carries out the actions that it returns.
+
+    Args:
+        index: of the server.
+        layout: who is who.
+        link: the wire.
+        memory: returns memory that clients on this node map.
+        functions: that clients may call, by name.
+
+    Attributes:
+        core: decides.
+        catalog: the tables.
+        replies: sends answers.
+        snapshots: that are held for pulls.
+        store: what is held for checkpoints.
+        transfer: partitions on their way.
+        described: returns the reply to a client whose pause begins; set by the server.
+    """
+
+    described: Callable[[], dict[str, Any]]
+
+    def __init__(
+        self,
+        index: int,
+        layout: Layout,
+        link: Link,
+        memory: Callable[[int], Bytes],
+        functions: Mapping[str, Function],
+    ) -> None:
+        self._index, self._layout, self._link = index, layout, link
+        self.core = core = Core(index, lambda: layout)
+        self.replies = replies = Replies(link, layout.rank_of(index))
+        self.catalog = Catalog(
+            index, layout, core, memory=memory, replies=replies, perform=self.perform
+        )
+        self.transfer = Transfer(
+            layout, core, self.catalog, link=link, replies=replies, memory=memory
+        )
+        self.snapshots = Snapshots(memory)
+        self.store = Store(index, core, self.catalog.contents, replies)
+        self._dense = DenseRequests(link, replies, self.snapshots)
+        self._rows = RowRequests(link, replies)
+        self._calls = Calls(index, replies, functions)
+        dense, rows = self._dense, self._rows
+        self._answers: dict[type, tuple[Callable[[Any, Any], None], Callable[[Any, Any], None]]] = {
+            do.Acknowledge: (dense.acknowledge, rows.acknowledge),
+            do.Apply: (dense.apply, rows.apply),
+            do.Write: (dense.write, rows.write),
+            do.Hold: (dense.hold, rows.hold),
+            do.End: (dense.end, rows.end),
+            do.Late: (dense.late, rows.late),
+            do.Released: (dense.released, rows.released),
+        }
+        self._performers: dict[type, Callable[[Any], None]] = {
+            do.Carry: lambda a: self._carry(a.request, self._key_of(a.request)),
+            do.Retry: lambda a: self._retry(a.request),
+            do.Redirect: lambda a: self._redirect(a.request),
+            do.Serve: lambda a: self._serve(a.request),
+            do.Reply: self._reply,
+            do.Open: lambda a: self._open(a.key, a.epoch),
+            do.Close: lambda a: self._close(a.key),
+            do.Retire: lambda a: self.transfer.retire(a.key, a.epoch),
+            do.Free: lambda a: self.transfer.free(a.key, a.epoch),
+            do.Take: self._take,
+            do.Grant: lambda a: replies.json(a.request, self.described()),
+            do.Drop: self._drop,
+            do.Send: lambda a: self.send_to_server(a.server, a.message),
+            do.Export: self._export,
+            do.Forget: lambda a: self.transfer.forget(a.key, a.part),
+            do.Moved: self.catalog.note_moved,
+            do.Notify: self._notify,
+            do.Settled: lambda a: self.handle(on.Finished(a.key)),
+        }
+
+    def handle(self, event: on.Event) -> None:
+        """Give an event to the core, and carry out the actions that it returns."""
+        self.perform(self.core.handle(event, time.monotonic()))
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions in order. An error is sent to the client whose request it is of."""
+        for action in actions:
+            try:
+                answers = self._answers.get(type(action))
+                if answers is None:
+                    self._performers[type(action)](action)
+                    continue
+                table, part = action.key  # type: ignore[union-attr]
+                contents = self.catalog.contents[table]
+                if contents.shard is None:
+                    answers[0](action, contents.parts[part])
+                else:
+                    answers[1](action, contents.shard)
+            except Exception as error:
+                requests = _requests_of(action)
+                if not requests:
+                    raise
+                for request in requests:
+                    self.replies.fail(request, error)
+
+    # --- requests for values --------------------------------------------------------------------
+    def arrived(self, request: Delivery) -> None:
+        """Give a request for values to the core, which decides about it."""
+        header = request.header
+        if header.kind == Kind.ENTER and header.option in (Entry.ASK, Entry.JOIN):
+            is_ask = header.option == Entry.ASK
+            self.handle(on.Entered(request) if is_ask else on.Joined(request, header.place))
+            return
+        table = self.core.tables.get(header.table)
+        if table is None:
+            raise KeyError(f"server {self._index} has no table {header.table}")
+        key = table.key_of(header.partition)
+        if self.core.admits(key, header.view):
+            self._carry(request, key)
+            return
+        round_of = None
+        if header.kind == Kind.PUSH and table.mode.has_rounds:
+            round_of = None if flags_of(request.meta) & (ASSIGN | INITIAL) else header.clock
+        self.handle(on.Arrived(request, key, round_of))
+
+    def pull_many(self, request: Delivery) -> None:
+        """Answer several pulls; the core hears of those that cannot be served at once."""
+        for each in self._rows.serve_many(request, self._shard_to_read):
+            self._retry(each)
+
+    def _shard_to_read(self, pull: KeyedPull) -> Shard | None:
+        core, key = self.core, (pull.table, 0)
+        if pull.table not in core.tables or not core.admits(key, pull.epoch):
+            return None
+        may_read = core.unit_of(key).has_enough(pull.clock, core.clocks)
+        return self.catalog.contents[pull.table].shard if may_read else None
+
+    def _retry(self, request: Delivery) -> None:
+        """Look at a request again that was kept, or waited."""
+        try:
+            self.arrived(request)
+        except Exception as error:  # noqa: BLE001 - it is for who asked, and others are behind it
+            self.replies.fail(request, error)
+
+    def _key_of(self, request: Delivery) -> Key:
+        return self.core.tables[request.header.table].key_of(request.header.partition)
+
+    def _unit(self, key: Key) -> Any:
+        return self.catalog.contents[key[0]].unit(key[1])
+
+    def _of(self, key: Key) -> Any:
+        """Return the object that answers for a unit: DenseRequests, or RowRequests."""
+        return self._dense if self.catalog.contents[key[0]].shard is None else self._rows
+
+    def _carry(self, request: Delivery, key: Key) -> None:
+        """Decode a request for a unit that may be carried out now."""
+        contents, kind = self.catalog.contents[key[0]], request.header.kind
+        requests: Any = self._dense if contents.shard is None else self._rows
+        values: Any = contents.unit(key[1])
+        if kind == Kind.PUSH:
+            self._push(request, key, requests, values)
+        elif kind == Kind.PULL:
+            if not requests.serve_held(request, key, values):
+                self.handle(on.Read(key, request))
+        elif kind == Kind.ENTER:
+            if self.core.tables[key[0]].mode.name != "first_of":
+                raise ValueError(f"[{values.spec.name}]: nobody enters rounds of its mode")
+            self.handle(on.Decided(key, request, request.header.option == Entry.IN))
+        elif not isinstance(values, DensePartition):
+            self._rows.maintain(request, values)
+        elif kind == Kind.CALL:
+            self._calls.on_call(request, values, self.core.unit_of(key))
+        elif kind == Kind.STATE:
+            if self._dense.state(request, values):
+                self.handle(on.Loaded(key))
+        else:
+            raise KeyError(f"server {self._index} has no hash table {key[0]}")
+
+    def _push(self, request: Delivery, key: Key, requests: Any, values: Any) -> None:
+        event = requests.decoded(key, request, values)
+        unit = self.core.unit_of(key)
+        waits = not unit.is_ready and type(event) is not on.Initialized
+        if not (waits or type(event) is on.Released or unit.came_before(request)):
+            values.note_push(request.body)
+        self.handle(event)
+
+    def _serve(self, request: Delivery) -> None:
+        key = self._key_of(request)
+        self._of(key).serve(request, self._unit(key))
+
+    def _redirect(self, request: Delivery) -> None:
+        """Send a request back with the owner of its partition."""
+        key = self._key_of(request)
+        self.replies(request, status=Status.WRONG_VIEW, meta=self._owners(key))
+
+    def _owners(self, key: Key) -> bytes:
+        table = self.core.tables[key[0]]
+        owners = [table.owners[key[1]]] if table.is_dense else table.owners
+        return packed_owners(table.epoch_of(key), owners)
+
+    def _reply(self, action: do.Reply) -> None:
+        content = action.content
+        if content is None and action.request.header.kind == Kind.SNAPSHOT:
+            content = {}
+        self.replies(
+            action.request,
+            status=Status.LATE if action.is_late else Status.OK,
+            clock=action.clock,
+            meta=b"" if content is None else packed_json(content),
+        )
+
+    # --- whether C++ may answer -----------------------------------------------------------------
+    def _open(self, key: Key, epoch: int) -> None:
+        part = self._unit(key)
+        if isinstance(part, DensePartition):
+            part.may_answer = True
+            if not (part.spec.mode.has_rounds or part.segments):
+                self._link.open(key, epoch, part)
+
+    def _close(self, key: Key) -> None:
+        part = self.catalog.contents[key[0]].parts.get(key[1])
+        if part is not None:
+            self._link.close(key)
+            part.may_answer = False
+
+    # --- snapshots and moves --------------------------------------------------------------------
+    def _take(self, action: do.Take) -> None:
+        part = self._unit(action.key)
+        keeper = self.snapshots if action.moment in self.snapshots else self.store
+        keeper.take(action.moment, action.key, part)
+
+    def _drop(self, action: do.Drop) -> None:
+        self.snapshots.drop(action.moment)
+        if not action.keeps_copies:
+            self.store.drop(action.moment)
+
+    def send_to_server(self, server: int, message: dict[str, Any]) -> None:
+        """Send a message about moves to a server, perhaps this one."""
+        header = Header(Kind.MOVE, option=Step.SERVERS)
+        self.replies.send(self._layout.rank_of(server), header, packed_json(message))
+
+    def _export(self, action: do.Export) -> None:
+        try:
+            self.transfer.send(*action)
+        except MemoryError as error:
+            self.handle(on.Taken(action.key, action.part, f"no memory to send it: {error}"))
+
+    def _notify(self, action: do.Notify) -> None:
+        table, part = action.key
+        epoch = self.core.tables[table].epoch_of(action.key)
+        header = Header(
+            Kind.MOVE, option=Step.NOTICE, table=table, partition=part, clock=epoch
+        )  # fmt: skip
+        for rank in action.ranks:
+            self.replies.send(rank, header, self._owners(action.key))
+
+
+def _requests_of(action: Action) -> list[Delivery]:
+    """Return the requests that end with an action."""
+    if isinstance(action, do.Hold | do.End):
+        return [each.request for each in action.contributions]
+    if isinstance(action, do.Late):
+        return [action.contribution.request]
+    request = getattr(action, "request", None)
+    return [] if request is None else [request]

@@ -1,0 +1,76 @@
+"""Replies of a server to its clients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ringcomm.ps.protocol.frame_meta import READ_BLOCK, packed_json
+from ringcomm.ps.protocol.frames import Header, Kind, Status
+from ringcomm.ps.protocol.remote_errors import error_text
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.protocol.link import Delivery, Link
+
+NOTHING: Final = np.empty(0, np.uint8)
+
+
+class Replies:
+    """Sends replies, and frames of the server's own; any thread.
+
+    Args:
+        link: the wire.
+        rank: of the server.
+
+    Attributes:
+        nbytes: of the bodies so far.
+    """
+
+    def __init__(self, link: Link, rank: int) -> None:
+        self._link, self._rank = link, rank
+        self.nbytes = 0
+
+    def __call__(
+        self,
+        to: Delivery,
+        *,
+        status: Status = Status.OK,
+        meta: bytes = b"",
+        body: Bytes = NOTHING,
+        clock: int = 0,
+        option: int = 0,
+    ) -> None:
+        """Answer a request."""
+        self.nbytes += body.nbytes // 2 if option == READ_BLOCK else body.nbytes  # of two
+        header = Header(
+            Kind.REPLY,
+            status=status,
+            view=to.header.view,
+            origin=self._rank,
+            sequence=to.header.sequence,
+            table=to.header.table,
+            partition=to.header.partition,
+            clock=clock,
+            option=option,
+        )
+        self._link.send(to.source, header, meta, body)
+
+    def json(self, to: Delivery, content: Any) -> None:
+        """Answer a request with JSON of any size."""
+        self(to, body=as_body(content))
+
+    def fail(self, to: Delivery, error: Exception) -> None:
+        """Say why a request was not carried out."""
+        status = Status.REFUSED if isinstance(error, ValueError | KeyError) else Status.FAILED
+        self(to, status=status, meta=error_text(error))
+
+    def send(self, dest: int, header: Header, meta: bytes = b"", body: Bytes = NOTHING) -> None:
+        """Send a frame to a rank, see Link.send()."""
+        self._link.send(dest, header._replace(origin=self._rank), meta, body)
+
+
+def as_body(content: Any) -> Bytes:
+    """Return JSON as a body of any size."""
+    return np.frombuffer(packed_json(content), np.uint8).copy()

@@ -1,0 +1,214 @@
+"""A server: gives its core what arrives, and has the core's decisions carried out.
+
+Everything here runs in the thread that drives the rank. Requests of one client are carried out in
+the order in which they were made. A request that must wait holds up no other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ringcomm._version import __version__
+from ringcomm.errors import RingcommError
+from ringcomm.ps.placement.view import Move
+from ringcomm.ps.protocol.frames import Header, Kind, Step, is_one_way
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.perform_actions import Performer
+from ringcomm.ps.server.user_functions import Function
+from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP
+
+if TYPE_CHECKING:
+    from ringcomm.arrays.base import Bytes
+    from ringcomm.ps.protocol.link import Delivery, Link
+    from ringcomm.ps.roles import Layout
+
+_UNIT_KINDS: Final = frozenset(
+    (Kind.PUSH, Kind.PULL, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS, Kind.ENTER)
+)
+
+
+class Server:
+    """A server process: gives requests to the core, or carries them out.
+
+    Args:
+        index: of this server among the servers.
+        layout: who is who.
+        link: the wire.
+        memory: returns memory that clients on this node map.
+        functions: that clients may call, by name.
+
+    Attributes:
+        index: see above.
+        core: decides.
+        catalog: the tables.
+        job: a name of this job alone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: Layout,
+        link: Link,
+        memory: Callable[[int], Bytes],
+        functions: Mapping[str, Function],
+    ) -> None:
+        self.index = index
+        self._layout, self._link = layout, link
+        self._performer = performer = Performer(index, layout, link, memory, functions)
+        self.core, self.catalog = performer.core, performer.catalog
+        self._handle, self._replies = performer.handle, performer.replies
+        performer.described = self._described
+        self.job = uuid.uuid4().hex
+        self.n_requests = self._nbytes_in = 0
+        self._began_at = time.monotonic()
+        self._handlers: dict[int, Callable[[Delivery], None]] = {
+            Kind.CREATE: self.catalog.create,
+            Kind.VIEW: self.catalog.on_view,
+            Kind.PULLS: performer.pull_many,
+            Kind.TICK: self._tick,
+            Kind.STATS: self._stats,
+            Kind.SNAPSHOT: self._snapshot,
+            Kind.SAVE: performer.store.on_save,
+            Kind.RESTORE: self._restore,
+            Kind.MOVE: self._move,
+            Kind.LEAVE: lambda r: self._handle(on.Left(r.header.origin, r)),
+        }
+
+    @property
+    def is_over(self) -> bool:
+        """True once all clients have left."""
+        return not self.core.clients()
+
+    def look(self) -> None:
+        """Do what is due by now; at each poll."""
+        if self.core.awaits_time:
+            self._handle(on.TimePassed())
+
+    def on_request(self, request: Delivery) -> None:
+        """Carry out a request; a mistake is replied to its sender, and changes nothing."""
+        self.n_requests += 1
+        self._nbytes_in += request.body.nbytes
+        try:
+            if request.header.kind in _UNIT_KINDS:
+                self._performer.arrived(request)
+                return
+            handler = self._handlers.get(request.header.kind)
+            if handler is None:
+                raise RingcommError(
+                    f"server {self.index} knows no request {request.header.kind}: this is "
+                    f"ringcomm {__version__}"
+                )
+            handler(request)
+        except Exception as error:
+            if is_one_way(request.header):  # nobody waits for a reply
+                raise RingcommError(
+                    f"server {self.index}: cannot do what rank {request.source} says with "
+                    f"{_named(request.header)}: {type(error).__name__}: {error}. This is a defect"
+                ) from error
+            self._replies.fail(request, error)
+
+    # --- clocks, snapshots, checkpoints ---------------------------------------------------------
+    def _tick(self, request: Delivery) -> None:
+        """Note a worker's clock; option 1: reply when the slowest has reached one."""
+        self._handle(on.Awaited(request) if request.header.option else on.Ticked(request))
+
+    def _snapshot(self, request: Delivery) -> None:
+        content = json.loads(request.meta)
+        what, number = content["do"], content["id"]
+        if what == PAUSE:
+            self._handle(on.Paused(request, number, content["patience_s"]))
+        elif what == STOP:
+            self._handle(on.Stopped(request, number))
+        elif what == HOLD:
+            if content["save_to"] is None:
+                self._performer.snapshots.begin(number)
+            else:
+                self._performer.store.begin(number, content["save_to"])
+            rounds = {int(table): count for table, count in content["rounds"].items()}
+            self._handle(on.Held(request, number, rounds))
+        elif what == RELEASE:
+            self._handle(
+                on.MomentEnded(request, number, bool(content.get("is_taken")), content["moves"])
+            )
+        else:
+            raise ValueError(f"ps.snapshot: cannot {what!r}")
+
+    def _described(self) -> dict[str, Any]:
+        """Return the reply to a client whose pause begins: which tables there are."""
+        tables = {number: spec.to_json() for number, spec in self.catalog.known().items()}
+        return {"job": self.job, "tables": tables}
+
+    def _restore(self, request: Delivery) -> None:
+        for key in self._performer.store.on_restore(request):
+            self._handle(on.Loaded(key))
+
+    # --- moves ----------------------------------------------------------------------------------
+    def _move(self, request: Delivery) -> None:
+        header = request.header
+        if header.option == Step.ASK:
+            moves = [
+                Move((table, part), source, dest)
+                for table, part, source, dest in json.loads(request.body.tobytes() or b"[]")
+            ]
+            self._handle(on.MovesAsked(request, moves))
+        elif header.option == Step.SETTLE:
+            self._handle(on.Settling(request))
+        elif header.option == Step.NOTED:
+            key = header.table, header.partition
+            self._handle(on.Noted(request.source, key, header.clock))
+        else:
+            self._on_said(request)
+
+    def _on_said(self, request: Delivery) -> None:
+        message = json.loads(request.meta)
+        if message["do"] == "take":
+            why = self._performer.transfer.install(message, request.body)
+            if why:
+                why = f"server {self.index} {why}"
+            server = self._layout.number_of(request.source)
+            self._performer.send_to_server(server, {**message, "do": "taken", "why": why})
+        elif message["do"] == "taken":
+            self._performer.transfer.taken(message["table"], message["part"])
+            self._handle(
+                on.Taken((message["table"], message["unit"]), message["part"], message["why"])
+            )
+        else:
+            self._handle(on.ServerMessage(self._layout.number_of(request.source), message))
+
+    # --- what it has done -----------------------------------------------------------------------
+    def _stats(self, request: Delivery) -> None:
+        contents = self.catalog.contents
+        dense = {n: c for n, c in contents.items() if c.shard is None}
+        shards = {n: c.shard for n, c in contents.items() if c.shard is not None}
+        n_requests, nbytes_in = self._link.carried_out
+        n_waiting = self.core.n_waiting
+        stats = {
+            "server": self.index,
+            "requests": self.n_requests + n_requests,
+            "seconds": time.monotonic() - self._began_at,
+            "waiting": n_waiting,
+            "queue": n_waiting + self._link.n_queued,
+            "nbytes_in": self._nbytes_in + nbytes_in,
+            "nbytes_out": self._replies.nbytes,
+            "numbers": {c.spec.name: n for n, c in dense.items()},
+            "tables": {
+                c.spec.name: {n: part.stats() for n, part in c.parts.items()}
+                for c in dense.values()
+            },
+            "hashtables": {shard.spec.name: shard.stats() for shard in shards.values()},
+        }
+        if json.loads(request.meta).get("keys"):
+            stats["keys"] = {
+                number: {"owned": shard.partitions, "nbytes": shard.heat()}
+                for number, shard in shards.items()
+            }
+        self._replies.json(request, stats)
+
+
+def _named(header: Header) -> str:
+    kind = Kind(header.kind).name
+    return f"{kind}/{Step(header.option).name}" if header.kind == Kind.MOVE else kind

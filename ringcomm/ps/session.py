@@ -1,0 +1,133 @@
+"""The session: everything that ps.init() has set up in this process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ringcomm.arrays.base import Bytes
+from ringcomm.engine.api import init_rank_size
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.group import Group
+from ringcomm.engine.core.layer_hooks import Extension
+from ringcomm.errors import ConfigError, NotInitializedError
+from ringcomm.ps.client.client import Client
+from ringcomm.ps.client.future import Future
+from ringcomm.ps.client.json_requests import ask_servers, ignore
+from ringcomm.ps.end_of_job import leave, serve
+from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
+from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
+from ringcomm.ps.roles import Layout
+
+_CACHE_LINE: Final = 64
+
+
+@dataclass(eq=False)
+class Session:
+    """Everything that ps.init() has set up in this process.
+
+    Attributes:
+        engine: of this rank.
+        layout: the role of each rank.
+        group: the ranks with this rank's role; the default group.
+        dispatcher: takes requests and replies.
+        client: of this rank.
+        functions: names of those that are marked @ps.function, by server's rank; of this one as -1.
+        clock: steps that this worker has completed.
+        snapshot: number of the one that pulls read; 0: the present values.
+        has_left: this rank has left the servers.
+        last_save: the latest checkpoint that it has begun to save.
+        tables: that this process has opened, by name.
+        opening: held while one is opened.
+        saving: held while a save begins.
+    """
+
+    engine: Engine
+    layout: Layout
+    group: Group
+    dispatcher: FrameDispatcher
+    client: Client
+    functions: dict[int, tuple[str, ...]]
+    clock: int = 0
+    snapshot: int = 0
+    has_left: bool = False
+    last_save: Future[Path] | None = None
+    tables: dict[str, Any] = field(default_factory=dict)
+    opening: threading.Lock = field(default_factory=threading.Lock)
+    saving: threading.Lock = field(default_factory=threading.Lock)
+
+    def memory(self, nbytes: int) -> Bytes:
+        """Return memory that this node maps, or ordinary memory where none is shared."""
+        return memory_of(self.engine, nbytes)
+
+    def memory_for(self, server: int, nbytes: int) -> Bytes:
+        """Return memory for a body that a server reads: shared if it is large and they share."""
+        if nbytes > INLINE_MAX and self.client.shares_memory(server):
+            return self.memory(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    def tick(self, clock: int | None = None) -> None:
+        """Report to the servers that this worker has completed a step, behind its pushes."""
+        self.client.wait_until_sent("tick")
+        clock = self.clock + 1 if clock is None else clock
+        ask_servers(self.client, "tick", Kind.TICK, self.client.servers, ignore, clock=clock)
+        self.clock = clock
+
+    def leave(self) -> None:
+        """Leave the servers, once nothing of this rank is under way; then serve on, on a server.
+
+        Raises:
+            CommTimeoutError: a server that it names does not answer.
+            PeerFailedError: a rank died.
+        """
+        if self.has_left:
+            return
+        self.has_left = True
+        leave(self.client)
+        if self.dispatcher.server is not None:
+            warn_after_s = self.engine.settings.stall_warning_or_inf
+            serve(self.engine, self.dispatcher, "leave", warn_after_s=warn_after_s)
+
+
+SESSION: Final = Extension[Session]()
+
+
+def session() -> Session:
+    """Return the session that ps.init() has set up.
+
+    Raises:
+        NotInitializedError: it has not run.
+    """
+    found = init_rank_size.engine().extensions.get(SESSION)
+    if found is None:
+        raise NotInitializedError("ps is not initialized: call ps.init() first")
+    return found
+
+
+def require_not_begun(what: str, why: str) -> None:
+    """Raise ConfigError if ps.init() has run already."""
+    if (
+        init_rank_size.is_initialized()
+        and init_rank_size.engine().extensions.get(SESSION) is not None
+    ):
+        raise ConfigError(f"{what}: must stand before ps.init(), {why}")
+
+
+def is_chief() -> bool:
+    """Return True on the worker that initialises, checkpoints and logs: the lowest one."""
+    current = session()
+    return current.engine.job_rank == current.layout.chief
+
+
+def memory_of(engine: Engine, nbytes: int) -> Bytes:
+    """Return memory that the ranks of this node map; ordinary memory where none is shared."""
+    memory = engine.shared_memory(nbytes)
+    if memory is not None:
+        return memory
+    raw = np.empty(nbytes + _CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % _CACHE_LINE  # aligned as shared memory is
+    return raw[start : start + nbytes]

@@ -1,0 +1,60 @@
+"""Finds, at the end of a backward(), which gradients exist on any rank. Pure.
+
+Each rank's message has one byte per parameter, and a few more; messages are combined by BOR. The
+step is sent with its complement, which shows whether all ranks are in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ringcomm.torch.backward.equal_on_ranks import is_alike, with_complement
+
+# Codes of a gradient. LATE: a part came after the bucket was sent. WAS_SPARSE: it was made dense.
+DENSE, SPARSE, LATE, WAS_SPARSE = 1, 2, 4, 8
+# Flags of a rank.
+FAILED, WEIGHTED, UNWEIGHTED, HAS_SAMPLES = 1, 2, 4, 8
+
+_STEP = 8  # bytes
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Gradients and flags of one rank, or of all ranks, or-ed.
+
+    Attributes:
+        codes: for each parameter: 0, or DENSE, SPARSE, LATE and WAS_SPARSE, or-ed.
+        flags: FAILED, WEIGHTED, UNWEIGHTED and HAS_SAMPLES, or-ed.
+        is_one_step: True if all ranks have completed the same number of steps.
+    """
+
+    codes: bytes
+    flags: int
+    is_one_step: bool = True
+
+    def pack(self, step: int) -> bytes:
+        """Return the message of a rank that has completed `step` steps."""
+        return with_complement(step.to_bytes(_STEP, "little")) + bytes([self.flags]) + self.codes
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Presence:
+        """Read the BOR of all ranks' messages."""
+        steps, flags, codes = message[: 2 * _STEP], message[2 * _STEP], message[2 * _STEP + 1 :]
+        return cls(codes, flags, is_alike(steps))
+
+
+def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:
+    """Return "partial" if only some ranks called set_samples(), "empty" if all passed 0."""
+    if presence.flags & WEIGHTED and presence.flags & UNWEIGHTED:
+        return "partial"
+    if presence.flags & WEIGHTED and not presence.flags & HAS_SAMPLES:
+        return "empty"
+    return None
+
+
+def ready_order(fired: Sequence[int], n: int) -> list[int]:
+    """Return the indices of n parameters: first `fired`, then the others in reverse order."""
+    others = set(range(n)) - set(fired)
+    return [*fired, *sorted(others, reverse=True)]

@@ -1,0 +1,47 @@
+"""The agreement of all ranks on an optimizer's parameters, settings and first weights."""
+
+from __future__ import annotations
+
+from ringcomm.engine.core.group import Group
+from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
+from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
+from ringcomm.torch.optim.equalize_weights import FirstWeights, Named
+
+
+class Agreement:
+    """Compares an optimizer with those of the other ranks, in the first backward().
+
+    Attributes:
+        check: the comparison, in progress or over; None: begin() starts the next one.
+    """
+
+    def __init__(self, weights: FirstWeights) -> None:
+        self.weights = weights
+        self.forget()
+
+    def forget(self) -> None:
+        """Compare again in the next backward()."""
+        self.check: ConsistencyCheck | None = None
+        self._is_reached = False
+
+    def begin(self, mine: OptimizerSummary, named: Named, name: str, group: Group) -> None:
+        """Begin to compare, without waiting. Collective."""
+        self.check = ConsistencyCheck(mine, name, group, self.weights.digest(named))
+
+    def is_reached(self) -> bool:
+        """Return True if the ranks are known to agree. Raises MismatchError if they differ."""
+        if not self._is_reached:
+            check = self.check
+            assert check is not None
+            if not check.handle.done():
+                return False
+            self.check = None  # if they differ, the next backward() compares again
+            self.weights.note(check.wait())
+            self.check, self._is_reached = check, True
+        return True
+
+    def reach(self) -> CollectiveTask[None]:
+        """Wait for the agreement. Raises MismatchError if the ranks differ."""
+        assert self.check is not None
+        yield self.check.handle
+        self.is_reached()

@@ -1,0 +1,310 @@
+"""Pushes gradients to the servers while backward() runs, and fetches the new values.
+
+Autograd calls a hook when a gradient is complete. A full bucket is pushed as soon as all buckets
+before it have been (bucket_pusher.py). With clipping or a GradScaler, which need all gradients,
+step() pushes (clip_or_skip_server_step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec
+
+import torch
+
+from ringcomm.errors import RingcommError
+from ringcomm.ps.session import session
+from ringcomm.torch.backward.begin_and_end import Passes
+from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
+from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
+from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
+from ringcomm.torch.backward.serial_numbers_and_samples import (
+    checked_samples,
+    next_number,
+    note_samples,
+)
+from ringcomm.torch.optim.options import require_passes
+from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
+from ringcomm.torch.ps.buckets import ServedBucket, ServedSlot, plan
+from ringcomm.torch.ps.clip_and_scale import is_on
+from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
+from ringcomm.torch.ps.count_steps_and_embeddings import count_step
+from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
+from ringcomm.torch.ps.rows_until_step import NO_ROWS, RowGradients, let_rows_wait, take
+
+P = ParamSpec("P")
+
+
+class Feeder:
+    """Owns the hooks and tables of one optimizer's parameters. Its constructor is collective.
+
+    Attributes:
+        was_applied: this worker's last gradients are part of the parameters.
+        rows: gradients of embeddings that belong to this step; set when the step begins to end.
+    """
+
+    def __init__(
+        self, named_parameters: Named, groups: Groups, options: ServerOptions, passes_per_step: int
+    ) -> None:
+        require_passes(passes_per_step)
+        self.options, self._passes_per_step = options, passes_per_step
+        self.step = 0
+        self.was_applied = True
+        self.session = session()
+        self.pusher = BucketPusher(options, groups, self.session)
+        self._slots: list[ServedSlot] = []
+        self._hooks = ParameterHooks(self)
+        self._passes = Passes()
+        self._n_passes = 0
+        self._is_spoiled = self._has_ticked = False
+        self._is_weighed: bool | None = None
+        self.rows: RowGradients = NO_ROWS
+        self.number = next_number(self.session.group)
+        self.extend(named_parameters)
+        let_rows_wait(self, self.session)
+
+    def extend(self, named_parameters: Named) -> None:
+        """Move more parameters to the servers. Collective, between two steps."""
+        group_of = {p: g for g, group in enumerate(self.pusher.groups) for p in group["params"]}
+        numbered = enumerate(named_parameters, len(self._slots))
+        new = [ServedSlot(i, name, p, group_of[p]) for i, (name, p) in numbered]
+        for slot in new:
+            _require_servable(slot)
+        parameters = tuple(
+            (slot.name, slot.summary(is_trainable=slot.parameter.requires_grad)) for slot in new
+        )
+        settings = _settings(self.options, self._passes_per_step)
+        self._require_alike("parameters", OptimizerSummary(parameters, settings))
+        suffix = f" (optimizer {self.number})"
+        mode, groups, codec = self.options.mode, self.pusher.groups, self.options.compression
+        buckets = [
+            ServedBucket(slots, suffix, self.options.updater(groups[slots[0].group]), mode, codec)
+            for slots in plan(new)
+        ]
+        self._hooks.attach(without_hooks(new))
+        self._slots += new
+        self.pusher.add(buckets)
+        self.pusher.fetch_values(buckets)
+
+    def _require_alike(self, what: str, mine: OptimizerSummary) -> None:
+        name = f"{what} (ps optimizer {self.number})"
+        ConsistencyCheck(mine, name, self.session.group).wait()
+
+    # --- called by autograd ---------------------------------------------------------------------
+    def before_gradient(self, index: int) -> None:
+        """Raise RingcommError if this step's gradient of the parameter has been pushed."""
+        self._spoiling(self._passes.enter, self)
+        slot = self._slots[index]
+        if slot.pushed is not None:
+            self._is_spoiled = True
+            raise RingcommError(
+                f"{WHO}: a second backward() in this step brings a gradient for {slot.name}, which"
+                " has been pushed. Call step() after each, or say how many there are: "
+                "backward_passes_per_step="
+            )
+
+    def after_gradient(self, index: int) -> None:
+        """Push the full buckets, unless step() pushes all."""
+        if self.options.is_deferred or self._n_passes < self._passes_per_step:
+            return
+        for bucket in self.pusher.buckets[self.pusher.n_pushed :]:
+            bucket.waiting.discard(index)
+        self._spoiling(self.pusher.push_full)
+
+    def begin_pass(self) -> None:
+        """Count the pass; raise RingcommError if the user has changed values."""
+        self._refuse_spoiled()
+        self._refuse_changed_values()
+        self._hooks.attach(without_hooks(self._slots))
+        self._n_passes += 1
+
+    def end_pass(self) -> CollectiveTask[None]:
+        """Do nothing: step() pushes the other buckets."""
+        yield from ()
+
+    # --- the end of a step ----------------------------------------------------------------------
+    def apply_on_servers(self, grad_scale: float) -> bool:
+        """Make this step's update on the servers, and fetch the new values.
+
+        Returns False if the step was skipped because a gradient is not finite. grad_scale is the
+        factor of the loss.
+        """
+        self._begin_end()
+        end = ServerStep(self.pusher, self.rows, grad_scale)
+        factor = end.own_factor()
+        if factor is None:
+            is_finite = False
+        elif self.options.is_held:
+            self.pusher.flush(factor, grad_scale if self.options.pushes_scaled else 1.0)
+            self.pusher.enter()
+            self.rows.hold(grad_scale, self.pusher.weight)
+            is_finite = end.release()
+        else:
+            self.pusher.flush(factor)
+            self.pusher.enter()
+            self.rows.push(factor, self.pusher.weight)
+            is_finite = True
+        self._tick()
+        outcomes = self.pusher.fetch_values([b for b in self.pusher.buckets if not b.is_frozen])
+        self.was_applied = is_finite and "late" not in outcomes
+        return is_finite
+
+    def fetch_mean(self, grad_scale: float) -> None:
+        """Set .grad to the mean over the workers, still multiplied by grad_scale."""
+        self._begin_end()
+        self.pusher.flush(ServerStep(self.pusher, self.rows, grad_scale).poison(), grad_scale)
+        self.pusher.enter()
+        self.rows.hold(grad_scale, self.pusher.weight)
+        pulls = [
+            (bucket, room := bucket.room_for_gradients(), bucket.table.pull(out=room.numpy()))
+            for bucket in reversed(self.pusher.buckets)
+            if not bucket.is_frozen
+        ]
+        outcomes = []
+        for bucket, room, pull in pulls:
+            assert bucket.push is not None
+            outcomes.append(bucket.push.wait().why)
+            pull.wait()
+            if outcomes[-1] != "empty":
+                for slot, view in zip(bucket.slots, bucket.views(room), strict=True):
+                    slot.parameter.grad = view if slot.parameter.requires_grad else None
+        self.was_applied = "late" not in outcomes
+        self.begin_step()
+
+    def complete_step(self) -> None:
+        """Count the step, and begin the next one."""
+        self._tick()
+        self.step += 1
+        self.pusher.samples = None
+        self._has_ticked = False
+        self.rows = NO_ROWS
+        self.begin_step()
+
+    def _tick(self) -> None:
+        """Count the step once, also if step() is called again after an error."""
+        if not self._has_ticked:
+            count_step(self.session, self)
+        self._has_ticked = True
+
+    def _begin_end(self) -> None:
+        self._refuse_spoiled()
+        self._refuse_changed_values()
+        self.pusher.refuse_changed_gradients()
+        if self.options.is_deferred:
+            self.rows = self.rows or take(self.session)  # the same ones after an error
+            self.rows.require_fit(
+                WHO, self.options.mode, has_norm=self.options.max_norm is not None
+            )
+            if not is_on(self.options.scaler):
+                self.rows.require_finite()
+        self._refuse_unlike_samples()
+
+    def set_samples(self, n: float) -> None:
+        """Weigh this worker's gradient of this step by n."""
+        n = checked_samples(n)
+        if self.pusher.n_pushed:
+            raise RingcommError(f"{WHO}: set_samples() came after backward(): call it before")
+        self.pusher.samples = n
+        note_samples(self, self.session.engine)
+
+    @property
+    def is_deferred(self) -> bool:
+        """True if step() pushes, and the gradients of rows wait for it."""
+        return self.options.is_deferred
+
+    @property
+    def samples(self) -> float | None:
+        """Number of samples that this worker's gradient is the mean of; None: it is not weighed."""
+        return self.pusher.samples
+
+    def restart(self) -> None:
+        """Restart the step, before zero_grad()."""
+        if self.pusher.n_pushed and self.options.mode.has_rounds:
+            raise RingcommError(
+                f"{WHO}: zero_grad() between backward() and step(): gradients of this step have "
+                "been pushed, and cannot be taken back. Call step() first; to skip steps whose "
+                "gradients are not finite pass scaler=, to clip pass max_grad_norm="
+            )
+        self._is_spoiled = False
+        if self.options.is_deferred:
+            take(self.session)
+        self.rows = NO_ROWS
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Expect new gradients."""
+        self._passes.forget()
+        self._n_passes = 0
+        self.pusher.begin_step()
+
+    # --- failures -------------------------------------------------------------------------------
+    def _spoiling(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            action(*args, **kwargs)
+        except BaseException:
+            self._is_spoiled = True
+            raise
+
+    def _refuse_spoiled(self) -> None:
+        if self._is_spoiled or self._passes.has_failed:
+            can_repeat = not self.pusher.n_pushed or not self.options.mode.has_rounds
+            raise RingcommError(
+                f"{WHO}: the last backward() failed. "
+                + (
+                    "Call optimizer.zero_grad() and repeat it"
+                    if can_repeat
+                    else "Part of its gradients has been pushed, and cannot be taken back: end this"
+                    " job"
+                )
+            )
+
+    def _refuse_changed_values(self) -> None:
+        if self.options.class_name is None:
+            return
+        for slot in self._slots:
+            if slot.known != slot.now:
+                raise RingcommError(
+                    f"{WHO}: {slot.name} was changed by hand, and the servers have other values, "
+                    "which step() would bring back. Call optimizer.push_parameters() on every "
+                    "worker after load_state_dict() or the like: the chief's values count"
+                )
+
+    def _refuse_unlike_samples(self) -> None:
+        is_weighed = self.pusher.samples is not None
+        if self._is_weighed is None:
+            self._is_weighed = is_weighed
+            if self.options.mode.name == "sync":  # in others no worker waits for all
+                settings = (("set_samples() called", str(is_weighed)),)
+                self._require_alike("samples", OptimizerSummary((), settings))
+        elif self._is_weighed != is_weighed:
+            raise RingcommError(
+                f"{WHO}: set_samples() was {'not ' * self._is_weighed}called for this step, and "
+                f"{'' if self._is_weighed else 'not '}before. Call it for each step, or never"
+            )
+
+
+def _require_servable(slot: ServedSlot) -> None:
+    p = slot.parameter
+    if p.device.type != "cpu":
+        raise TypeError(
+            f"{WHO}: {slot.name} is on {p.device}; this version serves parameters in host memory "
+            "only. Keep the model on the CPU"
+        )
+    if p.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{WHO}: {slot.name} is of {p.dtype}; servers keep float32 and float64. Keep the "
+            "model in float32, and use torch.autocast for the rest"
+        )
+
+
+def _settings(options: ServerOptions, passes_per_step: int) -> tuple[tuple[str, str], ...]:
+    """Return the settings that must be the same on all workers, as text."""
+    settings = {
+        "optimizer on the servers": options.class_name,
+        "max_grad_norm": options.max_norm,
+        "scaler": is_on(options.scaler),
+        "backward_passes_per_step": passes_per_step,
+        "mode": options.mode,
+        "compression": options.compression,
+    }
+    return tuple((name, str(value)) for name, value in settings.items())

@@ -1,0 +1,147 @@
+"""The state of the other ranks, as far as this rank knows it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from ringcomm.transport.control_header import TEXT_MAX, cut
+from ringcomm.transport.group_members import parts, ranges_of, ranks_in
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """The reason why an operation cannot complete."""
+
+    rank: int  # the rank to blame
+    reason: str  # how it failed or left
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """The error of a rank whose deadline passed. Ranks that still need that rank raise it, too."""
+
+    missing: tuple[int, ...]
+    message: str
+
+    def text(self) -> str:
+        """Return the wire form of at most TEXT_MAX bytes; a long text loses words and ranks."""
+        ranges = next(parts(ranges_of(self.missing), TEXT_MAX // 4))
+        return f"{cut(self.message, TEXT_MAX // 4 * 3 - 1)}\n{ranges}"
+
+    @classmethod
+    def of_text(cls, text: str) -> GaveUp:
+        """Read the wire form."""
+        message, _, ranges = text.rpartition("\n")
+        return cls(tuple(ranks_in(ranges)), message)
+
+
+@dataclass
+class PeerTable:
+    """The ranks that died, failed, left or wait, as far as this rank knows."""
+
+    rank: int  # this rank
+    size: int
+    dead: dict[int, str] = field(default_factory=dict)  # dead or failed rank -> how; only grows
+    left: dict[int, str] = field(default_factory=dict)  # rank -> how it left
+    # Key of an operation -> rank that left and will never enter it -> how it left.
+    absent: dict[int, dict[int, str]] = field(default_factory=dict)
+    # Rank that needed a failed rank, so its engine is unusable -> the failed rank, and how.
+    broken: dict[int, Obstacle] = field(default_factory=dict)
+    gave_up: dict[int, GaveUp] = field(default_factory=dict)  # rank -> the error at its deadline
+    has_lost: bool = False  # some rank is in `dead`, `broken` or `gave_up`
+    _gone: set[int] = field(default_factory=set)
+    _entered: dict[int, set[int]] = field(default_factory=dict)
+    _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
+    _followed: dict[int, int] = field(default_factory=dict)
+
+    def note_dead(self, rank: int, reason: str, *, blames: int) -> None:
+        """Note that `rank` died because `blames` failed; `blames` may be `rank` itself."""
+        if blames != rank:
+            self._followed[rank] = blames
+            reason = f"stopped because rank {blames} failed"
+        self.dead.setdefault(rank, reason)
+        self._gone.add(rank)
+        self.has_lost = True
+
+    def note_failed(self, rank: int, reason: str) -> None:
+        """Note that `rank` failed, as a rank announced; replace the reason of a mere death."""
+        self.dead[rank] = reason
+        self._gone.add(rank)
+        self.has_lost = True
+        self._followed.pop(rank, None)
+
+    def note_left(self, rank: int, how: str) -> None:
+        """Note that `rank` enters no operation any more, and completed all that it had entered."""
+        self.left[rank] = how
+        self._gone.add(rank)
+
+    def note_absent(self, rank: int, key: int, how: str) -> None:
+        """Note that `rank` left before it entered operation `key`."""
+        self.absent.setdefault(key, {})[rank] = how
+
+    def note_broken(self, rank: int, cause: int, reason: str) -> None:
+        """Note that `rank` lives but takes part in no operation any more: `cause` failed."""
+        self.broken.setdefault(rank, Obstacle(cause, reason))
+        self.has_lost = True
+
+    def note_entered(self, rank: int, key: int) -> None:
+        """Note that `rank` has entered operation `key`."""
+        self._entered.setdefault(key, set()).add(rank)
+        self._elsewhere.get(key, {}).pop(rank, None)
+
+    def note_elsewhere(self, rank: int, key: int, where: str) -> None:
+        """Note that `rank` has not entered operation `key`; `where` is the operation it is in."""
+        self._elsewhere.setdefault(key, {})[rank] = where
+
+    def note_gave_up(self, rank: int, gave_up: GaveUp) -> None:
+        """Note the error at the deadline of `rank`; only its first error counts."""
+        self.gave_up.setdefault(rank, gave_up)
+        self.has_lost = True
+
+    def forget(self, key: int) -> None:
+        """Forget operation `key`, which is over."""
+        self._entered.pop(key, None)
+        self._elsewhere.pop(key, None)
+
+    def obstacle(self, key: int, members: Collection[int]) -> Obstacle | None:
+        """Return why operation `key` of these ranks cannot complete, or None if it can.
+
+        Blames a rank that failed first, member or not, rather than the ranks that followed it.
+        """
+        dead = {r: why for r, why in self.dead.items() if r in members}
+        first = {self._followed.get(r, r) for r in dead}
+        causes = {r: why for r, why in self.dead.items() if r in first - self._followed.keys()}
+        absent = self.absent.get(key, {})  # disjoint groups may have operations with the same key
+        departed = {r: how for r, how in absent.items() if r in members}
+        for reasons in (causes, departed):
+            for rank, reason in reasons.items():
+                return Obstacle(rank, departed.get(rank, reason))
+        for rank in dead:
+            cause = self._followed[rank]
+            how = self.left.get(cause, "failed")
+            return Obstacle(cause, f"{how}, and rank {rank} stopped because of it")
+        return next((why for r, why in self.broken.items() if r in members), None)
+
+    def quitter(self, members: Collection[int]) -> GaveUp | None:
+        """Return the error of the first of these ranks whose deadline passed."""
+        return next((said for rank, said in self.gave_up.items() if rank in members), None)
+
+    def missing(self, key: int, members: Collection[int]) -> list[int]:
+        """Return the `members` that have not announced that they entered operation `key`."""
+        entered = self._entered.get(key, set())
+        return [r for r in members if r != self.rank and r not in entered and r not in self.dead]
+
+    def whereabouts(self, key: int) -> dict[int, str]:
+        """Return, for each rank that is known not to have entered operation `key`, where it is."""
+        return dict(sorted(self._elsewhere.get(key, {}).items()))
+
+    @property
+    def are_all_gone(self) -> bool:
+        """True once all other ranks have left or died."""
+        return len(self._gone) == self.size - 1
+
+    @property
+    def still_here(self) -> list[int]:
+        """The other ranks that have neither left nor died."""
+        return [r for r in range(self.size) if r != self.rank and r not in self._gone]

@@ -1,0 +1,68 @@
+"""Requests that C++ completes without Python: recorded algorithms, and steps in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ringcomm._core import Loop, NodeStep, Run, WireFault
+from ringcomm.arrays.base import Bytes
+from ringcomm.transport.base import Request
+
+
+@dataclass(eq=False)
+class Running(Request):
+    """Request that is complete once the whole algorithm is over."""
+
+    run: Run
+    loop: Loop  # advances `run`
+    arguments: list[Bytes]  # the buffers of the algorithm, kept alive by this request
+    is_in_cpp = True
+
+    def test(self) -> bool:
+        if self.run.is_over and self.run.fault:
+            raise WireFault(self.run.fault)
+        return self.run.is_over
+
+    def cancel(self) -> None:
+        self.loop.abandon(self.run)  # keeps for ever the requests that the algorithm has posted
+
+
+class NextMove(Request):
+    """Request that is complete once the algorithm has made another step or is over.
+
+    The deadline starts anew with each step, so a long operation that makes progress does not time
+    out.
+    """
+
+    is_in_cpp = True
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._run = running.run
+        self._seen = self._run.moves
+
+    def test(self) -> bool:
+        return self._running.test() or self._run.moves != self._seen
+
+
+@dataclass(eq=False)
+class StepRequest(Request):
+    """Request that waits for a step in shared memory."""
+
+    step: NodeStep
+    loop: Loop  # advances `step`
+    members: tuple[int, ...]  # the ranks of the job that take part
+    buffers: tuple[Any, ...]  # kept alive by this request
+    is_in_cpp = True
+
+    def test(self) -> bool:
+        return self.step.is_over
+
+    def cancel(self) -> None:
+        self.loop.abandon(self.step)  # afterwards no other rank touches the buffers
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of the job that have not entered the step."""
+        return tuple(r for i, r in enumerate(self.members) if not self.step.has_arrived(i))

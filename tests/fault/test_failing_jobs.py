@@ -1,0 +1,605 @@
+"""Whole jobs that go wrong, beyond the safety matrix of ci/safety: one mpirun each."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from harness import (
+    HANG_S,
+    IS_MPICH,
+    PROMPTLY_S,
+    finish_job,
+    job_environment,
+    run_script,
+    start_job,
+    wait_until,
+)
+
+PRELUDE = """
+import os, signal, subprocess, sys, threading, time
+import numpy as np
+import ringcomm as rc
+X = np.ones(1000, np.float32)
+"""
+ULFM = ("--with-ft", "ulfm")
+needs_ulfm = pytest.mark.skipif(IS_MPICH, reason="ULFM is Open MPI's")
+
+
+def script(body):
+    return PRELUDE + textwrap.dedent(body)
+
+
+def last_lines(output, n=15):
+    return "\n".join([line for line in output.splitlines() if line.strip()][-n:])
+
+
+def report_of(output):
+    """Return the report without the launcher's own lines around it."""
+    return re.search(r"^x .*(?:\n  .*)*", output, re.MULTILINE).group(0)
+
+
+def test_an_error_alike_on_all_ranks_is_printed_once(tmp_path):
+    body = """
+    rc.init()
+    rc.barrier()
+    raise ValueError("a batch of 7")
+    """
+    for _ in range(3):  # a rank that raises once the first one is gone prints it, too
+        job = run_script(4, script(body), cwd=tmp_path)
+        if job.output.count("Traceback") == 1:
+            break
+    assert job.code != 0
+    assert job.output.count("Traceback") == 1, job.output
+    report = report_of(job.output)
+    assert "raised ValueError - exit 1" in report
+    others = re.search(r"likewise: ranks (\d),(\d),(\d)$", report, re.MULTILINE)
+    assert {*others.groups()} | {report.split()[2]} == set("0123"), report
+
+
+def test_an_error_in_init_is_printed_once_though_no_rank_knows_another(tmp_path):
+    body = """
+    open(f"{os.getpid()}.here", "w").close()
+    while len([name for name in os.listdir() if name.endswith(".here")]) < 3:
+        time.sleep(0.001)
+    rc.init()
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_CYCEL": "1"})
+    assert job.code != 0
+    assert job.output.count("Traceback") == 1, job.output
+    assert job.output.count("ConfigError: RINGCOMM_CYCEL is not a setting") == 1
+
+
+def test_a_rank_that_ends_early_is_named_as_having_left(tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    if rc.rank() == 1:
+        sys.exit(0)
+    rc.allreduce(X, name="second")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    report = report_of(job.output)
+    assert re.search(r"x rank 1 .* left the job while others waited for it", report)
+    assert "ranks 0,2 in allreduce[second]" in report
+
+
+def test_system_exit_without_sys_exit_is_seen(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        raise SystemExit(3)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert "x rank 1" in report_of(job.output)
+
+
+def test_ranks_may_end_at_different_times(tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    if rc.rank() == 0:
+        time.sleep(3)  # e.g. a last evaluation on rank 0
+        print("evaluated", flush=True)
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "2"})
+    assert job.code == 0, job.output
+    assert "evaluated" in job.output
+    assert "x rank" not in job.output
+
+
+@pytest.mark.parametrize(("rank", "delay_s"), [(0, 0), (2, 1)])
+def test_a_late_failure_is_the_job_s_although_the_others_were_done(rank, delay_s, tmp_path):
+    body = f"""
+    class Knot:
+        def __del__(self):
+            print("collected", flush=True)
+    rc.init()
+    rc.barrier()
+    if rc.rank() == {rank}:
+        knot = Knot()
+        knot.itself = knot
+        time.sleep({delay_s})  # the others are at their end meanwhile
+        raise ValueError("boom")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0, job.output
+    assert f"x rank {rank}" in report_of(job.output)
+    assert "collected" not in job.output  # with torch that takes a second of CPU per rank
+
+
+@pytest.mark.parametrize("end", ["rc.shutdown()", "pass"])
+def test_what_cannot_be_completed_at_the_end_is_the_job_s_failure(end, tmp_path):
+    body = f"""
+    rc.init()
+    if rc.rank() == 0:
+        handle = rc.allreduce_async(X, name="w")
+        {end}
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code != 0, job.output
+    assert "x rank 1" in report_of(job.output)
+    assert "left the job while others waited for it" in job.output
+
+
+@needs_ulfm
+def test_a_stopped_rank_does_not_outlive_a_fault_tolerant_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    rc.allreduce(X, name="w")
+    """
+    environment = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_GRACE_S": "1"}
+    job = run_script(3, script(body), cwd=tmp_path, env=environment, options=ULFM, timeout_s=HANG_S)
+    assert "for rank 1, which did not answer" in job.output
+
+
+def test_the_same_exit_code_everywhere_is_the_job_s_however_long_ranks_take_to_end(tmp_path):
+    body = """
+    import atexit
+    atexit.register(time.sleep, 600)  # behind what init() registers: it is ended in there
+    rc.init()
+    rc.allreduce(X)
+    rc.barrier()
+    sys.exit(7)
+    """
+    job = run_script(4, script(body), cwd=tmp_path, env={"RINGCOMM_GRACE_S": "0.5"})
+    # MPICH's launcher kills who has not exited yet when the first has, and tells of that.
+    assert job.code == 7 or (IS_MPICH and job.code == 9)
+    assert "called sys.exit" in report_of(job.output)
+
+
+def test_an_exception_before_init_ends_the_job(tmp_path):
+    # A rank that connects while prterun 5 ends the job can hang prterun: let rank 0 be inside.
+    body = """
+    if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == 1:
+        while not os.path.exists("rank0"):
+            time.sleep(0.01)
+        time.sleep(0.5)  # MPI_Init tells nobody how far it has come
+        raise ValueError("no data")
+    open("rank0", "w").close()
+    rc.init()
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "2"})
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert "ValueError: no data" in job.output
+    if IS_MPICH:  # Open MPI's mpirun ends the job itself
+        assert "not all ranks came within 2 s: a rank ended before" in job.output
+
+
+def test_a_caught_peer_failure_lets_the_survivor_save_its_work(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        rc.allreduce(X)
+    except rc.PeerFailedError as error:
+        open(f"saved.{rc.rank()}", "w").write(f"{error.rank}")
+        raise
+    """
+    options = () if IS_MPICH else ULFM  # else mpirun may be faster than the survivor
+    job = run_script(3, script(body), cwd=tmp_path, options=options)
+    assert job.code != 0
+    if not IS_MPICH:
+        assert [(tmp_path / f"saved.{r}").read_text() for r in (0, 2)] == ["1", "1"]
+
+
+@needs_ulfm
+def test_under_ulfm_survivors_go_on_without_the_dead(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        rc.allreduce(X, name="w")
+    except rc.PeerFailedError as error:
+        time.sleep(1)
+        print(f"rank {rc.rank()} went on without {error.rank}", flush=True)
+    """
+    job = run_script(3, script(body), cwd=tmp_path, options=ULFM)
+    assert "rank 0 went on without 1" in job.output
+    assert "rank 2 went on without 1" in job.output
+    assert len(re.findall(r"^x rank 1", job.output, re.MULTILINE)) == 1
+
+
+def test_timeout_names_the_missing_rank_and_ends_the_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        time.sleep(60)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert re.search(
+        r"CommTimeoutError: allreduce\[w\]: rank \d has waited .*for rank 1", job.output
+    )
+    assert "raised CommTimeoutError" in report_of(job.output)
+
+
+def test_a_stopped_rank_is_a_timeout_and_does_not_outlive_the_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert "for rank 1, which did not answer" in job.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_a_job_promptly(number, tmp_path):
+    body = """
+    rc.init()
+    rc.barrier()
+    open(f"ready.{rc.rank()}", "w").close()
+    while True:
+        rc.allreduce(X)
+    """
+    (tmp_path / "script.py").write_text(script(body))
+    process = start_job(3, tmp_path / "script.py", cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 3)
+    process.send_signal(number)
+    job = finish_job(process, timeout_s=HANG_S)
+    assert job.seconds < PROMPTLY_S
+    assert job.code != 0
+    assert "x rank" not in job.output  # nobody's fault
+
+
+def test_a_launcher_that_is_killed_leaves_no_rank_behind(tmp_path):
+    body = """
+    rc.init()
+    rc.barrier()
+    open(f"ready.{rc.rank()}.{os.getpid()}", "w").close()
+    while True:
+        rc.allreduce(X)
+    """
+    (tmp_path / "script.py").write_text(script(body))
+    process = start_job(2, tmp_path / "script.py", cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
+    pids = [int(path.name.split(".")[2]) for path in tmp_path.glob("ready.*")]
+    process.kill()
+    finish_job(process, timeout_s=HANG_S)
+    wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def wait_for(condition):
+    wait_until(condition, "waited in vain", PROMPTLY_S)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_children_are_no_ranks_and_disturb_nobody(tmp_path):
+    body = """
+    import multiprocessing
+
+    def try_everything(queue):
+        texts = []
+        for call in (rc.init, rc.barrier, rc.rank, lambda: rc.allreduce(X)):
+            try:
+                call()
+                texts.append("no error")
+            except rc.NotInitializedError as error:
+                texts.append(str(error))
+            except Exception as error:
+                texts.append(repr(error))
+        queue.put(texts)
+        sys.exit(5)
+
+    if __name__ == "__main__":
+        rc.init()
+        for method in ("fork", "spawn"):
+            context = multiprocessing.get_context(method)
+            queue = context.Queue()
+            child = context.Process(target=try_everything, args=(queue,))
+            child.start()
+            texts = queue.get(timeout=120)
+            child.join(30)
+            assert child.exitcode == 5, child.exitcode
+            assert "is a child of" in texts[0], (method, texts)
+            assert "is a child of" in texts[1] or "call ringcomm.init()" in texts[1], texts
+            assert "no error" not in texts[3], (method, texts)
+            rc.allreduce(X)
+        done = subprocess.run(
+            [sys.executable, "-c", "import ringcomm; print('ok'); ringcomm.init()"],
+            capture_output=True, text=True, timeout=60,
+        )
+        assert done.stdout == "ok\\n" and "is a child of the rank" in done.stderr, done
+        assert rc.allreduce(X)[0] == rc.size()
+        print("fine", flush=True)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("fine") == 2
+    assert "x rank" not in job.output
+
+
+def test_what_a_lost_rank_has_started_does_not_keep_the_job(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        import ctypes
+        subprocess.Popen(["sleep", "60"])
+        if os.fork() == 0:
+            time.sleep(60)
+        ctypes.CDLL(None)._exit(0)
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path, timeout_s=HANG_S)
+    assert job.code != 0, job.output
+    assert "x rank 1" in report_of(job.output)
+
+
+def test_a_forked_child_that_raises_or_exits_by_itself_is_no_failure(tmp_path):
+    body = """
+    rc.init()
+    for deed in (lambda: 1 / 0, lambda: sys.exit(4), lambda: os._exit(0)):
+        pid = os.fork()
+        if pid == 0:
+            deed()
+        os.waitpid(pid, 0)
+        rc.allreduce(X)
+    print("fine", flush=True)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("fine") == 2
+    assert "x rank" not in job.output
+
+
+def test_mpi_imported_first_is_told_and_still_safe(tmp_path):
+    body = """
+    import logging
+    logging.basicConfig()
+    from mpi4py import MPI
+    rc.init()
+    if rc.rank() == 1:
+        raise ValueError("boom")
+    rc.allreduce(X)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert "raised ValueError" in report_of(job.output)
+    assert "came too late: OMPI_MCA_coll=^han" in job.output
+
+
+def test_mpi_imported_first_ends_in_order(tmp_path):
+    body = """
+    from mpi4py import MPI
+    rc.init()
+    assert rc.allreduce(X)[0] == MPI.COMM_WORLD.size
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
+def test_a_caught_sys_exit_is_no_failure(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        try:
+            sys.exit(3)
+        except SystemExit:
+            pass
+    rc.barrier()
+    time.sleep(2 if rc.rank() == 0 else 0)  # longer than the grace of a failed job
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_GRACE_S": "0.5"})
+    assert (job.code, job.output) == (0, "")
+
+
+def test_an_excepthook_that_replaces_ours_hides_nothing(tmp_path):
+    body = """
+    rc.init()
+    sys.excepthook = lambda kind, error, trace: print("my own hook:", error, file=sys.stderr)
+    if rc.rank() == 1:
+        raise ValueError("boom")
+    rc.allreduce(X, name="w")
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code != 0
+    assert "my own hook: boom" in job.output
+    assert re.search(r"x rank 1 .* raised ValueError - exit 1", report_of(job.output))
+
+
+def test_a_rank_may_start_a_job_of_its_own(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 0 and "inner" not in sys.argv:
+        mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
+        more = [] if rc_is_mpich else ["--oversubscribe"]
+        inner = [mpirun, *more, "-np", "2", sys.executable, __file__, "inner"]
+        done = subprocess.run(inner, capture_output=True, text=True, timeout=120)
+        assert done.stdout.count("inner sum 2.0") == 2, done
+    if "inner" in sys.argv:
+        print("inner sum", rc.allreduce(X)[0], flush=True)
+    rc.barrier()
+    """
+    text = script(body).replace("rc_is_mpich", str(IS_MPICH))
+    job = run_script(2, text, cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
+def test_a_rank_that_never_calls_init_is_noticed_in_time(tmp_path):
+    body = """
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 1:
+        time.sleep(30)  # "never": the job must end long before
+    rc.init()
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "1"})
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert "not all ranks came within 1 s" in job.output
+
+
+def test_init_and_shutdown_leak_no_descriptor(tmp_path):
+    body = """
+    rc.init(); rc.shutdown()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        rc.init(); rc.barrier(); rc.shutdown()
+    assert len(os.listdir("/proc/self/fd")) <= before, (before, os.listdir("/proc/self/fd"))
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
+def test_shutdown_before_the_end_is_in_order(tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    rc.shutdown()
+    rc.shutdown()
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output == ""
+
+
+def test_daemon_workers_of_a_failing_rank_end_with_it(tmp_path):
+    """Exit handlers of others still run: multiprocessing's ends its daemonic children."""
+    body = """
+    import multiprocessing
+    if __name__ == "__main__":
+        rc.init()
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
+        open(f"child.{child.pid}", "w").close()
+        rc.barrier()
+        if rc.rank() == 1:
+            raise ValueError("boom")
+        rc.allreduce(X)
+    """
+    options = () if IS_MPICH else ULFM  # where no launcher kills them first
+    run_script(2, script(body), cwd=tmp_path, options=options)
+    pids = [int(path.name.split(".")[1]) for path in tmp_path.glob("child.*")]
+    assert len(pids) == 2
+    if not IS_MPICH:
+        wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_single_process_needs_no_launcher(tmp_path):
+    code = script("rc.init(); assert rc.size() == 1; print(rc.allreduce(X)[0])")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env=job_environment(),
+    )
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
+
+
+def test_a_launcher_of_another_kind_is_refused(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", script("rc.init()")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env=job_environment({"SLURM_STEP_NUM_TASKS": "4"}),
+    )
+    assert done.returncode == 1
+    assert "SLURM_STEP_NUM_TASKS says that 4 processes were launched" in done.stderr
+
+
+def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp_path):
+    """Each would be rank 0 of 1; but a rank of MPI that has torch's variables is none of these."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    body = """
+        import os, subprocess
+        if "WORLD_SIZE" not in os.environ:
+            rc.init()
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+            child = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
+            assert "is a child of the rank" in child.stderr, child.stderr
+            rc.shutdown()
+            print("told")
+        rc.init()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(script(body))
+    for extra, told in (ranks, "WORLD_SIZE wants 2 ranks, but torchrun started"), ({}, "told"):
+        done = subprocess.run(
+            [sys.executable, path],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=tmp_path,
+            env=job_environment(extra),
+        )
+        assert told in done.stderr + done.stdout
+        assert done.returncode == int(bool(extra))
+
+
+def test_two_jobs_side_by_side_do_not_meet(tmp_path):
+    body = "rc.init(); assert rc.allreduce(X)[0] == rc.size(); time.sleep(0.3); rc.barrier()"
+    (tmp_path / "script.py").write_text(script(body))
+    jobs = [start_job(n, tmp_path / "script.py", cwd=tmp_path) for n in (2, 3)]
+    assert [finish_job(job).code for job in jobs] == [0, 0]
+
+
+def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        rc.allreduce(X, name="w")
+    """
+    environ = {"RINGCOMM_TIMELINE": str(tmp_path / "trace")}
+    job = run_script(2, script(body), cwd=tmp_path, env=environ)
+    assert job.code != 0
+    for rank in range(2):
+        opening, *lines = (tmp_path / f"trace.{rank}.json").read_text().split("\n")
+        assert opening == "["
+        events = [json.loads(line.removesuffix(",")) for line in lines[:-1]]  # the complete lines
+        assert sum(event.get("name") == "allreduce[w]" for event in events) > 10
+        assert {"negotiation", "shared memory"} <= {event.get("name") for event in events}

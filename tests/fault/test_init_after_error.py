@@ -1,0 +1,157 @@
+"""After an error that no rank's death caused, all ranks can shutdown() and init() again."""
+
+import textwrap
+
+import pytest
+from harness import PROMPTLY_S, at_length, run_script
+
+PRELUDE = """
+import os, sys, threading, time
+import numpy as np
+import ringcomm as rc
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.transport import failure_news
+from ringcomm.transport.control_header import Header, Kind
+failure_news.DIRECT = int(os.environ.get("DIRECT", failure_news.DIRECT))
+X = np.ones(int(os.environ.get("COUNT", 1000)), np.float32)
+
+def gives_up(place):
+    # Rank 1 comes only when the others have waited in vain.
+    if rc.rank() == 1:
+        while not os.path.exists(place):
+            time.sleep(0.01)
+    try:
+        rc.allreduce(X, name="late")
+    except rc.CommTimeoutError as error:
+        open(place, "w").close()
+        return "all call shutdown(), then init()" in str(error)
+
+def reborn():
+    rc.shutdown()
+    assert not rc.is_initialized()
+    rc.init()
+    wire = engine().transport
+    late = Header(Kind.FAILED, wire.ring_epoch - 1, 0, about=rc.rank()).pack("failed before\\n0")
+    wire.control((rc.rank() + 1) % rc.size(), late)
+    for _ in range(3):
+        assert rc.allreduce(X)[0] == rc.size()
+        assert rc.allreduce(X, name="w")[0] == rc.size()
+    print("reborn", flush=True)
+"""
+
+
+def script(body):
+    return PRELUDE + textwrap.dedent(body)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "count"), at_length([("node", 1000), ("ring", 4_000_000)], [("ring", 4_000_000)])
+)
+def test_after_a_timeout_ranks_that_live_begin_anew(algorithm, count, tmp_path):
+    body = """
+    rc.init()
+    rc.allreduce(X)
+    for life in range(2):
+        assert gives_up(f"life.{life}")
+        reborn()
+    rc.shutdown()
+    """
+    environment = {"RINGCOMM_TIMEOUT_S": "3", "RINGCOMM_ALGORITHM": algorithm, "COUNT": str(count)}
+    if algorithm == "ring":
+        environment["DIRECT"] = "1"  # news is passed on, as among thousands
+    job = run_script(3, script(body), cwd=tmp_path, env=environment)
+    assert job.code == 0, job.output
+    assert job.output.count("reborn") == 6
+    assert "x rank" not in job.output
+
+
+def test_a_rank_that_no_error_reached_begins_anew_with_the_others(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 0:
+        assert gives_up("over")
+    while not os.path.exists("over"):
+        time.sleep(0.01)
+    reborn()
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
+    assert job.code == 0, job.output
+    assert job.output.count("reborn") == 2
+    assert "x rank" not in job.output
+
+
+def test_ranks_that_missed_one_that_had_shut_down_begin_anew_with_it(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() != 0:
+        try:
+            rc.allreduce(X)
+        except rc.PeerFailedError as error:
+            assert error.rank == 0 and "called shutdown()" in str(error)
+    reborn()
+    """
+    job = run_script(3, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("reborn") == 3
+
+
+@pytest.mark.at_length
+def test_shutdown_after_a_timeout_waits_for_nobody_and_init_names_who_is_missing(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        time.sleep(30)  # for ever: the job ends long before
+    try:
+        rc.allreduce(X)
+    except rc.CommTimeoutError:
+        pass
+    start = time.monotonic()
+    rc.shutdown()
+    assert time.monotonic() - start < 4
+    rc.init()
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "5"})
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert "ranks that have not called shutdown(): 1" in job.output
+
+
+def test_after_a_failure_nobody_begins_anew(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 1:
+        threading.Thread(target=lambda: 1 / 0).start()  # a failure that its process outlives
+        time.sleep(2.5)
+    try:
+        rc.allreduce(X)
+    except rc.PeerFailedError as error:
+        assert error.rank == 1
+    rc.shutdown()
+    try:
+        rc.init()
+    except rc.RingcommError as error:
+        print("refused:", error, flush=True)
+        raise
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "5"})
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S
+    assert "refused: " in job.output
+    assert "reborn" not in job.output
+
+
+def test_a_job_that_ends_after_a_timeout_and_shutdown_has_failed(tmp_path):
+    body = """
+    rc.init()
+    if rc.rank() == 0:
+        try:
+            rc.allreduce(X)
+        except rc.CommTimeoutError:
+            pass
+        rc.shutdown()
+    else:
+        time.sleep(6)
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
+    assert job.code != 0
+    assert job.seconds < PROMPTLY_S

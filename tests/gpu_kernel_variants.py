@@ -1,0 +1,62 @@
+"""The kernels that the tests compile without launching them: all, and a few that show most."""
+
+from itertools import product
+
+from numpy_operators import is_defined
+
+from ringcomm.arrays.dtypes import DTYPES
+from ringcomm.collectives.operators import MAX, PRODUCT, SUM
+from ringcomm.gpu.kernels.pack import PACKED_ITEMSIZES, PackKernel
+from ringcomm.gpu.kernels.reduce import OPERATORS_OF_BOOL, ReduceKernel
+from ringcomm.gpu.kernels.reduce_and_optimizer_step import (
+    COMPUTED,
+    UpdateKernel,
+    adam_numbers,
+    sgd_numbers,
+)
+
+NUMBERS = {
+    "Sgd": sgd_numbers(1, lr=0.1),
+    "Momentum": sgd_numbers(1, lr=0.1, momentum=0.9),
+    "Adam": adam_numbers(1, lr=0.1),
+}
+
+
+def reduction(dtype, op, n):
+    return ReduceKernel((0,) * n, (0,) * n, 0, dtype, op)
+
+
+def packing(itemsize, unpacks=False):
+    return PackKernel((), 0, itemsize, unpacks, 0, 0)
+
+
+def update(gradient, weight, rule, n):
+    owned = (0,) * (1 + list(NUMBERS).index(rule))
+    return UpdateKernel((0,) * n, (0,) * n, owned, 0, gradient, weight, rule, NUMBERS[rule], 1.0)
+
+
+def all_variants():
+    """Return every kind of kernel, each for some numbers of ranks."""
+    for dtype, op, n in product(DTYPES.values(), OPERATORS_OF_BOOL, (1, 2, 4, 8, 12, 24)):
+        if is_defined(op, dtype.name):
+            yield reduction(dtype, op, n)
+    for itemsize, unpacks in product(PACKED_ITEMSIZES, (False, True)):
+        yield packing(itemsize, unpacks)
+    computed = [DTYPES[name] for name in COMPUTED]
+    for gradient, weight, n in product(computed, computed, (1, 4, 8, 24)):
+        for rule in NUMBERS:
+            yield update(gradient, weight, rule, n)
+
+
+def representative_variants():
+    """Return one or a few of each kind, those that need the most registers among them."""
+    f32, bf16, f16 = DTYPES["float32"], DTYPES["bfloat16"], DTYPES["float16"]
+    yield reduction(f32, SUM, 4)
+    yield reduction(f16, SUM, 2)
+    yield reduction(bf16, SUM, 8)
+    yield reduction(bf16, SUM, 24)
+    yield reduction(DTYPES["int8"], MAX, 2)
+    yield reduction(DTYPES["complex128"], PRODUCT, 4)
+    yield packing(4)
+    yield packing(2, unpacks=True)
+    yield update(bf16, bf16, "Adam", 8)

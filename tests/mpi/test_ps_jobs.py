@@ -1,0 +1,185 @@
+"""Jobs of workers and servers, as mpirun starts them."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from harness import IS_MPICH, PROMPTLY_S, run_job, run_script
+
+TRAIN = """
+import sys
+import numpy as np
+import ringcomm as rc
+from ringcomm import ps
+
+ps.init(**eval(sys.argv[1]))
+n = 300_001
+t = ps.table("w", n, updater=ps.optim.SGD(1.0), mode="sync", block_nbytes=400_000)
+for _ in range(5):
+    t.push(np.full(n, -1.0 - rc.rank(), np.float32))
+    values = t.pull().wait()
+expected = 5 * (1 + rc.size()) / 2
+assert (values == expected).all(), (values, expected)
+kv = rc.allreduce(np.ones(1)).item()
+print(f"worker {rc.rank()} of {rc.size()} has {values[0]}, {kv}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "workers"),
+    [(2, "{}", 1), (4, "dict(servers=2)", 2), (3, "dict(servers=2, colocated=True)", 3)],
+)
+def test_one_program(n, options, workers, tmp_path):
+    job = run_script(n, TRAIN, options, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count(f"of {workers} has") == workers
+
+
+def test_the_environment_says_how_many_servers(tmp_path):
+    job = run_script(4, TRAIN, "{}", cwd=tmp_path, env={"RINGCOMM_PS_SERVERS": "3"})
+    assert job.code == 0, job.output
+    assert job.output.count("worker 0 of 1 has") == 1
+
+
+@pytest.mark.skipif(IS_MPICH, reason="tried with one mpirun's colon syntax, of Open MPI")
+def test_commands_of_their_own(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    servers = (":", "-np", 2, sys.executable, "-m", "ringcomm.ps.server")
+    job = run_job(2, "train.py", "{}", *servers, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("of 2 has") == 2
+
+
+CALLS = """
+from ringcomm import ps
+import my_functions
+ps.init()
+t = ps.table("w", 10, init=range(10))
+assert t.call("largest").wait() == [9.0]
+print("done", flush=True)
+"""
+
+
+@pytest.mark.skipif(IS_MPICH, reason="tried with one mpirun's colon syntax, of Open MPI")
+def test_a_command_of_servers_imports_modules_with_functions(tmp_path):
+    (tmp_path / "train.py").write_text(CALLS)
+    (tmp_path / "my_functions.py").write_text(
+        "from ringcomm import ps\n\n@ps.function\ndef largest(values):\n    return values.max()\n"
+    )
+    servers = (":", "-np", 1, sys.executable, "-m", "ringcomm.ps.server", "my_functions")
+    job = run_job(1, "train.py", *servers, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "done" in job.output
+
+
+PULLS = """
+import sys
+import numpy as np
+import ringcomm as rc
+from ringcomm import ps
+
+ps.init(**eval(sys.argv[1]))
+init = ps.initializers.normal(std=0.1)
+tables = [
+    ps.hashtable(f"t{k}", 1 + 3 * k, updater=ps.optim.SGD(1.0), init=init, mode=mode,
+                 pull_compression="fp16" if k == 2 else None)
+    for k, mode in enumerate(["async", "sync", "sync", ps.SSP(1)] * 3)
+]
+rng = np.random.default_rng(rc.rank())
+pulls = [(kv, rng.integers(0, 500, (700 + rc.rank(), 3))) for kv in (*tables, tables[0])]
+for _ in range(5):
+    for kv in tables:
+        kv.push(np.arange(400), np.ones((400, kv.dim), np.float32)).wait()
+    rc.barrier()
+    rows = ps.pull_many(pulls).wait()
+    for (kv, keys), found in zip(pulls, rows, strict=True):
+        assert np.array_equal(found, kv.pull(keys).wait()), kv
+    rc.barrier()
+    ps.complete_step()
+print(f"worker {rc.rank()} of {rc.size()} has {len(rows)} arrays", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "workers"),
+    [(2, "{}", 1), (4, "dict(servers=2)", 2), (3, "dict(servers=2, colocated=True)", 3)],
+)
+def test_rows_of_many_tables_at_once(n, options, workers, tmp_path):
+    job = run_script(n, PULLS, options, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count(f"of {workers} has 13 arrays") == workers
+
+
+DIES = """
+import os, signal
+import numpy as np
+import ringcomm as rc
+from ringcomm import ps
+
+{before}
+ps.init(servers=1)
+t = ps.table("w", 1000, mode="sync")
+{after}
+while True:
+    t.push(np.ones(1000, np.float32))
+    t.pull().wait()
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (
+            "import threading\nimport mpi4py.MPI\nrc.init()\n"
+            f"if rc.rank() == 2: threading.Timer(0.5, lambda: {KILL}).start()",
+            "",
+            "rank 2",
+        ),
+        ("", f"if rc.rank() == 1: {KILL}", "rank 1"),
+        ("", "if rc.rank() == 1: raise ValueError('boom')", "boom"),
+    ],
+    ids=["a server that is killed", "a worker that is killed", "a worker that raises"],
+)
+def test_a_death_ends_the_job_and_is_named(before, after, told, tmp_path):
+    job = run_script(3, DIES.format(before=before, after=after), cwd=tmp_path)
+    assert job.code != 0
+    assert told in job.output
+    assert job.seconds < PROMPTLY_S
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "parameter_server.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.skipif(IS_MPICH, reason="shown with Open MPI")
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_the_blocks_of_the_page_run(block, tmp_path):
+    job = run_script(3, block, cwd=tmp_path)
+    assert job.code == 0, job.output
+
+
+LEAVES = """
+import time
+import ringcomm as rc
+from ringcomm import ps
+
+@ps.evaluator(every=1)
+def evaluate(step):
+    ps.table("w", 10).pull().wait()
+
+ps.init(evaluators=1)
+ps.table("w", 10).pull().wait()
+start = time.monotonic()
+rc.shutdown()
+print(f"left after {time.monotonic() - start:.1f} s", flush=True)
+"""
+
+
+def test_nobody_waits_for_servers_that_have_nothing_more_to_do(tmp_path):
+    job = run_script(4, LEAVES, cwd=tmp_path)
+    assert job.code == 0, job.output
+    told = [float(each) for each in re.findall(r"left after ([\d.]+) s", job.output)]
+    assert len(told) == 2
+    assert max(told) < 3

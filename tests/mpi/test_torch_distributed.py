@@ -1,0 +1,227 @@
+"""torch.distributed's backend in real jobs: the suites, the examples, and ways to start."""
+
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from harness import (
+    BIN,
+    HANG_S,
+    IS_MPICH,
+    PROMPTLY_S,
+    at_length,
+    is_at_length,
+    job_environment,
+    run_job,
+    run_script,
+)
+
+pytest.importorskip("torch", reason="the core is tested without torch, too")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ["ddp_backend", "fsdp_transformer", "zero1", "pipeline_tp"]
+# Of torch's own modules, in the version at hand: they are not ours to mend.
+FOREIGN = [
+    "-W",
+    "ignore::DeprecationWarning",
+    "-W",
+    "ignore::UserWarning",
+    "-W",
+    "ignore::FutureWarning",
+]
+
+
+# What MPI is beneath changes nothing above the engine, whose own suites run with both.
+pytestmark = pytest.mark.skipif(
+    IS_MPICH and not is_at_length(), reason="the gate has no time for it: set AT_LENGTH=1"
+)
+ALL = [
+    (suite, n)
+    for suite in ("torch_distributed_suite.py", "torch_parallelism_suite.py")
+    for n in (2, 3, 4)
+]
+SUITES = at_length(ALL, [("torch_distributed_suite.py", 3)])
+
+
+@pytest.mark.parametrize(("suite", "size"), SUITES)
+def test_suite_passes_on_every_rank(suite, size, tmp_path):
+    file = ROOT / "tests" / "mpi" / suite
+    options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-xq"]
+    foreign = FOREIGN if suite == "torch_parallelism_suite.py" else []
+    command = ["-P", "-m", "pytest", *options, *foreign, file]
+    job = run_job(size, *command, cwd=tmp_path, timeout_s=240)
+    assert job.code == 0, job.output
+    assert job.output.count(" passed") == size, job.output
+    assert "x rank" not in job.output
+
+
+@pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [2]))
+@pytest.mark.parametrize("name", at_length(EXAMPLES, ["fsdp_transformer"]))
+def test_example_equals_one_process(name, size, tmp_path):
+    if name == "fsdp_transformer" and metadata.version("torch").startswith("2.6."):
+        pytest.skip("FSDP2 of torch 2.6 wants an accelerator")
+    job = run_job(size, ROOT / "examples" / f"{name}.py", cwd=tmp_path, timeout_s=120)
+    assert job.code == 0, job.output
+    assert "from one process by" in job.output.replace("from one\nprocess", "from one process")
+
+
+SUM = """
+import torch, torch.distributed as dist
+import ringcomm.torch
+dist.init_process_group({arguments})
+x = torch.ones(2)
+dist.all_reduce(x)
+assert (x == dist.get_world_size()).all()
+group = dist.new_group([0, 1])
+if dist.get_rank() < 2:
+    dist.all_reduce(x, group=group)
+print("summed", dist.get_backend(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+FORMS = [
+    '"ringcomm"',
+    '"ringcomm", init_method="env://"',
+    '"ringcomm", init_method="mpi://"',
+    '"cpu:ringcomm"',
+    '"gloo"',
+]
+
+
+@pytest.mark.parametrize("size", at_length([2, 3], [2]))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '"gloo", init_method="mpi://"',
+        *at_length(FORMS, []),
+    ],
+)
+def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):
+    job = run_script(size, SUM.format(arguments=arguments), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("summed") == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '"ringcomm", init_method="mpi://"',
+        *at_length(['"cpu:ringcomm", init_method="mpi://"'], []),
+    ],
+)
+def test_the_backend_is_there_without_an_import_of_ringcomm(arguments, tmp_path):
+    script = SUM.format(arguments=arguments).replace("import ringcomm.torch\n", "")
+    assert "import ringcomm" not in script
+    job = run_script(2, script, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("summed") == 2
+
+
+@pytest.mark.at_length
+def test_variables_of_torch_are_used_where_all_are_set(tmp_path):
+    """A script that copies its rank from mpirun, as many do, goes on working."""
+    head = """
+import os, socket
+os.environ["RANK"] = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+os.environ["WORLD_SIZE"] = "2"
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{port}"
+"""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = head.format(port=port) + SUM.format(arguments='"ringcomm"')
+    job = run_script(2, script, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("summed") == 2
+
+
+@pytest.mark.parametrize("method", at_length(["env://", "mpi://"], ["mpi://"]))
+def test_a_rank_that_is_not_mpis_is_an_error_with_both(method, tmp_path):
+    script = 'import os\nos.environ["RANK"] = "1"\n' + SUM.format(
+        arguments=f'"ringcomm", init_method="{method}"'
+    )
+    job = run_script(2, script, cwd=tmp_path)
+    assert job.code != 0
+    assert "torch.distributed says rank 1 of 2" in job.output
+    assert "MPI says rank 0 of 2" in job.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}),
+        *at_length([("Ray", {"RAY_JOB_ID": "01000000"}), ("no MPI launcher", {})], []),
+    ],
+)
+def test_another_launcher_is_an_error_that_says_what_to_do(launcher, variables, tmp_path):
+    """Each process would be rank 0 of 1 to MPI, and sums would be of one rank."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import torch.distributed as dist\nimport ringcomm.torch\n"
+        'dist.init_process_group("ringcomm", store=dist.HashStore(), rank=0, world_size=2)\n'
+    )
+    done = subprocess.run(
+        [BIN / "python", path],
+        env=job_environment(ranks | variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert f"{launcher} started this process" in done.stderr
+    assert "mpirun -np N python" in done.stderr
+
+
+LATE = """
+import datetime, torch, torch.distributed as dist
+import ringcomm.torch
+dist.init_process_group("ringcomm", timeout=datetime.timedelta(seconds=0.5))
+x = torch.ones(2)
+if dist.get_rank() == 1:
+    dist.recv(x, 0)         # nobody sends
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.all_reduce(x, async_op=True).wait()",
+        *at_length(["dist.all_reduce(x)", "dist.barrier()"], []),
+    ],
+)
+def test_rule_7_a_groups_timeout_ends_its_operations_and_names_the_missing(call, tmp_path):
+    job = run_script(2, LATE.format(call=call), cwd=tmp_path, timeout_s=HANG_S)
+    assert job.code != 0
+    assert "for rank 1, which did not answer or did not enter it" in job.output or (
+        "for rank 0, which did not answer or did not enter it" in job.output
+    )
+    assert " timeout of 0.5 s is over" in job.output
+    assert job.seconds < PROMPTLY_S
+
+
+DEATH = """
+import os, signal, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+import ringcomm.torch
+dist.init_process_group("ringcomm")
+model = DDP(torch.nn.Linear(4, 4))
+for step in range(100):
+    if step == 3 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.at_length
+def test_a_rank_that_dies_ends_the_others_backward(tmp_path):
+    job = run_script(3, DEATH, cwd=tmp_path, timeout_s=HANG_S)
+    assert job.code != 0
+    assert "x rank 1" in job.output
+    assert job.seconds < PROMPTLY_S

@@ -1,0 +1,303 @@
+"""Cores of several servers, clients, and a network that delays and repeats what it carries.
+
+All is in one thread, and a list of numbers makes each choice: the same list is the same run.
+"""
+
+import copy
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+from ps_simulation_client import Client
+from ps_simulation_messages import FIRST_SERVER, Request
+from ps_simulation_server import Server
+
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.server.core import events as on
+
+MISTAKES = 8  # a server may refuse a partition, one time in so many
+
+
+class Members(NamedTuple):
+    workers: tuple[int, ...]
+    evaluators: tuple[int, ...]
+    server_numbers: tuple[int, ...]
+    leader: int
+
+
+class Choices:
+    """A list of bytes; zeros behind its end."""
+
+    def __init__(self, numbers):
+        self._numbers = iter(numbers)
+        self.are_over = False
+
+    def byte(self):
+        number = next(self._numbers, None)
+        self.are_over |= number is None
+        return number or 0
+
+    def below(self, n):
+        return self.byte() % n
+
+    def some_of(self, things):
+        """Return at least one of them."""
+        mask = self.byte()
+        return [x for k, x in enumerate(things) if mask >> k & 1] or [things[mask % len(things)]]
+
+
+class World:
+    """A run.
+
+    Args:
+        shapes: tables, by number.
+        choices: see Choices.
+        n_servers, n_workers: how many there are.
+        n_ops: what each client does before it leaves.
+        may_fail: servers may refuse partitions.
+        may_die: a worker dies, but not the chief.
+    """
+
+    def __init__(self, shapes, choices, n_servers, n_workers, n_ops, *, may_fail, may_die=False):
+        self.shapes = dict(enumerate(shapes))
+        self.choices, self.n_servers = choices, n_servers
+        self.may_fail, self.may_die = may_fail, may_die
+        leader = n_servers - 1
+        workers = tuple(range(1, n_workers + 1))
+        self.chief = workers[-1]
+        self.members = Members(workers, (0,), tuple(range(n_servers)), leader)
+        self.leader_rank = FIRST_SERVER + leader
+        self.now = 0.0
+        self.channels = defaultdict(deque)
+        self.delivered = {}  # the last push, by channel
+        self.open = set()  # requests that are to be answered
+        self.claims = {}  # by table, partition and epoch: a server
+        self.rounds = defaultdict(lambda: defaultdict(dict))  # who is in: by table and round
+        self.dead = set()
+        self.servers = [Server(self, index) for index in range(n_servers)]
+        for server in self.servers:
+            for number, shape in self.shapes.items():
+                if not shape.is_late:
+                    server.install(number, shape)
+        self.clients = {rank: Client(self, rank, n_ops) for rank in (0, *workers)}
+        self.ranks = {**self.clients, **{server.rank: server for server in self.servers}}
+
+    def first_owners(self, number):
+        n = self.shapes[number].n_partitions
+        return [(number + part) % self.n_servers for part in range(n)]
+
+    # --- messages
+    def send(self, source, dest, message):
+        self.channels[source, dest].append(message)
+
+    def send_to_server(self, server, dest, message):
+        message = {**copy.deepcopy(message), "from": server.index}
+        self.send(server.rank, FIRST_SERVER + dest, message)
+
+    def ask(self, source, dest, request):
+        if request.header.sequence:
+            self.open.add((*identity(request), dest))
+        self.send(source, dest, request)
+
+    def settle(self, request, server):
+        """Note that a request has been answered, which happens once."""
+        if request.content != "copy" and request.header.sequence:
+            self.open.remove((*identity(request), server))
+
+    def makes_a_mistake(self):
+        return self.may_fail and self.choices.below(MISTAKES) == MISTAKES - 1
+
+    @property
+    def may_have_problems(self):
+        return self.may_fail or any(client.has_left for client in self.clients.values())
+
+    @property
+    def is_abandoned(self):
+        return any(client.has_abandoned for client in self.clients.values())
+
+    # --- rounds
+    def let_in(self, number, clock, name, parts):
+        self.rounds[number][clock][name[0]] = name, parts
+
+    def is_in(self, number, clock, rank):
+        return rank in self.rounds[number][clock]
+
+    def is_kept(self, number, clock):
+        """Return False for a round whose mean is dropped by all its workers."""
+        return not self.shapes[number].is_held or clock % 3 < 2
+
+    # --- a run
+    def run(self):
+        while not self.choices.are_over:
+            self.step()
+        while self.deliver_one() or self.act_once() or self.wait() or self.give_up():
+            pass
+        assert all(client.has_left for client in self.clients.values()), "somebody waits for ever"
+
+    def step(self):
+        what = self.choices.byte()
+        if what < 160:
+            busy = sorted(pair for pair, channel in self.channels.items() if channel)
+            if busy:
+                self.deliver(busy[self.choices.below(len(busy))])
+        elif what < 224:
+            clients = [*self.clients.values()]
+            clients[self.choices.below(len(clients))].act()
+        elif what < 236:
+            self.now += 0.2
+            self.servers[self.choices.below(self.n_servers)].handle(on.TimePassed())
+        elif what < 252:
+            self.repeat()
+        elif self.may_die and not self.dead:
+            rank = self.members.workers[0]
+            if not self.clients[rank].has_left:
+                self.dead.add(rank)
+                self.clients[rank].die()
+
+    def deliver(self, pair):
+        message, receiver = self.channels[pair].popleft(), self.ranks[pair[1]]
+        if isinstance(receiver, Client) and receiver.has_left:
+            return
+        if isinstance(message, Request) and message.header.kind == Kind.PUSH:
+            self.delivered[pair] = message
+        receiver.receive(message)
+        for client in self.clients.values():
+            client.look()
+
+    def repeat(self):
+        """Let a push come again."""
+        pairs = sorted(pair for pair in self.delivered if not self.clients[pair[0]].has_left)
+        if pairs:
+            pair = pairs[self.choices.below(len(pairs))]
+            self.send(*pair, self.delivered[pair]._replace(content="copy"))
+
+    def deliver_one(self):
+        pair = next((pair for pair, channel in self.channels.items() if channel), None)
+        if pair is not None:
+            self.deliver(pair)
+        return pair is not None
+
+    def act_once(self):
+        return any(client.act() or client.look() for client in self.clients.values())
+
+    def wait(self):
+        """Let time pass; return True if something comes of it."""
+        for _ in range(10):
+            self.now += 0.2
+            for server in self.servers:
+                server.handle(on.TimePassed())
+        return any(self.channels.values())
+
+    def give_up(self):
+        """Let a worker leave that waits for one table, while others wait for it in another."""
+        waiting = [each for each in self.clients.values() if not each.is_leaving]
+        if len(self.shapes) == 1 or not waiting:
+            return False
+        waiting[0].has_abandoned = True
+        waiting[0].leave()
+        return True
+
+    # --- what must hold
+    def require_bounded(self, server, key, request):
+        """Fail if a read under SSP lacks a push that it must have."""
+        number, wanted = key[0], request.header.clock
+        if self.shapes[number].mode.name != "ssp":
+            return
+        for part in [key[1]] if self.shapes[number].is_dense else request.body:
+            log = server.values[key].logs[part]
+            for rank in self.members.workers:
+                client = self.clients[rank]
+                if rank in self.dead:
+                    continue
+                assert client.has_left or client.clock >= wanted
+                issued = client.issued[number, part]
+                old = {name for name in issued if client.steps.get((number, name), 0) < wanted}
+                assert old <= {*log}, f"{wanted}: {old} are not in {log}"
+
+    def require_unread(self, key, epoch):
+        """Fail if a client may still read memory of a partition that moved."""
+        for client in self.clients.values():
+            if not client.has_left and key[0] in client.owners:
+                assert client.order_of(key).epoch >= epoch
+
+    def require_moment(self, number, known, rounds):
+        """Fail unless all servers hold all tables, each as it was after the same rounds."""
+        for server in self.servers:
+            held = server.snapshots[number]
+            for key in server.values:
+                if key[0] in known:
+                    is_counted = self.shapes[key[0]].mode.has_rounds and not self.dead
+                    assert not is_counted or held[key].version == rounds.get(key[0], 0)
+
+    def require_all(self):
+        """Fail unless all values follow from what the clients were told, and nothing is left."""
+        for number, shape in self.shapes.items():
+            servers = [s for s in self.servers if number in s.core.tables]
+            for part in range(shape.n_partitions) if servers else ():
+                key = number, part if shape.is_dense else 0
+                logs = [s.values[key].logs[part] for s in servers if self.has(s, key, part)]
+                (log,) = logs
+                self.require_log(number, part, log)
+        for server in self.servers:
+            require_empty(server)
+        abandoned = {rank for rank, client in self.clients.items() if client.has_abandoned}
+        assert {rank for rank, *_ in self.open} <= abandoned | self.dead
+
+    def has(self, server, key, part):
+        return key in server.values and part in server.values[key].logs
+
+    def require_log(self, number, part, log):
+        has_rounds = self.shapes[number].mode.has_rounds
+        rounds = [entry for entry in log if isinstance(entry[1], tuple)]
+        singly = [entry for entry in log if not isinstance(entry[1], tuple)]
+        for rank, client in self.clients.items():
+            issued = client.issued[number, part]
+            if has_rounds:
+                issued = [name for name in issued if len(name) > 2 or name[1] == "initial"]
+            came = [name for name in singly if name[0] == rank]
+            if rank in self.dead:
+                assert came == [name for name in issued if name in came]
+            else:
+                assert came == issued
+        if has_rounds:
+            expected = []
+            for number_of_round, names in sorted(self.rounds[number].items()):
+                found = [name for _, (name, parts) in sorted(names.items()) if part in parts]
+                if found and self.is_kept(number, number_of_round):
+                    expected.append((number_of_round, *found))
+            if self.shapes[number].is_held and self.is_abandoned:
+                assert rounds == [each for each in expected if each in rounds]
+            elif not self.dead:
+                assert rounds == expected
+
+
+def identity(request):
+    header = request.header
+    return header.origin, header.sequence, header.view
+
+
+def require_empty(server):
+    """Fail if a core keeps anything once all have left."""
+    core = server.core
+    assert not server.snapshots
+    assert not core.clients()
+    assert core.n_waiting == 0
+    assert not core.moments._moments
+    assert not core.moments._stopped
+    leader, participant = core._migration._leader, core._migration._participant
+    assert not leader._pauses
+    assert not leader._asked
+    assert not leader._batches
+    assert leader._current is None
+    assert not participant._frozen
+    assert not participant._giving
+    assert not participant._unnoted
+    assert not participant._postponed
+    assert not server.retired
+    assert not server.sent
+    for unit in core.units():
+        assert not unit.fence
+        assert not unit.stands_still
+        if unit.rounds is not None:
+            assert unit.rounds.held is None
+            assert not unit.rounds.requests()
+            assert not unit.rounds._limits

@@ -1,0 +1,239 @@
+"""ci/test, with parts that do nothing: what it says, and how it ends; what ci/setup.sh installs."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import harness
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The first part ends well though Ctrl-C came meanwhile, as a program may that catches it.
+SET_UP = f"""
+source {ROOT}/ci/setup.sh
+require_tools() {{ :; }}
+install_packages() {{ :; }}
+sources_id() {{ :; }}
+build_wheel() {{ echo $BASHPID >"${{BASH_SOURCE%/*}}/compiler"; sleep 60; }}
+make_venv() {{ [[ $# == 2 ]] || {{ sleep 1; trap "" INT; kill -INT 0; exit 0; }}; }}
+"""
+
+
+def test_ctrl_c_ends_the_gate_and_not_one_part_of_it(tmp_path):
+    shutil.copy(ROOT / "ci" / "test", tmp_path / "test")
+    (tmp_path / "setup.sh").write_text(SET_UP)
+    done = subprocess.run(
+        # Who runs these tests in the background ignores Ctrl-C, and bash would, too.
+        ["env", "--default-signal=INT", "bash", tmp_path / "test"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == 130, done
+    assert "interrupted" in done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("==")] == [
+        "== set up .venv"
+    ]
+    compiler = Path(f"/proc/{(tmp_path / 'compiler').read_text().strip()}/stat")
+    assert not compiler.exists() or " Z " in compiler.read_text()
+
+
+# Every program says how it was called, and fails if BROKEN is in that.
+STUBS = f"""
+source {ROOT}/ci/setup.sh
+ROOT=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
+PYTHON=$ROOT/stub BEAT_S=1 QUIET_LIMIT_S=5
+require_tools() {{ :; }}
+install_packages() {{ :; }}
+make_venv() {{ mkdir -p "$1/bin"; for each in pytest python ruff mypy lint-imports mpirun; do
+  ln -sf "$ROOT/stub" "$1/bin/$each"; done; }}
+build_wheel() {{ :; }}
+sources_id() {{ :; }}
+install_ringcomm() {{ :; }}
+"""
+STUB = """#!/bin/sh
+echo "called $0 $*"
+case "$0 $*" in *"$BROKEN"*) exit 3;; *"$SILENT"*) printf dots; exec sleep 600;; esac
+"""
+
+
+def run_gate(folder, broken, *arguments, silent="-none-"):
+    shutil.copy(ROOT / "ci" / "test", folder / "test")
+    (folder / "setup.sh").write_text(STUBS)
+    (folder / "ci").mkdir()
+    for path in (folder / "stub", folder / "ci" / "sanitize"):
+        path.write_text(STUB)
+        path.chmod(0o755)
+    return subprocess.run(
+        ["bash", folder / "test", *arguments],
+        env={"PATH": "/usr/bin:/bin", "BROKEN": broken, "SILENT": silent},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
+    done = run_gate(tmp_path, "nothing is broken")
+    assert done.returncode == 0, done
+    assert "all 16 steps passed" in done.stdout
+    lines = done.stdout.splitlines()
+    beside = lines.index("jobs  | == pytest with MPICH")
+    assert any(line.startswith("jobs  | called") for line in lines[beside:])
+    assert any(line.startswith("unit  | called") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (".venv-mpich/bin/pytest", "pytest with MPICH"),
+        ("tests/unit", "pytest with Open MPI: unit"),
+        ("tests/with_torch", "pytest with Open MPI: torch, GPUs"),
+        ("thread 40 node", "ci/sanitize thread 40 node abandoned_steps"),
+        ("sanitize compile", "ci/sanitize compile"),
+    ],
+)
+def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
+    done = run_gate(tmp_path, broken)
+    assert done.returncode == 1, done
+    assert f"FAILED: {told}" in done.stderr
+    assert f"FAILED: {told} (exit 3)" in done.stdout  # at once, where it happens
+    assert "== hello_allreduce.py" in done.stdout  # the others run all the same
+    before, end = done.stdout.split(f"\n== what {told} said of it:\n")
+    said = [line for line in end.splitlines() if line.startswith("called")]
+    assert broken in said[-1]
+    assert said[-1] in before
+
+
+def test_fast_runs_each_unit_test_in_one_of_two_halves_and_no_job(tmp_path):
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
+    files = {tmp_path / "tests" / "unit" / f"test_{each}.py" for each in "abcde"}
+    for path in files:
+        path.touch()
+    done = run_gate(tmp_path, "test_d.py", "--fast")
+    assert done.returncode == 1, done
+    lines = done.stdout.split("\n== what ")[0].splitlines()
+    runs = [line.split() for line in lines if "bin/pytest" in line]
+    halves = [{word for word in words if word.endswith(".py")} for words in runs]
+    assert sorted(map(len, halves)) == [2, 3]
+    assert set.union(*halves) == set(map(str, files))
+    called = [line for line in lines if "called" in line]
+    assert not any(name in line for line in called for name in ("mpirun", "mpich", "mypy"))
+    assert [line.split()[-1] for line in called[-6:]].count("ci/house") == 1
+
+
+def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
+    done = run_gate(tmp_path, "-none-", silent="tests/unit")
+    assert done.returncode == 1, done
+    step = "unit  | test: pytest with Open MPI: unit"
+    assert f"{step}, 4 s: dots" in done.stdout
+    assert f"{step} said nothing for 5 s and gets SIGTERM" in done.stdout
+    assert "FAILED: pytest with Open MPI: unit" in done.stderr
+
+
+# A machine whose PATH has no compiler until apt-get has brought one.
+APT = """
+echo "$*" >>"$HERE/asked"
+case "$*" in *" install "*) /bin/ln -s /bin/true "$HERE/c++";; esac
+"""
+TOOLS = ("bash", "cat", "dirname", "env", "python3", "true")
+
+
+def require_tools(folder, *, user, sudo):
+    for name in TOOLS:
+        path = sys.executable if name == "python3" else shutil.which(name)
+        (folder / name).symlink_to(path)
+    refuses = "exit 1" if sudo is None else f'[ "$1" = -n ] && shift; {sudo}'
+    programs = {
+        "apt-get": APT,
+        "id": f"#!/bin/sh\necho {user}\n",
+        "sudo": f"#!/bin/sh\n{refuses}\n",
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", "-c", f"source {ROOT}/ci/setup.sh; require_tools"],
+        env={"PATH": str(folder), "HERE": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("user", "sudo"), [(0, None), (1000, 'exec "$@"')])
+def test_what_is_lacking_is_installed_by_whom_nobody_asks_for_a_password(user, sudo, tmp_path):
+    done = require_tools(tmp_path, user=user, sudo=sudo)
+    assert done.returncode == 0, done
+    update, install = (tmp_path / "asked").read_text().splitlines()
+    assert update.endswith("update")
+    assert install.endswith("install python3-dev python3-venv g++")
+
+
+def test_others_get_the_line_that_installs_it(tmp_path):
+    done = require_tools(tmp_path, user=1000, sudo=None)
+    assert done.returncode == 1, done
+    assert done.stderr.endswith("apt install python3-dev python3-venv g++\n")
+    assert not os.path.exists(tmp_path / "asked")
+
+
+# Says what it was asked to build; a compiler that warns is refused by -Werror alone.
+PIP = """#!/bin/sh
+case "$*" in *WERROR=ON*) echo strict >>"$HERE/built"; exit $WARNS;; esac
+echo lenient >>"$HERE/built"
+"""
+
+
+@pytest.mark.parametrize(
+    ("warns", "wanted", "built"),
+    [
+        (0, "OFF ON", ["strict"]),  # ci/demo, then ci/test
+        (1, "OFF OFF", ["strict", "lenient"]),
+        (1, "ON", ["strict"]),
+    ],
+)
+def test_a_wheel_is_built_once_and_strictly_where_the_compiler_lets_it(
+    warns, wanted, built, tmp_path
+):
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PIP)
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"source {ROOT}/ci/setup.sh; BUILDER={tmp_path}/venv; "
+         f"for each in {wanted}; do build_wheel sources $each; done"],
+        env={"PATH": "/usr/bin:/bin", "HERE": str(tmp_path), "WARNS": str(warns)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode == 0) == (wanted != "ON"), done
+    assert (tmp_path / "built").read_text().split() == built
+
+
+def test_of_many_cases_some_are_left_in_which_each_two_values_meet(monkeypatch):
+    monkeypatch.delenv("FAST", raising=False)
+    every = {"n": (1, 2, 3, 4), "op": ("sum", "min", "max"), "name": tuple("abcdefghijklmn")}
+    settings = [dict(zip(every, each, strict=True)) for each in itertools.product(*every.values())]
+    cases = [
+        SimpleNamespace(nodeid=f"test[{each}]", callspec=SimpleNamespace(params=each))
+        for each in settings
+    ]
+    few = [case.callspec.params for case in harness.few_of(cases)]
+    assert len(few) < 100 < len(cases)
+    for one, other in itertools.combinations(every, 2):
+        met = {(case[one], case[other]) for case in few}
+        assert met == set(itertools.product(every[one], every[other]))
+    assert harness.few_of(cases[:10]) == cases[:10]
+    monkeypatch.setenv("FAST", "1")
+    assert len(harness.few_of(cases)) == 2

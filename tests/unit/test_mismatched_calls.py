@@ -1,0 +1,158 @@
+"""Ranks that call different things: the same error everywhere, and the engine works afterwards."""
+
+import numpy as np
+import pytest
+from harness import run_ranks
+
+import ringcomm as rc
+from ringcomm.collectives.operators import ReductionOptions
+from ringcomm.config import Settings
+from ringcomm.engine.core.call import Call, explain_mismatch
+
+SUM = ReductionOptions()
+pytestmark = pytest.mark.usefixtures("wire")
+
+CASES = {
+    "dtype": (
+        lambda r: rc.allreduce(np.ones((2, 2), np.float16 if r == 2 else np.float32), name="w"),
+        "allreduce[w]: ranks 0, 1 sent float32 (2, 2), rank 2 sent float16 (2, 2). Cast",
+    ),
+    "shape": (
+        lambda r: rc.allreduce(np.ones((2, 2 + (r == 1))), name="w"),
+        "allreduce[w]: ranks 0, 2 sent float64 (2, 2), rank 1 sent float64 (2, 3).",
+    ),
+    "same count, other shape": (
+        lambda r: rc.allreduce(np.ones((4, 1) if r else (2, 2)), name="w"),
+        "rank 0 sent float64 (2, 2), ranks 1, 2 sent float64 (4, 1).",
+    ),
+    "op": (
+        lambda r: rc.allreduce(np.ones(2), rc.AVERAGE if r == 0 else rc.SUM, name="w"),
+        "rank 0 passed op=AVERAGE, ranks 1, 2 passed op=SUM. Pass the same op=",
+    ),
+    "root": (
+        lambda r: rc.broadcast(np.ones(2), int(r == 2), name="w"),
+        "ranks 0, 1 passed root=0, rank 2 passed root=1.",
+    ),
+    "array of a broadcast": (
+        lambda r: rc.broadcast(np.ones(2 + (r == 0)), 1, name="w"),
+        "broadcast[w]: rank 0 would receive float64 (3,), rank 1 sent float64 (2,), rank 2 would "
+        "receive float64 (2,).",
+    ),
+    "kind": (
+        lambda r: rc.barrier() if r == 1 else rc.allreduce(np.ones(2)),
+        "ranks 0, 2 called allreduce #1, rank 1 called barrier #1. Every rank must call",
+    ),
+    "kind under one name": (
+        lambda r: rc.barrier(name="w") if r == 1 else rc.allreduce(np.ones(2), name="w"),
+        "operation [w]: ranks 0, 2 called allreduce[w], rank 1 called barrier[w]. Every rank must "
+        "call the same operation under one name. Nothing was sent.",
+    ),
+    "in place on some": (
+        lambda r: rc.allreduce_(np.ones(2)) if r == 1 else rc.allreduce(np.ones(2)),
+        "called allreduce_ #1",
+    ),
+    "trailing dimensions of allgather": (
+        lambda r: rc.allgather(np.ones((r, 2 + (r == 0))), name="w"),
+        "rank 0 sent float64 (*, 3), ranks 1, 2 sent float64 (*, 2).",
+    ),
+    "root of broadcast_object": (
+        lambda r: rc.broadcast_object("x", r % 2),
+        "ranks 0, 2 passed root=0, rank 1 passed root=1.",
+    ),
+    "one argument is no array": (
+        lambda r: rc.allreduce([1.0] if r == 1 else np.ones(1), name="w"),
+        "allreduce[w]: rank 1 could not take part: TypeError: cannot communicate a builtins.list",
+    ),
+    "two bad arguments of different kinds": (
+        lambda r: rc.allreduce([[1.0], np.ones(1), "x"][r], name="w"),
+        "ranks 0, 2 could not take part: TypeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mismatch_is_the_same_error_on_every_rank_and_the_engine_works_on(case):
+    call, expected = CASES[case]
+
+    def body(rank):
+        with pytest.raises(rc.MismatchError) as caught:
+            call(rank)
+        return str(caught.value), float(rc.allreduce(np.ones(1))[0])
+
+    texts, sums = zip(*run_ranks(3, body), strict=True)
+    assert set(sums) == {3.0}
+    assert len(set(texts)) == 1
+    assert expected in texts[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_any_single_dissenter_is_found_by_all(size):
+    def body(rank):
+        found = 0
+        for dissenter in range(size):
+            with pytest.raises(rc.MismatchError, match=f"rank {dissenter}"):
+                rc.allreduce(np.ones(1 + (rank == dissenter)))
+            found += 1
+        return found
+
+    assert run_ranks(size, body) == [size] * size
+
+
+def test_in_place_argument_is_untouched_by_a_mismatch():
+    def body(rank):
+        x = np.full(3 + rank, 5.0)
+        with pytest.raises(rc.MismatchError):
+            rc.allreduce_(x)
+        return x
+
+    assert all((x == 5).all() for x in run_ranks(2, body))
+
+
+def test_other_names_are_other_operations_and_both_are_named_at_the_deadline():
+    """They may be started in any order, so nobody can know before that it is no mere delay."""
+
+    def body(rank):
+        with pytest.raises(rc.CommTimeoutError) as caught:
+            rc.allreduce(np.ones(2), name=f"layer{rank}")
+        return str(caught.value)
+
+    texts = run_ranks(2, body, settings=Settings(timeout_s=0.6))
+    assert any("layer0" in text and "layer1" in text for text in texts), texts
+
+
+def test_fingerprints_differ_where_calls_differ():
+    base = Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, 3), root=None)
+    others = [
+        Call("allreduce", "w", SUM._replace(deterministic=True), "float32", (2, 3)),
+        Call("allreduce", "w", SUM.scaled(2, 1), "float32", (2, 3)),
+        Call("allreduce", "w", SUM.scaled(1, 2), "float32", (2, 3)),
+        Call("allreduce_", "w", reduction=SUM, dtype="float32", shape=(2, 3)),
+        Call("allreduce", "v", reduction=SUM, dtype="float32", shape=(2, 3)),
+        Call(
+            "allreduce", "w", reduction=ReductionOptions(rc.AVERAGE), dtype="float32", shape=(2, 3)
+        ),
+        Call("allreduce", "w", reduction=SUM, dtype="float64", shape=(2, 3)),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(3, 2)),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, 3), root=0),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, None)),
+        Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(2, 3), error="x"),
+        Call("allreduce", "w" * 500 + "a", reduction=SUM, dtype="float32", shape=(2, 3)),
+        Call("allreduce", "w" * 500 + "b", reduction=SUM, dtype="float32", shape=(2, 3)),
+    ]
+    prints = {call.fingerprint for call in [base, *others]}
+    assert len(prints) == len(others) + 1
+    assert all(0 <= p < 1 << 64 for p in prints)
+
+
+def test_calls_survive_the_wire():
+    options = ReductionOptions(rc.MAX, True, 0.1, float("inf"))
+    for reduction in (None, options):
+        call = Call("reduce", "größe", reduction, "bool", (None, 3), 2, error="E: x\ny")
+        assert Call.unpack(call.pack()) == call
+
+
+def test_many_variants_are_cut_short():
+    calls = [Call("allreduce", "w", reduction=SUM, dtype="float32", shape=(n,)) for n in range(40)]
+    text = explain_mismatch(calls, 1, range(40))
+    assert "36 more variants" in text
+    assert len(text) < 500

@@ -1,0 +1,81 @@
+"""What goes wrong between servers is told to who waits for it, or ends the job; nobody hangs."""
+
+import threading
+
+import numpy as np
+import pytest
+from ps_jobs import run_all, run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps.job import session
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import Move
+from ringcomm.ps.server import open_table_on_all_servers as opening
+from ringcomm.ps.server.dense.partition import DensePartition
+from ringcomm.ps.server.partition_transfer import Transfer
+
+
+def owner_of(t):
+    [server] = [each["server"] for each in ps.stats() if each["tables"].get(t.name)]
+    return server
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_table_that_one_server_cannot_make_is_told_and_can_be_made_later(broken, monkeypatch):
+    is_short = threading.Event()
+    is_short.set()
+
+    def make(spec, start, stop, memory):
+        if is_short.is_set() and spec.name == "w" and start == 500 * broken:
+            raise MemoryError("no room")
+        return DensePartition(spec, start, stop, memory)
+
+    monkeypatch.setattr(opening, "DensePartition", make)
+
+    def body(rank):
+        others = ps.table("other", 4, updater=ps.optim.Add())
+        with pytest.raises(rc.RingcommError, match="MemoryError: no room"):
+            ps.table("w", 1000, updater=ps.optim.Add(), block_nbytes=2000)
+        rc.barrier()
+        is_short.clear()
+        t = ps.table("w", 1000, updater=ps.optim.Add(), block_nbytes=2000)
+        t.push(np.ones(1000, np.float32)).wait()
+        others.push(np.ones(4, np.float32)).wait()
+        rc.barrier()
+        return t.pull().wait().sum() + others.pull().wait().sum()
+
+    assert run_workers(2, body, 2) == [2008.0, 2008.0]
+
+
+def test_a_partition_that_cannot_be_taken_stays_and_who_asked_is_told(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such slot")
+
+    monkeypatch.setattr(Transfer, "_install_dense", broken)
+
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        before = owner_of(t)
+        with pytest.raises(rc.RingcommError, match=r"cannot take it: RuntimeError: no such slot"):
+            move_all(session(), [Move((t.number, 0), -1, 1 - before)]).wait()
+        t.push(np.ones(10, np.float32)).wait()
+        return owner_of(t) == before, t.pull().wait()[0]
+
+    assert run_workers(1, body, 2) == [(True, 1.0)]
+
+
+def test_a_defect_between_servers_ends_the_job(monkeypatch):
+    def broken(*_):
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Transfer, "taken", broken)
+
+    def body(rank):
+        t = ps.table("w", 10, updater=ps.optim.Add())
+        move_all(session(), [Move((t.number, 0), -1, 1 - owner_of(t))]).wait()
+
+    results = run_all(1, body, 2)
+    assert isinstance(results[0], rc.PeerFailedError)
+    told = [str(each) for each in results]
+    assert all("MOVE/SERVERS" in each and "KeyError: 'lost'" in each for each in told), told

@@ -1,0 +1,222 @@
+"""Pauses of moves: each begins in time, whatever waits, and ends when its owner leaves."""
+
+import math
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from harness import wait_until
+from ps_jobs import run_all, run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps.client import flow_control, pause_moves_and_snapshot
+from ringcomm.ps.client.client import Client
+from ringcomm.ps.job import session
+from ringcomm.ps.placement.rebalance import move_all
+from ringcomm.ps.placement.view import Move
+from ringcomm.ps.server.core.actions import Grant
+from ringcomm.ps.server.core.migration_leader import Leader
+from ringcomm.ps.server.core.table import Table as CoreTable
+from ringcomm.ps.server.server import Server
+from ringcomm.ps.snapshot_numbers_and_request_names import moment_number, owner_of
+from ringcomm.ps.update_modes import Mode
+
+
+# --- decisions ----------------------------------------------------------------------------------
+def asked(*ranks, until=10.0):
+    tables = {1: CoreTable(1, "w", Mode("async"), True, [0])}
+    leader = Leader(lambda: (0, 1), list, tables)
+    for rank in ranks:
+        leader.pause(moment_number(rank, 1), f"of {rank}", until)
+    return leader
+
+
+def begun(actions):
+    return [each.request for each in actions if isinstance(each, Grant)]
+
+
+def with_waiting_move():
+    """Return a leader with a move that waits for a pause of rank 9."""
+    leader = asked(9)
+    leader.look(0.0)
+    assert leader.ask(SimpleNamespace(source=0), [Move((1, 0), 0, 1)]) == []
+    return leader
+
+
+def test_a_pause_lets_a_waiting_move_go_first_for_so_long_as_its_owner_says():
+    leader = with_waiting_move()
+    leader.pause(moment_number(5, 1), "of 5", 10.0)
+    assert begun(leader.look(9.9)) == []
+    assert begun(leader.look(10.0)) == ["of 5"]
+
+
+def test_a_pause_begins_at_once_where_no_move_waits_and_tells_its_owner_once():
+    leader = asked(5, 6)
+    assert begun(leader.look(0.0)) == ["of 5", "of 6"]
+    assert begun(leader.look(0.0)) == []
+
+
+def test_moves_begin_once_the_last_pause_has_ended():
+    leader = with_waiting_move()
+    leader.pause(moment_number(5, 1), "of 5", 0.0)
+    leader.look(0.0)
+    assert leader.resume(moment_number(9, 1)) == []
+    told = leader.resume(moment_number(5, 1))
+    assert [(each.server, each.message["do"]) for each in told] == [(0, "freeze"), (1, "freeze")]
+    leader.pause(moment_number(6, 1), "of 6", 0.0)
+    assert leader.look(1e9) == []  # one is under way
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("way", ["gives up", "leaves"])
+def test_a_pause_ends_when_its_owner_gives_up_or_leaves(way, has_begun):
+    leader = with_waiting_move()
+    leader.pause(moment_number(5, 1), "of 5", 0.0 if has_begun else math.inf)
+    assert begun(leader.look(1.0)) == (["of 5"] if has_begun else [])
+    if way == "gives up":
+        leader.resume(moment_number(5, 1))
+    else:
+        leader.leave(5)
+    assert leader.resume(moment_number(9, 1))  # the move begins
+
+
+def test_the_number_of_a_pause_says_whose_it_is():
+    assert [owner_of(moment_number(rank, 7)) for rank in (0, 1, 300)] == [0, 1, 300]
+
+
+# --- in a job -----------------------------------------------------------------------------------
+def swap(t):
+    """Let the two partitions of a table change places."""
+    return move_all(session(), [Move((t.number, 0), 0, 1), Move((t.number, 1), 1, 0)])
+
+
+def opened():
+    return ps.table("w", 8, updater=ps.optim.SGD(1.0), block_nbytes=16)
+
+
+@pytest.mark.usefixtures("wire")
+def test_a_snapshot_that_lasts_keeps_nobody_from_saving_and_leaving_though_moves_wait(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pause_moves_and_snapshot, "_PATIENCE", 0.005)  # 0.3 s of the deadline
+    is_inside, is_over = threading.Event(), threading.Event()
+
+    def body(rank):
+        t = opened()
+        rc.barrier()
+        if rank == 1:
+            with ps.snapshot():
+                is_inside.set()
+                assert is_over.wait(30)
+            return None
+        assert is_inside.wait(30)
+        moves = swap(t)
+        ps.save(tmp_path).wait()
+        with ps.snapshot():
+            pass
+        assert not moves.done()
+        session().leave()
+        is_over.set()
+        return None
+
+    assert run_workers(2, body, 2) == [None, None]
+
+
+def test_moves_have_their_turn_between_snapshots_that_overlap():
+    has_moved = threading.Event()
+    begun = [threading.Event(), threading.Event()]
+
+    def body(rank):
+        t = opened()
+        rc.barrier()
+        if rank == 2:
+            for each in begun:
+                assert each.wait(30)
+            assert swap(t).wait().moved == 2
+            has_moved.set()
+            return
+        while not has_moved.is_set():
+            other = begun[1 - rank]
+            with ps.snapshot():
+                begun[rank].set()
+                other.wait(0.05)  # so that at most times one of the two is within one
+
+    run_workers(3, body, 2)
+
+
+def test_a_rank_that_fails_to_leave_in_time_tells_the_servers_all_the_same(monkeypatch):
+    def never(client, label):
+        client.wait_until(lambda: False, label, {1}, 0.05)
+
+    monkeypatch.setattr(Client, "wait_until_settled", never)
+
+    def body(rank):
+        opened()
+        with pytest.raises(rc.CommTimeoutError, match=r"leave: .* server 1 \(rank 3\)"):
+            session().leave()
+        return True
+
+    assert run_workers(2, body, 2) == [True, True]
+
+
+def test_a_rank_without_credit_leaves_all_the_same(monkeypatch):
+    may_push = threading.Event()
+
+    def body(rank):
+        t = ps.table("w", 8, updater=ps.optim.SGD(1.0), mode="sync")
+        if rank == 1:
+            assert may_push.wait(30)
+            return t.push(np.ones(8, np.float32)).wait().applied
+        push = t.push(np.ones(8, np.float32))  # waits for the other worker
+        with monkeypatch.context() as patch:
+            patch.setattr(flow_control, "CREDIT_REQUESTS", 1)
+            session().leave()
+        may_push.set()
+        return push.wait().applied
+
+    assert run_workers(2, body) == [True, True]
+
+
+def test_what_a_rank_holds_is_let_go_when_it_leaves():
+    servers, has_looked = [], threading.Event()
+
+    def body(rank):
+        opened()
+        if rank == 1:
+            with ps.snapshot():
+                session().leave()
+                has_looked.wait(30)
+            return None
+        wait_until(lambda: any(1 in each.core.left for each in servers), "rank 1 has not left")
+        n_held = [len(each._performer.snapshots._copies) for each in servers]
+        has_looked.set()
+        return n_held
+
+    init = Server.__init__
+
+    def noted(self, *args):
+        init(self, *args)
+        servers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "__init__", noted)
+        assert run_workers(2, body)[0] == [0]
+
+
+def test_a_rank_that_has_left_and_serves_on_hears_of_a_death(caplog):
+    def body(rank):
+        t = opened()
+        rc.barrier()
+        if rank == 1:
+            server = session().dispatcher.server
+            wait_until(lambda: 0 in server.core.left, "rank 0 has not left")
+            raise ValueError("lost its way")
+        t.push(np.ones(8, np.float32)).wait()
+        session().leave()
+
+    results = run_all(2, body, 2, colocated=True)
+    assert isinstance(results[0], rc.PeerFailedError)
+    assert "leave" in str(results[0])
+    assert "lost its way" in str(results[0])

@@ -1,0 +1,293 @@
+"""Cores of several servers beside a model: in whatever order messages come, and come again.
+
+No push is lost, doubled or torn; no partition has two owners; every request is answered once; a
+round has the gradients of its workers; a snapshot is between the same two rounds everywhere; reads
+have what they must; and nothing is kept once all have left.
+"""
+
+import pytest
+from harness import at_length, is_fast
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ps_simulation import Choices, Members, World
+from ps_simulation_messages import Request, Shape
+
+from ringcomm.ps.placement.view import Move
+from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core import migration_leader
+from ringcomm.ps.server.core.core import Core
+from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.unit import AppliedHere, Unit
+from ringcomm.ps.update_modes import SSP, FirstOf, Mode
+
+N = at_length(20_000, 20 if is_fast() else 150)
+ANY_ORDER = settings(
+    max_examples=N, derandomize=True, database=None, deadline=None,
+    suppress_health_check=[*HealthCheck],
+)  # fmt: skip
+MODES = {"async": Mode("async"), "sync": Mode("sync"), "first_of": FirstOf(2), "ssp": SSP(1)}
+WITHOUT_ENTRIES = ("async", "sync", "ssp")
+KINDS = {"dense": True, "rows": False}
+
+
+def runs(test):
+    """Call a test with the choices of many runs, and how many take part in them."""
+    few = st.integers(2, 3)
+    numbers = st.binary(min_size=100, max_size=800)
+    given_all = given(
+        numbers=numbers, n_servers=few, n_workers=few, n_ops=st.integers(2, 10),
+        may_fail=st.booleans(),
+    )  # fmt: skip
+    return ANY_ORDER(given_all(test))
+
+
+def run(shapes, numbers, n_servers, n_workers, n_ops, **faults):
+    world = World(shapes, Choices(numbers), n_servers, n_workers, n_ops, **faults)
+    world.run()
+    world.require_all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+@runs
+def test_no_push_is_lost_doubled_or_torn(mode, kind, may_fail, **sizes):
+    run([Shape(MODES[mode], KINDS[kind])], may_fail=may_fail, **sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["sync", "first_of"])
+@runs
+def test_a_mean_that_is_held_is_of_all_its_workers_and_released_once(mode, kind, may_fail, **sizes):
+    run([Shape(MODES[mode], KINDS[kind], is_held=True)], may_fail=may_fail, **sizes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@runs
+def test_what_comes_before_the_values_of_the_chief_waits_for_them(mode, may_fail, **sizes):
+    run([Shape(MODES[mode], True, is_of_chief=True)], may_fail=may_fail, **sizes)
+
+
+@runs
+def test_tables_of_all_kinds_go_on_while_others_are_opened(may_fail, **sizes):
+    kinds = [(mode, is_dense) for mode in MODES.values() for is_dense in KINDS.values()]
+    shapes = [Shape(m, is_dense, 2, is_late=k % 2 == 1) for k, (m, is_dense) in enumerate(kinds)]
+    run(shapes, may_fail=may_fail, **sizes)
+
+
+@pytest.mark.parametrize("mode", WITHOUT_ENTRIES)
+@runs
+def test_rows_move_in_several_views(mode, may_fail, **sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migration_leader, "AT_ONCE", 1)
+        run([Shape(MODES[mode], False)], may_fail=may_fail, **sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", WITHOUT_ENTRIES)
+@runs
+def test_nothing_is_kept_for_a_worker_that_died(mode, kind, may_fail, **sizes):
+    run([Shape(MODES[mode], KINDS[kind])], may_fail=may_fail, may_die=True, **sizes)
+
+
+# --- one core, step by step ---------------------------------------------------------------------
+KEY = (1, 0)
+
+
+def core_of(mode, workers=(1, 2), *, index=0, is_ready=True):
+    """Return server 0 or 1 of two; server 0 leads, and has the one partition of a dense table."""
+    core = Core(index, lambda: Members(workers, (9,), (0, 1), 0))
+    core.add_table(Table(1, "w", mode, True, [0]))
+    if index == 0:
+        core.add_unit(Unit(KEY, mode, AppliedHere(), workers, is_ready=is_ready))
+    return core
+
+
+def push(worker, sequence, *, view=0, clock=0):
+    header = Header(Kind.PUSH, origin=worker, sequence=sequence, view=view, table=1, clock=clock)
+    return Request(worker, header, body=f"of {worker}")
+
+
+def arrive(core, request, *, is_held=False):
+    """Let a push arrive, and be decoded if it is carried out; return the names of what follows."""
+    actions = core.handle(on.Arrived(request, KEY, request.header.clock), 0.0)
+    if names(actions) == ["Carry"]:
+        event = on.Pushed(KEY, request, request.body, is_held=is_held)
+        actions = core.handle(event, 0.0)
+    return names(actions)
+
+
+def give(core, what, **more):
+    return names(core.handle(on.ServerMessage(0, {"do": what, "table": 1, "unit": 0, **more}), 0.0))
+
+
+def leave(core, worker):
+    return names(core.handle(on.Left(worker), 0.0))
+
+
+def names(actions):
+    return [type(action).__name__ for action in actions]
+
+
+def freeze(core):
+    """Let the partition stand still, and be sent to server 1."""
+    assert give(core, "freeze") == ["Close", "Send"]
+    assert give(core, "give", moves=[(0, 1)]) == ["Export"]
+
+
+def commit(core):
+    core.handle(on.Taken(KEY, 0, ""), 0.0)
+    return give(core, "commit", epoch=1, moved=[(0, 1)], clocks=[(1, 0), (2, 0)])
+
+
+def test_a_push_that_comes_again_while_it_waits_is_answered_with_the_first():
+    core = core_of(Mode("sync"))
+    assert arrive(core, push(1, 5)) == []
+    assert arrive(core, push(1, 5)) == []
+    assert arrive(core, push(2, 3)) == ["End"]
+    assert arrive(core, push(1, 5)) == ["Acknowledge"]
+
+
+def test_a_push_that_came_twice_during_a_move_comes_back_and_is_not_said_to_be_applied():
+    core = core_of(Mode("sync"))
+    assert arrive(core, push(1, 5)) == []
+    freeze(core)
+    assert arrive(core, push(1, 5)) == []
+    done = commit(core)
+    assert done.count("Redirect") == 1
+    assert "Acknowledge" not in done
+    assert arrive(core, push(1, 5)) == ["Redirect"]
+
+
+def test_a_request_of_an_older_view_is_not_kept_before_those_of_this_one():
+    core = core_of(Mode("sync"), index=1)
+    give(core, "freeze")
+    core.add_unit(Unit(KEY, Mode("sync"), AppliedHere(), (1, 2), is_ready=True))
+    assert commit_at_destination(core) == ["Moved", "Settled", "Send", "Open"]
+    assert give(core, "freeze") == ["Close"]  # until clients have sent again what came back
+    for worker in (1, 2, 9):
+        core.handle(on.Noted(worker, KEY, 1), 0.0)
+    assert arrive(core, push(1, 7, clock=2)) == ["Redirect"]
+    assert arrive(core, push(1, 8, view=1)) == []
+    assert give(core, "drain", at=(1, False)) == ["Retry"]
+
+
+def commit_at_destination(core):
+    return give(core, "commit", epoch=1, moved=[(0, 1)], clocks=[(1, 0), (2, 0)])
+
+
+def test_a_leave_lets_no_mean_be_held_of_a_partition_that_is_on_its_way():
+    core = core_of(Mode("sync"))
+    assert arrive(core, push(1, 5), is_held=True) == []
+    freeze(core)
+    assert leave(core, 2) == []
+    assert commit(core) == ["Moved", "Redirect", "Retire", "Send"]
+    assert arrive(core, push(1, 5), is_held=True) == ["Redirect"]
+
+
+def test_a_leave_during_a_held_mean_drops_it_once_nobody_can_release_it():
+    core = core_of(FirstOf(1))
+    request = push(1, 5)
+    core.handle(on.Arrived(request, KEY, 0), 0.0)
+    event = on.Pushed(KEY, request, "g", is_held=True, lets_in=True)
+    assert names(core.handle(event, 0.0)) == ["Hold"]
+    (ended,) = core.handle(on.Left(1), 0.0)
+    assert (ended.number, ended.drops) == (1, True)
+
+
+def test_a_mean_that_was_held_at_the_source_may_not_end_at_the_destination_before_the_commit():
+    core = core_of(Mode("sync"), index=1)
+    give(core, "freeze")
+    unit = Unit(KEY, Mode("sync"), AppliedHere(), (1, 2), is_ready=True)
+    assert core.add_unit(unit) == []  # neither C++ nor mapped memory answers for it
+    unit.rounds.resume(3, [], [1])
+    assert leave(core, 1) == []
+    assert commit_at_destination(core) == ["Moved", "Settled", "Send", "Open"]
+    assert names(core.handle(on.Finished(KEY), 0.0)) == ["End"]
+
+
+def test_a_release_that_waits_while_its_partition_moves_is_carried_out_when_it_comes_again():
+    core = core_of(Mode("sync"))
+    arrive(core, push(1, 5), is_held=True)
+    event = on.Released(KEY, push(1, 6), 1.0, drops=False)
+    assert names(core.handle(event, 0.0)) == []  # the mean is not there yet
+    assert core.unit_of(KEY).applied_without_pending() == {1: (0, 4)}
+
+
+def test_what_a_worker_has_pushed_before_the_values_counts_though_it_has_left():
+    core = core_of(Mode("async"), is_ready=False)
+    assert arrive(core, push(2, 5)) == []
+    assert leave(core, 2) == []
+    first = push(1, 1)
+    event = on.Initialized(KEY, first, "values")
+    assert names(core.handle(event, 0.0)) == ["Write", "Retry"]
+
+
+def test_a_drain_ends_rounds_as_far_as_it_says_and_keeps_what_is_further():
+    core = core_of(Mode("sync"))
+    core.handle(on.Stopped(push(9, 1), 9 << 32), 0.0)
+    for sequence, worker, clock in [(5, 1, 0), (6, 1, 1), (5, 2, 0), (6, 2, 1)]:
+        assert arrive(core, push(worker, sequence, clock=clock)) == []
+    assert give(core, "freeze") == ["Close", "Send"]
+    core.handle(on.MomentEnded(push(9, 2), 9 << 32), 0.0)
+    assert give(core, "drain", at=(1, False)) == ["End", "Send"]
+    assert core.unit_of(KEY).rounds.at == (1, False)
+
+
+def test_a_request_behind_one_that_is_kept_is_kept_too():
+    core = core_of(Mode("sync"))
+    give(core, "freeze")
+    assert give(core, "drain", at=(1, False)) == []
+    assert arrive(core, push(1, 5, clock=1)) == []
+    assert core.handle(on.Arrived(push(1, 6), KEY, None), 0.0) == []  # an assignment
+    assert names(core.handle(on.Arrived(push(2, 6), KEY, None), 0.0)) == ["Carry"]
+
+
+def read(worker, clock):
+    return Request(worker, Header(Kind.PULL, origin=worker, table=1, clock=clock))
+
+
+def test_a_clock_is_believed_once_all_that_came_back_was_sent_again():
+    core = core_of(SSP(0), index=1)
+    give(core, "freeze")
+    core.add_unit(Unit(KEY, SSP(0), AppliedHere(), (1, 2), is_ready=True))
+    commit_at_destination(core)
+    core.handle(on.Finished(KEY), 0.0)
+    for worker in (1, 2):
+        core.handle(on.Ticked(Request(worker, Header(Kind.TICK, origin=worker, clock=1))), 0.0)
+    assert names(core.handle(on.Read(KEY, read(1, 1)), 0.0)) == []
+    core.handle(on.Noted(1, KEY, 1), 0.0)
+    assert names(core.handle(on.Noted(2, KEY, 1), 0.0)) == ["Serve"]
+
+
+def test_no_round_of_a_table_that_is_new_ends_while_rounds_are_stopped():
+    core = core_of(Mode("sync"))
+    core.handle(on.Stopped(push(9, 1), 9 << 32), 0.0)
+    core.add_table(Table(2, "new", Mode("sync"), True, [0]))
+    core.add_unit(Unit((2, 0), Mode("sync"), AppliedHere(), (1, 2), is_ready=True))
+    for worker in (1, 2):
+        assert core.handle(on.Pushed((2, 0), push(worker, 1), "g"), 0.0) == []
+    assert names(core.handle(on.MomentEnded(push(9, 2), 9 << 32), 0.0)) == ["Drop", "End", "Reply"]
+
+
+def test_a_moment_that_a_round_has_gone_past_is_not_whole():
+    core = core_of(Mode("sync"))
+    for worker in (1, 2):
+        arrive(core, push(worker, 5))
+    (reply,) = core.handle(on.Held(push(9, 1), 9 << 32, {1: 0}), 0.0)
+    assert reply.content == {"is_whole": False}
+
+
+def test_a_table_that_has_values_does_not_begin_again():
+    core = core_of(Mode("async"))
+    (again,) = core.handle(on.Initialized(KEY, push(1, 1), "values"), 0.0)
+    assert again.payload is None
+
+
+def test_the_memory_of_what_moved_is_free_at_once_if_nobody_is_left():
+    core = core_of(Mode("async"))
+    core.handle(on.MovesAsked(push(1, 1), [Move(KEY, 0, 1)]), 0.0)
+    freeze(core)
+    for rank in (1, 2, 9):
+        leave(core, rank)
+    assert commit(core)[-1] == "Free"

@@ -1,0 +1,342 @@
+"""send(), recv(), sendrecv()."""
+
+import math
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from harness import listen, outcomes, run_ranks
+from sample_values import whole_numbers
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.core.current_engine import serve_thread
+from ringcomm.engine.core.lifecycle import leave
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex128, np.bool_, "u8"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1 << 18,)])
+def test_what_is_sent_is_received(dtype, shape):
+    def body(rank):
+        x = whole_numbers(0, math.prod(shape), dtype).reshape(shape)
+        if rank == 0:
+            return rc.send(x, 1)
+        out = np.zeros(shape, dtype)
+        assert rc.recv(out, 0) == 0
+        assert np.array_equal(out, x)
+        return None
+
+    run_ranks(2, body)
+
+
+def test_strided_arrays_are_copied_on_both_sides():
+    def body(rank):
+        if rank == 0:
+            return rc.send(np.arange(12.0).reshape(3, 4)[:, ::2], 1)
+        out = np.zeros((3, 6))
+        rc.recv(out[:, 1::3], 0)
+        assert out[:, 1::3].tolist() == [[0, 2], [4, 6], [8, 10]]
+        assert not out[:, 0::3].any()
+        return None
+
+    run_ranks(2, body)
+
+
+def test_messages_of_one_tag_keep_their_order():
+    def body(rank):
+        if rank == 0:
+            for i in range(5):
+                rc.send(np.array([i]), 1, tag=7)
+            return None
+        out, seen = np.zeros(1, int), []
+        for _ in range(5):
+            rc.recv(out, 0, tag=7)
+            seen.append(out.item())
+        return seen
+
+    assert run_ranks(2, body)[1] == [0, 1, 2, 3, 4]
+
+
+def test_a_tag_takes_its_own_message_alone():
+    def body(rank):
+        mine = engine()
+        if rank == 0:
+            threads = [threading.Thread(target=send_as, args=(mine, tag)) for tag in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            return None
+        out, seen = np.zeros(1, int), []
+        for tag in (3, 1, 2, 0):
+            rc.recv(out, 0, tag=tag)
+            seen.append(out.item())
+        return seen
+
+    def send_as(mine, tag):
+        with serve_thread(mine):
+            rc.send(np.array([10 * tag]), 1, tag=tag)
+
+    assert run_ranks(2, body)[1] == [30, 10, 20, 0]
+
+
+def test_sends_that_wait_for_each_other_end_by_the_deadline():
+    def body(rank):
+        with pytest.raises(rc.CommTimeoutError, match=r"send\(dest=\d, tag=0\)"):
+            rc.send(np.ones(1), 1 - rank)
+        return True
+
+    assert run_ranks(2, body, settings=Settings(timeout_s=0.2)) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_any_source_hears_everybody_once(size):
+    def body(rank):
+        if rank:
+            return rc.send(np.array([10 * rank]), 0)
+        out, seen = np.zeros(1, int), {}
+        for _ in range(size - 1):
+            source = rc.recv(out, rc.ANY_SOURCE)
+            seen[source] = out.item()
+        assert seen == {r: 10 * r for r in range(1, size)}
+        return None
+
+    run_ranks(size, body)
+
+
+def test_a_named_source_is_not_served_by_another():
+    sent = threading.Event()
+
+    def body(rank):
+        out = np.zeros(1, int)
+        if rank == 0:
+            assert rc.recv(out, 2) == 2
+            first = out.item()
+            assert rc.recv(out, 1) == 1
+            return first, out.item()
+        if rank == 2:
+            assert sent.wait(60)
+        else:
+            sent.set()
+        return rc.send(np.array([rank]), 0)
+
+    assert run_ranks(3, body)[0] == (2, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sendrecv_shifts_a_ring_and_reaches_itself(size):
+    def body(rank):
+        out = np.zeros(1000)
+        x = np.full(1000, float(rank))
+        left = rc.sendrecv(x, (rank + 1) % size, out, (rank - 1) % size)
+        assert left == (rank - 1) % size
+        assert (out == left).all()
+        assert rc.sendrecv(np.full(3, 1.0 + rank), rank, out[:3], rank) == rank
+        assert (out[:3] == 1 + rank).all()
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize(
+    "out", [np.zeros(4), np.zeros((3, 1)), np.zeros(3, np.float32)], ids=["count", "shape", "dtype"]
+)
+def test_a_mismatch_is_the_same_error_on_both_sides_and_nothing_is_written(out):
+    def body(rank):
+        with pytest.raises(rc.MismatchError) as caught:
+            rc.send(np.ones(3), 1) if rank == 0 else rc.recv(out, 0)
+        assert not out.any()
+        fits = np.zeros(2)
+        if rank == 0:
+            rc.send(np.ones(2), 1)
+        else:
+            rc.recv(fits, 0)
+        return str(caught.value)
+
+    texts = run_ranks(2, body)
+    assert texts[0] == texts[1]
+    assert "rank 0 sent float64 (3,), rank 1 receives" in texts[0]
+
+
+def test_ranks_are_those_of_the_group():
+    def body(rank):
+        group = rc.Group([2, 0]) if rank != 1 else None
+        if rank == 2:
+            rc.send(np.array([5]), 1, group=group)
+        elif rank == 0:
+            out = np.zeros(1, int)
+            assert rc.recv(out, group=group) == 0
+            return out.item()
+        return None
+
+    assert run_ranks(3, body)[0] == 5
+
+
+def test_the_same_tag_in_another_group_is_another_message():
+    def body(rank):
+        mine, group = engine(), rc.Group([0, 1])
+        if rank == 0:
+            other = threading.Thread(target=send_in, args=(mine, group))
+            other.start()
+            rc.send(np.array([1]), 1)
+            other.join(60)
+            return None
+        out = np.zeros(1, int)
+        rc.recv(out, 0, group=group)
+        first = out.item()
+        rc.recv(out, 0)
+        return first, out.item()
+
+    def send_in(mine, group):
+        with serve_thread(mine):
+            rc.send(np.array([2]), 1, group=group)
+
+    assert run_ranks(2, body)[1] == (2, 1)
+
+
+def doubled():
+    return np.lib.stride_tricks.as_strided(np.ones(4), (3, 2), (8, 8), writeable=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: rc.send(np.ones(1), 2), ValueError, "dest is 2; ranks are 0 to 1"),
+        (lambda: rc.send(np.ones(1), -1), ValueError, "dest is -1"),
+        (lambda: rc.send(np.ones(1), 0.5), TypeError, "dest must be a rank"),
+        (lambda: rc.recv(np.ones(1), 5), ValueError, "source is 5"),
+        (lambda: rc.recv([1.0], 1), TypeError, "cannot communicate"),
+        (lambda: rc.recv(np.broadcast_to(np.ones(1), 3), 1), ValueError, "read-only"),
+        (
+            lambda: rc.recv(doubled(), 1),
+            ValueError,
+            r"overlap.* waits until another recv\(\) receives",
+        ),
+        (lambda: rc.send(np.ones(1), 1, tag="a"), TypeError, "tag must be an int"),
+        (lambda: rc.send(np.array(["x"]), 1), TypeError, "dtype"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(call, error, message):
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(error, match=message):
+                call()
+        rc.barrier()
+
+    run_ranks(2, body)
+
+
+class Index:
+    """An int to operator.index() alone: it equals nothing."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, Index])
+def test_to_oneself_only_sendrecv_can_end(kind):
+    def body(rank):
+        with pytest.raises(ValueError, match="use sendrecv"):
+            rc.send(np.ones(1), kind(rank))
+        with pytest.raises(ValueError, match="use sendrecv"):
+            rc.recv(np.ones(1), kind(rank))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(9), 1), lambda: rc.recv(np.ones(9), 1)])
+def test_a_peer_that_died_or_left_is_an_error(call):
+    def died(rank):
+        if rank == 1:
+            raise ValueError("boom")
+        with pytest.raises(rc.PeerFailedError, match="boom"):
+            call()
+        return True
+
+    def left(rank):
+        if rank == 1:
+            return leave(engine(), "called shutdown()")
+        with pytest.raises(rc.PeerFailedError, match="called shutdown") as caught:
+            call()
+        raise caught.value
+
+    assert outcomes(2, died)[0] is True
+    assert isinstance(outcomes(2, left)[0], rc.PeerFailedError)
+
+
+def test_any_source_fails_once_nobody_is_left():
+    def body(rank):
+        if rank:
+            return leave(engine(), f"called shutdown() as rank {rank}")
+        with pytest.raises(rc.PeerFailedError, match="called shutdown"):
+            rc.recv(np.ones(1))
+        raise ValueError("over")
+
+    assert str(outcomes(3, body)[0]) == "over"
+
+
+def test_any_source_is_served_while_somebody_is_left():
+    has_heard = threading.Event()
+
+    def body(rank):
+        out = np.zeros(1)
+        if rank == 0:
+            listen(lambda: 1 in engine().watch.peers.left)
+            has_heard.set()
+            out[:] = rc.recv(out)
+        elif rank == 2:
+            assert has_heard.wait(60)
+            time.sleep(0.1)  # not for synchronisation: time to give up too early
+            rc.send(out, 0)
+        leave(engine(), "done")
+        return out.item()
+
+    assert run_ranks(3, body) == [2.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("call", [lambda: rc.send(np.ones(9), 1), lambda: rc.recv(np.ones(9), 1)])
+def test_a_peer_that_does_not_come_is_a_timeout_that_says_where_it_is(call):
+    over = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            with pytest.raises(rc.CommTimeoutError):
+                rc.barrier()
+            over.wait(60)
+            return None
+        with pytest.raises(rc.CommTimeoutError) as caught:
+            call()
+        over.set()
+        return str(caught.value)
+
+    text = run_ranks(2, body, settings=Settings(timeout_s=0.3))[0]
+    assert "rank 1" in text
+
+
+def test_large_messages_cross():
+    """Both ranks send before they receive: sendrecv() does not depend on buffers."""
+
+    def body(rank):
+        out = np.zeros(1 << 20)
+        rc.sendrecv(np.full(1 << 20, 1.0 + rank), 1 - rank, out, 1 - rank)
+        return out[0], out[-1]
+
+    assert run_ranks(2, body) == [(2.0, 2.0), (1.0, 1.0)]
+
+
+def test_a_sendrecv_that_is_refused_leaves_no_receive_behind():
+    def body(rank):
+        old, new = np.zeros(3), np.zeros(3)
+        if rank == 0:
+            with pytest.raises(ValueError, match="dest is 9"):
+                rc.sendrecv(np.ones(3), 9, old, 1)
+            rc.recv(new, 1)
+            return old.tolist(), new.tolist()
+        return rc.send(np.ones(3), 0)
+
+    assert run_ranks(2, body)[0] == ([0, 0, 0], [1, 1, 1])

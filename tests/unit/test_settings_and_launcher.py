@@ -1,0 +1,180 @@
+"""Settings, and what the environment says of the launch."""
+
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from ringcomm import config, launched
+from ringcomm.errors import ConfigError
+
+
+def test_defaults():
+    settings = config.read_settings({"PATH": "/bin"})
+    assert (settings.timeout_s, settings.stall_warning_s, settings.grace_s) == (600, 30, 3)
+
+
+def test_values_are_read():
+    assert config.read_settings({"RINGCOMM_TIMEOUT_S": "1.5"}).timeout_s == 1.5
+
+
+def test_a_text_is_read_as_it_is():
+    assert config.read_settings({"RINGCOMM_TIMELINE": "/tmp/1"}).timeline == "/tmp/1"
+    assert config.read_settings({}).timeline == ""
+
+
+def test_zero_means_never():
+    settings = config.read_settings({"RINGCOMM_TIMEOUT_S": "0", "RINGCOMM_STALL_WARNING_S": "0"})
+    assert settings.timeout_or_inf == settings.stall_warning_or_inf == math.inf
+
+
+@pytest.mark.parametrize("value", ["-1", "soon", "", "nan"])
+def test_a_value_that_is_no_number_names_the_variable(value):
+    with pytest.raises(ConfigError, match=f"RINGCOMM_TIMEOUT_S is '{value}'"):
+        config.read_settings({"RINGCOMM_TIMEOUT_S": value})
+
+
+def test_an_unknown_setting_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"RINGCOMM_TIMOUT_S .*Did you mean RINGCOMM_TIMEOUT_S"):
+        config.read_settings({"RINGCOMM_TIMOUT_S": "1"})
+    with pytest.raises(ConfigError, match="Known: RINGCOMM_TIMEOUT_S, "):
+        config.read_settings({"RINGCOMM_XYZZY": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ("OMPI_COMM_WORLD_SIZE", 4)),
+        ({"PMI_SIZE": "2"}, ("PMI_SIZE", 2)),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, ("SLURM_STEP_NUM_TASKS", 8)),
+        ({"SLURM_NTASKS": "8"}, None),
+        ({"PMI_SIZE": "1"}, None),
+    ],
+)
+def test_launched_size(environ, expected):
+    assert launched.launched_size(environ) == expected
+
+
+ONE_HOST = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+TWO_HOSTS = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "0",
+}
+
+
+def test_quick_start_settings_are_for_one_host_only():
+    here, there, direct = dict(ONE_HOST), dict(TWO_HOSTS), {"PMIX_RANK": "1"}
+    for environ in (here, there, direct):
+        launched.set_mpi_defaults(environ)
+        assert environ["OMPI_MCA_coll"] == "^han"
+    assert here["OMPI_MCA_pml"] == "ob1"
+    assert "OMPI_MCA_pml" not in there
+    assert "OMPI_MCA_pml" not in direct  # srun says nothing of hosts
+
+
+def test_a_process_without_a_launcher_uses_no_shared_memory_of_mpi():
+    alone = {}
+    launched.set_mpi_defaults(alone)
+    assert alone["OMPI_MCA_btl"] == "self,tcp"
+
+
+def test_the_user_s_own_mpi_setting_wins():
+    environ = ONE_HOST | {"OMPI_MCA_coll": "basic", "OMPI_MCA_pml": "ucx"}
+    added = launched.set_mpi_defaults(environ)
+    assert environ["OMPI_MCA_coll"] == "basic"
+    assert environ["OMPI_MCA_pml"] == "ucx"
+    assert not any(line.startswith(("OMPI_MCA_coll", "OMPI_MCA_pml")) for line in added)
+    assert "OMPI_MCA_btl=self,sm,tcp" in added
+
+
+def test_all_settings_of_mpi_are_in_the_docs_and_no_others():
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    made = [f"{k}={v}" for e in (dict(ONE_HOST), dict(TWO_HOSTS), {}) for k, v in settings_in(e)]
+    assert set(re.findall(r"^\| `(OMPI_MCA_\S+)`", page, re.MULTILINE)) == set(made)
+
+
+def settings_in(environ):
+    launched.set_mpi_defaults(environ)
+    return [each for each in environ.items() if each[0].startswith("OMPI_MCA_")]
+
+
+def test_hydra_is_known_by_its_pmi():
+    assert launched.is_hydra({"PMI_FD": "7", "PMI_RANK": "0"})
+    assert launched.is_hydra({"PMI_PORT": "host:1234"})
+    assert not launched.is_hydra({"PMI_FD": "7", "PMIX_NAMESPACE": "job"})
+    assert not launched.is_hydra({})
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
+def test_fault_tolerance_is_what_mpirun_says(value, expected):
+    assert launched.is_fault_tolerant({"OMPI_MCA_mpi_ft_enable": value}) is expected
+    assert not launched.is_fault_tolerant({})
+
+
+def test_children_of_a_rank_know_it_and_jobs_started_by_a_rank_do_not():
+    environ = {"PMIX_NAMESPACE": "job1", "PMIX_RANK": "0"}
+    launched.mark_children_of_this_rank(environ)
+    assert launched.parent_rank_pid(environ) is None  # the rank itself
+    pid = str(os.getpid())
+    marked = environ["RINGCOMM_RANK_PROCESS"].replace(pid, "1", 1)
+    child = environ | {"RINGCOMM_RANK_PROCESS": marked}
+    assert launched.parent_rank_pid(child) == 1
+    assert launched.parent_rank_pid(child | {"PMIX_NAMESPACE": "job2"}) is None
+    assert config.read_settings(child).timeout_s == 600  # the mark is no setting
+
+
+# --- what launchers say -------------------------------------------------------------------------
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PMI_ID"])
+def test_a_rank_variable_of_mpi_tells_its_launcher(variable):
+    assert launched.is_launched_by_mpi({variable: "0"})
+
+
+def test_torchs_own_variables_are_no_sign_of_mpi():
+    assert not launched.is_launched_by_mpi({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("TORCHELASTIC_RUN_ID", "torchrun"), ("RAY_JOB_ID", "Ray"), ("X", "")]
+)
+def test_other_launchers_are_named(variable, name):
+    assert launched.foreign_launcher({variable: "1"}) == name
+
+
+@pytest.mark.parametrize(
+    ("environ", "by"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "no MPI launcher"),
+        ({"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, "torchrun"),
+    ],
+)
+def test_ranks_that_are_not_mpis_are_refused(environ, by):
+    with pytest.raises(ConfigError, match=rf"WORLD_SIZE wants 2 ranks, but {by} started"):
+        launched.refuse_foreign_ranks(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+        {"WORLD_SIZE": "huge"},
+        {"RANK": "1", "WORLD_SIZE": "2", "PMIX_RANK": "1"},
+        {"WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_process_that_is_to_be_alone_or_is_mpis_is_no_foreign_rank(environ):
+    launched.refuse_foreign_ranks(environ)
+
+
+def test_torchs_ranks_are_read_and_what_is_missing_is_known():
+    assert launched.torch_ranks({"RANK": "1", "WORLD_SIZE": ""}) == {"rank": 1}
+    assert launched.missing_of_torch({"rank"}, {"WORLD_SIZE": "2"}) == [
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ]
+    with pytest.raises(ConfigError, match="RANK is 'one'"):
+        launched.torch_ranks({"RANK": "one"})

@@ -1,0 +1,44 @@
+"""Who has made what is left in /dev/shm: this run of tests, or another job of the machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import shm_leftovers
+from harness import wait_until
+
+# Maps a file of /dev/shm, says so, and dies of a signal without having removed it.
+MAKER = """
+import mmap, os, sys
+with open(sys.argv[1], "w+b") as file:
+    file.truncate(4096)
+    mapping = mmap.mmap(file.fileno(), 4096)
+print("mapped", flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_file_is_left_by_the_run_whose_process_had_mapped_it(is_own, watch):
+    path = Path(f"/dev/shm/sm_segment.of.a.test.{os.getpid()}")
+    environment = {k: v for k, v in os.environ.items() if is_own or k != shm_leftovers.MARK}
+    maker = subprocess.Popen(
+        [sys.executable, "-S", "-c", MAKER, path],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert maker.stdout.readline() == b"mapped\n"
+        assert (path.name in watch.files()) == is_own
+        assert path.name not in watch.orphans()
+        maker.communicate(b"\n")
+        wait_until(lambda: (path.name in watch.orphans()) == is_own, "it is not told")
+    finally:
+        maker.kill()
+        maker.communicate()
+        path.unlink()
+    assert path.name not in watch.files()

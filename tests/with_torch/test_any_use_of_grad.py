@@ -1,0 +1,428 @@
+"""Whatever .grad is made of, and whatever is done with it, N ranks end where one process does."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training_models import (
+    BATCH,
+    SMALL,
+    assert_close,
+    assert_equals_one_process,
+    copies,
+    data,
+    models,
+    network,
+    seeded,
+    sgd,
+    share,
+    weights,
+    wrap,
+)
+
+import ringcomm as rc
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+# --- what users do with .grad -------------------------------------------------------------------
+@SIZES
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_all_its_forms(size, is_own, set_to_none):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            (optimizer if is_own else model).zero_grad(set_to_none=set_to_none)
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
+def test_two_losses_after_zeros_in_place(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad(set_to_none=False)
+            mse_loss(model(x), y).backward()
+            model(x).abs().mean().backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
+@pytest.mark.parametrize("k", [1, 2])
+def test_gradients_that_are_never_zeroed_go_on_adding_up(size, k):
+    def train(model, optimizer, batches):
+        for first in range(0, len(batches), k):
+            for x, y in batches[first : first + k]:
+                mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    assert_equals_one_process(size, train, make=make, backward_passes_per_step=k)
+
+
+@SIZES
+def test_clip_grad_norm(size):
+    norms = {}
+
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            norms.setdefault(id(model), []).append(float(norm))
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+    first, *others = norms.values()
+    assert all(other == pytest.approx(first, rel=1e-12) for other in others)
+
+
+def replace_after_backward(p):
+    p.grad = p.grad.clamp(-0.01, 0.01)
+
+
+def drop_after_backward(p):
+    p.grad = None if p.ndim == 1 else p.grad
+
+
+def change_after_backward(p):
+    p.grad.mul_(0.5).add_(p.detach(), alpha=0.1)
+
+
+def view_after_backward(p):
+    p.grad = p.grad.view_as(p)
+
+
+@SIZES
+@pytest.mark.parametrize(
+    "change",
+    [replace_after_backward, drop_after_backward, change_after_backward, view_after_backward],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_grad_changed_after_backward_is_honoured(size, change, n):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            for _ in range(n):
+                mse_loss(model(x), y).backward()
+                for p in model.parameters():
+                    change(p)
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
+@pytest.mark.parametrize("op", [rc.AVERAGE, rc.SUM])
+def test_a_grad_set_before_backward_is_added_to(size, op):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            for p in model.parameters():
+                p.grad = 0.1 * p.detach()
+            (mse_loss(model(x), y) / (size if op is rc.SUM and len(x) == BATCH else 1)).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, op=op)
+
+
+@SIZES
+def test_a_grad_replaced_between_passes_is_this_ranks_own(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            for p in model.parameters():
+                p.grad = 0.5 * p.grad
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, backward_passes_per_step=2)
+
+
+@SIZES
+def test_autograd_learns_that_the_next_backward_overwrote_a_gradient(size):
+    def body(rank):
+        model = nn.Linear(3, 2)
+        optimizer = wrap(model)
+        for _ in range(2):  # after the first step the buckets are made anew
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+        factor = torch.ones(2, 3, requires_grad=True)
+        penalty = (factor * model.weight.grad).sum()
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+
+    run_ranks(size, body)
+
+
+@SIZES
+def test_horovods_pattern_of_synchronize_and_skip_synchronize(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            is_wrapped = hasattr(optimizer, "synchronize")
+            if is_wrapped:
+                optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize() if is_wrapped else nullcontext():
+                optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+# --- precision and layout -----------------------------------------------------------------------
+@SIZES
+def test_grad_scaler(size):
+    def train(model, optimizer, batches):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        for x, y in batches:
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
+def test_grad_scaler_skips_a_step_on_every_rank_when_one_overflows(size):
+    batches = data(6, size)
+    batches[2][0][0, 0] = float("inf")  # in the first rank's share
+
+    def train(model, optimizer, batches):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for x, y in batches:
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**9
+
+    assert_equals_one_process(size, train, batches=batches)
+
+
+def test_autocast():
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = mse_loss(model(x).float(), y)
+            loss.backward()
+            optimizer.step()
+
+    # bfloat16 has 8 bits: two ranks round their halves of a sum where one process rounds it once
+    assert_equals_one_process(
+        2, train, model=network(torch.float32), batches=data(8, 2, torch.float32), tolerance=2**-7
+    )
+
+
+@SIZES
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_channels_last_gradients_keep_their_layout(size, set_to_none):
+    def make():
+        convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, (2, 1)))
+        return convolutions.double().to(memory_format=torch.channels_last)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, size * 2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    y = torch.randn(4, size * 2, 3, 5, 6, generator=generator, dtype=torch.float64)
+
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            mse_loss(model(x.to(memory_format=torch.channels_last)), y).backward()
+            assert [p.grad.stride() for p in model.parameters()] == [
+                p.stride() for p in model.parameters()
+            ]
+            optimizer.step()
+
+    batches = list(zip(x, y, strict=True))
+    assert_equals_one_process(size, train, model=seeded(make), batches=batches, tolerance=1e-11)
+
+
+# --- sparse -------------------------------------------------------------------------------------
+class Words(nn.Module):
+    """Scores three words; how the embedding's gradient is laid out may differ between ranks."""
+
+    def __init__(self, is_sparse=True):
+        super().__init__()
+        self.table = nn.Embedding(20, 4, sparse=is_sparse)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, words):
+        return self.out(self.table(words).flatten(1))
+
+
+def texts(steps, size):
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randint(0, 12, (steps, size * BATCH, 3), generator=generator)
+    y = torch.randn(steps, size * BATCH, 3, generator=generator, dtype=torch.float64)
+    return list(zip(words, y, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2])
+def test_sparse_gradients(size, n):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            for _ in range(n):
+                mse_loss(model(x), y).backward()
+            assert model.table.weight.grad.layout is torch.sparse_coo
+            optimizer.step()
+
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    model = seeded(lambda: Words().double())
+    assert_equals_one_process(size, train, model=model, make=plain, batches=texts(6, size))
+
+
+def test_sparse_gradients_under_sparse_adam():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, 3, sparse=True)
+
+        def forward(self, words):
+            return self.table(words).sum(1)
+
+    assert_equals_one_process(
+        2,
+        model=seeded(lambda: Table().double()),
+        make=lambda p: torch.optim.SparseAdam(list(p), lr=0.01),
+        batches=texts(6, 2),
+        tolerance=1e-10,
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kinds", ["sparse on rank 0 alone", "none on rank 0", "in turns"])
+def test_sparse_gradients_on_some_ranks(size, kinds):
+    """The others have a dense one, or none."""
+    first = seeded(lambda: Words().double())
+    alone, *replicas = copies(first, size + 1)
+    batches = texts(4, size)
+
+    def step(model, x, y, *, is_alone=False, rank=0, number=0):
+        is_sparse = {
+            "sparse on rank 0 alone": rank == 0,
+            "none on rank 0": True,
+            "in turns": (rank + number) % 2 == 0,
+        }[kinds]
+        model.table.sparse = is_sparse
+        if kinds == "none on rank 0" and (rank == 0 or is_alone):
+            embedded = model.table(x)
+            keep = torch.ones(len(x), 1, 1).double()
+            keep[:BATCH] = 0
+            embedded = embedded * keep if is_alone else embedded.detach() * 0
+            return mse_loss(model.out(embedded.flatten(1)), y)
+        return mse_loss(model(x), y)
+
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for x, y in batches:
+        optimizer.zero_grad()
+        step(alone, x, y, is_alone=True).backward()
+        optimizer.step()
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model, lambda p: torch.optim.SGD(p, lr=0.05))
+        for number, (x, y) in enumerate(share(batches, rank, size)):
+            optimizer.zero_grad()
+            step(model, x, y, rank=rank, number=number).backward()
+            optimizer.step()
+        return weights(model)
+
+    assert_close(run_ranks(size, body, settings=SMALL), weights(alone), 1e-12)
+
+
+@SIZES
+def test_gradients_of_a_sparse_dimension_of_two(size):
+    """torch.sparse.mm makes gradients whose every element has an index of its own."""
+
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, x):
+            ctx.save_for_backward(x)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, out):
+            (x,) = ctx.saved_tensors
+            return (x.T @ out).to_sparse(2), None
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5, 3, dtype=torch.float64))
+
+        def forward(self, x):
+            return Masked.apply(self.weight, x)
+
+    assert_equals_one_process(size, model=Net(), make=lambda p: torch.optim.SGD(p, lr=0.05))
+
+
+# --- closures -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "tolerance"),
+    [
+        (sgd, 1e-12),
+        (lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4, history_size=3), 1e-9),
+    ],
+)
+def test_closures(size, make, tolerance):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = mse_loss(model(x), y)
+                loss.backward()
+                return rc.allreduce(loss.detach(), rc.AVERAGE) if len(x) == BATCH else loss
+
+            optimizer.step(closure)
+
+    assert_equals_one_process(size, train, make=make, tolerance=tolerance)
+
+
+def test_a_rank_whose_closure_runs_no_backward_takes_part():
+    replicas = models(2)
+    ((x, y),) = data(1, 1)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model)
+
+        def closure():
+            optimizer.zero_grad()
+            if rank == 0:
+                mse_loss(model(x), y).backward()
+            return 0.0
+
+        optimizer.step(closure)
+        optimizer.step(closure)
+        return weights(model)
+
+    (alone,) = models(1)
+    optimizer = sgd(alone.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        (mse_loss(alone(x), y) / 2).backward()
+        optimizer.step()
+    assert_close(run_ranks(2, body, settings=SMALL), weights(alone), 1e-12)

@@ -1,0 +1,368 @@
+"""Whatever parameters a script uses, and however often, N ranks end where one process does."""
+
+import copy
+
+import pytest
+import torch
+from harness import at_length, run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from training_models import (
+    BATCH,
+    SMALL,
+    Checkpointed,
+    assert_close,
+    assert_equals_one_process,
+    copies,
+    data,
+    fit,
+    models,
+    network,
+    seeded,
+    sgd,
+    share,
+    wrap,
+)
+
+import ringcomm as rc
+from ringcomm.torch.backward.autograd_hooks import Hooks
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+# --- which parameters are used ------------------------------------------------------------------
+class Experts(nn.Module):
+    """Each sample goes through the expert that its first feature asks for."""
+
+    def __init__(self, n=4):
+        super().__init__()
+        self.shared = nn.Linear(5, 5)
+        self.experts = nn.ModuleList([nn.Linear(5, 3) for _ in range(n)])
+
+    def forward(self, x):
+        asked = x[:, 0].long()
+        hidden = self.shared(x)
+        out = torch.zeros(len(x), 3, dtype=x.dtype)
+        for which in asked.unique().tolist():
+            out = out.index_add(
+                0, (asked == which).nonzero()[:, 0], self.experts[which](hidden[asked == which])
+            )
+        return out
+
+
+def batches_for_experts(size, n_experts=3):
+    """Make batches in which ranks ask for different experts, and some experts are never used."""
+    batches = data(6, size)
+    for step, (x, _) in enumerate(batches):
+        for rank, part in enumerate(x.chunk(size)):
+            part[:, 0] = (rank + step) % n_experts
+    return batches
+
+
+@pytest.mark.parametrize("size", at_length([1, 2, 3, 4], [2, 3, 4]))
+def test_parameters_used_on_some_ranks_count_as_zeros_on_the_others(size):
+    model = seeded(lambda: Experts().double())
+    assert_equals_one_process(size, model=model, batches=batches_for_experts(size))
+
+
+def test_a_parameter_used_nowhere_keeps_grad_none_in_a_bucket_that_is_used():
+    replicas = copies(seeded(lambda: Experts().double()), 2)
+    batches = batches_for_experts(2)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5))
+        unused = model.experts[3].weight
+        before = unused.detach().clone()
+        fit(model, optimizer, share(batches, rank, 2))
+        (bucket,) = optimizer._reducer.plan.buckets
+        assert len(bucket.members) == len(list(model.parameters()))
+        assert unused.grad is None
+        return torch.equal(unused, before)
+
+    assert all(run_ranks(2, body))
+
+
+def test_a_rank_without_a_backward_takes_part_from_step():
+    replicas = models(3)
+    ((x, y),) = data(1, 1)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model)
+        if rank == 1:
+            mse_loss(model(x), y).backward()
+        optimizer.step()
+        return [p.grad for p in model.parameters()]
+
+    (alone,) = models(1)
+    (mse_loss(alone(x), y) / 3).backward()
+    results = run_ranks(3, body, settings=SMALL)
+    assert_close(results, [p.grad for p in alone.parameters()], 1e-12)
+
+
+@SIZES
+def test_parameters_shared_between_modules(size):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.down.weight = self.up.weight
+            self.out = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.out(self.down(torch.tanh(self.up(x))))
+
+    assert_equals_one_process(size, model=seeded(lambda: Tied().double()))
+
+
+@SIZES
+def test_frozen_parameters_take_no_part(size):
+    model = network()
+    model[2].requires_grad_(False)
+    assert_equals_one_process(size, model=model)
+
+
+@SIZES
+def test_parameters_unfrozen_after_wrapping_are_reduced(size):
+    model = network()
+    model[0].requires_grad_(False)
+
+    def train(model, optimizer, batches):
+        fit(model, optimizer, batches[:3])
+        model[0].requires_grad_(True)
+        fit(model, optimizer, batches[3:])
+
+    assert_equals_one_process(size, train, model=model)
+
+
+@SIZES
+def test_only_parameters_unfrozen_after_wrapping_have_gradients(size):
+    model = network()
+    model[0].requires_grad_(False)
+
+    def train(model, optimizer, batches):
+        model.requires_grad_(False)
+        model[0].requires_grad_(True)
+        fit(model, optimizer, batches)
+
+    assert_equals_one_process(size, train, model=model)
+
+
+@SIZES
+def test_parameters_frozen_after_wrapping_stay_as_they_are(size):
+    def train(model, optimizer, batches):
+        fit(model, optimizer, batches[:3])
+        model[2].requires_grad_(False)
+        fit(model, optimizer, batches[3:])
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
+def test_parameters_frozen_between_forward_and_backward_keep_their_gradient(size):
+    def train(model, optimizer, batches):
+        fit(model, optimizer, batches[:2])
+        for x, y in batches[2:]:  # the gradients of the last step are still there
+            loss = mse_loss(model(x), y)
+            model[2].requires_grad_(False)
+            loss.backward()
+            model[2].requires_grad_(True)
+            optimizer.step()
+
+    assert_equals_one_process(size, train, make=lambda p: torch.optim.SGD(p, lr=0.01))
+
+
+@SIZES
+def test_parameters_added_to_the_optimizer_later(size):
+    def train(model, optimizer, batches):
+        optimizer.param_groups[0]["lr"] = 0.02
+        fit(model, optimizer, batches[:3])
+        optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.01})
+        fit(model, optimizer, batches[3:])
+
+    def first_layer(parameters):
+        return sgd(list(parameters)[:2])
+
+    assert_equals_one_process(size, train, make=first_layer)
+
+
+# --- several backward() -------------------------------------------------------------------------
+@SIZES
+def test_two_losses_with_two_backward_calls(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            model(x).abs().mean().backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
+@pytest.mark.parametrize("op", [rc.AVERAGE, rc.SUM])
+def test_two_losses_over_different_parameters(size, op):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            weight = 1 / size if op is rc.SUM and len(x) == BATCH else 1
+            optimizer.zero_grad()
+            (weight * model[0](x).pow(2).mean()).backward()
+            hidden = model[1](model[0](x)).detach()
+            (weight * mse_loss(model[2:](hidden), y)).backward()
+            (weight * model[0](x).abs().mean()).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, op=op)
+
+
+@SIZES
+def test_retain_graph(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), y)
+            loss.backward(retain_graph=True)
+            (0.5 * loss).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+@SIZES
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_gradients_of_several_passes_add_up(size, k):
+    def train(model, optimizer, batches):
+        for first in range(0, len(batches), k):
+            optimizer.zero_grad()
+            for x, y in batches[first : first + k]:
+                mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, backward_passes_per_step=k)
+
+
+@SIZES
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_more_or_fewer_passes_than_announced(size, n):
+    def train(model, optimizer, batches):
+        for first in range(0, len(batches), n):
+            optimizer.zero_grad()
+            for x, y in batches[first : first + n]:
+                mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, backward_passes_per_step=3)
+
+
+@SIZES
+def test_passes_that_use_different_parameters_add_up(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            model[0](x).abs().mean().backward()
+            mse_loss(model[3](torch.ones(len(x), 8).double()), y).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, backward_passes_per_step=2)
+
+
+def test_synchronize_between_passes_makes_what_follows_final_too():
+    replicas = models(2)
+    batches = data(3, 2)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model, backward_passes_per_step=3)
+        one, two, _ = share(batches, rank, 2)
+        mse_loss(model(one[0]), one[1]).backward()
+        optimizer.synchronize()
+        mse_loss(model(two[0]), two[1]).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    (alone,) = models(1)
+    mse_loss(alone(batches[0][0]), batches[0][1]).backward()
+    mse_loss(alone(batches[1][0]), batches[1][1]).backward()
+    expected = [p.grad for p in alone.parameters()]
+    assert_close(run_ranks(2, body, settings=SMALL), expected, 1e-12)
+
+
+@SIZES
+def test_a_gradient_penalty_by_double_backward(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            loss = mse_loss(model(leaf), y)
+            slopes = torch.autograd.grad(loss * len(x), leaf, create_graph=True)[0]
+            (loss + slopes.pow(2).sum(1).mean()).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, tolerance=1e-11)
+
+
+@SIZES
+def test_autograd_grad_leaves_gradients_alone(size):
+    def train(model, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            optimizer.step()
+
+    assert_equals_one_process(size, train)
+
+
+# --- checkpointing ------------------------------------------------------------------------------
+@SIZES
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # an inner checkpoint
+@pytest.mark.parametrize("fusion_mib", [SMALL.fusion_mib, 1])
+@pytest.mark.parametrize(
+    "mode", ["reentrant", "not reentrant", "everything", "nested", "a module twice"]
+)
+def test_checkpointing(mode, fusion_mib, size):
+    model = seeded(lambda: Checkpointed(mode).double())
+    assert_equals_one_process(
+        size, model=model, settings=rc.config.Settings(timeout_s=120, fusion_mib=fusion_mib)
+    )
+
+
+def test_a_module_checkpointed_twice_on_one_rank_only():
+    replicas = copies(seeded(lambda: Checkpointed("a module twice").double()), 2)
+    replicas[1].mode = "reentrant"
+    ((x, y),) = data(1, 2)
+
+    def body(rank):
+        model = replicas[rank]
+        optimizer = wrap(model)
+        a, b = share([(x, y)], rank, 2)[0]
+        mse_loss(model(a), b).backward()
+        optimizer.step()
+        return [p.grad.clone() for p in model.parameters()]
+
+    alone = copy.deepcopy(replicas[0])
+    (mse_loss(alone(x.chunk(2)[0]), y.chunk(2)[0]) / 2).backward()
+    alone.mode = "reentrant"
+    (mse_loss(alone(x.chunk(2)[1]), y.chunk(2)[1]) / 2).backward()
+    assert_close(run_ranks(2, body, settings=SMALL), [p.grad for p in alone.parameters()], 1e-12)
+
+
+class Listener:
+    def before_gradient(self, index):
+        self.before = index
+
+    def after_gradient(self, index):
+        self.after = index
+
+
+def test_a_hook_that_torch_forgets_is_an_error_and_no_wrong_gradient():
+    parameter, listener = torch.nn.Parameter(torch.ones(3)), Listener()
+    hooks = Hooks(listener)
+    hooks.add(5, parameter)
+    parameter.sum().backward()
+    assert (listener.before, listener.after) == (5, 5)
+    hooks._handles[0].remove()  # as torch 2.6 does within checkpoints
+    with pytest.raises(
+        rc.RingcommError, match=r"gradient of parameter 5 .* without calling the hook"
+    ):
+        parameter.sum().backward()
