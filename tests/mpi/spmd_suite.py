@@ -84,11 +84,20 @@ def test_init_twice_is_once():
     assert init_rank_size.engine() is before
 
 
+def own_transport(mpi, **options):
+    """Return a transport whose control messages the engine of this job does not see.
+
+    Transports of the world share one communicator for them, for only one lives at a time. Here two
+    do, and the thread of the engine would receive what is meant for this one.
+    """
+    return mpi_transport.MpiTransport(mpi, mpi.COMM_WORLD, **options)
+
+
 @pytest.mark.parametrize("body", transport_conformance.BODIES, ids=lambda body: body.__name__)
 def test_transport(body, mpi):
     if rc.size() == 1:
         pytest.skip("a rank alone sends no message that could have another size")
-    transport = mpi_transport.MpiTransport(mpi)
+    transport = own_transport(mpi)
     body(transport)
     transport.close(is_clean=True)
     rc.barrier()
@@ -99,11 +108,11 @@ def wires():
     """One wire without Python, one that cuts messages into pieces of 1000 bytes, one with it."""
     from mpi4py import MPI
 
-    whole = mpi_transport.MpiTransport(MPI)
+    whole = own_transport(MPI)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mpi_transport, "_SEGMENT", 1000)
-        cut = mpi_transport.MpiTransport(MPI)
-    made = {"whole": whole, "cut": cut, "python": mpi_transport.MpiTransport(MPI, is_native=False)}
+        cut = own_transport(MPI)
+    made = {"whole": whole, "cut": cut, "python": own_transport(MPI, is_native=False)}
     yield made
     rc.barrier()
     for transport in made.values():
