@@ -135,7 +135,14 @@ def test_a_late_failure_is_the_job_s_although_the_others_were_done(rank, delay_s
     assert "collected" not in job.output  # with torch that takes a second of CPU per rank
 
 
-@pytest.mark.parametrize("end", ["rc.shutdown()", "pass"])
+# On a busy machine the guardian comes late: here it is stopped while the rank ends.
+WITH_A_LATE_GUARDIAN = """from ringcomm.engine.api import init_rank_size
+        guardian = init_rank_size._world.guardian._process.pid
+        os.kill(guardian, signal.SIGSTOP)
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {guardian}"])"""
+
+
+@pytest.mark.parametrize("end", ["rc.shutdown()", "pass", WITH_A_LATE_GUARDIAN])
 def test_what_cannot_be_completed_at_the_end_is_the_job_s_failure(end, tmp_path):
     body = f"""
     rc.init()

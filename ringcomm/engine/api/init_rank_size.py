@@ -353,6 +353,7 @@ def _leave_job(world: _World) -> Failure | None:
         dead = world.engine.watch.peers.dead
         if world.engine.state.broke_while_leaving is not None:
             world.words.end_with(world.engine.state.broke_while_leaving)
+            world.words.wait_for_report()
             failure = world.words.failure
         elif dead and not is_fault_tolerant():
             world.words.follow(next(iter(dead)))
