@@ -1,13 +1,14 @@
-"""Nothing that a test starts may outlive it; what fails is shown at once."""
+"""Nothing that a test starts may outlive it; fixtures, and which cases the gate runs."""
 
 import itertools
-import os
+import random
 import time
 from collections import defaultdict
 
+import failures_at_once
 import harness
+import leftovers
 import pytest
-import shm_leftovers
 from guarded_ranks import Rank
 from shm_leftovers import pids, read
 
@@ -51,20 +52,13 @@ def start_rank():
         rank.process.communicate()
 
 
-@pytest.fixture(scope="session")
-def watch():
-    watch = shm_leftovers.Watch()
-    yield watch
-    watch.end()
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left(request):
+def nothing_is_left(pytestconfig):
     """Fail the test that leaves a file in /dev/shm or a guardian behind."""
-    if "PMIX_RANK" in os.environ or "PMI_RANK" in os.environ:  # inside a job of test_spmd.py
+    if leftovers.is_in_a_job():  # of test_spmd.py
         yield
         return
-    watch = request.getfixturevalue("watch")
+    watch = pytestconfig.pluginmanager.get_plugin("leftovers of files").watch
     before, others = watch.files(), set(pids())
     yield
     deadline = time.monotonic() + 60
@@ -89,40 +83,34 @@ def is_alive(pid):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(AtOnce(config))
+    for plugin in (failures_at_once, leftovers):
+        config.pluginmanager.register(plugin, plugin.__name__)
 
 
-class AtOnce:
-    """Shows a failure when it happens, and not again at the end."""
-
-    def __init__(self, config):
-        self.config = config
-
-    @pytest.hookimpl(trylast=True)  # behind the letter that pytest writes
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.show(report, f"{report.when} of {report.nodeid}")
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.show(report, f"collection of {report.nodeid}")
-
-    def show(self, report, what):
-        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-        terminal.write_sep("_", what, red=True)
-        for line in report.longreprtext.splitlines():
-            terminal.write_line(line)
-        for title, text in report.sections:
-            terminal.write_sep("-", title)
-            terminal.write_line(text)
-        terminal.flush()
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self):
-        self.config.option.tbstyle = "no"  # which leaves out the part at the end
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run in the order of this seed")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    choose_cases(items)
+    seed = config.getoption("shuffle", default=None)
+    if seed is not None:
+        shuffle(items, random.Random(seed))
+
+
+def shuffle(items, order):
+    """Shuffle the files, and the tests in each."""
+    of_file = defaultdict(list)
+    for item in items:
+        of_file[item.path].append(item)
+    files = list(of_file.values())
+    order.shuffle(files)
+    for tests in files:
+        order.shuffle(tests)
+    items[:] = itertools.chain.from_iterable(files)
+
+
+def choose_cases(items):
     """Leave some cases of a test that has many, and skip what takes long; ci/length runs all."""
     if harness.is_at_length():
         return

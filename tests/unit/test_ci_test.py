@@ -52,28 +52,36 @@ ROOT=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 PYTHON=$ROOT/stub BEAT_S=1 QUIET_LIMIT_S=5
 require_tools() {{ :; }}
 install_packages() {{ :; }}
-make_venv() {{ mkdir -p "$1/bin"; for each in pytest python ruff mypy lint-imports mpirun; do
-  ln -sf "$ROOT/stub" "$1/bin/$each"; done; }}
+make_venv() {{ mkdir -p "$1/bin"; for each in python ruff mypy lint-imports mpirun; do
+  ln -sf "$ROOT/stub" "$1/bin/$each"; done; ln -sf "$ROOT/PYTEST" "$1/bin/pytest"; }}
 build_wheel() {{ :; }}
 sources_id() {{ :; }}
 install_ringcomm() {{ :; }}
 """
-STUB = """#!/bin/sh
+STUB = f"""#!/bin/sh
+case "$1" in *verdict.py) exec {sys.executable} "$@";; esac
 echo "called $0 $*"
 case "$0 $*" in *"$BROKEN"*) exit 3;; *"$SILENT"*) printf dots; exec sleep 600;; esac
 """
 
 
-def run_gate(folder, broken, *arguments, silent="-none-"):
+def run_gate(folder, broken, *arguments, silent="-none-", pytest="stub"):
     shutil.copy(ROOT / "ci" / "test", folder / "test")
-    (folder / "setup.sh").write_text(STUBS)
+    (folder / "setup.sh").write_text(STUBS.replace("PYTEST", pytest))
     (folder / "ci").mkdir()
+    shutil.copy(ROOT / "ci" / "verdict.py", folder / "ci" / "verdict.py")
     for path in (folder / "stub", folder / "ci" / "sanitize"):
         path.write_text(STUB)
         path.chmod(0o755)
     return subprocess.run(
         ["bash", folder / "test", *arguments],
-        env={"PATH": "/usr/bin:/bin", "BROKEN": broken, "SILENT": silent},
+        env={
+            "PATH": "/usr/bin:/bin",
+            "TMPDIR": str(folder),
+            "BROKEN": broken,
+            "SILENT": silent,
+            "LEFTOVERS_LIMIT_S": "0.5",
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -84,7 +92,7 @@ def run_gate(folder, broken, *arguments, silent="-none-"):
 def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     done = run_gate(tmp_path, "nothing is broken")
     assert done.returncode == 0, done
-    assert "all 16 steps passed" in done.stdout
+    assert "all 17 steps passed" in done.stdout
     lines = done.stdout.splitlines()
     beside = lines.index("jobs  | == pytest with MPICH")
     assert any(line.startswith("jobs  | called") for line in lines[beside:])
@@ -104,13 +112,14 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
 def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
     done = run_gate(tmp_path, broken)
     assert done.returncode == 1, done
-    assert f"FAILED: {told}" in done.stderr
-    assert f"FAILED: {told} (exit 3)" in done.stdout  # at once, where it happens
-    assert "== hello_allreduce.py" in done.stdout  # the others run all the same
-    before, end = done.stdout.split(f"\n== what {told} said of it:\n")
-    said = [line for line in end.splitlines() if line.startswith("called")]
-    assert broken in said[-1]
-    assert said[-1] in before
+    lines = done.stdout.splitlines()
+    assert any(f"FAILED: {told} (exit 3)" in line for line in lines[:-10])  # where it happens
+    assert "unit  | == hello_allreduce.py, 4 ranks" in lines  # the others run all the same
+    assert lines[-1] == f"FAILED: {told} (exit 3)"
+    assert lines[lines.index(f"FAILED {told} (exit 3)") + 1].startswith("    called")
+    (path,) = tmp_path.glob("ringcomm-failures-*.txt")
+    assert broken in path.read_text()
+    assert ("== again:" in done.stdout) == (told == "ci/sanitize thread 40 node abandoned_steps")
 
 
 def test_fast_runs_each_unit_test_in_one_of_two_halves_and_no_job(tmp_path):
@@ -120,12 +129,12 @@ def test_fast_runs_each_unit_test_in_one_of_two_halves_and_no_job(tmp_path):
         path.touch()
     done = run_gate(tmp_path, "test_d.py", "--fast")
     assert done.returncode == 1, done
-    lines = done.stdout.split("\n== what ")[0].splitlines()
+    lines = [line for line in done.stdout.splitlines() if "FAILED" not in line]
     runs = [line.split() for line in lines if "bin/pytest" in line]
     halves = [{word for word in words if word.endswith(".py")} for words in runs]
     assert sorted(map(len, halves)) == [2, 3]
     assert set.union(*halves) == set(map(str, files))
-    called = [line for line in lines if "called" in line]
+    called = [line for line in lines if "called" in line and not line.startswith("    ")]
     assert not any(name in line for line in called for name in ("mpirun", "mpich", "mypy"))
     assert [line.split()[-1] for line in called[-6:]].count("ci/house") == 1
 
@@ -136,7 +145,121 @@ def test_a_step_that_says_nothing_is_told_of_and_ended(tmp_path):
     step = "unit  | test: pytest with Open MPI: unit"
     assert f"{step}, 4 s: dots" in done.stdout
     assert f"{step} said nothing for 5 s and gets SIGTERM" in done.stdout
-    assert "FAILED: pytest with Open MPI: unit" in done.stderr
+    assert "FAILED: pytest with Open MPI: unit (exit 143)" in done.stdout.splitlines()
+
+
+# pytest itself, with the plugins of tests/conftest.py.
+REAL_PYTEST = f"""#!/bin/sh
+PYTHONPATH={ROOT}/tests:{ROOT}/ci exec {sys.executable} -m pytest \\
+  -p failures_at_once -p leftovers -p no:cacheprovider "$@"
+"""
+PASSES = "def test_passes():\n    pass\n"
+FAILS_ONCE = """
+from pathlib import Path
+
+def test_weather():
+    path = Path(__file__ + ".was_here")
+    was_here = path.exists()
+    path.touch()
+    assert was_here, "the first time"
+
+def test_always():
+    pass
+"""
+FAILS_ALWAYS = """
+def test_of_a_fault():
+    for number in range(40):
+        print("line", number, "of its output")
+    assert 6 * 9 == 42, "the answer"
+"""
+
+
+def run_gate_with_real_pytest(folder, **files):
+    for each in ("unit", "mpi", "fault", "cluster", "with_torch", "gpu"):
+        (folder / "tests" / each).mkdir(parents=True)
+        (folder / "tests" / each / "test_passes.py").write_text(PASSES)
+    for name, text in files.items():
+        (folder / "tests" / "unit" / f"test_{name}.py").write_text(text)
+    (folder / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\naddopts = "--import-mode=importlib"\n'
+    )
+    (folder / "pytest").write_text(REAL_PYTEST)
+    (folder / "pytest").chmod(0o755)
+    return run_gate(folder, "-none-", pytest="pytest")
+
+
+def test_a_test_that_passes_alone_is_flaky_and_does_not_fail_the_gate(tmp_path):
+    done = run_gate_with_real_pytest(tmp_path, weather=FAILS_ONCE)
+    assert done.returncode == 0, done
+    end = done.stdout.splitlines()[-60:]
+    name = "tests/unit/test_weather.py::test_weather"
+    assert f"FLAKY {name}" in end
+    assert "E       AssertionError: the first time" in end[end.index(f"FLAKY {name}") + 1]
+    (path,) = tmp_path.glob("ringcomm-failures-*.txt")
+    assert f"every failure, as it was first: {path}" in end
+    assert "the first time" in path.read_text()
+    assert done.stdout.count("== alone: ") == 1
+
+
+def test_a_test_that_fails_twice_fails_the_gate_and_its_text_stands_at_the_end(tmp_path):
+    done = run_gate_with_real_pytest(tmp_path, weather=FAILS_ONCE, fault=FAILS_ALWAYS)
+    assert done.returncode == 1, done
+    end = done.stdout.splitlines()[-60:]
+    name = "tests/unit/test_fault.py::test_of_a_fault (pytest with Open MPI: unit)"
+    assert end[-1] == f"FAILED: {name}"
+    said = end[end.index(f"FAILED {name}") + 1 :]
+    assert any(line.startswith("    E       AssertionError: the answer") for line in said[:16])
+    assert any(line.endswith("tests/unit/test_fault.py:5: AssertionError") for line in said[:16])
+    assert "FLAKY tests/unit/test_weather.py::test_weather" in end
+    (path,) = tmp_path.glob("ringcomm-failures-*.txt")
+    assert "line 39 of its output" in path.read_text()
+
+
+LEAVES = """
+import mmap, os, signal, socket, subprocess, threading
+kept = []
+
+def test_leaves_much():
+    name = f"/dev/shm/ci-test-{os.getpid()}"
+    kept.append(os.open(name, os.O_RDWR | os.O_CREAT))
+    os.ftruncate(kept[-1], 4096)
+    kept.append(mmap.mmap(kept[-1], 4096))
+    kept.append(subprocess.Popen(["sleep", "5"]))
+    kept.append(socket.create_server(("127.0.0.1", 0)))
+    kept.append(threading.Thread(target=threading.Event().wait, daemon=True, name="left"))
+    kept[-1].start()
+    os.environ["LEFT"] = "behind"
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    os.chdir("/")
+
+def test_later():
+    assert "LEFT" in os.environ
+"""
+
+
+def test_a_file_that_leaves_something_behind_is_named_with_all_of_it(tmp_path):
+    done = run_gate_with_real_pytest(tmp_path, a_mess=LEAVES, weather=FAILS_ONCE)
+    for path in Path("/dev/shm").glob("ci-test-*"):
+        path.unlink()
+    assert done.returncode == 1, done
+    end = done.stdout.splitlines()[-60:]
+    (path,) = tmp_path.glob("ringcomm-failures-*.txt")
+    text = path.read_text().partition("== FLAKY")[0]
+    assert "tests/unit/test_a_mess.py left behind:" in text
+    for each in (
+        "processes: ",
+        "sleep 5",
+        "shared memory: ci-test-",
+        "listening ports: ",
+        "environment: LEFT is new: behind",
+        "working directory: cwd was ",
+        "signal handlers: SIGUSR1 was ",
+        "threads: ",
+    ):
+        assert each in text, each
+    assert "test_passes" not in text
+    assert end[-1] == "FAILED: tests/unit/test_a_mess.py (pytest with Open MPI: unit)"
+    assert done.stdout.count("== alone: tests/unit/test_a_mess.py") == 1
 
 
 # A machine whose PATH has no compiler until apt-get has brought one.

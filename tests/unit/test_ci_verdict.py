@@ -1,0 +1,139 @@
+"""ci/verdict.py: what is tried again, what is flaky, what fails, and how it is said."""
+
+import pytest
+from verdict import MAX_LINES, MAX_TRIED_AGAIN, Failure, Step, judge, report, to_try_again
+
+TESTS = ("run_pytest", "/venv", "/root/tests/unit", "--ignore", "/root/tests/unit/test_long.py")
+
+
+def failure(name, lines=40):
+    said = "\n".join(f"line {number} of {name}" for number in range(lines))
+    return Failure(name, (f"/root/{name}",), f"{said}\nE   assert {name} is right")
+
+
+def of_tests(*names, code=1, is_complete=True):
+    return Step(
+        "a", "unit", "by test", TESTS, code, 7, "dots", tuple(map(failure, names)), is_complete
+    )
+
+
+def again(step, name, code):
+    return Step("r" + name, f"alone: {name}", f"of {step.id}", (), code, 1)
+
+
+def whole(name, code, mode="whole"):
+    return Step(name, name, mode, ("run_example", name), code, 3, f"output of {name}")
+
+
+def test_a_test_is_tried_alone_in_the_environment_of_its_step():
+    step = of_tests("test_x.py::test_y[a b]")
+    assert list(to_try_again([step])) == [
+        (
+            "of a",
+            "alone: test_x.py::test_y[a b]",
+            ("run_pytest", "/venv", "/root/test_x.py::test_y[a b]"),
+        )
+    ]
+
+
+def test_a_step_of_its_own_is_tried_again_as_a_whole():
+    steps = [whole("hello", 1), whole("digits", 0)]
+    assert list(to_try_again(steps)) == [("of hello", "again: hello", ("run_example", "hello"))]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        of_tests("x", is_complete=False),  # ended in the middle: a crash, or a hang
+        of_tests("x", code=2),  # a file that cannot be imported
+        of_tests("x", code=143),
+        of_tests(),  # it failed, and nobody knows why
+        whole("ruff", 1, mode="never"),
+    ],
+)
+def test_a_crash_a_time_out_and_a_lint_are_never_tried_again(step):
+    assert not list(to_try_again([step]))
+    verdict = judge([step])
+    assert [each.name for each in verdict.failed] == [f"{step.name} (exit {step.code})"]
+    assert verdict.reasons()
+
+
+@pytest.mark.parametrize(("tests", "passes"), [(1, True), (3, True), (4, False)])
+def test_a_few_flaky_tests_pass_and_more_fail(tests, passes):
+    names = [f"test_{number}" for number in range(tests)]
+    step = of_tests(*names)
+    verdict = judge([step, *(again(step, name, 0) for name in names)])
+    assert [each.name for each in verdict.flaky_tests] == names
+    assert not verdict.failed
+    assert (not verdict.reasons()) == passes
+
+
+@pytest.mark.parametrize(("steps", "passes"), [(1, True), (2, False)])
+def test_one_step_may_be_flaky(steps, passes):
+    ran = []
+    for number in range(steps):
+        step = whole(f"example {number}", 1)
+        ran += [step, Step(f"r{number}", f"again: {step.name}", f"of {step.id}", (), 0, 1)]
+    assert (not judge(ran).reasons()) == passes
+
+
+def test_what_fails_twice_fails_whatever_else_is_flaky():
+    step = of_tests("test_weather", "test_fault")
+    verdict = judge([step, again(step, "test_weather", 0), again(step, "test_fault", 1)])
+    assert verdict.reasons() == ["test_fault (unit)"]
+    assert [each.name for each in verdict.flaky_tests] == ["test_weather"]
+
+
+def test_tests_of_one_name_in_two_steps_are_judged_each_for_itself():
+    one = of_tests("test_x")
+    other = Step("b", "MPICH", "by test", TESTS, 1, 7, "", one.failures, True)
+    verdict = judge([one, other, again(one, "test_x", 0), again(other, "test_x", 1)])
+    assert verdict.reasons() == ["test_x (MPICH)"]
+    assert len(verdict.flaky_tests) == 1
+
+
+def test_of_very_many_failures_some_are_tried_and_all_fail():
+    names = [f"test_{number}" for number in range(50)]
+    step = of_tests(*names)
+    tried = list(to_try_again([step]))
+    assert len(tried) == MAX_TRIED_AGAIN
+    verdict = judge([step, *(again(step, name, 0) for name in names[:MAX_TRIED_AGAIN])])
+    assert len(verdict.failed) == 50 - MAX_TRIED_AGAIN
+    assert all("not tried again" in each.name for each in verdict.failed)
+
+
+@pytest.mark.parametrize("faults", [1, 2, 5, 20, 300])
+@pytest.mark.parametrize("flaky", [0, 3, 40])
+def test_the_report_fits_and_names_what_matters_first(faults, flaky):
+    names = [f"test_fault_{number}" for number in range(faults)]
+    weather = [f"test_weather_{number}" for number in range(flaky)]
+    step = of_tests(*names, *weather)
+    ran = [step, *(again(step, n, 1) for n in names), *(again(step, n, 0) for n in weather)]
+    steps = [*(whole(f"a step with a long name, number {n}", 0) for n in range(20)), *ran]
+    verdict = judge(steps)
+    lines = report(steps, verdict, "commit 1234abc, 2 cores", "/tmp/failures.txt")
+    assert len(lines) <= MAX_LINES
+    text = "\n".join(lines)
+    assert "commit 1234abc, 2 cores" in text
+    assert "/tmp/failures.txt" in text
+    assert "7 s unit (failed)" in " ".join(lines)
+    assert lines[0] == "FAILED test_fault_0 (unit)"
+    assert "\nFAILED: test_fault_0 (unit)" in text
+    if faults <= 20:
+        assert all(f"FAILED {name} (unit)" in lines for name in names)
+    if faults <= 2:
+        for name in names:
+            at = lines.index(f"FAILED {name} (unit)")
+            assert lines[at + 15].endswith(f"E   assert {name} is right")
+            assert lines[at + 1].endswith(f"line 26 of {name}")
+    if flaky:
+        assert "FLAKY test_weather_0" in lines
+
+
+def test_an_assertion_far_above_the_end_is_shown_first():
+    text = "E   assert 1 == 2\n" + "\n".join(f"captured {number}" for number in range(40))
+    step = Step("a", "unit", "by test", TESTS, 1, 7, "", (Failure("test_x", ("x",), text),), True)
+    steps = [step, again(step, "test_x", 1)]
+    lines = report(steps, judge(steps), "facts", "file")
+    assert lines[:2] == ["FAILED test_x (unit)", "    E   assert 1 == 2"]
+    assert lines[2:17] == [f"    captured {number}" for number in range(25, 40)]
