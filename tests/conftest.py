@@ -52,13 +52,19 @@ def start_rank():
         rank.process.communicate()
 
 
+@pytest.fixture
+def watch(pytestconfig):
+    """Return what knows the files in /dev/shm of this run; None inside a job of test_spmd.py."""
+    plugin = pytestconfig.pluginmanager.get_plugin(leftovers.NAME)
+    return plugin and plugin.watch
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(pytestconfig):
+def nothing_is_left(watch):
     """Fail the test that leaves a file in /dev/shm or a guardian behind."""
-    if leftovers.is_in_a_job():  # of test_spmd.py
+    if watch is None:
         yield
         return
-    watch = pytestconfig.pluginmanager.get_plugin("leftovers of files").watch
     before, others = watch.files(), set(pids())
     yield
     deadline = time.monotonic() + 60

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from shm_leftovers import MARK, Watch, pids, read
 
+NAME = "leftovers of files"  # of the plugin
 LIMIT_S = float(os.environ.get("LEFTOVERS_LIMIT_S", "60"))  # for what is ending under load
 LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 BY_PYTHON = ("multiprocessing.resource_tracker",)  # lives as long as the process that needed it
@@ -21,7 +22,7 @@ NOT_OF_A_TEST = {"PYTEST_CURRENT_TEST", MARK}
 
 def pytest_configure(config):
     if not is_in_a_job():  # MPI keeps processes, files and sockets of its own
-        config.pluginmanager.register(Leftovers(config), "leftovers of files")
+        config.pluginmanager.register(Leftovers(), NAME)
 
 
 def is_in_a_job():
@@ -109,8 +110,7 @@ def handled_signals():
 class Leftovers:
     """Compares what is there before the first test of a file with what is there after its last."""
 
-    def __init__(self, config):
-        self.config = config
+    def __init__(self):
         self.before = None
         self.watch = Watch()
 
