@@ -17,7 +17,7 @@ NAME = "leftovers of files"  # of the plugin
 LIMIT_S = float(os.environ.get("LEFTOVERS_LIMIT_S", "60"))  # for what is ending under load
 LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 BY_PYTHON = ("multiprocessing.resource_tracker",)  # lives as long as the process that needed it
-NOT_OF_A_TEST = {"PYTEST_CURRENT_TEST", MARK}
+NOT_OF_A_TEST = {"PYTEST_CURRENT_TEST", MARK, "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it for good
 
 
 def pytest_configure(config):
@@ -77,7 +77,7 @@ def surroundings(watch):
         listening_ports=listening_ports(),
         environment={k: v for k, v in os.environ.items() if k not in NOT_OF_A_TEST},
         working_directory={"cwd": os.getcwd()},
-        signal_handlers={each.name: signal.getsignal(each) for each in handled_signals()},
+        signal_handlers=signal_handlers(),
         threads={each.ident: each.name for each in threading.enumerate()},
     )
 
@@ -103,8 +103,17 @@ def listening_ports():
     return ports
 
 
-def handled_signals():
-    return [each for each in signal.Signals if each not in (signal.SIGKILL, signal.SIGSTOP)]
+def signal_handlers():
+    """Return the handlers by signal, without those of torch's DataLoader, which stay for good."""
+    handlers = {each.name: signal.getsignal(each) for each in signal.Signals}
+    return {
+        name: "the default, or that of a loader of torch" if is_default(handler) else handler
+        for name, handler in handlers.items()
+    }
+
+
+def is_default(handler):
+    return handler in (None, signal.SIG_DFL) or handler.__module__.startswith("torch.")
 
 
 class Leftovers:
