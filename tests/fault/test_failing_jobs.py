@@ -139,7 +139,9 @@ def test_a_late_failure_is_the_job_s_although_the_others_were_done(rank, delay_s
 WITH_A_LATE_GUARDIAN = """from ringcomm.engine.api import init_rank_size
         guardian = init_rank_size._world.guardian._process.pid
         os.kill(guardian, signal.SIGSTOP)
-        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {guardian}"])"""
+        wake = f"sleep 0.5; kill -CONT {guardian}"
+        # MPICH's launcher ends the process group of a rank that has failed.
+        subprocess.Popen(["sh", "-c", wake], start_new_session=True)"""
 
 
 @pytest.mark.parametrize("end", ["rc.shutdown()", "pass", WITH_A_LATE_GUARDIAN])
