@@ -20,9 +20,9 @@ from ringcomm.ps.protocol.frames import Entry, Kind
 from ringcomm.ps.server.server import Server
 
 
-def run_workers(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, **options):
+def run_workers(n_workers, body, n_servers=1, **options):
     """Run body(rank) on the workers of a job with servers; return what they return."""
-    results = run_all(n_workers, body, n_servers, deadline_s=deadline_s, faults=faults, **options)
+    results = run_all(n_workers, body, n_servers, **options)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -33,7 +33,9 @@ def run_workers(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=N
     return results[:n_workers]
 
 
-def run_all(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, **options):
+def run_all(
+    n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None, settings=None, **options
+):
     """Return what each rank returned or raised."""
 
     def main(rank):
@@ -50,7 +52,7 @@ def run_all(n_workers, body, n_servers=1, *, deadline_s=DEADLINE_S, faults=None,
     if not options.get("colocated"):
         size += n_servers
     try:
-        return outcomes(size, main, faults=faults)
+        return outcomes(size, main, faults=faults, settings=settings)
     finally:
         release_memory()
 

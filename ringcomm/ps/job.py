@@ -41,7 +41,7 @@ def init(
     replication: int = 1,
     placement: str = "balanced",
     colocated: bool = False,
-    deadline_s: float = 60.0,
+    deadline_s: float | None = None,
     rebalance_every_s: float | None = None,
 ) -> None:
     """Make this rank a worker, a server or an evaluator. Collective over all ranks of the job.
@@ -60,7 +60,8 @@ def init(
         replication: copies of each partition; more than 1 is not there yet.
         placement: "balanced": slices go to the server with the fewest bytes.
         colocated: servers live in the processes of workers.
-        deadline_s: of each wait for a server, in seconds.
+        deadline_s: of each wait for a server, in seconds; None: RINGCOMM_TIMEOUT_S, as of
+            collectives. After RINGCOMM_STALL_WARNING_S a warning says which workers are missing.
         rebalance_every_s: how often the servers look at their traffic, in seconds, and move
             partitions if one of them has been overloaded for a while; None: never, but see
             ps.rebalance().
@@ -68,7 +69,7 @@ def init(
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank.
     """
-    if not (isinstance(deadline_s, int | float) and deadline_s > 0):
+    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise ConfigError(f"ps.init: deadline_s is {deadline_s!r}; it must be more than 0 seconds")
     init_rank_size.init()
     engine = init_rank_size.engine()
@@ -88,6 +89,8 @@ def init(
     if placement != "balanced":
         raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
     names = {rank: all_options[rank].functions for rank in layout.servers}
+    if deadline_s is None:
+        deadline_s = engine.settings.timeout_or_inf
     current = _start(engine, layout, deadline_s, functions, names | {-1: options.functions})
     engine.extensions.keep(SESSION, current)
     every_s = all_options[layout.chief].rebalance_every_s
@@ -135,6 +138,7 @@ def _start(
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
     engine.extensions.add_service(dispatcher)
+    engine.extensions.add_waits(lambda: client.waits.label)
     return Session(engine, layout, group, dispatcher, client, names)
 
 

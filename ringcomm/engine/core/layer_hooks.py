@@ -41,6 +41,7 @@ class Extensions:
         self._closers: list[Closer] = []
         self._with_groups: list[Callable[[int], None]] = []
         self._kept: dict[Extension[Any], Any] = {}
+        self._waits: list[Callable[[], str]] = []
 
     def get(self, key: Extension[T]) -> T | None:
         """Return the object under this key, or None."""
@@ -98,6 +99,14 @@ class Extensions:
         """Return True if a function of add_entered() says that this rank entered the operation."""
         return base in self._entered and self._entered[base](number)
 
+    def add_waits(self, waits_in: Callable[[], str]) -> None:
+        """Ask waits_in() for the label of the call in which this rank waits, or ""."""
+        self._waits.append(waits_in)
+
+    def waits_in(self) -> str:
+        """Return the label of a call of another layer in which this rank waits, or ""."""
+        return next(filter(None, (waits_in() for waits_in in self._waits)), "")
+
     def before_leaving(self, goodbye: Callable[[], None]) -> None:
         """Call `goodbye` before an orderly leave; the goodbye added last is called first."""
         self._goodbyes.append(goodbye)
@@ -129,4 +138,5 @@ class Extensions:
         while self._closers:
             self._closers.pop()(is_clean=is_clean)
         self._entered.clear()
+        self._waits.clear()
         self._with_groups.clear()

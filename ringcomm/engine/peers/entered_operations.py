@@ -31,4 +31,5 @@ class Whereabouts:
         if self.has_entered(ask.key, ask.fingerprint, ask.value):
             self._watch.tell(source, Kind.HERE, key=ask.key)
         else:
-            self._watch.tell(source, Kind.ELSEWHERE, self._pending.oldest(), key=ask.key)
+            where = self._pending.oldest() or self._extensions.waits_in()
+            self._watch.tell(source, Kind.ELSEWHERE, where, key=ask.key)

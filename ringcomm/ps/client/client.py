@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.outstanding_requests import Outstanding
-from ringcomm.ps.client.wait_for_replies import drive_until, timeout_error
+from ringcomm.ps.client.wait_for_replies import Waits, drive_until
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
@@ -40,6 +40,7 @@ class Client:
         rank: of this rank in the job.
         link: the wire.
         outstanding: requests that are not answered.
+        waits: for servers.
         undecided: futures that show whether this worker is in a round of ps.FirstOf(k).
     """
 
@@ -52,6 +53,7 @@ class Client:
         self.outstanding = Outstanding(engine, link, layout)
         self._send_queue = self.outstanding.send_queue
         self._orders = self.outstanding.owners.orders
+        self.waits = Waits(engine, layout, self)
         self.undecided: set[Future[Any]] = set()
         self._listened_at = 0.0
         self._acked = 0  # the last ack that was taken without driving
@@ -308,5 +310,4 @@ class Client:
             CommTimeoutError: it is not within limit_s (None: deadline_s); names the servers.
         """
         limit_s = self.deadline_s if limit_s is None else limit_s
-        if not drive_until(self._engine, is_over, label, limit_s):
-            raise timeout_error(self._engine, self._layout, label, servers, limit_s)
+        self.waits.until(is_over, label, servers, limit_s)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 CREDIT_NBYTES: Final = 64 << 20  # of bodies under way from one rank to one server
 CREDIT_REQUESTS: Final = 4096  # likewise
 _PUSH: Final = Kind.PUSH  # looked up once: each request needs it
-_CONTROL: Final = frozenset((Kind.ENTER, Kind.LEAVE, Kind.MOVE, Kind.SNAPSHOT, Kind.STATS))
+_CONTROL: Final = frozenset(
+    (Kind.ENTER, Kind.LEAVE, Kind.MISSING, Kind.MOVE, Kind.SNAPSHOT, Kind.STATS)
+)
 
 
 class Turns:

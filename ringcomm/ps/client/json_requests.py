@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
 
 if TYPE_CHECKING:
-    from ringcomm.ps.client.client import Client
     from ringcomm.ps.client.future import Future
     from ringcomm.ps.protocol.frames import Kind
     from ringcomm.ps.protocol.link import Delivery
@@ -18,8 +17,21 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+class Asker(Protocol):
+    """The client of this rank."""
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The numbers of all servers."""
+
+    def gather(
+        self, label: str, requests: Sequence[Request], read: Callable[[Delivery], R]
+    ) -> Future[list[R]]:
+        """Send requests; return a future of read(reply) of each, in their order."""
+
+
 def ask_servers(
-    client: Client,
+    client: Asker,
     label: str,
     kind: Kind,
     servers: Sequence[int],
@@ -37,7 +49,7 @@ def ask_servers(
 
 
 def ask_json(
-    client: Client, kind: Kind, question: Any, servers: Sequence[int] | None = None
+    client: Asker, kind: Kind, question: Any, servers: Sequence[int] | None = None
 ) -> Future[list[Any]]:
     """Send JSON to servers, to all if not given; return a future of the JSON that they answer."""
     servers = client.servers if servers is None else servers

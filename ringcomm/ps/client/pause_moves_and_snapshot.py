@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _TRIES = 10  # of a snapshot: rounds of a table that is new are over before all servers know it
 _PATIENCE = 1 / 4  # of its deadline, for which a pause lets moves go first
+_PATIENCE_MAX_S = 15.0
 _ids = itertools.count(1)
 
 
@@ -41,7 +42,7 @@ def new_id(client: Client) -> int:
 
 def pause(client: Client, number: int) -> Moment:
     """Keep partitions from moving until `number` is released."""
-    patience_s = client.deadline_s * _PATIENCE
+    patience_s = min(client.deadline_s * _PATIENCE, _PATIENCE_MAX_S)
     question = {"do": PAUSE, "id": number, "patience_s": patience_s}
     answer = ask_json(client, Kind.SNAPSHOT, question, [client.leader]).wait()[0]
     return Moment(answer["job"], answer["tables"], {})

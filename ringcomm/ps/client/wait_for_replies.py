@@ -1,21 +1,38 @@
-"""Waits until replies are there, a deadline has passed, or a rank has died."""
+"""Waits until replies are there, a deadline has passed, or a rank has died; says whom it is for.
+
+A wait that takes long asks the servers which workers its requests wait for, and these workers what
+they do. The answers are logged once, after RINGCOMM_STALL_WARNING_S, and stand in the error.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from ringcomm.engine.progress.deadlines import refuse_hopeless
+from ringcomm.engine.progress.deadlines import ANSWER_S, refuse_hopeless
 from ringcomm.errors import CommTimeoutError, RingcommError
+from ringcomm.ps.client.json_requests import Asker, ask_json
+from ringcomm.ps.protocol.frames import Kind
+from ringcomm.transport.control_header import Kind as ControlKind
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
     from ringcomm.ps.roles import Layout
 
+_log: Final = logging.getLogger("ringcomm")
+_ADVICE: Final = (
+    "A worker without data for a round takes part with set_samples(0) or push(None); one that has "
+    "finished leaves with rc.shutdown()."
+)
+_LOOKS: Final = 16  # at a condition, between two looks for ranks that died
+_SHOWN: Final = 16  # a text says what at most so many workers do
+_QUESTION: Final = 0xFFFF_FFFF << 32  # keys of questions; no operation has one of these
+_questions: Final = itertools.count()
 
-_LOOKS = 16  # at a condition, between two looks for ranks that died
+IsOver = Callable[[], bool]
 
 
 @dataclass
@@ -32,7 +49,7 @@ class Wait:
     late: tuple[int, ...] = ()
 
 
-def drive_until(engine: Engine, is_over: Callable[[], bool], label: str, timeout_s: float) -> bool:
+def drive_until(engine: Engine, is_over: IsOver, label: str, timeout_s: float) -> bool:
     """Drive the loop; return True once is_over(), False if that takes longer than timeout_s.
 
     Raises:
@@ -60,16 +77,143 @@ def drive_until(engine: Engine, is_over: Callable[[], bool], label: str, timeout
     return False
 
 
-def timeout_error(
-    engine: Engine, layout: Layout, label: str, servers: Iterable[int], limit_s: float
-) -> CommTimeoutError:
-    """Return the error of a wait for servers, which it names."""
-    missing = {server: layout.rank_of(server) for server in sorted(servers)}
-    ranks = ", ".join(
-        f"server {server} ({engine.transport.label(rank)})" for server, rank in missing.items()
-    )
-    return CommTimeoutError(
-        f"{label}: no answer within {limit_s:g} s from {ranks or 'the servers'}. It is busy, or "
-        "waits for other workers; wait again, or raise the limit with ps.init(deadline_s=)",
-        missing=[*missing.values()],
-    )
+class Waits:
+    """The waits of this rank for servers.
+
+    Args:
+        engine: of this rank.
+        layout: who is who.
+        asker: asks the servers.
+
+    Attributes:
+        label: of the call that waits now; "" if none does.
+    """
+
+    def __init__(self, engine: Engine, layout: Layout, asker: Asker) -> None:
+        self._engine, self._layout, self._asker = engine, layout, asker
+        self.label = ""
+
+    def until(self, is_over: IsOver, label: str, servers: Iterable[int], limit_s: float) -> None:
+        """Drive until it is over.
+
+        Args:
+            is_over: looks.
+            label: of the call.
+            servers: that have not answered, by the time that one iterates over them.
+            limit_s: how long, in seconds.
+
+        Raises:
+            CommTimeoutError: it is not over by then; names the servers, and missing workers.
+            PeerFailedError: a rank died.
+        """
+        outer, self.label = self.label, label
+        try:
+            self._until(is_over, label, servers, limit_s)
+        finally:
+            self.label = outer
+
+    def _until(self, is_over: IsOver, label: str, servers: Iterable[int], limit_s: float) -> None:
+        warn_after_s = min(self._engine.settings.stall_warning_or_inf, limit_s)
+        if drive_until(self._engine, is_over, label, warn_after_s):
+            return
+        if warn_after_s < limit_s:
+            why = self._reasons(servers, is_over)
+            if not is_over():
+                _log.warning("%s. %s", self._waited(label, servers, warn_after_s), why)
+            if drive_until(self._engine, is_over, label, limit_s - warn_after_s):
+                return
+        # A wait that is as short as this is a look.
+        why = self._reasons(servers, is_over) if limit_s >= ANSWER_S else ""
+        if not is_over():
+            raise CommTimeoutError(
+                f"{self._waited(label, servers, limit_s)}. {why}{' ' if why else ''}The request "
+                "is still under way: wait again, or raise the limit with ps.init(deadline_s=)",
+                missing=[self._layout.rank_of(server) for server in sorted(servers)],
+            )
+
+    def _waited(self, label: str, servers: Iterable[int], waited_s: float) -> str:
+        """Return how long this rank has waited for which servers."""
+        name = self._engine.transport.label
+        ranks = ", ".join(
+            f"server {server} ({name(self._layout.rank_of(server))})" for server in sorted(servers)
+        )
+        return f"{label}: no answer within {waited_s:g} s from {ranks or 'the servers'}"
+
+    def _reasons(self, servers: Iterable[int], is_over: IsOver) -> str:
+        """Return sentences that say whom the servers wait for; takes at most 2 x ANSWER_S."""
+        if self._engine.progress.is_own_turn:
+            return "It is busy, or waits for other workers."
+        missing = self._missing_workers(servers, is_over)
+        if missing is None:
+            return "It does not answer: it is busy, or hangs."
+        ranks = {rank for workers in missing.values() for rank in workers}
+        return reasons_text(missing, self._doings(ranks, is_over), self._layout.workers.index)
+
+    def _missing_workers(
+        self, servers: Iterable[int], is_over: IsOver
+    ) -> dict[str, set[int]] | None:
+        """Return the workers that servers wait for, by what for; None: they do not answer."""
+        answers = ask_json(self._asker, Kind.MISSING, None, sorted(servers))
+        drive_until(self._engine, lambda: answers.done() or is_over(), answers.label, ANSWER_S)
+        if not answers.done():
+            return None
+        missing: dict[str, set[int]] = {}
+        for what, workers in itertools.chain.from_iterable(answers.wait()):
+            missing.setdefault(what, set()).update(workers)
+        return missing
+
+    def _doings(self, ranks: Iterable[int], is_over: IsOver) -> dict[int, str]:
+        """Return the label of the call that each rank is in, or "".
+
+        A rank that does not look after ringcomm, as in a long computation, is left out.
+        """
+        watch, key = self._engine.watch, _QUESTION + next(_questions)
+        asked = {r for r in ranks if r != self._engine.job_rank and r not in watch.peers.dead}
+        for rank in asked:
+            watch.tell(rank, ControlKind.ASK, key=key)
+
+        def has_come() -> bool:
+            return asked <= watch.peers.whereabouts(key).keys() or is_over()
+
+        drive_until(self._engine, has_come, "ask", ANSWER_S)
+        doings = watch.peers.whereabouts(key)
+        watch.peers.forget(key)
+        return doings
+
+
+def reasons_text(
+    missing: Mapping[str, Iterable[int]],
+    doings: Mapping[int, str],
+    index_of: Callable[[int], int],
+) -> str:
+    """Return sentences that name the missing workers, and say what each does. Pure.
+
+    Args:
+        missing: ranks of the workers that servers wait for, by what for.
+        doings: the call that each rank is in, or ""; without those that did not answer.
+        index_of: returns the index of a worker by its rank in the job.
+    """
+    if not missing:
+        return "It has answered that no worker is missing: it is busy, or the network is slow."
+    waits, named = [], sorted({rank for ranks in missing.values() for rank in ranks})
+    for what, ranks in missing.items():
+        workers = ", ".join(str(index_of(rank)) for rank in sorted(ranks))
+        plural = "s" if "," in workers else ""
+        waits.append(f"{what} waits for worker{plural} {workers}" if workers else f"it is {what}")
+    sentence = "; ".join(waits)
+    text = f"{sentence[0].upper()}{sentence[1:]}."
+    if not named:
+        return text
+    shown = [
+        f"worker {index_of(rank)} (rank {rank} of the job) {_doing(doings.get(rank))}"
+        for rank in named[:_SHOWN]
+    ]
+    more = ["..."] * (len(named) > _SHOWN)
+    doing = "; ".join([*shown, *more])
+    return f"{text} {doing[0].upper()}{doing[1:]}. {_ADVICE}"
+
+
+def _doing(label: str | None) -> str:
+    if label is None:
+        return "does not answer: it computes, or hangs"
+    return f"is in {label}" if label else "is in no call of ringcomm"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.roles import Layout
 
+_MISSING_MAX: Final = 8  # things for which requests wait, in an answer
 _UNIT_KINDS: Final = frozenset(
     (Kind.PUSH, Kind.PULL, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS, Kind.ENTER)
 )
@@ -71,6 +72,7 @@ class Server:
             Kind.PULLS: performer.pull_many,
             Kind.TICK: self._tick,
             Kind.STATS: self._stats,
+            Kind.MISSING: self._missing,
             Kind.SNAPSHOT: self._snapshot,
             Kind.SAVE: performer.store.on_save,
             Kind.RESTORE: self._restore,
@@ -179,7 +181,11 @@ class Server:
         else:
             self._handle(on.ServerMessage(self._layout.number_of(request.source), message))
 
-    # --- what it has done -----------------------------------------------------------------------
+    # --- what it has done, and what it waits for ------------------------------------------------
+    def _missing(self, request: Delivery) -> None:
+        missing = self.core.progress.missing(request.source, self._layout.chief)
+        self._replies.json(request, missing[:_MISSING_MAX])
+
     def _stats(self, request: Delivery) -> None:
         contents = self.catalog.contents
         dense = {n: c for n, c in contents.items() if c.shard is None}

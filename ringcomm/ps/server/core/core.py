@@ -48,6 +48,7 @@ class Core:
     Attributes:
         tables: by number.
         left: ranks that ask nothing more.
+        progress: how far the workers are.
         clocks: of the workers.
         moments: that are held.
     """
@@ -57,12 +58,12 @@ class Core:
         self.tables: dict[int, Table] = {}
         self.left: set[int] = set()
         self.moments = Moments()
-        self._progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
-        self.clocks = self._progress.clocks
+        self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
+        self.clocks = self.progress.clocks
         self._migration = Migration(index, members, self.tables, self)
         self._handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
             **self._migration.handlers,
-            **self._progress.handlers,
+            **self.progress.handlers,
             on.Arrived: self._on_arrived,
             on.Initialized: self._on_initialized,
             on.Assigned: lambda event, _: self.unit_of(event.key).assign(
@@ -143,7 +144,7 @@ class Core:
     def n_waiting(self) -> int:
         """How many requests wait."""
         waiting = sum(len(unit.waiting) for unit in self.units())
-        return waiting + self._progress.n_waiting + self._migration.n_waiting
+        return waiting + self.progress.n_waiting + self._migration.n_waiting
 
     # --- requests for a unit --------------------------------------------------------------------
     def admits(self, key: Key, view: int) -> bool:
@@ -237,14 +238,14 @@ class Core:
     def _on_left(self, event: on.Left, now: float) -> Iterator[Action]:
         rank = event.rank
         self.left.add(rank)
-        self._progress.leave(rank)
+        self.progress.leave(rank)
         for unit in [*self.units()]:
             yield from self.flow(unit, unit.leave(rank))
         owned = self.moments.owned_by(rank)
         for number in owned:
             yield from self.moments.release(number)
         yield from self._resume(*owned)
-        yield from self._progress.advance()
+        yield from self.progress.advance()
         yield from self._migration.leave(rank, now)
         if event.request is not None:
             yield Reply(event.request)

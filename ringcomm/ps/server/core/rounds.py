@@ -155,6 +155,28 @@ class Rounds:
             return None
         return [came[worker] for worker in sorted(counting)] or None
 
+    def missing(self, rank: int) -> tuple[str, set[int]] | None:
+        """Return what a contribution or a release of a rank waits for, and for whom; None: nothing.
+
+        It says the round, and the workers of whom one or all must do something.
+        """
+        waits = any(rank in came for came in self._came.values())
+        waits = waits or any(each.request.header.origin == rank for each in self._releases)
+        return self.missing_now() if waits else None
+
+    def missing_now(self) -> tuple[str, set[int]]:
+        """Return what the current round waits for, and for whom."""
+        number = self.current + 1
+        if self._held is not None:
+            return f"the release of round {number}", {*self._held} & self._live
+        absent = self._live - self._came.get(self.current, {}).keys()
+        if self._limits and not absent:
+            return f"a snapshot, which stops rounds at {number - 1}", set()
+        if self._first_of is None:
+            return f"round {number}", absent
+        n_in = len(self._let_in.get(self.current, ()))
+        return f"round {number}, {n_in} of {self._first_of} in", absent
+
     def _take(self, came: Iterable[Contribution]) -> None:
         """Forget these; contributions of workers that are not in the round stay for decide()."""
         waiting = self._came[self.current]
@@ -280,6 +302,10 @@ class Clocks:
     def slowest(self) -> float:
         """The least clock of those that count; infinite if none does."""
         return min(self._of.values(), default=math.inf)
+
+    def behind(self, clock: float) -> list[int]:
+        """Return the workers that have not completed so many steps."""
+        return sorted(worker for worker, own in self._of.items() if own < clock)
 
     def all(self) -> dict[int, int]:
         """Return the clocks of those that count."""

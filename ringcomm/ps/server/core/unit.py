@@ -200,6 +200,23 @@ class Unit:
             return []
         return [*self.waiting.due(self.progress(clocks))]
 
+    def missing(self, rank: int, clocks: Clocks, chief: int) -> tuple[str, set[int]] | None:
+        """Return what requests of a rank wait for here, and for whom; None: none waits.
+
+        Args:
+            rank: whose requests.
+            clocks: of the workers.
+            chief: the worker that sends initial values.
+        """
+        wanted = self.waiting.wanted_by(rank)
+        if wanted is not None and not self.is_ready:
+            return "the first value", {chief}
+        if self.rounds is not None:
+            return self.rounds.missing(rank) if wanted is None else self.rounds.missing_now()
+        if wanted is None:
+            return None
+        return f"step {wanted:g} of all workers", {*clocks.behind(wanted)}
+
     # --- moves and checkpoints ------------------------------------------------------------------
     def applied_without_pending(self) -> dict[int, tuple[int, int]]:
         """Return the last push of each rank before those that have not been answered."""

@@ -38,6 +38,10 @@ class Waiting:
             due.append(heapq.heappop(self._heap).then)
         return due
 
+    def wanted_by(self, rank: int) -> float | None:
+        """Return the least that requests of a rank wait for; None: none does."""
+        return min((w.wanted for w in self._heap if w.then.request.source == rank), default=None)
+
     def take_all(self) -> list[Any]:
         """Return all requests as they came, and forget them."""
         taken = sorted(self._heap, key=lambda each: each.number)

@@ -55,6 +55,24 @@ class Progress:
         """How many requests wait."""
         return len(self._awaiting)
 
+    def missing(self, rank: int, chief: int) -> list[tuple[str, list[int]]]:
+        """Return what the requests of a rank wait for, each with the workers that are missing.
+
+        Args:
+            rank: whose requests.
+            chief: the worker that sends initial values.
+        """
+        found = []
+        for table in self._tables.values():
+            for unit in table.units.values():
+                waits = unit.missing(rank, self.clocks, chief)
+                if waits is not None:
+                    found.append((f"{waits[0]} of {table.name}", sorted(waits[1])))
+        wanted = [wanted for wanted, request in self._awaiting if request.source == rank]
+        if wanted:
+            found.append((f"step {min(wanted):g} of all", self.clocks.behind(min(wanted))))
+        return [each for at, each in enumerate(found) if each not in found[:at]]
+
     def leave(self, rank: int) -> None:
         """Wait for no step of a rank, and answer none of its requests; advance() follows."""
         self.clocks.leave(rank)

@@ -1,0 +1,227 @@
+"""Who is missing: a wait that takes long names the workers, what they do, and what helps."""
+
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+from harness import DEADLINE_S
+from ps_jobs import deadline, run_workers
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.config import Settings
+from ringcomm.ps.client.wait_for_replies import reasons_text
+from ringcomm.ps.job import session
+
+ONES = np.ones(4, np.float32)
+SOON_S = 0.6  # a wait that explains itself, and not a look
+
+
+def message_of(wait):
+    """Return what the error says of a wait that ends within SOON_S."""
+    with deadline(SOON_S), pytest.raises(rc.CommTimeoutError) as raised:
+        wait()
+    return str(raised.value)
+
+
+def while_others(missing, waiting, *, n_workers=2, **options):
+    """Run waiting() on worker 0 while the others do missing(is_over); return what it returns."""
+    is_over = threading.Event()
+
+    def body(rank):
+        if rank:
+            missing(is_over)
+            return None
+        try:
+            return waiting()
+        finally:
+            is_over.set()
+
+    return run_workers(n_workers, body, **options)[0]
+
+
+def idle(is_over):
+    """Be in no call of ringcomm, and look after it now and then."""
+    client = session().client
+    while not is_over.wait(0.01):
+        client.listen()
+
+
+def in_a_push(is_over):
+    other = ps.table("other", 4, mode="sync")
+    with deadline(60):
+        future = other.push(ONES)
+        while not is_over.is_set():
+            try:
+                future.wait(0.05)
+            except rc.CommTimeoutError:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("missing", "doing"),
+    [
+        (idle, "worker 1 (rank 1 of the job) is in no call of ringcomm."),
+        (lambda over: over.wait(60), "worker 1 (rank 1 of the job) does not answer: it computes"),
+        (in_a_push, "worker 1 (rank 1 of the job) is in push[other]."),
+    ],
+)
+def test_a_round_names_the_worker_that_is_missing_and_what_it_does(missing, doing):
+    def absent(is_over):
+        ps.table("w", 4, mode="sync")
+        missing(is_over)
+
+    def waiting():
+        table = ps.table("w", 4, mode="sync")
+        return message_of(table.push(ONES).wait)
+
+    text = while_others(absent, waiting)
+    assert text.startswith(f"push[w]: no answer within {SOON_S} s from server 0 (rank 2")
+    assert "Round 1 of w waits for worker 1." in text
+    assert doing in text.replace("Worker", "worker")
+    assert "set_samples(0)" in text
+    assert "rc.shutdown()" in text
+    assert "deadline_s=" in text
+
+
+def test_a_pull_behind_a_push_names_who_is_missing_too():
+    def waiting():
+        table = ps.table("w", 4, mode="sync")
+        table.push(ONES)
+        return message_of(table.pull().wait)
+
+    text = while_others(lambda over: (ps.table("w", 4, mode="sync"), idle(over)), waiting)
+    assert "Round 1 of w waits for worker 1." in text
+
+
+def test_of_several_workers_those_that_came_are_not_named():
+    def missing(is_over):
+        table = ps.table("w", 4, mode="sync")
+        if rc.rank() == 2:
+            table.push(ONES)
+        idle(is_over)
+
+    def waiting():
+        return message_of(ps.table("w", 4, mode="sync").push(ONES).wait)
+
+    text = while_others(missing, waiting, n_workers=4)
+    assert "Round 1 of w waits for workers 1, 3." in text
+    assert "worker 2" not in text
+
+
+def test_values_that_the_chief_has_not_sent():
+    is_over = threading.Event()
+
+    def body(rank):
+        if rank == 0:  # the chief
+            idle(is_over)
+            return ps.table("w", 4, init=ONES).pull().wait().tolist()
+        try:
+            table = ps.table("w", 4, init=ONES)
+            return message_of(lambda: table.push(ONES).wait())
+        finally:
+            is_over.set()
+
+    text = run_workers(2, body)[1]
+    assert "The first value of w waits for worker 0." in text
+
+
+def test_a_bounded_read_names_who_is_behind():
+    def missing(is_over):
+        ps.table("w", 4, mode=ps.SSP(1))
+        idle(is_over)
+
+    def waiting():
+        table = ps.table("w", 4, mode=ps.SSP(1))
+        for _ in range(3):
+            table.push(ONES).wait()
+            ps.complete_step()
+        return message_of(table.pull().wait)
+
+    text = while_others(missing, waiting)
+    assert "of w waits for worker 1." in text
+    assert "Step " in text
+
+
+def test_rows_of_a_hash_table():
+    keys = np.arange(3)
+
+    def open_table():
+        return ps.hashtable("rows", 2, mode="sync")
+
+    def waiting():
+        table = open_table()
+        return message_of(lambda: table.push(keys, np.ones((3, 2), np.float32)).wait())
+
+    text = while_others(lambda over: (open_table(), idle(over)), waiting, n_servers=2)
+    assert "Round 1 of rows waits for worker 1." in text
+
+
+def test_a_worker_that_has_left_is_not_missing_but_rounds_go_on_without_it():
+    def body(rank):
+        table = ps.table("w", 4, mode="sync")
+        if rank == 1:
+            return True
+        return table.push(ONES).wait().applied
+
+    assert run_workers(2, body) == [True, True]
+
+
+def test_a_warning_says_it_long_before_the_deadline(caplog):
+    caplog.set_level(logging.WARNING, "ringcomm")
+
+    def missing(is_over):
+        table = ps.table("w", 4, mode="sync")
+        client, end = session().client, time.monotonic() + 2.0
+        while time.monotonic() < end:
+            client.listen()
+            time.sleep(0.01)
+        table.push(ONES).wait()
+
+    def waiting():
+        return ps.table("w", 4, mode="sync").push(ONES).wait().applied
+
+    settings = Settings(timeout_s=DEADLINE_S, stall_warning_s=0.3)
+    assert while_others(missing, waiting, settings=settings)
+    (warning,) = [r.getMessage() for r in caplog.records if "push[w]" in r.getMessage()]
+    assert warning.startswith("push[w]: no answer within 0.3 s from server 0")
+    assert "Round 1 of w waits for worker 1." in warning
+
+
+def test_a_short_look_asks_nobody(monkeypatch):
+    from ringcomm.ps.client import wait_for_replies
+
+    def body(rank):
+        table = ps.table("w", 4, mode="sync")
+        future = table.push(ONES)
+        if rank == 0:
+            with monkeypatch.context() as patched:
+                patched.setattr(wait_for_replies, "ask_json", None)
+                for _ in range(10):
+                    with pytest.raises(rc.CommTimeoutError, match=r"no answer within 0.01 s"):
+                        future.wait(0.01)
+        rc.barrier()
+        return True
+
+    def late(rank):
+        return body(rank) if rank == 0 else (time.sleep(0.5), body(rank))[1]
+
+    assert run_workers(2, late) == [True, True]
+
+
+def test_the_default_deadline_is_that_of_collectives():
+    deadlines = run_workers(
+        1, lambda _: session().client.deadline_s, deadline_s=None, settings=Settings(timeout_s=77)
+    )
+    assert deadlines == [77.0]
+
+
+def test_the_text_is_short_whatever_is_missing():
+    assert "no worker is missing" in reasons_text({}, {}, int)
+    many = {f"round 1 of t{n}": range(100) for n in range(8)}
+    text = reasons_text(many, {3: "barrier"}, int)
+    assert "worker 3 (rank 3 of the job) is in barrier" in text
+    assert text.count("does not answer") == 15
+    assert "..." in text
