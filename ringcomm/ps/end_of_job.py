@@ -1,10 +1,12 @@
-"""The end of a job: clients leave, and servers serve until all have left."""
+"""The end of a job: training ends, clients leave, and servers serve until all have left."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 from ringcomm.engine.progress.deadlines import refuse_hopeless
@@ -12,7 +14,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.client.wait_for_replies import Wait
 from ringcomm.ps.protocol.frame_meta import packed_json
-from ringcomm.ps.protocol.frames import Kind, Step
+from ringcomm.ps.protocol.frames import Kind, Step, Stop
 from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, moment_number
 
 if TYPE_CHECKING:
@@ -22,6 +24,108 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("ringcomm")
 _LABEL: Final = "leave"
+
+
+class EndOfTraining:
+    """Decides at which call of should_stop() training is over, on this rank. Any thread.
+
+    Where workers must push in each round, one that ended a step earlier would leave the others
+    waiting. So the chief asks all workers how many calls have returned False, and the next call
+    after the largest number is the last one on each of them. A call in between waits.
+
+    | event | chief | worker |
+    |---|---|---|
+    | ps.stop() | ASK to all workers; or NOW, if no step needs all | |
+    | ASK | | COUNT to the chief; calls wait from now on |
+    | COUNT of all who live | AT to all workers; calls go on | |
+    | AT, NOW | | calls go on |
+
+    Args:
+        me: this rank.
+        send: sends a frame of Kind.STOP: to whom, its option and its clock.
+    """
+
+    def __init__(self, me: int, send: Callable[[int, Stop, int], object]) -> None:
+        self._me, self._send = me, send
+        self._lock = threading.Lock()
+        self._count = 0  # calls that have returned False
+        self._last: int | None = None  # the number of the call that returns True
+        self._is_asked = False
+        self._counts: dict[int, int] = {}  # of workers, for the chief
+        self._workers: tuple[int, ...] = ()
+
+    def is_over(self) -> bool | None:
+        """Count a call of should_stop(), and return what it returns; None: not known yet."""
+        with self._lock:
+            if self._is_asked and self._last is None:
+                return None
+            if self._last is not None and self._count + 1 >= self._last:
+                return True
+            self._count += 1
+            return False
+
+    @property
+    def is_decided(self) -> bool:
+        """True unless it has begun to end, and the last call is not known yet."""
+        return not self._is_asked or self._last is not None
+
+    def begin(
+        self, workers: Collection[int], evaluators: Collection[int], *, by_count: bool
+    ) -> None:
+        """End training; on the chief, once.
+
+        Args:
+            workers: ranks of the job.
+            evaluators: likewise; for them it is over at once.
+            by_count: all workers end after the same number of calls.
+        """
+        with self._lock:
+            if self._is_asked:
+                return
+            self._is_asked = True
+            self._workers = tuple(workers)
+            self._counts[self._me] = self._count
+            if not by_count:
+                self._last = 0
+        for rank in {*workers, *evaluators} - {self._me}:
+            is_asked = by_count and rank in self._workers
+            self._send(rank, Stop.ASK if is_asked else Stop.NOW, 0)
+        self.decide(())
+
+    def on_frame(self, source: int, option: int, clock: int) -> None:
+        """Take a frame of Kind.STOP."""
+        if option == Stop.COUNT:
+            self._counts[source] = clock
+            self.decide(())
+            return
+        with self._lock:
+            self._is_asked = True
+            count = self._count
+            if option == Stop.NOW:
+                self._last = 0
+            elif option == Stop.AT:
+                self._last = clock
+        if option == Stop.ASK:
+            self._send(source, Stop.COUNT, count)
+
+    def undecided(self, gone: Collection[int]) -> list[int]:
+        """Return the workers whose counts the chief awaits."""
+        return [rank for rank in self._workers if rank not in self._counts and rank not in gone]
+
+    def decide(self, gone: Collection[int]) -> None:
+        """Decide once all workers have answered that are not gone; on the chief."""
+        with self._lock:
+            if self._last is not None or not self._workers or self.undecided(gone):
+                return
+            self._last = last = max(self._counts.values()) + 1
+        for rank in {*self._workers} - {self._me, *gone}:
+            self._send(rank, Stop.AT, last)
+
+
+def rest(client: Client) -> None:
+    """Report to the servers that this worker completes no more steps, but may go on to ask."""
+    client.wait_until_sent(_LABEL)
+    ask_servers(client, "rest", Kind.LEAVE, client.servers, ignore, option=1).wait()
 
 
 def leave(client: Client) -> None:

@@ -12,9 +12,9 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
-from ringcomm.errors import ConfigError, RingcommError
+from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
 from ringcomm.ps.client.client import Client
-from ringcomm.ps.end_of_job import serve
+from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
 from ringcomm.ps.placement.auto_rebalance import Balancer
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
@@ -131,6 +131,15 @@ def _start(
     pipes = _connect(engine, layout)
     link = Link(transport, transport.short_messages(), context, dispatcher.place_for, pipes)
     client = Client(engine, link, layout, deadline_s)
+    training = EndOfTraining(
+        me,
+        lambda to, option, clock: link.send(
+            to, Header(Kind.STOP, origin=me, option=option, clock=clock)
+        ),
+    )
+    dispatcher.on_stop = lambda frame: training.on_frame(
+        frame.source, frame.header.option, frame.header.clock
+    )
     dispatcher.link, dispatcher.client = link, client.outstanding
     if me in layout.servers:
         memory = partial(memory_of, engine)
@@ -139,7 +148,7 @@ def _start(
     group = Group.of_job(of_role[layout.role_of(me)])
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)
-    return Session(engine, layout, group, dispatcher, client, names)
+    return Session(engine, layout, group, dispatcher, client, training, names)
 
 
 def _connect(engine: Engine, layout: Layout) -> Pipes:
@@ -202,8 +211,11 @@ def complete_step(step: int | None = None) -> int:
 def stop() -> None:
     """Make should_stop() True on all workers and evaluators, soon; on the chief.
 
-    Nobody is interrupted, and this waits for nothing: a rank within a step ends it. A worker that
-    leaves holds up no round, so workers need not stop after the same step.
+    Nobody is interrupted, and this waits for nothing: a rank within a step ends it. If a table has
+    the mode "sync", should_stop() returns True after the same number of calls on every worker,
+    which is the next one or the one after it. So all contribute to the same rounds, also the
+    chief, which must go on until its should_stop() returns True. In other modes each worker ends
+    after the step that it is in.
 
     Raises:
         RingcommError: this rank is not the chief.
@@ -211,15 +223,48 @@ def stop() -> None:
     current = session()
     if not is_chief():
         raise RingcommError("ps.stop: the chief decides when training ends; see ps.is_chief()")
-    current.dispatcher.is_to_stop = True
-    for rank in (*current.layout.workers, *current.layout.evaluators):
-        if rank != current.layout.chief:
-            current.client.link.send(rank, Header(Kind.STOP, origin=current.engine.job_rank))
+    layout = current.layout
+    current.training.begin(layout.workers, layout.evaluators, by_count=current.has_mode("sync"))
     current.engine.nudge()
 
 
 def should_stop() -> bool:
-    """Return True once the chief has called ps.stop(): for the condition of a training loop."""
+    """Return True once the chief has called ps.stop(): for the condition of a training loop.
+
+    Call it on every worker equally often. It waits only if the chief has just called ps.stop(), for
+    workers that compute. What follows the loop may use collectives, and the tables as they are.
+
+    Raises:
+        CommTimeoutError: a worker that it names does not answer.
+        PeerFailedError: a rank died.
+    """
     current = session()
     current.client.listen()
-    return current.dispatcher.is_to_stop
+    training = current.training
+    is_over = training.is_over()
+    if is_over is None:
+        _await_end(current)
+        is_over = training.is_over()
+        assert is_over is not None
+    if is_over and current.layout.role_of(current.engine.job_rank) == "worker":
+        current.rest()
+    return is_over
+
+
+def _await_end(current: Session) -> None:
+    """Return once it is known which call of should_stop() is the last one."""
+    engine, training, label = current.engine, current.training, "ps.should_stop"
+
+    def is_known() -> bool:
+        training.decide(engine.watch.peers.left)
+        return training.is_decided
+
+    if not current.client.drive_until(is_known, label, None):
+        late = training.undecided(engine.watch.peers.left) or [current.layout.chief]
+        names = ", ".join(map(engine.transport.label, late))
+        raise CommTimeoutError(
+            f"{label}: the chief has called ps.stop(), and {names} did not answer within "
+            f"{current.client.deadline_s:g} s: it computes, or hangs. Call it again, or raise the "
+            "limit with ps.init(deadline_s=)",
+            missing=late,
+        )

@@ -18,7 +18,7 @@ from ringcomm.errors import ConfigError, NotInitializedError
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
-from ringcomm.ps.end_of_job import leave, serve
+from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
 from ringcomm.ps.roles import Layout
@@ -36,10 +36,12 @@ class Session:
         group: the ranks with this rank's role; the default group.
         dispatcher: takes requests and replies.
         client: of this rank.
+        training: when it ends.
         functions: names of those that are marked @ps.function, by server's rank; of this one as -1.
         clock: steps that this worker has completed.
         snapshot: number of the one that pulls read; 0: the present values.
         has_left: this rank has left the servers.
+        has_rested: servers wait for no more steps of this rank.
         last_save: the latest checkpoint that it has begun to save.
         tables: that this process has opened, by name.
         opening: held while one is opened.
@@ -51,10 +53,12 @@ class Session:
     group: Group
     dispatcher: FrameDispatcher
     client: Client
+    training: EndOfTraining
     functions: dict[int, tuple[str, ...]]
     clock: int = 0
     snapshot: int = 0
     has_left: bool = False
+    has_rested: bool = False
     last_save: Future[Path] | None = None
     tables: dict[str, Any] = field(default_factory=dict)
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -76,6 +80,19 @@ class Session:
         clock = self.clock + 1 if clock is None else clock
         ask_servers(self.client, "tick", Kind.TICK, self.client.servers, ignore, clock=clock)
         self.clock = clock
+
+    def has_mode(self, *names: str) -> bool:
+        """Return True if this process has opened a table whose mode has one of these names."""
+        return any(table.mode.name in names for table in [*self.tables.values()])
+
+    def rest(self) -> None:
+        """Let no round and no bounded read wait for this worker; see ps.should_stop().
+
+        Rounds of mode "sync" end on all workers at once, and go on as they are.
+        """
+        if not self.has_rested and self.has_mode("ssp", "first_of"):
+            rest(self.client)
+        self.has_rested = True
 
     def leave(self) -> None:
         """Leave the servers, once nothing of this rank is under way; then serve on, on a server.

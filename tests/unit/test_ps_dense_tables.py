@@ -260,28 +260,6 @@ def test_weights_of_any_size_count_by_their_ratio(weights):
         np.testing.assert_allclose(got, 4e20, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_chief_decides_when_training_ends(mode):
-    def body(rank):
-        t, n = ps.table("w", 10, updater=ps.optim.Add(), mode=mode), 0
-        assert not ps.should_stop()
-        rc.barrier()
-        if rank == 1:
-            with pytest.raises(rc.RingcommError, match="the chief decides"):
-                ps.stop()
-        while not ps.should_stop():
-            t.push(np.ones(10, np.float32)).wait()
-            n += 1
-            if rank == 0 and n == 5:
-                ps.stop()
-        session().leave()
-        return n
-
-    steps = run_workers(3, body)
-    assert steps[0] == 5
-    assert min(steps) >= (5 if mode == "sync" else 0)
-
-
 @pytest.mark.parametrize("n_workers", [1, 2])
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -30,6 +30,7 @@ class Waiting(Protocol):
     label: str
     key: int
     members: tuple[int, ...]
+    helps_if_data_are_unequal: str
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -172,7 +173,7 @@ def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None)
     advice = "Fix that rank's failure first; this rank only waited for it."
     if PROGRAM_ENDED in reason:
         advice = (
-            "If it had less to do than others, call join() on every rank where its loop ends; "
+            f"If it had less to do than others, {task.helps_if_data_are_unequal}; "
             "else fix the cause of its end."
         )
     raise PeerFailedError(

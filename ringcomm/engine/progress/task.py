@@ -24,6 +24,8 @@ class Task:
         members: the ranks of the job that take part.
     """
 
+    helps_if_data_are_unequal = "call join() on every rank where its loop ends"
+
     def __init__(self, label: str, ticket: Ticket, members: tuple[int, ...]) -> None:
         self.label = label
         self.key, self.base, self.number = ticket.key, ticket.base, ticket.number

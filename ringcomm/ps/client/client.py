@@ -7,6 +7,7 @@ overtaken by those for other tables.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -255,6 +256,9 @@ class Client:
         """
         limit_s = self.deadline_s if timeout_s is None else timeout_s
         if future.acked_by and limit_s > ACK_NS / 1e9 and self._is_acked(future):
+            return
+        if limit_s == timeout_s == math.inf:  # to wait long is what the caller means
+            drive_until(self._engine, future.done, future.label, limit_s)
             return
         self.wait_until(future.done, future.label, future.unanswered(), limit_s)
 

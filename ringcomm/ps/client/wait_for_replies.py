@@ -47,6 +47,7 @@ class Wait:
     timeout_s: float | None = None
     awaited: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
+    helps_if_data_are_unequal: str = "end all workers together, or this one with rc.shutdown()"
 
 
 def drive_until(engine: Engine, is_over: IsOver, label: str, timeout_s: float) -> bool:

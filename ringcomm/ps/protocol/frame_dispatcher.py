@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ringcomm.ps.protocol.frames import Kind, Step
@@ -22,14 +23,14 @@ class FrameDispatcher:
         client: of this rank; None: it asks nothing.
         server: likewise.
         reports: of evaluators; for the chief.
-        is_to_stop: the chief has said that training is to end.
+        on_stop: takes frames of Kind.STOP; set before the first poll.
         link: the wire; set before the first poll.
     """
 
     link: Link
+    on_stop: Callable[[Delivery], None]
 
     def __init__(self) -> None:
-        self.is_to_stop = False
         self.client: Outstanding | None = None
         self.server: Server | None = None
         self.reports: deque[Delivery] = deque(maxlen=10_000)
@@ -67,7 +68,7 @@ class FrameDispatcher:
                 assert self.client is not None
                 self.client.on_notice(delivery)
             elif delivery.header.kind == Kind.STOP:
-                self.is_to_stop = True
+                self.on_stop(delivery)
             elif delivery.header.kind == Kind.REPORT:
                 self.reports.append(delivery)
             else:

@@ -70,6 +70,15 @@ class Entry(IntEnum):
     OUT = 3
 
 
+class Stop(IntEnum):
+    """The option of a frame of Kind.STOP. See ringcomm.ps.end_of_job.EndOfTraining."""
+
+    NOW = 0  # the chief: training is over
+    ASK = 1  # the chief: training ends; how often has should_stop() said that it goes on?
+    COUNT = 2  # to the chief: `clock` times
+    AT = 3  # the chief: call number `clock` says that training is over
+
+
 class Status(IntEnum):
     """How a request ended."""
 

@@ -77,7 +77,9 @@ class Server:
             Kind.SAVE: performer.store.on_save,
             Kind.RESTORE: self._restore,
             Kind.MOVE: self._move,
-            Kind.LEAVE: lambda r: self._handle(on.Left(r.header.origin, r)),
+            Kind.LEAVE: lambda r: self._handle(
+                on.Left(r.header.origin, r, still_asks=bool(r.header.option))
+            ),
         }
 
     @property

@@ -183,6 +183,11 @@ class Table(TableBase):
         self.blocks.first_of = rounds
 
     @property
+    def mode(self) -> Mode:
+        """When pushes become updates."""
+        return self._spec.mode
+
+    @property
     def n_partitions(self) -> int:
         """How many slices there are."""
         return self._spec.partitions

@@ -48,6 +48,7 @@ class Core:
     Attributes:
         tables: by number.
         left: ranks that ask nothing more.
+        rested: workers that complete no more steps.
         progress: how far the workers are.
         clocks: of the workers.
         moments: that are held.
@@ -57,6 +58,7 @@ class Core:
         self._index, self._members = index, members
         self.tables: dict[int, Table] = {}
         self.left: set[int] = set()
+        self.rested: set[int] = set()
         self.moments = Moments()
         self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
         self.clocks = self.progress.clocks
@@ -109,6 +111,8 @@ class Core:
         table.units[unit.key[1]] = unit
         for rank in self.left:
             unit.leave(rank)
+        for rank in self.rested:
+            unit.rest(rank)
         self.moments.stop_new(unit)
         self._migration.add_unit(unit)
         return [] if unit.stands_still else [Open(unit.key, table.epoch_of(unit.key))]
@@ -128,8 +132,8 @@ class Core:
 
     @property
     def live_workers(self) -> set[int]:
-        """The workers that have not left."""
-        return {*self._members().workers} - self.left
+        """The workers that go on to complete steps."""
+        return {*self._members().workers} - self.left - self.rested
 
     def clients(self) -> list[int]:
         """Return the ranks that may still ask."""
@@ -234,18 +238,20 @@ class Core:
         if not self.live_workers:
             yield from self.moments.take_as_they_are()
 
-    # --- ranks that leave -----------------------------------------------------------------------
+    # --- ranks that leave, and workers that stop ------------------------------------------------
     def _on_left(self, event: on.Left, now: float) -> Iterator[Action]:
-        rank = event.rank
-        self.left.add(rank)
-        self.progress.leave(rank)
+        rank, rests = event.rank, event.still_asks
+        (self.rested if rests else self.left).add(rank)
+        (self.progress.rest if rests else self.progress.leave)(rank)
         for unit in [*self.units()]:
-            yield from self.flow(unit, unit.leave(rank))
-        owned = self.moments.owned_by(rank)
-        for number in owned:
-            yield from self.moments.release(number)
-        yield from self._resume(*owned)
+            yield from self.flow(unit, (unit.rest if rests else unit.leave)(rank))
+        if not rests:
+            owned = self.moments.owned_by(rank)
+            for number in owned:
+                yield from self.moments.release(number)
+            yield from self._resume(*owned)
         yield from self.progress.advance()
-        yield from self._migration.leave(rank, now)
+        if not rests:
+            yield from self._migration.leave(rank, now)
         if event.request is not None:
             yield Reply(event.request)

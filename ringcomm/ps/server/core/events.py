@@ -158,6 +158,7 @@ class Left(NamedTuple):
 
     rank: int
     request: Request | None = None
+    still_asks: bool = False  # it is a worker that only completes no more steps
 
 
 # --- what the server does by itself -------------------------------------------------------------

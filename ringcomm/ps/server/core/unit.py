@@ -238,6 +238,10 @@ class Unit:
 
     def leave(self, rank: int) -> list[Action]:
         """Wait for nothing of a rank that has left, and keep nothing for it."""
-        self.fence.pop(rank, None)
         self.waiting.forget(rank)
+        return self.rest(rank)
+
+    def rest(self, rank: int) -> list[Action]:
+        """Wait for nothing of a worker that completes no more steps."""
+        self.fence.pop(rank, None)
         return [] if self.rounds is None else self.rounds.leave(rank)

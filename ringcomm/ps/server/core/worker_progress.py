@@ -75,10 +75,14 @@ class Progress:
 
     def leave(self, rank: int) -> None:
         """Wait for no step of a rank, and answer none of its requests; advance() follows."""
+        self.rest(rank)
+        self._awaiting = [each for each in self._awaiting if each[1].source != rank]
+
+    def rest(self, rank: int) -> None:
+        """Wait for no step of a rank; advance() follows."""
         self.clocks.leave(rank)
         for entries in self._entries.values():
             entries.leave(rank)
-        self._awaiting = [each for each in self._awaiting if each[1].source != rank]
 
     def advance(self) -> Iterator[Action]:
         """Yield the actions that the slowest worker's clock makes possible."""
