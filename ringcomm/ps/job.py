@@ -16,7 +16,6 @@ from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
-from ringcomm.ps.placement.auto_rebalance import Balancer
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.protocol.link import Link
@@ -42,7 +41,6 @@ def init(
     placement: str = "balanced",
     colocated: bool = False,
     deadline_s: float | None = None,
-    rebalance_every_s: float | None = None,
 ) -> None:
     """Make this rank a worker, a server or an evaluator. Collective over all ranks of the job.
 
@@ -62,9 +60,6 @@ def init(
         colocated: servers live in the processes of workers.
         deadline_s: of each wait for a server, in seconds; None: RINGCOMM_TIMEOUT_S, as of
             collectives. After RINGCOMM_STALL_WARNING_S a warning says which workers are missing.
-        rebalance_every_s: how often the servers look at their traffic, in seconds, and move
-            partitions if one of them has been overloaded for a while; None: never, but see
-            ps.rebalance().
 
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank.
@@ -80,7 +75,7 @@ def init(
     functions, is_evaluating = registered(), is_marked()
     options = InitOptions(
         role, servers, evaluators, colocated, replication, placement, is_evaluating,
-        tuple(sorted(functions)), rebalance_every_s,
+        tuple(sorted(functions)),
     )  # fmt: skip
     all_options = allgather_object(options)
     layout = assign(all_options, engine.groups.default.ranks.nodes)
@@ -93,9 +88,6 @@ def init(
         deadline_s = engine.settings.timeout_or_inf
     current = _start(engine, layout, deadline_s, functions, names | {-1: options.functions})
     engine.extensions.keep(SESSION, current)
-    every_s = all_options[layout.chief].rebalance_every_s
-    if every_s is not None and layout.rank_of(layout.leader) == engine.job_rank:
-        engine.extensions.add_service(Balancer(current, every_s))
     engine.groups.default = current.group
     if current.dispatcher.server is None:
         engine.extensions.before_leaving(current.leave)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ class InitOptions:
         placement: how partitions are spread.
         evaluates: a function is marked @ps.evaluator.
         functions: names of those that are marked @ps.function.
-        rebalance_every_s: how often partitions may move by themselves; None: never.
     """
 
     role: str | None = None
@@ -38,7 +36,6 @@ class InitOptions:
     placement: str = "balanced"
     evaluates: bool = False
     functions: tuple[str, ...] = ()
-    rebalance_every_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,11 +121,6 @@ def _require_sound(rank: int, options: InitOptions) -> None:
         raise ConfigError(
             f"ps.init: rank {rank} says role={options.role!r}; roles are {', '.join(ROLES)}"
         )
-    every_s = options.rebalance_every_s
-    if every_s is not None and not 0 < every_s < math.inf:
-        raise ConfigError(
-            f"ps.init: rank {rank} says rebalance_every_s={every_s}; it must be more than 0"
-        )
     for name, value, least in (
         ("servers", options.servers, 1),
         ("evaluators", options.evaluators, 0),
@@ -150,8 +142,6 @@ def _require_alike(all_options: Sequence[InitOptions]) -> None:
         if options.role != "server":
             values |= {"replication": options.replication, "placement": options.placement}
             values["colocated"] = options.colocated
-        if options.role in (None, "worker"):
-            values["rebalance_every_s"] = options.rebalance_every_s
         for name, value in values.items():
             other, before = first.setdefault(name, (rank, value))
             if before != value:

@@ -588,10 +588,12 @@ def test_killed_at_any_moment_of_a_save_the_older_one_or_the_new_one_is_whole(tm
     tests = os.path.dirname(os.path.dirname(__file__))
     moments = [str(k) for k in at_length(range(30), (0, 2, 5, 8, 11, 14, 17, 20))]
     command = [sys.executable, "-c", KILLED, tests, str(tmp_path), *moments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
     outcomes = set()
     for line in run.stdout.splitlines():
         moment, code = line.split()
+        assert code in ("0", "77"), run.stderr
         root = tmp_path / moment
         found = ps.load_state_dict(root)["w"]
         is_new = bool(found[0] == 2)

@@ -104,11 +104,3 @@ def test_colocated_alone():
 def test_contradictions_are_refused_with_both_values(wishes, message):
     with pytest.raises(ConfigError, match=message):
         layout(wishes)
-
-
-def test_workers_alone_say_whether_partitions_move_by_themselves():
-    worker, other = InitOptions(rebalance_every_s=60.0), InitOptions(rebalance_every_s=30.0)
-    commands = [worker, InitOptions("server"), InitOptions("evaluator")]
-    assert assign(commands, [0, 0, 0]).workers == (0,)
-    with pytest.raises(ConfigError, match=r"rank 0 says rebalance_every_s=60.0, rank 1 says"):
-        assign([worker, other, InitOptions("server")], [0, 0, 0])

@@ -27,6 +27,7 @@ _ADVICE: Final = (
     "A worker without data for a round takes part with set_samples(0) or push(None); one that has "
     "finished leaves with rc.shutdown()."
 )
+_BUSY: Final = "It is busy, or waits for other workers."
 _LOOKS: Final = 16  # at a condition, between two looks for ranks that died
 _SHOWN: Final = 16  # a text says what at most so many workers do
 _QUESTION: Final = 0xFFFF_FFFF << 32  # keys of questions; no operation has one of these
@@ -124,11 +125,11 @@ class Waits:
             if drive_until(self._engine, is_over, label, limit_s - warn_after_s):
                 return
         # A wait that is as short as this is a look.
-        why = self._reasons(servers, is_over) if limit_s >= ANSWER_S else ""
+        why = self._reasons(servers, is_over) if limit_s >= ANSWER_S else _BUSY
         if not is_over():
             raise CommTimeoutError(
-                f"{self._waited(label, servers, limit_s)}. {why}{' ' if why else ''}The request "
-                "is still under way: wait again, or raise the limit with ps.init(deadline_s=)",
+                f"{self._waited(label, servers, limit_s)}. {why} The request is still under way: "
+                "wait again, or raise the limit with ps.init(deadline_s=)",
                 missing=[self._layout.rank_of(server) for server in sorted(servers)],
             )
 
@@ -143,7 +144,7 @@ class Waits:
     def _reasons(self, servers: Iterable[int], is_over: IsOver) -> str:
         """Return sentences that say whom the servers wait for; takes at most 2 x ANSWER_S."""
         if self._engine.progress.is_own_turn:
-            return "It is busy, or waits for other workers."
+            return _BUSY
         missing = self._missing_workers(servers, is_over)
         if missing is None:
             return "It does not answer: it is busy, or hangs."
