@@ -157,6 +157,32 @@ def test_whoever_waits_for_a_live_rank_hears_of_a_third_s_death():
     assert [r.rank for r in results[:3]] == [3, 3, 3]
 
 
+def test_no_nap_follows_the_look_that_ends_an_operation_by_a_death():
+    """Such a look takes long, and a nap is 20 times as long as the look before it."""
+    waits, naps = threading.Event(), []
+
+    def body(rank):
+        if rank == 1:
+            waits.wait(60)
+            raise ValueError("boom")
+        progress = engine().progress
+        handle = rc.allreduce_async(X)
+        sleep = progress._park
+
+        def park(seconds, **kwargs):
+            naps.append(handle.done())
+            waits.set()
+            sleep(seconds, **kwargs)
+
+        progress._park = park
+        with pytest.raises(rc.PeerFailedError):
+            handle.wait()
+
+    outcomes(2, body)
+    assert naps
+    assert not any(naps), naps
+
+
 def test_two_deaths_at_once_are_one_error_each():
     def body(rank):
         if rank in (1, 3):

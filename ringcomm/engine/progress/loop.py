@@ -184,6 +184,13 @@ class Progress:
         if self._turn.driver is None:
             self.fail_all(make)
 
+    def await_driver(self, timeout_s: float) -> None:
+        """Return once no thread drives, after stop(); at the latest after timeout_s."""
+        deadline = time.monotonic() + timeout_s
+        with self._turn.lock:
+            while self._turn.driver is not None and time.monotonic() < deadline:
+                self._turn.lock.wait(_LONG_NAP_S)
+
     def close(self) -> None:
         """Drop the references to the engine; no task may be submitted after this."""
         self._on_over = self._tasks.on_over = self._on_broken = _refuse
@@ -251,6 +258,8 @@ class Progress:
             is_slow = polls >= limit
             if (is_slow and turns > 1) or turns % _LOOK_EVERY == 0:
                 self._tasks.look_around(now)
+            if is_slow and self._peers.has_lost and is_enough():
+                return  # such a look takes long, and 20 times that is no nap
             if is_slow:
                 # CPU time, not wall time: other processes may have had the core.
                 look_s = 0.0 if has_moved else time.thread_time() - began_at
