@@ -1,0 +1,251 @@
+"""The agreement on who is in the job, under any order of deaths, messages and departures."""
+
+from collections import defaultdict, deque
+
+import pytest
+from harness import at_length
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringcomm.transport.membership.machine import (
+    Clear,
+    Cleared,
+    EndRun,
+    Finish,
+    GoneOn,
+    Heal,
+    Heard,
+    Install,
+    Kind,
+    Leave,
+    Lost,
+    Membership,
+    Message,
+    Phase,
+    Send,
+    Withdraw,
+    handle,
+)
+from ringcomm.transport.membership.view import View
+
+
+class Job:
+    """Ranks that are machines, and the messages between them: in order per pair, at any speed."""
+
+    def __init__(self, size):
+        self.size = size
+        self.states = [Membership(me, View.first(size)) for me in range(size)]
+        self.dead = set()
+        self.seen = defaultdict(set)  # deaths that a rank has seen
+        self.queues = defaultdict(deque)  # (source, dest) -> messages
+        self.to_clear = [None] * size  # set for which a rank has yet to clear its memory
+        self.has_cleared = [None] * size
+        self.views = [[View.first(size)] for _ in range(size)]
+        self.over = [0] * size
+        self.went_on = defaultdict(list)
+        self.is_leaving = set()
+
+    def live(self):
+        return [r for r in range(self.size) if r not in self.dead]
+
+    def handle(self, rank, event, most_sends=None):
+        """Let a rank handle an event; it dies after most_sends messages if that is not None."""
+        before = self.states[rank].lost
+        self.states[rank], actions = handle(self.states[rank], event)
+        assert before <= self.states[rank].lost
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    for dest in to:
+                        assert dest != rank
+                        if most_sends == 0:
+                            self.dead.add(rank)
+                            return
+                        most_sends = None if most_sends is None else most_sends - 1
+                        self.queues[rank, dest].append(Message.of(message.numbers()))
+                case Clear():
+                    self.to_clear[rank] = self.states[rank].lost
+                case Install(view):
+                    self.install(rank, view)
+                case EndRun():
+                    self.over[rank] += 1
+                case GoneOn(other):
+                    assert rank in self.is_leaving
+                    self.went_on[rank].append(other)
+        if most_sends is not None:
+            self.dead.add(rank)
+
+    def install(self, rank, view):
+        before = self.views[rank][-1]
+        assert set(view.members) < set(before.members)
+        assert view.number > before.number
+        assert rank in view.members
+        self.views[rank].append(view)
+        # All others have stopped and cleared their memory, so nobody works in an older view.
+        for other in view.members:
+            assert self.has_cleared[other] == self.has_cleared[rank]
+        for views in self.views:
+            for other in views:
+                assert (other.number == view.number) == (other == view)
+                chain = set(other.members) <= set(view.members)
+                assert chain or set(view.members) <= set(other.members)
+
+    def deliver(self, source, dest):
+        message = self.queues[source, dest].popleft()
+        if dest not in self.dead:
+            self.handle(dest, Heard(source, message))
+
+    def see(self, rank, dead):
+        self.seen[rank].add(dead)
+        self.handle(rank, Lost(frozenset({dead})))
+
+    def clear(self, rank):
+        self.has_cleared[rank], self.to_clear[rank] = self.to_clear[rank], None
+        self.handle(rank, Cleared())
+
+    def moves(self):
+        """Return what can happen next without the will of a user."""
+        can = [(self.deliver, *pair) for pair, queue in self.queues.items() if queue]
+        for rank in self.live():
+            can += [(self.see, rank, d) for d in sorted(self.dead - self.seen[rank])]
+            if self.to_clear[rank] is not None:
+                can.append((self.clear, rank))
+            state = self.states[rank]
+            is_at_work = state.phase is Phase.WORKING and not self.over[rank] and state.has_new_loss
+            if (is_at_work or state.must_heal) and rank not in self.is_leaving:
+                can.append((self.handle, rank, Heal()))
+        return can
+
+    def finish(self):
+        """Let everything happen that can happen, and each rank that works finish its run."""
+        for _ in range(10_000):
+            if moves := self.moves():
+                call, *arguments = moves[0]
+                call(*arguments)
+                continue
+            todo = [r for r in self.live() if self.can_finish(r)]
+            if not todo:
+                return
+            for rank in todo:
+                self.handle(rank, Finish())
+        raise AssertionError("the job never comes to rest")
+
+    def can_heal(self, rank):
+        return self.can_finish(rank) and self.states[rank].has_new_loss
+
+    def can_finish(self, rank):
+        at_work = self.states[rank].phase is Phase.WORKING and not self.over[rank]
+        return at_work and rank not in self.is_leaving
+
+
+def steps(job, data):
+    """Do a few things that a user or a fault does, and things that follow, in any order."""
+    for _ in range(data.draw(st.integers(0, 60))):
+        live = job.live()
+        chosen = data.draw(st.integers(0, 9))
+        rank = live[data.draw(st.integers(0, len(live) - 1))]
+        moves = job.moves()
+        if chosen == 0 and len(live) > 1:
+            job.dead.add(rank)
+        elif chosen == 1 and job.can_finish(rank):
+            n = data.draw(st.none() | st.integers(0, job.size)) if len(live) > 1 else None
+            job.handle(rank, Finish(), n)
+        elif chosen == 2 and len(live) > 1 and job.can_heal(rank):
+            job.handle(rank, Heal(), data.draw(st.none() | st.integers(0, job.size)))
+        elif moves:
+            call, *arguments = moves[data.draw(st.integers(0, len(moves) - 1))]
+            call(*arguments)
+
+
+@settings(max_examples=at_length(3_000, 100), deadline=None)
+@given(st.integers(2, 6), st.data())
+def test_after_any_deaths_the_ranks_that_live_are_in_one_view_and_finish_together(size, data):
+    job = Job(size)
+    steps(job, data)
+    job.finish()
+    live = job.live()
+    assert {job.over[r] for r in live} == {1}, [job.states[r] for r in live]
+    ends = {job.states[r].view for r in live}
+    assert len(ends) == 1, "the run is over in one view"
+    assert set(live) <= set(ends.pop().members)
+
+
+@settings(max_examples=at_length(3_000, 100), deadline=None)
+@given(st.integers(2, 6), st.data())
+def test_ranks_that_leave_or_give_up_keep_nobody_waiting(size, data):
+    job = Job(size)
+    for _ in range(data.draw(st.integers(1, size - 1))):
+        steps(job, data)
+        stays = [r for r in job.live() if r not in job.is_leaving and not job.over[r]]
+        if len(stays) > 1:
+            rank = stays[data.draw(st.integers(0, len(stays) - 1))]
+            job.is_leaving.add(rank)
+            gives_up = data.draw(st.booleans()) or job.states[rank].phase is not Phase.WORKING
+            job.handle(rank, Withdraw() if gives_up else Leave())
+    for rank in job.live():  # the others need it, and get an error
+        state = job.states[rank]
+        if job.can_finish(rank) and job.is_leaving.intersection(state.view.members):
+            job.handle(rank, Heal())
+    job.finish()
+    at_work = [r for r in job.live() if r not in job.is_leaving]
+    assert {job.over[r] for r in at_work} <= {1}, (at_work, job.dead, job.is_leaving, job.states)
+    assert len({job.states[r].view for r in at_work if job.over[r]}) <= 1
+    for rank in at_work:  # none waits for one that has left
+        assert job.over[rank], job.states[rank]
+
+
+def test_one_death_is_a_view_of_the_others():
+    job = Job(3)
+    job.dead.add(1)
+    for rank in (0, 2):
+        job.see(rank, 1)
+        job.handle(rank, Heal())
+    while moves := job.moves():
+        moves[0][0](*moves[0][1:])
+    view = View(1, (0, 2), (0, 0))
+    assert [job.states[r].view for r in (0, 2)] == [view, view]
+    assert [view.rank_of(m) for m in (0, 1, 2)] == [0, None, 1]
+
+
+def test_a_rank_that_heals_without_a_loss_waits():
+    job = Job(2)
+    for rank in (0, 1):
+        job.handle(rank, Heal())
+    while moves := job.moves():
+        moves[0][0](*moves[0][1:])
+    assert [s.phase for s in job.states] == [Phase.HEALING] * 2
+
+
+def test_who_hears_that_the_run_is_over_does_not_heal_although_a_member_has_died():
+    job = Job(3)
+    for rank in range(3):
+        job.handle(rank, Finish())
+    job.deliver(1, 0)
+    job.deliver(2, 0)  # for rank 0 the run is over
+    job.dead.add(2)
+    job.queues[2, 1].clear()  # and rank 1 never hears that rank 2 was done
+    job.see(1, 2)
+    assert job.states[1].must_heal
+    job.handle(1, Heal())
+    while moves := job.moves():
+        moves[0][0](*moves[0][1:])
+    assert job.over[:2] == [1, 1]
+    assert job.states[1].view == View.first(3)
+
+
+def test_a_rank_that_leaves_tells_those_that_heal_and_learns_that_they_go_on():
+    job = Job(3)
+    job.handle(0, Leave())
+    job.is_leaving.add(0)
+    job.dead.add(2)
+    job.see(1, 2)
+    job.handle(1, Heal())
+    job.finish()
+    assert job.went_on[0] == [1]
+    assert job.states[1].view.members == (1,)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_messages_are_read_as_they_were_written(kind):
+    message = Message(kind, 3, 1, frozenset({7, 2}))
+    assert Message.of(message.numbers()) == message
