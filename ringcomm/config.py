@@ -40,6 +40,8 @@ class Settings:
             of these that works.
         nccl: the Python package for NCCL: "cupy" or "nccl4py".
         ps_servers: number of parameter servers that ps.init() makes by default; 0 = 1.
+        elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
+        elastic_losses: how many ranks an elastic job may lose; each takes two MPI communicators.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
 
@@ -54,6 +56,8 @@ class Settings:
     nccl: str = "cupy"
     tuning: str = ""
     ps_servers: int = 0
+    elastic: int = 0
+    elastic_losses: int = 8
 
     @property
     def forced(self) -> dict[str, str]:
@@ -86,6 +90,8 @@ class Settings:
             f"{_PREFIX}GPU_TRANSPORT={self.gpu_transport}",
             f"{_PREFIX}FUSION_MIB={self.fusion_mib:g}",
             f"{_PREFIX}AUTOTUNE={self.autotune:g}",
+            f"{_PREFIX}ELASTIC={self.elastic:g}",
+            f"{_PREFIX}ELASTIC_LOSSES={self.elastic_losses:g}",
         )
 
     @property

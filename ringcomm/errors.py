@@ -44,15 +44,18 @@ class PeerFailedError(RingcommError):
     Attributes:
         rank: the rank that failed first, as far as this rank knows.
         reason: how that rank failed, in words ("raised ValueError: boom").
+        view: number of the view that `rank` is about; 0 unless the job has lost ranks and gone on.
     """
 
-    def __init__(self, message: str, *, rank: int, reason: str) -> None:
+    def __init__(self, message: str, *, rank: int, reason: str, view: int = 0) -> None:
         super().__init__(message)
         self.rank = rank
         self.reason = reason
+        self.view = view
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), {"rank": self.rank, "reason": self.reason})
+        attributes = {"rank": self.rank, "reason": self.reason, "view": self.view}
+        return _rebuild, (type(self), str(self), attributes)
 
 
 class ServerLostError(PeerFailedError):

@@ -16,6 +16,7 @@ from ringcomm import _core
 from ringcomm._core import NodeMemory
 from ringcomm.arrays.base import Bytes
 from ringcomm.transport.base import Arrived, Died, Event, Request
+from ringcomm.transport.membership.view import View
 from ringcomm.transport.node.shm import SharedNode
 from ringcomm.transport.tags import WIDEST
 from ringcomm.transport.unannounced_messages import ShortMessage, ShortMessages, require_fit
@@ -103,6 +104,7 @@ class LoopbackTransport:
         self.rank = rank
         self.size = hub.size
         self.nodes = hub.nodes
+        self.view = View.first(hub.size)
         self.node = node
         self.loop = _core.Loop(None if node is None else node.memory, is_crowded=True)
         self.runner = hub.messages.runner(rank) if hub.is_native else None
@@ -124,6 +126,10 @@ class LoopbackTransport:
         if not 0 <= tag <= self.tags.largest_tag:  # as MPI does
             raise ValueError(f"tag {tag}: there are tags up to {self.tags.largest_tag}")
         return tag
+
+    def wire_ranks(self, ranks: list[int]) -> list[int]:
+        """Return the ranks: their numbers never change."""
+        return ranks
 
     def ranks_of(self, comm: Any) -> tuple[int, ...]:
         """Refuse: there is no MPI."""

@@ -13,14 +13,15 @@ import numpy as np
 
 import ringcomm as rc
 from ringcomm.config import Settings
-from ringcomm.engine.api.init_rank_size import _topology
+from ringcomm.engine.api.world import topology_of
 from ringcomm.engine.core.current_engine import serve_thread
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import leave, meet
 from ringcomm.transport.base import Arrived
 from ringcomm.transport.control_header import Header, Kind
 from ringcomm.transport.group_members import ranges_of, ranks_in
-from ringcomm.transport.mpi import PLACE
+from ringcomm.transport.membership.view import View
+from ringcomm.transport.presence import PLACE
 from ringcomm.transport.tags import WIDEST
 
 SIZES = (64, 1024, 16384)
@@ -74,6 +75,7 @@ class Mirror:
     def __init__(self, rank, size, ranks_per_host, *, is_native):
         self.rank, self.size = rank, size
         self.nodes = tuple(r - r % ranks_per_host for r in range(size))
+        self.view = View.first(size)
         self.loop = Idle()
         self.runner = self.loop if is_native else None
         self.n_messages = self.n_bytes = 0
@@ -88,6 +90,9 @@ class Mirror:
     def irecv(self, out, source, tag):
         out[:] = 0
         return Done()
+
+    def wire_ranks(self, ranks):
+        return ranks
 
     def control(self, dest, message):
         began = time.thread_time()
@@ -186,5 +191,5 @@ def places(size, ranks_per_host):
     began = time.thread_time()
     found = np.frombuffer(packed.tobytes(), PLACE)
     _ = tuple(found["node"].tolist())
-    _topology(found, size // 2)
+    topology_of(found, size // 2)
     return 0, packed.nbytes, time.thread_time() - began

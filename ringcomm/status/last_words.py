@@ -29,17 +29,27 @@ class Failure:
     """A rank's own account of its end."""
 
     reason: str
-    blames: int | None = None  # the rank whose failure ended this rank, if any
+    blames: int | None = None  # the process whose failure ended this rank, if any; see LastWords
     exit_code: int = 1
 
 
 class LastWords:
-    """Records a failure of this rank on its page; calls `on_failure` for the first one."""
+    """Records a failure of this rank on its page; calls `on_failure` for the first one.
 
-    def __init__(self, page: StatusPage, on_failure: Callable[[Failure], None]) -> None:
+    Pages, and failures, have the numbers that the ranks had in the first view of the job.
+    `blamed` returns this number for the rank that an error blames.
+    """
+
+    def __init__(
+        self,
+        page: StatusPage,
+        on_failure: Callable[[Failure], None],
+        blamed: Callable[[PeerFailedError], int] = lambda error: error.rank,
+    ) -> None:
         self.failure: Failure | None = None
         self._page = page
         self._on_failure = on_failure
+        self._blamed = blamed
         self._pid = os.getpid()
         self._earlier_error = getattr(sys, "last_value", None)
         self._is_armed = True
@@ -68,9 +78,9 @@ class LastWords:
         """Record an error raised after the program's end, as if it had ended the program."""
         self._on_exception(type(error), error, error.__traceback__)
 
-    def follow(self, rank: int) -> None:
-        """Record that this rank, whose program is over, exits with 1 because `rank` failed."""
-        self._page.record_end(Ending.PEER_FAILED, rank, "PeerFailedError", "", "")
+    def follow(self, process: int) -> None:
+        """Record that this rank, whose program is over, exits with 1 because a process failed."""
+        self._page.record_end(Ending.PEER_FAILED, process, "PeerFailedError", "", "")
         self.wait_for_report()
 
     def wait_for_report(self) -> None:
@@ -115,8 +125,9 @@ class LastWords:
         lines = [*_last_frames(error), _headline(error)]
         words = tuple(map(_clean, (type(error).__name__, "\n".join(lines), _whole(error))))
         if isinstance(error, PeerFailedError):
-            self._page.record_end(Ending.PEER_FAILED, error.rank, *words)
-            self._tell(Failure(error.reason, error.rank))
+            blamed = self._blamed(error)
+            self._page.record_end(Ending.PEER_FAILED, blamed, *words)
+            self._tell(Failure(error.reason, blamed))
             return
         is_interrupt = isinstance(error, KeyboardInterrupt) and not _was_raised_by_code(error)
         self._page.record_end(Ending.INTERRUPTED if is_interrupt else Ending.EXCEPTION, 1, *words)

@@ -10,6 +10,7 @@ from ringcomm.arrays.base import Bytes
 
 if TYPE_CHECKING:
     from ringcomm._core import Loop
+    from ringcomm.transport.membership.view import View
     from ringcomm.transport.node.shm import SharedNode
     from ringcomm.transport.tags import TagLayout
     from ringcomm.transport.unannounced_messages import ShortMessages
@@ -87,6 +88,15 @@ class Transport(Protocol):
     @property
     def node(self) -> SharedNode | None:
         """The memory that the ranks of this node share; None if they share none."""
+        ...
+
+    @property
+    def view(self) -> View:
+        """The view of the job whose members this transport connects."""
+        ...
+
+    def wire_ranks(self, ranks: list[int]) -> list[int]:
+        """Return the numbers by which `runner` knows these ranks."""
         ...
 
     def isend(self, data: Bytes, dest: int, tag: int) -> Request:

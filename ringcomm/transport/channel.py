@@ -204,7 +204,7 @@ class Channel(Performer):
         runner = self.transport.runner
         assert runner is not None
         keeps_time = self._phases is not None
-        ranks = [self.members[peer] for peer in peers]
+        ranks = self.transport.wire_ranks([self.members[peer] for peer in peers])
         run = runner.run(schedule, arguments, ranks, self.tag, keeps_time)
         running = Running(run, self.transport.loop, arguments)
         self._posted.add(running)

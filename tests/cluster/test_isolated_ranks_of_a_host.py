@@ -24,15 +24,15 @@ SCRIPT = """
 import json
 import numpy as np
 import ringcomm as rc
-from ringcomm.engine.api import init_rank_size
+from ringcomm.engine.api import world
 
 rc.init()
-transport = init_rank_size._world.transport
+transport = world.current().transport
 facts = {
     "numbers": [rc.local_rank(), rc.local_size(), rc.cross_rank(), rc.cross_size()],
     "nodes": list(transport.nodes),
     "on the page": transport.page.snapshot()["local_rank"],
-    "guardian": init_rank_size._world.guardian is not None,
+    "guardian": world.current().guardian is not None,
     "neighbours": transport._neighbours.ranks,
     "watched": transport._neighbours.watched,
     "sum": float(rc.allreduce(np.ones(100_000))[-1]),

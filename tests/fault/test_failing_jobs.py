@@ -136,8 +136,8 @@ def test_a_late_failure_is_the_job_s_although_the_others_were_done(rank, delay_s
 
 
 # On a busy machine the guardian comes late: here it is stopped while the rank ends.
-WITH_A_LATE_GUARDIAN = """from ringcomm.engine.api import init_rank_size
-        guardian = init_rank_size._world.guardian._process.pid
+WITH_A_LATE_GUARDIAN = """from ringcomm.engine.api import world
+        guardian = world.current().guardian._process.pid
         os.kill(guardian, signal.SIGSTOP)
         wake = f"sleep 0.5; kill -CONT {guardian}"
         # MPICH's launcher ends the process group of a rank that has failed.

@@ -10,10 +10,10 @@ import os, signal, sys
 import numpy as np
 {prelude}
 import ringcomm as rc
-from ringcomm.engine.api import init_rank_size
+from ringcomm.engine.api import world
 
 rc.init()
-transport = init_rank_size._world.transport
+transport = world.current().transport
 assert (rc.local_rank(), rc.local_size(), rc.cross_size()) == (rc.rank(), rc.size(), 1)
 assert transport.node is not None, "no shared memory"
 assert len(transport._neighbours.watched) == rc.size() - 1
@@ -51,7 +51,7 @@ assert ctypes.get_errno() == 38
 LOST = """
 import numpy as np
 import ringcomm as rc
-from ringcomm.engine.api import init_rank_size
+from ringcomm.engine.api import world
 from ringcomm.transport.node import node_discovery
 def refuse(*_):
     raise PermissionError(13, "Permission denied")
@@ -60,8 +60,8 @@ node_discovery.give = refuse
 rc.init()
 assert (rc.local_rank(), rc.local_size()) == (rc.rank(), 2), (rc.local_rank(), rc.local_size())
 assert (rc.cross_rank(), rc.cross_size()) == (0, 1)
-assert init_rank_size._world.transport.nodes == (0, 1)
-assert init_rank_size._world.guardian is not None
+assert world.current().transport.nodes == (0, 1)
+assert world.current().guardian is not None
 assert rc.allreduce(np.ones(1000))[-1] == 2
 rc.shutdown()
 """

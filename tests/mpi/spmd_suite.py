@@ -23,8 +23,9 @@ import ringcomm as rc
 from ringcomm._core import WireFault
 from ringcomm.collectives.algorithms import ring
 from ringcomm.collectives.recording import perform
-from ringcomm.engine.api import init_rank_size
+from ringcomm.engine.api import init_rank_size, world
 from ringcomm.transport import mpi as mpi_transport
+from ringcomm.transport.presence import Presence
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32, np.int64]
 
@@ -90,7 +91,7 @@ def own_transport(mpi, **options):
     Transports of the world share one communicator for them, for only one lives at a time. Here two
     do, and the thread of the engine would receive what is meant for this one.
     """
-    return mpi_transport.MpiTransport(mpi, mpi.COMM_WORLD, **options)
+    return mpi_transport.MpiTransport(Presence(mpi, mpi.COMM_WORLD), **options)
 
 
 @pytest.mark.parametrize("body", transport_conformance.BODIES, ids=lambda body: body.__name__)
@@ -303,15 +304,14 @@ def test_objects_travel():
 def test_the_status_page_says_what_the_rank_does():
     rc.allreduce(np.ones(10), name="on the page")
     init_rank_size.engine().note_step(5)
-    seen = init_rank_size._world.transport.page.snapshot()
+    seen = world.current().transport.page.snapshot()
     assert (seen["rank"], seen["size"], seen["step"]) == (rc.rank(), rc.size(), 5)
     assert seen["op_name"] == "allreduce[on the page]"
     assert seen["op_nbytes"] == 80
 
 
 def test_neighbours_are_watched_and_their_pages_mapped():
-    transport = init_rank_size._world.transport
-    neighbours = transport._neighbours
+    neighbours = world.current().presence._neighbours
     assert sorted([*neighbours.watched, rc.rank()]) == ranks_of_this_host()
     for rank in neighbours.ranks:
         assert neighbours[rank].page.snapshot()["rank"] == rank
@@ -324,7 +324,7 @@ def test_operations_leave_no_request_behind():
     for _ in range(50):
         rc.allreduce(np.ones(100_000, np.float32))
     gc.collect()
-    transport = init_rank_size._world.transport
+    transport = world.current().transport
     rc.barrier()
     assert mpi_transport._grave == before
     assert len(transport._outbox) <= rc.size()

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from ringcomm.transport.mpi import MpiTransport
+from ringcomm.transport.presence import Line, Presence
 
 
 class Group:
@@ -23,10 +23,9 @@ class Group:
 
 
 def test_looking_for_failed_ranks_leaves_no_groups():
-    wire = MpiTransport.__new__(MpiTransport)
-    wire.is_fault_tolerant = True
-    wire._control = SimpleNamespace(
-        Get_failed=lambda: Group([5]), Get_group=lambda: Group([4, 5, 6])
-    )
-    assert wire._failed_in_mpi() == [1]
+    presence = Presence.__new__(Presence)
+    presence.is_fault_tolerant = True
+    control = SimpleNamespace(Get_failed=lambda: Group([5]), Get_group=lambda: Group([4, 5, 6]))
+    presence.lines = [Line(None, control)]
+    assert presence._failed_in_mpi() == [1]
     assert Group.alive == 0

@@ -12,8 +12,8 @@ from harness import wait_until
 from ringcomm._core import StatusPage, monotonic_ns
 from ringcomm.status.guardian import Guardian, Ward
 from ringcomm.status.page_enums import Ending, OpState, State, how_it_ended
-from ringcomm.transport.mpi import MpiTransport
 from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
+from ringcomm.transport.presence import Presence
 
 
 def page(nonce=7, **fields):
@@ -92,15 +92,17 @@ def test_a_neighbour_s_page_tells_whom_it_followed():
     followed.record_end(Ending.PEER_FAILED, 4, "PeerFailedError", "", "")
     failed.record_end(Ending.EXCEPTION, 1, "ValueError", "train.py:3\nValueError: boom", "")
     left.set_state(State.LEFT)
-    transport = object.__new__(MpiTransport)  # which needs no MPI to read pages
-    transport._neighbours = Neighbours()
+    presence = object.__new__(Presence)  # which needs no MPI to read pages
+    presence._neighbours, presence.deaths, presence._ended = Neighbours(), [], set()
     for rank, its in enumerate((followed, failed, left), 1):
         offer = Offer(os.getpid(), 7, its.fd, its.lifeline_fd)
-        transport._neighbours.add(rank, Neighbour.reached(offer))
-    deaths = [event for rank in (1, 2, 3, 5) for event in transport._death(rank)]
+        presence._neighbours.add(rank, Neighbour.reached(offer))
+    for rank in (1, 2, 3, 5):
+        presence._note_end(rank)
+    deaths = presence.deaths
     assert [(death.rank, death.blames) for death in deaths] == [(1, 4), (2, 2), (5, 5)]
     assert deaths[1].reason == "raised ValueError: boom"
-    transport._neighbours.close()
+    presence._neighbours.close()
 
 
 def test_the_first_record_stands():

@@ -8,17 +8,24 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringcomm._core import exit_at_last, kill_at_last
-from ringcomm._version import __version__
 from ringcomm.config import Settings, read_settings
+from ringcomm.engine.api.heal import announce_leave, withdraw
+from ringcomm.engine.api.world import (
+    World,
+    begin_view,
+    blamed,
+    current,
+    engine_for,
+    enter,
+    tell_the_others,
+)
 from ringcomm.engine.core import current_engine
-from ringcomm.engine.core.context import Topology
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.lifecycle import close, leave, meet, see_others_leave, stop
+from ringcomm.engine.core.lifecycle import close, leave, see_others_leave, stop
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.errors import NotInitializedError, RingcommError
@@ -34,8 +41,6 @@ from ringcomm.status.page_enums import State
 from ringcomm.status.print_once import print_alike_errors_once
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from ringcomm.status.guardian import Guardian
     from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.start_mpi import MPI, Started
@@ -43,22 +48,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ringcomm")
 
 
-@dataclass(frozen=True, eq=False)
-class _World:
-    """The objects that init() has made."""
-
-    engine: Engine
-    transport: MpiTransport
-    words: LastWords
-    guardian: Guardian | None
-    start_again: Callable[[], None]
-
-
 engine: Callable[[], Engine] = current_engine.engine
-_world: _World | None = None
 _mpi: Started | None = None  # MPI is started once per process and survives shutdown()
 _is_mpi_broken = False  # a rank died or left early: MPI_Finalize would wait for it
-_unended: _World | None = None  # shutdown() waited for others in vain; init() may end it
+_was_elastic = False  # of a job that goes on after it has lost ranks
+_unended: World | None = None  # shutdown() waited for others in vain; init() may end it
 _unheard: LastWords | None = None  # of a world whose shutdown() raised an error
 
 
@@ -92,10 +86,10 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     _refuse_child()
     if current_engine.has_engine():
         return
-    print_alike_errors_once(is_watched=lambda: _world is not None)
+    print_alike_errors_once(is_watched=lambda: current() is not None)
     settings = read()
-    from ringcomm.engine.api.tuning_files import load
     from ringcomm.transport.mpi import MpiTransport
+    from ringcomm.transport.presence import Presence
     from ringcomm.transport.start_mpi import (
         refuse_late_settings,
         refuse_silent_singleton,
@@ -119,23 +113,19 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
         refuse_late_settings(_mpi, is_fault_tolerant=is_fault_tolerant())
         _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all ranks have started
-        transport = MpiTransport(_mpi.mpi, comm)
-    engine = Engine(
-        transport, settings, _topology(transport.places, transport.rank), transport.page
-    )
-    words = LastWords(transport.page, on_failure=_tell_the_others)
+        n_losses = settings.elastic_losses if settings.elastic else 0
+        transport = MpiTransport(Presence(_mpi.mpi, comm, n_losses=n_losses))
+    engine = engine_for(transport, settings)
+    words = LastWords(transport.page, tell_the_others, blamed)
     guardian = _start_guardian(transport, settings)
-    transport.close_handed()
-    _enter(_World(engine, transport, words, guardian, partial(start, read, comm)))
+    transport.presence.close_handed()
     mark_children_of_this_rank()
     try:
-        meet(engine, __version__, load(settings, transport) if engine.job_rank == 0 else "")
+        begin_view(World(engine, transport, words, guardian, partial(start, read, comm)))
     except BaseException:
-        _enter(None)
+        enter(None)
         raise
     _is_mpi_broken = False
-    engine.progress.work_in_background()
-    transport.page.set_state(State.RUNNING)
     if _mpi.was_early and _mpi.settings and engine.job_rank == 0:
         _log.warning(
             "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
@@ -156,14 +146,15 @@ def shutdown() -> None:
         PeerFailedError, CommTimeoutError: an operation could not be completed.
         NotInitializedError: this process is a child of a rank.
     """
-    global _is_mpi_broken, _unended, _unheard  # noqa: PLW0603
+    global _unended, _unheard  # noqa: PLW0603
     _refuse_child()
-    world = _world
+    world = current()
     if world is None:
         return
-    _enter(None)
+    enter(None)
+    announce_leave(world)
     is_clean = leave(world.engine, "called shutdown()", keeps_wire=True)
-    _is_mpi_broken = _is_mpi_broken or not is_clean
+    _note_end(world, is_clean=is_clean)
     error = world.engine.state.broke_while_leaving
     if world.engine.state.has_waited_in_vain:
         _unended = world
@@ -174,15 +165,16 @@ def shutdown() -> None:
     if is_clean:
         world.transport.page.set_state(State.LEFT)
     if world.guardian is not None:
-        world.guardian.wait() if is_clean else world.guardian.disown()
+        world.guardian.disown() if _is_mpi_broken else world.guardian.wait()
     if error is not None:
         raise error
 
 
 def begin_anew() -> None:
     """Call shutdown(), then init() with the same arguments as before. Collective."""
-    assert _world is not None
-    start_again = _world.start_again
+    world = current()
+    assert world is not None
+    start_again = world.start_again
     shutdown()
     start_again()
 
@@ -216,7 +208,7 @@ def start_timeline(prefix: str | os.PathLike[str]) -> None:
     this = engine()
     if not isinstance(prefix, str | os.PathLike):
         raise TypeError(f"start_timeline: prefix must be a path, not {prefix!r}")
-    this.pending.record(Timeline(prefix, this.job_rank))
+    this.pending.record(Timeline(prefix, this.job_rank, this.transport.view))
 
 
 def stop_timeline() -> None:
@@ -244,13 +236,6 @@ def cross_size() -> int:
     return engine().topology.cross_size
 
 
-def _enter(world: _World | None) -> None:
-    """Set the world of this process, and with it the engine; None: remove both."""
-    global _world  # noqa: PLW0603
-    _world = world
-    current_engine.serve_process(None if world is None else world.engine)
-
-
 def _refuse_child() -> None:
     parent = parent_rank_pid()
     if parent is None:
@@ -262,24 +247,18 @@ def _refuse_child() -> None:
     )
 
 
-def _topology(places: NDArray[Any], rank: int) -> Topology:
-    me = places[rank]
-    peers = sorted(set(places["machine"][places["local_rank"] == me["local_rank"]].tolist()))
-    cross_rank = peers.index(me["machine"])
-    return Topology(int(me["local_rank"]), int(me["local_size"]), cross_rank, len(peers))
-
-
 def _start_guardian(transport: MpiTransport, settings: Settings) -> Guardian | None:
     """Start the guardian on the first rank of a node, unless the job has one rank only."""
     from ringcomm.status.guardian import Guardian
 
+    presence = transport.presence
     if transport.nodes[transport.rank] != transport.rank or transport.size == 1:
         return None
     try:
         return Guardian(
-            transport.wards(),
+            presence.wards(),
             grace_s=settings.grace_s,
-            is_fault_tolerant=transport.is_fault_tolerant,
+            is_fault_tolerant=presence.is_fault_tolerant or presence.membership is not None,
             is_hydra=is_hydra(),
         )
     except OSError as error:
@@ -292,7 +271,7 @@ def _start_guardian(transport: MpiTransport, settings: Settings) -> Guardian | N
         return None
 
 
-def _end_in_order(world: _World) -> None:
+def _end_in_order(world: World) -> None:
     """Return when all ranks have left a world in which shutdown() waited in vain."""
     global _unended, _unheard, _is_mpi_broken
     see_others_leave(world.engine)
@@ -304,23 +283,12 @@ def _end_in_order(world: _World) -> None:
     _unended, _unheard, _is_mpi_broken = None, None, False
 
 
-def _tell_the_others(failure: Failure) -> None:
-    """Announce a failure to the other ranks, and end this rank's own waits; any thread may call."""
-    if _world is None:
-        return
-    watch = _world.engine.watch
-    if failure.blames is None:
-        watch.own_failure = f"{failure.reason} in another thread"
-    watch.announce_failed(
-        watch.transport.rank if failure.blames is None else failure.blames, failure.reason
-    )
-
-
 def _at_exit() -> None:
     """Leave the job. Call MPI_Finalize unless a rank has failed: it would hang then."""
     if parent_rank_pid() is not None or _mpi is None:
         return
-    failure = None if _world is None else _leave_job(_world)
+    world = current()
+    failure = None if world is None else _leave_job(world)
     if failure is not None:  # the job waits for this process, and torch takes 1.0 s of CPU to end,
         gc.freeze()  # but 0.24 s without garbage collection (sys.exit(1) after a step, measured)
     if _unended is not None:
@@ -330,44 +298,51 @@ def _at_exit() -> None:
     if not _is_mpi_broken:
         if _mpi.is_ours_to_finalize and not _mpi.mpi.Is_finalized():
             _mpi.mpi.Finalize()
-        if _world is not None:
-            _world.transport.page.set_state(State.LEFT)
-    elif failure is not None and failure.blames is None and _is_fault_tolerant():
+        if world is not None:
+            world.transport.page.set_state(State.LEFT)
+    elif failure is not None and failure.blames is None and is_fault_tolerant():
         kill_at_last()  # ULFM reports only a death by signal to all ranks (measured)
     else:
         # A rank is missing. An mpi4py that was imported before ringcomm would call MPI_Finalize
         # after this, and hang. And MPICH's mpiexec returns 0 if the others return 0 (measured).
-        survives = failure is None and is_fault_tolerant()
-        was_too_late = _world is not None and _world.engine.state.broke_while_leaving is not None
+        survives = failure is None and (is_fault_tolerant() or _was_elastic)
+        was_too_late = world is not None and world.engine.state.broke_while_leaving is not None
         if not _mpi.is_ours_to_finalize or was_too_late or (failure is None and not survives):
             exit_at_last(failure.exit_code if failure is not None else int(not survives))
 
 
-def _leave_job(world: _World) -> Failure | None:
+def _leave_job(world: World) -> Failure | None:
     """Leave, or announce how this rank failed; return that failure, or None."""
-    global _is_mpi_broken  # noqa: PLW0603
     world.words.notice_unseen_exception()
     failure = world.words.failure
     if failure is None:
+        announce_leave(world)
         is_clean = leave(world.engine, PROGRAM_ENDED)
         dead = world.engine.watch.peers.dead
         if world.engine.state.broke_while_leaving is not None:
             world.words.end_with(world.engine.state.broke_while_leaving)
             world.words.wait_for_report()
             failure = world.words.failure
-        elif dead and not is_fault_tolerant():
+        elif dead and not world.survives_deaths:
             world.words.follow(next(iter(dead)))
     else:
-        _tell_the_others(failure)
+        tell_the_others(failure)
         stop(world.engine)
         world.transport.page.set_state(State.LEAVING)
         world.words.wait_for_report()
         is_clean = world.engine.job_size == 1
-    _is_mpi_broken = _is_mpi_broken or not is_clean
+    _note_end(world, is_clean=is_clean)
+    if failure is None and is_clean and world.transport.view.number:
+        world.transport.page.set_state(State.LEFT)  # MPI is not finalized
     if world.guardian is not None:
         world.guardian.disown()
     return failure
 
 
-def _is_fault_tolerant() -> bool:
-    return _world is not None and _world.transport.is_fault_tolerant
+def _note_end(world: World, *, is_clean: bool) -> None:
+    """Note whether MPI can be finalized; if not, no rank must wait for this one to heal."""
+    global _is_mpi_broken, _was_elastic  # noqa: PLW0603
+    _is_mpi_broken = _is_mpi_broken or not is_clean or world.transport.view.number > 0
+    _was_elastic = _was_elastic or world.membership is not None
+    if not is_clean:
+        withdraw(world)

@@ -46,7 +46,9 @@ class EngineContext:
         self.selection = Selection(settings)
         self.page = page
         self.state = EngineState(self.watch)
-        timeline = Timeline(settings.timeline, self.job_rank) if settings.timeline else None
+        timeline = None
+        if settings.timeline:
+            timeline = Timeline(settings.timeline, self.job_rank, transport.view)
         # With this limit no two operations in flight have the same stream.
         self.pending = Pending(page, timeline, transport.tags.n_streams // 4)
         self.completion = Completion(self.watch, settings, self.state, self.pending)

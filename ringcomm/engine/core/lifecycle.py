@@ -15,6 +15,8 @@ from ringcomm.transport.channel import Channel
 from ringcomm.transport.failure_news import DIRECT, REST_S, RESTS, WAITS
 from ringcomm.transport.group_members import ranks_text
 
+_DRIVER_S = 5.0  # for another thread of this rank, which drives, to end
+
 
 def meet(engine: Engine, version: str, table: str = "") -> None:
     """Return once all ranks agree on version and settings. This is an engine's first operation.
@@ -94,6 +96,7 @@ def see_others_leave(engine: Engine) -> None:
             "anew. End this job",
             rank=rank,
             reason=reason,
+            view=engine.transport.view.number,
         )
     if not peers.are_all_gone:
         raise CommTimeoutError(
@@ -108,10 +111,30 @@ def close(engine: Engine, *, is_clean: bool) -> None:
     """Free the wire and all extensions. `is_clean`: all ranks close, no message is under way."""
     engine.extensions.close(is_clean=is_clean)
     engine.transport.close(is_clean=is_clean)
+    _drop_references(engine)
+
+
+def _drop_references(engine: Engine) -> None:
     engine.groups.default.short_calls = None
     engine.watch.listeners.clear()  # a cycle would keep the page's descriptor open
     engine.watch.before_poll = None
     engine.progress.close()
+
+
+def end_view(engine: Engine, error: PeerFailedError) -> None:
+    """End an engine whose view is over, without a message to others; its wire stays open.
+
+    `error` ends the operations that are under way, and is the error of all later ones. When this
+    returns, no thread of this rank works for the engine, and no other rank uses its memory.
+    """
+    engine.state.error = engine.state.error or error
+    engine.progress.stop(engine.state.copy_of_error)
+    engine.progress.await_driver(_DRIVER_S)
+    if engine.transport.node is not None:
+        engine.transport.node.abandon()
+    engine.pending.record(None)
+    engine.extensions.close(is_clean=False)
+    _drop_references(engine)
 
 
 def stop(engine: Engine) -> None:

@@ -180,4 +180,5 @@ def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None)
         f"{task.label}: {who} {reason}; the operation cannot complete. {advice}",
         rank=rank,
         reason=reason,
+        view=watch.transport.view.number,
     ) from cause

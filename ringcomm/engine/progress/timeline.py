@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ringcomm.transport.membership.view import View
+
 _log = logging.getLogger("ringcomm")
 
 PHASES = ("negotiation", "wait", "reduce", "copy")
@@ -54,11 +56,15 @@ class Lane:
 class Timeline:
     """The trace of one rank, in the file `<prefix>.<rank>.json`, which is overwritten.
 
+    If the job has lost ranks and gone on, the file is `<prefix>.<rank at first>.view<n>.json`.
     Raises OSError if the file cannot be made; its folder must exist.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], rank: int) -> None:
-        self.path = f"{os.fspath(prefix)}.{rank}.json"
+    def __init__(self, prefix: str | os.PathLike[str], rank: int, view: View | None = None) -> None:
+        name = f"{rank}.json"
+        if view is not None and view.number:
+            name = f"{view.members[rank]}.view{view.number}.json"
+        self.path = f"{os.fspath(prefix)}.{name}"
         self._rank = rank
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o644)

@@ -69,6 +69,11 @@ class SharedNode:
                 team.team.retire()
         self.memory.clear_window(context)
 
+    def clear_all(self) -> None:
+        """Prepare the contexts of all groups for the next view, once no rank uses them any more."""
+        for context in {0, *(context for context, _ in self._teams)}:
+            self.clear(context)
+
     def abandon(self) -> None:
         """Give up all operations of this rank in shared memory.
 

@@ -1,0 +1,108 @@
+"""The world of this process: its engine, and what lasts while the views of its job change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ringcomm._version import __version__
+from ringcomm.config import Settings
+from ringcomm.engine.core import current_engine
+from ringcomm.engine.core.context import Topology
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.lifecycle import meet
+from ringcomm.errors import PeerFailedError
+from ringcomm.status.last_words import Failure, LastWords
+from ringcomm.status.page_enums import State
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ringcomm.status.guardian import Guardian
+    from ringcomm.transport.membership.service import MembershipService
+    from ringcomm.transport.mpi import MpiTransport
+    from ringcomm.transport.presence import Presence
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """The objects that init() has made; in a later view, `engine` and `transport` are others."""
+
+    engine: Engine
+    transport: MpiTransport
+    words: LastWords
+    guardian: Guardian | None
+    start_again: Callable[[], None]
+
+    @property
+    def presence(self) -> Presence:
+        """This process in its job."""
+        return self.transport.presence
+
+    @property
+    def membership(self) -> MembershipService | None:
+        """The agreement on the members; None if the job ends when a rank is lost."""
+        return self.presence.membership
+
+    @property
+    def survives_deaths(self) -> bool:
+        """True if the launcher lets other ranks go on after a death."""
+        return self.presence.is_fault_tolerant or self.membership is not None
+
+
+_world: World | None = None
+
+
+def current() -> World | None:
+    """Return the world of this process; None before init()."""
+    return _world
+
+
+def enter(world: World | None) -> None:
+    """Set the world of this process, and with it the engine; None: remove both."""
+    global _world  # noqa: PLW0603 - one per process, as in MPI
+    _world = world
+    current_engine.serve_process(None if world is None else world.engine)
+
+
+def engine_for(transport: MpiTransport, settings: Settings) -> Engine:
+    """Return a new engine for the view of a transport."""
+    topology = topology_of(transport.places, transport.rank)
+    return Engine(transport, settings, topology, transport.page)
+
+
+def begin_view(world: World) -> None:
+    """Enter a world, and return once all ranks of its view have; see meet()."""
+    from ringcomm.engine.api.tuning_files import load
+
+    engine = world.engine
+    enter(world)
+    table = load(engine.settings, engine.transport) if engine.job_rank == 0 else ""
+    meet(engine, __version__, table)
+    engine.progress.work_in_background()
+    world.transport.page.set_state(State.RUNNING)
+
+
+def topology_of(places: NDArray[Any], rank: int) -> Topology:
+    """Return the place of a rank among the ranks of its host, and of that host among the hosts."""
+    me = places[rank]
+    peers = sorted(set(places["machine"][places["local_rank"] == me["local_rank"]].tolist()))
+    cross_rank = peers.index(me["machine"])
+    return Topology(int(me["local_rank"]), int(me["local_size"]), cross_rank, len(peers))
+
+
+def blamed(error: PeerFailedError) -> int:
+    """Return the rank that an error blames, by its number in the first view."""
+    return error.rank if _world is None else _world.presence.number_of(error.rank, error.view)
+
+
+def tell_the_others(failure: Failure) -> None:
+    """Announce a failure to the other ranks, and end this rank's own waits; any thread may call."""
+    if _world is None:
+        return
+    watch, view = _world.engine.watch, _world.transport.view
+    culprit = None if failure.blames is None else view.rank_of(failure.blames)
+    if culprit is None:
+        watch.own_failure = f"{failure.reason} in another thread"
+    watch.announce_failed(watch.transport.rank if culprit is None else culprit, failure.reason)

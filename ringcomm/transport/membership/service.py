@@ -1,0 +1,117 @@
+"""Carries out the decisions of machine.py over a communicator of its own."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm.transport.membership.machine import (
+    Clear,
+    EndRun,
+    Event,
+    GoneOn,
+    Heard,
+    Install,
+    Membership,
+    Message,
+    Send,
+    handle,
+)
+from ringcomm.transport.membership.view import View
+
+if TYPE_CHECKING:
+    from ringcomm.transport.start_mpi import MPI
+
+_TAG = 1
+
+
+class MembershipService:
+    """The membership of this rank. Any thread may call a method; none blocks.
+
+    Attributes:
+        must_clear: the next view needs that this rank clears its shared memory and reports Cleared.
+        gone_on: processes that go on without this one.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Comm, *, is_fault_tolerant: bool) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._is_fault_tolerant = is_fault_tolerant
+        self._state = Membership(comm.rank, View.first(comm.size))
+        self._lock = threading.Lock()
+        self._status = mpi.Status()
+        self._unsent: list[tuple[MPI.Request, NDArray[np.int32]]] = []
+        self.must_clear = False
+        self.gone_on: list[int] = []
+
+    @property
+    def state(self) -> Membership:
+        """All that this rank knows of the members."""
+        return self._state
+
+    def handle(self, event: Event) -> None:
+        """Take note of an event, and send the messages that it calls for."""
+        with self._lock:
+            self._handle(event)
+
+    def poll(self) -> None:
+        """Receive the messages that have come."""
+        with self._lock:
+            for source, message in self._received():
+                self._handle(Heard(source, message))
+
+    def _handle(self, event: Event) -> None:
+        self._state, actions = handle(self._state, event)
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    for process in to:
+                        self._send(process, message)
+                case Clear():
+                    self.must_clear = True
+                case GoneOn(process):
+                    self.gone_on.append(process)
+                case Install() | EndRun():
+                    pass  # `state` shows it
+
+    def _send(self, process: int, message: Message) -> None:
+        buffer = np.array(message.numbers(), np.int32)
+        try:
+            request = self._comm.Isend(buffer, process, _TAG)
+            if not request.Test():
+                self._unsent.append((request, buffer))
+        except self._mpi.Exception:
+            return  # it is dead, which this rank will see
+
+    def _received(self) -> list[tuple[int, Message]]:
+        messages: list[tuple[int, Message]] = []
+        try:
+            if self._unsent:
+                self._unsent = [each for each in self._unsent if not _is_sent(self._mpi, each[0])]
+            while message := self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, self._status):
+                buffer = np.empty(self._status.Get_count(self._mpi.INT), np.int32)
+                source = self._status.source
+                message.Recv(buffer)
+                messages.append((source, Message.of(buffer.tolist())))
+        except self._mpi.Exception:
+            if self._is_fault_tolerant:
+                self._comm.Ack_failed()  # else a wildcard probe fails for ever
+        return messages
+
+    def close(self) -> None:
+        """Free the communicator; all ranks call this, and none is lost."""
+        for request, _ in self._unsent:
+            request.Wait()
+        self._unsent.clear()
+        self._comm.Free()
+
+
+def _is_sent(mpi: Any, request: MPI.Request) -> bool:
+    """Return True also if the receiver is dead. A request that MPI has given up is freed."""
+    try:
+        return bool(request.Test())
+    except mpi.Exception:
+        return True

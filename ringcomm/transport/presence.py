@@ -1,0 +1,317 @@
+"""This process in its job: what lasts while the views of the job, and with them transports, change.
+
+A Presence is made once per init(), by MPI's collectives. After a death these hang, so it also makes
+the communicators of all views that may follow: from then on point-to-point messages are enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm._core import NodeMemory, StatusPage
+from ringcomm.launched import is_fault_tolerant
+from ringcomm.status.guardian import Ward
+from ringcomm.status.page_enums import Ending, State, how_it_ended
+from ringcomm.transport.base import Died
+from ringcomm.transport.failure_news import DIRECT
+from ringcomm.transport.membership.machine import Lost
+from ringcomm.transport.membership.service import MembershipService
+from ringcomm.transport.membership.view import View
+from ringcomm.transport.node.interruptible_sleep import Parking
+from ringcomm.transport.node.neighbours import Neighbours, Offer
+from ringcomm.transport.node.node_discovery import meet
+from ringcomm.transport.node.shm import SharedNode, make_memory
+from ringcomm.transport.start_mpi import agreed_tags
+
+if TYPE_CHECKING:
+    from ringcomm.transport.start_mpi import MPI
+
+_log = logging.getLogger("ringcomm")
+_LOOK_S = 1e-3  # between two looks for deaths
+
+# The place of a rank. node: the lowest rank of its node. machine: the lowest rank on the host that
+# MPI reports; local_rank and local_size count the ranks of that host.
+PLACE: Final = np.dtype(
+    [("host", "S64"), ("pid", "i8")]
+    + [(name, "i4") for name in ("node", "machine", "local_rank", "local_size")]
+)
+
+
+class Line(NamedTuple):
+    """The communicators of one view."""
+
+    data: MPI.Comm
+    control: MPI.Comm
+
+
+class Presence:
+    """This process among the processes of a communicator. Collective over them.
+
+    Here a process has the number that it had in the first view; see View.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+        comm: an mpi4py communicator; None: the world.
+        n_losses: how many processes the job may lose and go on; 0: its members never change.
+
+    Attributes:
+        number, size: the number of this process, and how many there were at first.
+        places: the place of each process, see PLACE.
+        page: the status page of this process.
+        membership: agrees with the others on the next view; None: members never change.
+        is_fault_tolerant: MPI survives the death of a rank (ULFM).
+        ring_epoch: number of earlier presences of this process in the same job.
+        views: the views in which this process has worked, the last one is of now.
+        deaths: the processes that have died, in the order in which this one noticed it.
+    """
+
+    _control_of_world: ClassVar[tuple[MPI.Comm, int] | None] = None
+
+    def __init__(self, mpi: Any, comm: MPI.Comm | None = None, *, n_losses: int = 0) -> None:
+        self.mpi = mpi
+        self.is_of_world = comm is None
+        parent = mpi.COMM_WORLD if comm is None else comm
+        data: MPI.Comm = parent.Dup()
+        self.number: int = data.rank
+        self.size: int = data.size
+        self.tags = agreed_tags(mpi, data)
+        control, self.ring_epoch = self._make_control(comm)
+        n_more = min(n_losses, self.size - 1)
+        later = [Line(data.Dup(), data.Dup()) for _ in range(n_more)]
+        self.lines = [Line(data, control), *later]
+        own = [data.Dup()] if n_more else []  # of the membership
+        for each in (mpi.COMM_SELF, *own, *(comm for line in self.lines for comm in line)):
+            each.Set_errhandler(mpi.ERRORS_RETURN)
+        self.is_fault_tolerant = is_fault_tolerant()
+        self.is_threaded = mpi.Query_thread() == mpi.THREAD_MULTIPLE
+        self.membership: MembershipService | None = None
+        if own:
+            self.membership = MembershipService(
+                mpi, own[0], is_fault_tolerant=self.is_fault_tolerant
+            )
+        self.views = [View.first(self.size)]
+        self.deaths: list[Died] = []
+        self._ended: set[int] = set()
+        self._look_at = 0.0
+        self._lock = threading.Lock()
+        self._settle(data)
+
+    def _make_control(self, comm: MPI.Comm | None) -> tuple[MPI.Comm, int]:
+        """Return the communicator of control messages, and how many presences used it before.
+
+        The communicator of the world is kept for the next init(). Ranks may pass on messages of
+        an earlier transport late; ring_epoch shows to which transport a message belongs.
+        """
+        cls = type(self)
+        if comm is not None:
+            return comm.Dup(), 0
+        kept, epoch = cls._control_of_world or (self.mpi.COMM_WORLD.Dup(), 0)
+        cls._control_of_world = kept, epoch + 1
+        return kept, epoch
+
+    def _settle(self, data: MPI.Comm) -> None:
+        """Make the status page, exchange places, watch the ranks of this node, share memory."""
+        candidates: MPI.Comm = data.Split_type(self.mpi.COMM_TYPE_SHARED)
+        host, pid, nonce = socket.gethostname(), os.getpid(), secrets.randbits(63)
+        job: str = data.bcast(secrets.token_hex(4))
+        self.page = StatusPage.create(job, host, self.number, self.size, candidates.rank, nonce)
+        self._neighbours = Neighbours()
+        self.parking = Parking(self._neighbours.fileno())
+        memory = _memory_or_none(nonce, candidates.size) if candidates.size > 1 else None
+        fds = (-1, -1) if memory is None else (memory.board_fd, memory.arena_fd)
+        self._offer = Offer(pid, nonce, self.page.fd, self.page.lifeline_fd, *fds)
+        node, separate = meet(candidates, self.number, self._offer, self._neighbours)
+        for text in separate:
+            _log.warning("host %s: %s", host, text)
+        machine = self.numbers_of(candidates)[0]
+        mine = (host.encode(), pid, node[0], machine, candidates.rank, candidates.size)
+        self.places = np.empty(self.size, PLACE)
+        data.Allgather(np.array([mine], PLACE).view(np.uint8), self.places.view(np.uint8))
+        self._memories = self._share_memory(candidates, node, memory)
+        candidates.Free()
+        self.implementation = _first_clause(self.mpi.Get_library_version())
+
+    def _share_memory(
+        self, candidates: MPI.Comm, node: list[int], memory: NodeMemory | None
+    ) -> dict[int, NodeMemory]:
+        """Map the memory of this node's other ranks; return {} on all of them if one fails."""
+        problem = "" if memory is not None else "a rank has none"
+        shared = {} if memory is None else {self.number: memory}
+        for number in node:
+            if not shared or number == self.number:
+                continue
+            try:
+                shared[number] = self._neighbours[number].memory()
+            except (OSError, RuntimeError) as error:
+                shared, problem = {}, f"rank {number}'s cannot be mapped: {error}"
+        shares = dict(candidates.allgather((self.number, bool(shared))))
+        if len(node) == 1 or all(shares[number] for number in node):
+            return shared
+        if not shared:
+            _log.warning(
+                "host %s: its ranks share no memory (%s): messages are used instead, which are "
+                "several times slower",
+                socket.gethostname(),
+                problem,
+            )
+        return {}
+
+    def numbers_of(self, comm: MPI.Comm) -> tuple[int, ...]:
+        """Return the processes of a communicator. Raises ValueError if one is not of the job."""
+        if not isinstance(comm, self.mpi.Comm) or comm == self.mpi.COMM_NULL:
+            raise ValueError(f"{comm!r} is no mpi4py communicator of this process")
+        group, mine = comm.Get_group(), self.lines[0].data.Get_group()
+        numbers = tuple(group.Translate_ranks(list(range(group.size)), mine))
+        group.Free()
+        mine.Free()
+        if self.mpi.UNDEFINED in numbers:
+            raise ValueError("the communicator has a process that is not a rank of this job")
+        return numbers
+
+    def number_of(self, rank: int, view_number: int) -> int:
+        """Return the number of the process that was a rank of a view."""
+        return next(v.members[rank] for v in self.views if v.number == view_number)
+
+    def places_in(self, view: View) -> NDArray[Any]:
+        """Return the places of the ranks of a view, in its numbers."""
+        places = self.places[list(view.members)]
+        for name in ("node", "machine"):
+            first = places[name].tolist()
+            places[name] = [first.index(each) for each in first]
+        machines = places["machine"].tolist()
+        places["local_rank"] = [machines[:i].count(each) for i, each in enumerate(machines)]
+        places["local_size"] = [machines.count(each) for each in machines]
+        return places
+
+    def node_in(self, view: View) -> SharedNode | None:
+        """Return the memory that the ranks of this node share, by their ranks in a view."""
+        if self.number not in self._memories:
+            return None
+        ranks = {view.rank_of(number): memory for number, memory in self._memories.items()}
+        here = {rank: memory for rank, memory in ranks.items() if rank is not None}
+        me = view.members.index(self.number)
+        node = SharedNode(here[me], me, len(here))
+        for rank, memory in here.items():
+            if rank != me:
+                node.adopt(rank, memory)
+        return node
+
+    def death_watch(self) -> int:
+        """Return a descriptor that epoll reports from a death until look() has noted it."""
+        return self._neighbours.fileno()
+
+    def wards(self) -> list[Ward]:
+        """Return the ranks of this node, for a guardian to watch."""
+        me = self._offer
+        others = [self._neighbours[number].ward() for number in self._neighbours.ranks]
+        return [Ward(me.pid, me.page, me.nonce), *others]
+
+    def close_handed(self) -> None:
+        """Close the descriptors for the guardian: by now it has them, or it will never start."""
+        self._neighbours.close_handed()
+
+    def label(self, number: int) -> str:
+        """Return the host and the pid of a process: "host a, pid 4711"."""
+        place = self.places[number]
+        return f"host {place['host'].decode()}, pid {place['pid']}"
+
+    def look(self, *, at_once: bool = False) -> bool:
+        """Note the processes that have died; return True if there are any.
+
+        Without at_once, look only if the last look was a millisecond ago.
+        """
+        now = time.monotonic()
+        if now < self._look_at and not at_once:
+            return False
+        with self._lock:
+            self._look_at = now + _LOOK_S
+            n_before = len(self.deaths)
+            ended = [
+                number
+                for number in self._neighbours.ended() + self._failed_in_mpi()
+                if number not in self._ended
+            ]
+            for number in ended:
+                self._note_end(number)
+            if self.membership is not None:
+                self._hear_of_members(self.membership, ended)
+            return len(self.deaths) > n_before
+
+    def _failed_in_mpi(self) -> list[int]:
+        if not self.is_fault_tolerant:
+            return []
+        comm = self.lines[0].control
+        failed: MPI.Group = comm.Get_failed()
+        if failed.size == 0:
+            return []  # this is MPI_GROUP_EMPTY, which must not be freed
+        everyone = comm.Get_group()
+        numbers = list(failed.Translate_ranks(None, everyone))
+        failed.Free()
+        everyone.Free()
+        return numbers
+
+    def _note_end(self, number: int) -> None:
+        self._ended.add(number)
+        self._neighbours.unwatch(number)
+        if number not in self._neighbours:
+            self.deaths.append(Died(number, "died (so says MPI)", number))
+            return
+        last_words = self._neighbours[number].page.snapshot()
+        if last_words["state"] == State.LEFT:
+            return  # it called shutdown(), so this is no failure
+        blames = number
+        if last_words["end_kind"] == Ending.PEER_FAILED:
+            blames = last_words["end_code"]
+        self.deaths.append(Died(number, how_it_ended(last_words), blames))
+
+    def _hear_of_members(self, membership: MembershipService, ended: list[int]) -> None:
+        """Tell the membership who has ended; note whom it knows to be lost."""
+        if ended:
+            membership.handle(Lost(frozenset(ended)))
+        membership.poll()
+        for number in sorted(membership.state.lost - self._ended):
+            self._ended.add(number)
+            self._neighbours.unwatch(number)
+            reason = "takes part no more, or died (so says another rank)"
+            self.deaths.append(Died(number, reason, number))
+        while membership.gone_on:
+            number = membership.gone_on.pop()
+            self.deaths.append(Died(number, "goes on without this rank, which leaves", number))
+
+    def close(self, *, is_clean: bool) -> None:
+        """Free what lasts; a collective call if is_clean."""
+        self.parking.close()
+        self._neighbours.close()
+        if not is_clean:
+            return
+        for line in self.lines[1:]:
+            line.data.Free()
+            line.control.Free()
+        if self.membership is not None:
+            self.membership.close()
+        self.lines[0].data.Free()
+        if self.is_of_world or self.size > DIRECT:
+            return  # keep its control: ranks may still pass on news to this one
+        self.lines[0].control.Free()
+
+
+def _memory_or_none(nonce: int, n_ranks: int) -> NodeMemory | None:
+    try:
+        return make_memory(nonce, n_ranks)
+    except (OSError, RuntimeError) as error:
+        _log.warning("no shared memory on this rank: %s", error)
+        return None
+
+
+def _first_clause(version_text: str) -> str:
+    """Return "Open MPI v5.0.11" or the like from the version text of an MPI library."""
+    return " ".join(version_text.replace("\0", "").partition("\n")[0].partition(",")[0].split())
