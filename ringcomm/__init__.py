@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm._version import __version__
 
 if TYPE_CHECKING:
-    from ringcomm import codec, data
+    from ringcomm import codec, data, elastic
     from ringcomm.collectives.operators import AVERAGE, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, Op
     from ringcomm.engine.api.collectives import *
     from ringcomm.engine.api.explain import explain
@@ -32,13 +32,14 @@ __all__ = [
     "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
     "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async", "broadcast",
     "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "codec", "cross_rank",
-    "cross_size", "data", "empty", "explain", "gather", "gather_async", "grouped_allgather",
-    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reduce_scatter", "grouped_reduce_scatter_async", "init",
-    "is_initialized", "join", "local_rank", "local_size", "node_memory", "rank", "recv", "reduce",
-    "reduce_", "reduce_async", "reduce_async_", "reduce_scatter", "reduce_scatter_",
-    "reduce_scatter_async", "reduce_scatter_async_", "run", "scatter", "scatter_async", "send",
-    "sendrecv", "shutdown", "size", "start_timeline", "stop_timeline", "zeros",
+    "cross_size", "data", "elastic", "empty", "explain", "gather", "gather_async",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reduce_scatter",
+    "grouped_reduce_scatter_async", "init", "is_initialized", "join", "local_rank", "local_size",
+    "node_memory", "rank", "recv", "reduce", "reduce_", "reduce_async", "reduce_async_",
+    "reduce_scatter", "reduce_scatter_", "reduce_scatter_async", "reduce_scatter_async_", "run",
+    "scatter", "scatter_async", "send", "sendrecv", "shutdown", "size", "start_timeline",
+    "stop_timeline", "zeros",
 ]  # fmt: skip
 
 # The modules of the public names. Each is imported when one of its names is first used, because
@@ -61,7 +62,7 @@ _HOMES = (
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("codec", "data"):
+    if name in ("codec", "data", "elastic"):
         return importlib.import_module(f"ringcomm.{name}")
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"ringcomm.{home}")

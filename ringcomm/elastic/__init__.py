@@ -1,0 +1,14 @@
+"""Elastic training: the job goes on after it has lost ranks. See docs/elastic.md.
+
+@rc.elastic.run
+def train(state): ...
+
+train(rc.elastic.ArrayState(step=0, weights=weights))
+"""
+
+from ringcomm.elastic.new_view import on_new_view, view
+from ringcomm.elastic.run import run
+from ringcomm.elastic.state import ArrayState, ObjectState, State
+from ringcomm.transport.membership.view import View
+
+__all__ = ["ArrayState", "ObjectState", "State", "View", "on_new_view", "run", "view"]

@@ -1,0 +1,94 @@
+"""elastic.run: calls a training function again in each new view, from the last committed state."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from ringcomm.elastic.new_view import tell_listeners
+from ringcomm.elastic.state import State
+from ringcomm.engine.api.heal import finish_run, heal
+from ringcomm.engine.api.init_rank_size import init
+from ringcomm.engine.api.world import current
+from ringcomm.errors import PeerFailedError, ServerLostError
+
+_log = logging.getLogger("ringcomm")
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+
+def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorate a training function, so that training goes on after ranks are lost.
+
+    All ranks call the decorated function with a State. It first gives all ranks the same state,
+    then calls `train`. If an operation raises PeerFailedError, the ranks that are left agree on a
+    new view: rank() and size() change, arrays of rc.zeros() stay registered, and groups, process
+    sets and handles of the old view are over. Then the listeners of on_new_view() are called, each
+    rank gets the last state that any of them has committed, and `train` is called again.
+
+    When `train` has returned on all ranks, the decorated function returns its result on each of
+    them. A rank that is lost later is an error as in any other job.
+
+    RINGCOMM_ELASTIC=1 must be set, and the launcher must let the others go on: `mpirun --with-ft
+    ulfm`, or on one host `mpirun --runtime-options continuous`. Without RINGCOMM_ELASTIC a failure
+    ends the job as always; a warning says so.
+
+    Raises:
+        PeerFailedError: a parameter server is lost, or a handle of an earlier view was waited for.
+        CommTimeoutError: a rank that is not lost has not come within RINGCOMM_TIMEOUT_S.
+        RingcommError: more ranks are lost than RINGCOMM_ELASTIC_LOSSES.
+    """
+
+    @functools.wraps(train)
+    def run_elastic(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not isinstance(state, State):
+            raise TypeError(f"elastic.run: the first argument is a State, not {state!r}")
+        init()
+        if not _is_elastic():
+            state.sync()
+            return train(state, *args, **kwargs)
+        return _run(functools.partial(train, state, *args, **kwargs), state)
+
+    return cast(Callable[Concatenate[S, P], R], run_elastic)
+
+
+def _is_elastic() -> bool:
+    world = current()
+    assert world is not None
+    if world.membership is not None:
+        return True
+    if world.engine.job_size > 1 and world.engine.job_rank == 0:
+        _log.warning(
+            "elastic.run: a failure of a rank ends this job, because RINGCOMM_ELASTIC is not 1. "
+            "Start it with RINGCOMM_ELASTIC=1 and `mpirun --with-ft ulfm` (docs/elastic.md)"
+        )
+    return False
+
+
+def _run(train: Callable[[], R], state: State) -> R:
+    results: list[R] = []
+    is_new_view = False
+    while True:
+        try:
+            if is_new_view:
+                tell_listeners()
+                state.on_reset()
+            state.sync()
+            results[:] = [train()]
+            finish_run()
+            break
+        except PeerFailedError as error:
+            if isinstance(error, ServerLostError) or error.view != _view_number():
+                raise
+            if not heal(error):
+                break
+            is_new_view = True
+    return results[0]
+
+
+def _view_number() -> int:
+    world = current()
+    return -1 if world is None else world.transport.view.number

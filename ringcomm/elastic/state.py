@@ -1,0 +1,177 @@
+"""What a job keeps when it loses ranks: values that each rank has, with the last commit of each."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ringcomm.engine.api import collectives
+from ringcomm.engine.api.init_rank_size import rank
+from ringcomm.errors import RingcommError
+
+_TORN = -1  # a commit was interrupted half-way
+
+
+class State(ABC):
+    """State that is the same on all ranks after each commit. Derived classes hold the values.
+
+    commit() copies the values, so that training can go back to them. After a loss, sync() gives
+    all ranks the commit of those that have made the most. A step is thus applied on all ranks that
+    are left or on none, if each rank commits after each step.
+    """
+
+    def __init__(self) -> None:
+        self._n_commits = 0
+        self._is_saved = False
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Call these functions in each new view, before the state is restored."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call the functions of register_reset_callbacks()."""
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Copy the values; a later restore() returns to them. All ranks commit equally often.
+
+        Local: it communicates with no other rank. It costs one copy of all values.
+        """
+        n, self._n_commits = self._n_commits, _TORN
+        self.save()
+        self._is_saved = True
+        self._n_commits = n + 1
+
+    def sync(self) -> None:
+        """Give all ranks the last commit of the rank that has committed most. Collective.
+
+        Before the first commit, all ranks get the values of rank 0. If all ranks have committed
+        equally often, each restores its own commit, and nothing is sent.
+
+        Raises:
+            RingcommError: no rank has a whole commit.
+        """
+        mine = np.array([[self._n_commits, self._is_saved]], np.int64)
+        all_ranks: list[list[int]] = collectives.allgather(mine, name="elastic commits").tolist()
+        best = max(all_ranks)
+        root = all_ranks.index(best)
+        n_commits, is_saved = best
+        if n_commits == _TORN:
+            raise RingcommError(
+                "elastic: each rank that is left was interrupted in commit(), so there is no state "
+                "to go on from. Start the job again from a checkpoint"
+            )
+        if not is_saved and rank() == root:
+            self.save()
+        if not is_saved or any(each != best for each in all_ranks):
+            self.receive(
+                root, is_new=rank() != root and (all_ranks[rank()] != best or not is_saved)
+            )
+        self._n_commits, self._is_saved = n_commits, True
+        self.restore()
+
+    @abstractmethod
+    def save(self) -> None:
+        """Copy all values."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Set all values to the copies."""
+
+    @abstractmethod
+    def receive(self, root: int, *, is_new: bool) -> None:
+        """Replace the copies by those of the root, if `is_new` on this rank. Collective.
+
+        If it fails half-way, the copies are those of before, or the root's.
+        """
+
+
+class ObjectState(State):
+    """State of any objects that can be pickled, as attributes: ObjectState(epoch=0, lr=0.1).
+
+    commit() copies with copy.deepcopy().
+    """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        self._names = tuple(values)
+        self._saved: dict[str, Any] = {}
+        for name, value in values.items():
+            if hasattr(type(self), name) or name.startswith("_"):
+                raise ValueError(f"{type(self).__name__}: the name {name!r} is taken; use another")
+            setattr(self, name, value)
+
+    def save(self) -> None:
+        """Copy all values."""
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+
+    def restore(self) -> None:
+        """Set all attributes to copies of the saved values."""
+        for name, value in self._saved.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def receive(self, root: int, *, is_new: bool) -> None:
+        """See State.receive()."""
+        values = collectives.broadcast_object(self._saved, root, name="elastic objects")
+        if is_new:
+            self._saved = values
+
+
+class ArrayState(ObjectState):
+    """State of numpy arrays and of other objects: ArrayState(step=0, weights=w).
+
+    The arrays of the arguments are kept: commit() copies each into memory of its own, and
+    restore() writes into the array itself. Set elements, as in `state.weights[:] = w`; an
+    attribute that is set to another array is an error. Other values are handled as by ObjectState.
+
+    Raises:
+        TypeError: an array has elements that are objects.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        arrays = {name: each for name, each in values.items() if isinstance(each, np.ndarray)}
+        for name, array in arrays.items():
+            if array.dtype.hasobject:
+                raise TypeError(f"ArrayState: {name} holds objects; pass them as values")
+        super().__init__(**values)
+        self._names = tuple(name for name in values if name not in arrays)
+        self._arrays = arrays
+        self._copies: dict[str, np.ndarray[Any, Any]] = {}
+
+    def save(self) -> None:
+        """Copy all values."""
+        super().save()
+        for name, array in self._arrays.items():
+            if getattr(self, name) is not array:
+                raise RingcommError(
+                    f"ArrayState: {name} was set to another array. Write into the array: "
+                    f"state.{name}[:] = ..."
+                )
+            if name in self._copies:
+                np.copyto(self._copies[name], array)
+            else:
+                self._copies[name] = array.copy()
+
+    def restore(self) -> None:
+        """Write the copies into the arrays, and set the other values."""
+        super().restore()
+        for name, array in self._arrays.items():
+            np.copyto(array, self._copies[name])
+            setattr(self, name, array)
+
+    def receive(self, root: int, *, is_new: bool) -> None:
+        """See State.receive()."""
+        mine = self._copies or {name: array.copy() for name, array in self._arrays.items()}
+        received = {
+            name: collectives.broadcast(each, root, name=f"elastic array {name}")
+            for name, each in mine.items()
+        }
+        super().receive(root, is_new=is_new)
+        if is_new:
+            self._copies = received
