@@ -1,16 +1,22 @@
-"""Horovod's names for elastic training, which this version does not have.
+"""Elastic training with torch: run() and the states of ringcomm.elastic, and TorchState.
 
-Scripts import these names even if they train with a fixed number of ranks. So a script can import
-them, decorate functions and derive classes; calling any of these raises NotImplementedError.
+The sampler of Horovod's elastic mode can be imported, so that scripts find its name, but not used.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+import copy
+from typing import Any, NoReturn
 
-R = TypeVar("R")
+import torch
+from torch.optim import Optimizer
+
+from ringcomm.elastic import ObjectState, State, run
+from ringcomm.errors import ConfigError
+from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer, StateSharding
+from ringcomm.torch.training.broadcast_states import broadcast_tree
+
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -25,41 +31,116 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorate a training function: return a function that raises NotImplementedError."""
+class TorchState(ObjectState):
+    """State of models, optimizers and other values: TorchState(model, optimizer, epoch=0).
 
-    @functools.wraps(func)
-    def refuse(*args: Any, **kwargs: Any) -> R:
-        del args, kwargs
-        _refuse(f"elastic.run({getattr(func, '__name__', 'function')})")
+    Each argument becomes an attribute. commit() copies the tensors of the state_dict() of each
+    model and optimizer to memory on the same device, and other values by copy.deepcopy(). Gradients
+    are not kept: after a loss, .grad is None. Nor are random generators.
 
-    return refuse
+    Args:
+        model: a torch.nn.Module.
+        optimizer: an optimizer, such as a DistributedOptimizer.
+        values: other modules and optimizers, and values that can be pickled.
+
+    Raises:
+        ConfigError: an optimizer has shard_state=1, so a lost rank takes its part of the state
+            with it.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        **values: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer, **values}
+        self._holders: dict[str, torch.nn.Module | Optimizer] = {
+            name: each
+            for name, each in given.items()
+            if isinstance(each, torch.nn.Module | Optimizer)
+        }
+        for name, each in self._holders.items():
+            if isinstance(each, StateSharding):
+                raise ConfigError(
+                    f"TorchState: {name} has shard_state=1, so each rank has a part of its state, "
+                    "which is lost with the rank. Use shard_state=0 in an elastic job"
+                )
+        super().__init__(**{n: v for n, v in given.items() if v is not None})
+        self._names = tuple(name for name in self._names if name not in self._holders)
+        self._copies: dict[str, Any] = {}
+
+    def save(self) -> None:
+        """Copy all values."""
+        super().save()
+        to: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for name, each in self._holders.items():
+            self._copies[name] = _copied(_tree(each), self._copies.get(name), to, sources)
+        if to:
+            torch._foreach_copy_(to, sources)
+
+    def restore(self) -> None:
+        """Load the copies into models and optimizers, and set the other values."""
+        super().restore()
+        for name, each in self._holders.items():
+            saved = self._copies[name]
+            if isinstance(each, torch.nn.Module):
+                each.load_state_dict(saved["state"])
+                continue
+            each.load_state_dict(copy.deepcopy(saved["state"]))  # it may keep the tensors
+            each.zero_grad()
+            if isinstance(each, AveragingOptimizer) and each.n_steps != saved["n_steps"]:
+                each.go_on_from(saved["n_steps"])
+
+    def receive(self, root: int, *, is_new: bool) -> None:
+        """See State.receive()."""
+        received = broadcast_tree(self._copies, root, name="elastic state")
+        super().receive(root, is_new=is_new)
+        if is_new:
+            self._copies = received
 
 
-class State:
-    """State of elastic training. Its constructor raises NotImplementedError."""
+class ElasticSampler(State):
+    """Sampler for elastic training, which this version does not have."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         _refuse(f"elastic.{type(self).__name__}")
 
 
-class ObjectState(State):
-    """State that consists of any objects; see State."""
+def _tree(holder: torch.nn.Module | Optimizer) -> dict[str, Any]:
+    n_steps = holder.n_steps if isinstance(holder, AveragingOptimizer) else 0
+    return {"state": holder.state_dict(), "n_steps": n_steps}
 
 
-class TorchState(ObjectState):
-    """State that consists of a model and an optimizer; see State."""
+def _copied(tree: Any, before: Any, to: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+    """Return a copy of a tree; its tensors, those of `before` if they fit, go to `to`.
+
+    The caller copies the tensors of `sources`, which belong to those of `to`.
+    """
+    if isinstance(tree, torch.Tensor):
+        fits = isinstance(before, torch.Tensor) and _is_like(before, tree)
+        out = before if fits else torch.empty_like(tree, requires_grad=False)
+        to.append(out)
+        sources.append(tree.detach())
+        return out
+    if isinstance(tree, dict):
+        old = before if isinstance(before, dict) else {}
+        return {key: _copied(each, old.get(key), to, sources) for key, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        of = before if isinstance(before, list | tuple) and len(before) == len(tree) else tree
+        parts = [_copied(each, b, to, sources) for each, b in zip(tree, of, strict=True)]
+        return parts if isinstance(tree, list) else tuple(parts)
+    return copy.deepcopy(tree)
 
 
-class ElasticSampler(State):
-    """Sampler for elastic training; see State."""
+def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
 
 
 def _refuse(name: str) -> NoReturn:
     raise NotImplementedError(
-        f"{name}: this version of ringcomm has no elastic training. Start the job with a fixed "
-        "number of ranks and call the training function itself. After a failure, a job can go on "
-        "from a ringcomm.torch.Checkpoint, also on another number of ranks; the samplers of "
-        "ringcomm.data go on in the middle of an epoch"
+        f"{name}: this version of ringcomm has no elastic sampler. The samplers of ringcomm.data "
+        "go on in the middle of an epoch, also on another number of ranks"
     )

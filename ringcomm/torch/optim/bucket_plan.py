@@ -34,6 +34,10 @@ class BucketPlan:
         self._fired: dict[int, None] | None = {}  # ready gradients; None: buckets follow `_order`
         self._order: list[int] | None = None  # order of readiness on the first rank
         self._sparse: set[int] = set()  # indices of sparse gradients; the same on all ranks
+        self.begin_view()
+
+    def begin_view(self) -> None:
+        """Measure bucket sizes anew, if at all: there are other ranks."""
         self._tuner = FusionTuner() if engine().settings.autotune else None
         self._step_ended_at = 0.0
 

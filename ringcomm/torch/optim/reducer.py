@@ -17,6 +17,7 @@ from typing import ParamSpec
 
 from ringcomm.arrays import any_adapter_for
 from ringcomm.collectives.operators import AVERAGE
+from ringcomm.elastic import on_new_view
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.begin_and_end import Passes
@@ -79,6 +80,7 @@ class GradientReducer:
         self._are_samples_used = False
         self.extend(named_parameters)
         self._enrol()
+        on_new_view(self.begin_view)
 
     def set_passes_per_step(self, n: int) -> None:
         """Add up the gradients of n backward() calls before sending; call it between two steps."""
@@ -128,6 +130,24 @@ class GradientReducer:
         self._agreement.weights.expect_more()
         self.plan.forget_sparse()
         self._replan()
+
+    def begin_view(self) -> None:
+        """Begin a step among the ranks that are left, as in a first step. Every rank calls it.
+
+        Raises RingcommError if each rank had a part of the optimizer's state.
+        """
+        if self.options.is_sharded:
+            raise RingcommError(
+                "DistributedOptimizer(shard_state=1): a rank is lost, and with it its part of the "
+                "optimizer's state. Start the job again from a checkpoint"
+            )
+        self._engine = weakref.ref(engine())
+        self._is_spoiled = False
+        self._enrol()
+        self.plan.begin_view()
+        self.samples = None
+        self.go_on_from(self.step)
+        self._begin_step()
 
     def set_samples(self, n: float) -> None:
         """Weight this rank's gradient of this step with n."""
