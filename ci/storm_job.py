@@ -1,4 +1,4 @@
-"""One job of ci/storms: an exact trainer, some of whose ranks are killed.
+"""One job of ci/storms.py: an exact trainer, some of whose ranks are killed.
 
 Each step is a hash of all steps before it and of the ranks that took part, in integers. So the
 final state shows whether any step was lost, done twice, or done on some ranks only.

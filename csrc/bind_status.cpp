@@ -49,6 +49,7 @@ nb::dict snapshot(const MappedPage& page) {
   d["leaving_ns"] = page->leaving_ns.load();
   d["exit_code"] = page->exit_code.load();
   d["gone_ns"] = page->gone_ns.load();
+  d["is_reported"] = page->is_reported.load() != 0;
   return d;
 }
 

@@ -35,7 +35,9 @@ NodeStep::NodeStep(Meeting meeting)
       quitter_(meeting_.team->size()) {}
 
 NodeStep::~NodeStep() {
-  if (!is_over() && meeting_.team->memory().is_of_this_process()) give_up();
+  if ((is_over() && !lane_) || !meeting_.team->memory().is_of_this_process()) return;
+  if (!is_over()) give_up();
+  if (lane_ && meeting_.team->is_retired()) meeting_.team->give_back({lane_->offset, slot(), 0});
 }
 
 Arrival& NodeStep::arrival(std::size_t member) const {

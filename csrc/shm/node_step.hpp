@@ -50,8 +50,8 @@ class NodeStep : public Program {
   std::uint64_t at(std::uint64_t n) const { return progress_of(seq_, n); }
   void signal(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n);
   bool all_at(std::atomic<std::uint64_t> StepProgress::* counter, std::uint64_t n) const;
-  // Takes a lane through which `buffer`, private memory of this rank, passes; given back at the end,
-  // never if the step is abandoned, for others may read it for as long as they like.
+  // Takes a lane through which `buffer`, private memory of this rank, passes; given back at the end.
+  // If the step is abandoned, others may read it until the team is retired.
   void take_lane_for(const void* buffer);
   std::byte* lane_of(std::size_t member) const;
   std::size_t size() const { return meeting_.team->size(); }

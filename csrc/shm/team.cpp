@@ -65,6 +65,7 @@ Team::~Team() {
 void Team::retire() {
   const std::lock_guard lock(mutex_);
   for (Lane& lane : lanes_) lane.until = 0;
+  is_retired_.store(true);
 }
 
 Patience Team::patience() const { return is_crowded_ ? kCrowded : kRoomy; }

@@ -79,6 +79,7 @@ class Team : public std::enable_shared_from_this<Team> {
   // No member uses it any more, so nobody reads its lanes: whoever goes on with the windows of its
   // members may clear them.
   void retire();
+  bool is_retired() const { return is_retired_.load(); }
 
   // Stores `value`, and wakes the others if they may have waited for it: if this member was the only
   // one behind, so that the least of all counters has grown.
@@ -109,6 +110,7 @@ class Team : public std::enable_shared_from_this<Team> {
   bool is_crowded_;
   std::shared_ptr<void> keep_alive_;
   std::vector<Step> steps_;  // by slot
+  std::atomic<bool> is_retired_{false};
   std::mutex mutex_;
   std::vector<Lane> lanes_;  // not in use by this rank; others may still read them
 };

@@ -157,6 +157,7 @@ class Guardian {
     while (!all_done()) {
       wait_for_news();
       report_faults();
+      if (is_reported_) release_the_reported();
       if (fault_ns_ != 0 && monotonic_ns() > fault_ns_ + grace_ns_) end_the_rest();
       end_orphans();
     }
@@ -172,9 +173,15 @@ class Guardian {
     if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw_errno("epoll_ctl");
   }
 
+  // Where the job goes on after a death, nobody calls MPI_Finalize, so this process stays until all
+  // are gone, and removes MPI's files then.
   bool all_done() const {
-    return std::all_of(ranks_.begin(), ranks_.end(), [](const Watched& w) {
-      return w.is_gone || w.page->state.load() == State::left;
+    const auto has_left = [](const Watched& w) { return w.page->state.load() == State::left; };
+    const bool goes_on = fault_tolerant_ && std::any_of(ranks_.begin(), ranks_.end(), [&](const Watched& w) {
+      return w.is_gone && !has_left(w);
+    });
+    return std::all_of(ranks_.begin(), ranks_.end(), [&](const Watched& w) {
+      return w.is_gone || (!goes_on && has_left(w));
     });
   }
 
@@ -244,8 +251,19 @@ class Guardian {
 
   void tell(const std::string& text) {
     write_out("\n" + text);
-    for (Watched& w : ranks_) w.page->is_reported.store(1);
     is_reported_ = true;
+    release_the_reported();
+  }
+
+  // Lets the ranks go whose failure is reported, or that only followed or were stopped. Where the job
+  // goes on, one that fails later waits for a report of its own.
+  void release_the_reported() {
+    for (Watched& w : ranks_) {
+      const Ending kind = w.page.end().kind;
+      const bool is_secondary = kind == Ending::peer_failed || kind == Ending::interrupted ||
+                                kind == Ending::terminated;
+      if (!fault_tolerant_ || w.is_reported || is_secondary) w.page->is_reported.store(1);
+    }
   }
 
   // At the first sign of a fault, keep what every rank was doing: soon they will have raised.

@@ -251,3 +251,22 @@ def test_lanes_of_a_step_that_was_given_up_are_not_used_again():
     again[1].advance()
     again[0].advance()
     assert two.memories[0].usage()[0] >= 2 * used
+
+
+def test_a_lane_of_an_abandoned_step_is_free_once_its_team_is_retired():
+    """Else each rank that an elastic job loses would take a MiB of shared memory with it."""
+    two = Two()
+    private = [np.full(3 << 20, r, np.uint8) for r in range(2)]
+    starts = [
+        _core.start_reduce(two.teams[r], SLOT, 42, x, x, [], TO_ALL, 0, SUM, 8, 1)
+        for r, x in enumerate(private)
+    ]
+    starts[0].advance()
+    two.teams[0].abandon()
+    starts[0].advance()
+    assert starts[0].fault
+    assert two.memories[0].usage()[0] >= 1 << 20
+    two.teams[0].retire()
+    del starts
+    two.teams.clear()
+    assert two.memories[0].usage()[0] == 0

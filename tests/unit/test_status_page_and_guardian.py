@@ -336,7 +336,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(start_rank, capfd):
 
 
 def test_under_fault_tolerance_nobody_else_is_ended(start_rank, capfd):
-    survivor = 'page.begin_op("allreduce[w]", 1, 8); page.wait_for_report(10); time.sleep(0.6); '
+    survivor = 'page.begin_op("allreduce[w]", 1, 8); time.sleep(1); '
     survivor += (
         "page.end_op(OpState.IDLE); page.set_state(State.LEAVING); page.set_state(State.LEFT)"
     )
@@ -346,6 +346,54 @@ def test_under_fault_tolerance_nobody_else_is_ended(start_rank, capfd):
     culprit.end()
     guardian.wait()
     assert capfd.readouterr().err.count("x rank 1") == 1
+
+
+def test_under_fault_tolerance_a_rank_that_fails_later_waits_for_its_own_report(start_rank, capfd):
+    later = WAITING.replace("time.sleep(60)", "sys.stdin.readline(); raise KeyError('later')")
+    bystander, culprit = start_rank(0, later + "\n    "), start_rank(1, "os._exit(1)")
+    guardian = guarded(capfd, culprit, bystander, is_fault_tolerant=True)
+    culprit.end()
+    wait_until(lambda: culprit.page.snapshot()["is_reported"], "the first report")
+    assert not bystander.page.snapshot()["is_reported"]
+    bystander.go()
+    bystander.end()
+    guardian.wait()
+    assert bystander.page.snapshot()["is_reported"]
+    assert "x rank 0 (host here" in capfd.readouterr().err
+
+
+def test_after_a_death_the_guardian_removes_mpi_s_files_though_the_others_leave_in_order(
+    start_rank, capfd
+):
+    path = f"/dev/shm/sm_segment.a-test.{os.getpid()}"
+    survivor = f"""
+    import mmap
+    with open({path!r}, "w+b") as file:
+        file.truncate(4096)
+        mapped = mmap.mmap(file.fileno(), 4096)
+    page.begin_op("allreduce[w]", 1, 8)
+    sys.stdin.readline()
+    page.begin_op("allreduce[w]", 1, 8)
+    sys.stdin.readline()
+    page.set_state(State.LEFT)
+    sys.stdin.readline()
+    """
+    bystander, culprit = start_rank(0, survivor), start_rank(1, "os._exit(1)")
+    bystander.go()
+    wait_until_running(bystander)
+    guardian = Guardian([bystander.ward, culprit.ward], grace_s=0.1, is_fault_tolerant=True)
+    bystander.go()
+    culprit.go()
+    culprit.end()
+    wait_until(lambda: culprit.page.snapshot()["is_reported"], "the report")
+    bystander.go()
+    wait_until(lambda: bystander.page.snapshot()["state"] == State.LEFT, "it leaves")
+    assert os.path.exists(path)
+    bystander.go()
+    bystander.end()
+    guardian.wait()
+    assert not os.path.exists(path)
+    capfd.readouterr()
 
 
 def test_the_one_that_left_while_others_waited_is_blamed(start_rank, capfd):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Kills ranks of elastic jobs at random moments; the others must go on, with exact results.
 
-usage: .venv/bin/python ci/storms [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
-       .venv/bin/python ci/storms --latency 20     # from the kill to the next step of all others
+usage: .venv/bin/python ci/storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
+       .venv/bin/python ci/storms.py --latency 20     # from the kill to the next step of all others
 
 Ends with 1 if a job hangs, or if its final state is not exact on all ranks that live.
 """
@@ -94,9 +94,7 @@ class Storm:
         killed = {int(p.suffix[1:]): int(p.read_text()) for p in Path(out).glob("kill.*")}
         results = [json.loads(p.read_text()) for p in sorted(Path(out).glob("result.?"))]
         verdict = verdict or self._verdict(results, killed)
-        return Outcome(
-            verdict, results, killed, output, job.returncode, time.monotonic() - began
-        )
+        return Outcome(verdict, results, killed, output, job.returncode, time.monotonic() - began)
 
     def _verdict(self, results, killed):
         """Say whether all that live have the same exact state, which all of them have made."""
@@ -129,7 +127,7 @@ def random_storm(chance, launcher):
 
 def run_storms(n, launchers, seed):
     """Run n storms; print each; return the number of those that are not right."""
-    chance, bad, times, codes = random.Random(seed), 0, [], {}
+    chance, bad, codes = random.Random(seed), 0, {}
     for number in range(n):
         storm = random_storm(chance, launchers[number % len(launchers)])
         outcome = storm.run()

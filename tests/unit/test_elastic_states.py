@@ -1,0 +1,147 @@
+"""States of elastic training: what a commit keeps, and whose commit all ranks get."""
+
+import copy
+
+import numpy as np
+import pytest
+from harness import run_ranks
+
+import ringcomm as rc
+from ringcomm.elastic import ArrayState, ObjectState
+
+
+def both(**values):
+    """Return a state of each class; an ObjectState takes arrays, too."""
+    return [cls(**copy.deepcopy(values)) for cls in (ObjectState, ArrayState)]
+
+
+def values_of(state):
+    return state.step, state.x.tolist()
+
+
+def test_before_the_first_commit_all_get_what_rank_0_has():
+    def body(rank):
+        seen = []
+        for state in both(step=rank + 5, x=np.full(3, rank)):
+            state.sync()
+            seen.append(values_of(state))
+        return seen
+
+    assert run_ranks(3, body) == [[(5, [0, 0, 0])] * 2] * 3
+
+
+@pytest.mark.parametrize("cls", [ObjectState, ArrayState])
+def test_all_get_the_commit_of_who_has_committed_most(cls):
+    def body(rank):
+        state = cls(step=0, x=np.zeros(3))
+        state.sync()
+        for step in range(1, 3 + (rank == 2)):  # rank 2 has completed a step that others lost
+            state.step, state.x = step, _set(state.x, 10 * step)
+            state.commit()
+        state.step, state.x = 99, _set(state.x, 99)  # torn, and not committed
+        state.sync()
+        first = values_of(state)
+        state.commit()
+        state.step, state.x = 100, _set(state.x, 100)
+        state.sync()  # all have committed equally often
+        return first, values_of(state)
+
+    expected = (3, [30, 30, 30])
+    assert run_ranks(3, body) == [(expected, expected)] * 3
+
+
+def _set(x, value):
+    x[:] = value
+    return x
+
+
+def test_a_commit_that_was_interrupted_is_not_the_truth():
+    def body(rank):
+        state = ArrayState(step=0, x=np.zeros(2))
+        state.sync()
+        state.step, state.x[:] = 1, 1
+        state.commit()
+        if rank == 0:
+            state.step = Interrupting()
+            with pytest.raises(KeyboardInterrupt):
+                state.commit()
+        state.sync()
+        return values_of(state)
+
+    assert run_ranks(2, body) == [(1, [1, 1])] * 2
+
+
+class Interrupting:
+    def __deepcopy__(self, memo):
+        raise KeyboardInterrupt
+
+
+def test_if_all_were_interrupted_in_a_commit_the_error_says_what_to_do():
+    def body(_):
+        state = ObjectState(value=Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            state.commit()
+        with pytest.raises(rc.RingcommError, match="Start the job again from a checkpoint"):
+            state.sync()
+
+    run_ranks(2, body)
+
+
+def test_restore_returns_to_the_commit_and_keeps_it():
+    for state in both(step=1, x=np.arange(4)):
+        state.commit()
+        for _ in range(2):
+            state.step, state.x[:] = 7, -1
+            state.restore()
+            assert values_of(state) == (1, [0, 1, 2, 3])
+            state.x[:] = 5  # the commit is no view of it
+
+
+def test_an_array_stays_the_users_own():
+    x = np.zeros(3)
+    state = ArrayState(x=x)
+    state.commit()
+    x[:] = 2
+    state.restore()
+    assert state.x is x
+    assert (x == 0).all()
+    state.x = np.ones(3)
+    with pytest.raises(rc.RingcommError, match=r"state\.x\[:\] = \.\.\."):
+        state.commit()
+
+
+def test_arguments_that_make_no_sense_are_refused():
+    for cls in (ObjectState, ArrayState):
+        with pytest.raises(ValueError, match="the name 'commit' is taken"):
+            cls(commit=1)
+        with pytest.raises(ValueError, match="the name '_x' is taken"):
+            cls(_x=1)
+    with pytest.raises(TypeError, match="names holds objects"):
+        ArrayState(names=np.array(["a", None], object))
+
+
+def test_callbacks_of_a_reset_are_called_in_their_order():
+    state, seen = ObjectState(), []
+    state.register_reset_callbacks([lambda: seen.append(1), lambda: seen.append(2)])
+    state.on_reset()
+    assert seen == [1, 2]
+
+
+def test_listeners_of_new_views_live_as_long_as_their_objects():
+    from ringcomm.elastic.new_view import tell_listeners
+
+    seen = []
+
+    class Holder:
+        def __init__(self, name):
+            self.name = name
+
+        def note(self):
+            seen.append(self.name)
+
+    kept, dropped = Holder("kept"), Holder("dropped")
+    for each in (kept, dropped):
+        rc.elastic.on_new_view(each.note)
+    del dropped, each
+    tell_listeners()
+    assert seen == ["kept"]
