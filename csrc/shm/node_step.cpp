@@ -101,6 +101,10 @@ bool NodeStep::has_given_up(std::size_t member) const {
 
 Program::Step NodeStep::advance() {
   if (is_over()) return Step::waiting;
+  if (meeting_.team->is_retired()) {
+    fail("the ranks of this operation have ended their work together");
+    return Step::moved;
+  }
   try {
     return go_on();
   } catch (const std::exception& error) {  // or no room for a lane: this rank alone cannot go on
@@ -150,6 +154,7 @@ void NodeStep::abandon() {
 }
 
 void NodeStep::give_up() {
+  if (meeting_.team->is_retired()) return;  // another team may use the windows already
   arrival(index()).abandoned.store(seq_, std::memory_order_seq_cst);
   meeting_.team->ring();
   meeting_.team->await_untouched(slot(), seq_, monotonic_ns() + kStuckNs);

@@ -77,7 +77,7 @@ class Team : public std::enable_shared_from_this<Team> {
   void abandon();
 
   // No member uses it any more, so nobody reads its lanes: whoever goes on with the windows of its
-  // members may clear them.
+  // members may clear them. Steps of this team that are not over touch nothing from now on.
   void retire();
   bool is_retired() const { return is_retired_.load(); }
 

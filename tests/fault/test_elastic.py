@@ -1,9 +1,11 @@
 """Elastic jobs: ranks die, fail, leave or come late, and the others go on with exact results."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
-from harness import IS_MPICH, at_length, run_script
+from harness import IS_MPICH, at_length, run_job, run_script
 from storms import LAUNCHERS, random_storm
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
@@ -57,6 +59,7 @@ def train(state):
     return "done"
 
 assert train(state) == "done"
+time.sleep(0.5)  # longer than RINGCOMM_GRACE_S, after which a guardian ends what is left of a job
 assert rc.elastic.view() == rc.elastic.View(2, (0, 1), (0, 0))
 assert (rc.rank(), rc.size(), rc.local_size()) == (me, 2, 2)
 assert state.step == 30
@@ -86,7 +89,7 @@ ANY_EXIT = ("--runtime-options", "continuous,error-nonzero-status=0")
 
 @pytest.mark.parametrize("options", [LAUNCHERS["ulfm"], ANY_EXIT], ids=LAUNCHERS)
 def test_ranks_that_fail_in_any_way_are_named_and_the_others_go_on(options, tmp_path):
-    environment = {"RINGCOMM_TIMELINE": str(tmp_path / "trace")}
+    environment = {"RINGCOMM_TIMELINE": str(tmp_path / "trace"), "RINGCOMM_GRACE_S": "0.2"}
     job = run_elastic(4, MANY_WAYS, options=options, cwd=tmp_path, **environment)
     assert job.output.count("left in order") == 2, job.output
     assert job.output.count("refused") == 2
@@ -182,3 +185,12 @@ def test_without_the_setting_a_failure_ends_the_job_and_a_warning_has_said_so(tm
     assert job.code != 0
     assert "a failure of a rank ends this job, because RINGCOMM_ELASTIC is not 1" in job.output
     assert "x rank 1 " in job.output
+
+
+@pytest.mark.parametrize("launcher", at_length(list(LAUNCHERS), ["continuous"]))
+def test_the_example_goes_on_when_its_ranks_are_killed(launcher, tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "elastic.py"
+    kills = ("--kill", "2@30", "--kill", "0@60")
+    job = run_job(4, example, *kills, cwd=tmp_path, options=LAUNCHERS[launcher], env=ELASTIC)
+    assert "step 20: loss" in job.output
+    assert re.search(r"done: 100 steps, loss 0\.[01]\d*, ranks left: 2", job.output), job.output

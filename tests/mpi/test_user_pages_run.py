@@ -9,16 +9,16 @@ from harness import run_script
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = [
     block
-    for page in ("collectives.md", "torch.md")
+    for page in ("collectives.md", "torch.md", "elastic.md")
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 ]
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "async", "registered", "torch"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "async", "registered", "torch", "elastic"])
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
         pytest.importorskip("torch", reason="the core is tested without torch, too")

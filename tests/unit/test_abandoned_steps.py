@@ -270,3 +270,26 @@ def test_a_lane_of_an_abandoned_step_is_free_once_its_team_is_retired():
     del starts
     two.teams.clear()
     assert two.memories[0].usage()[0] == 0
+
+
+@pytest.mark.parametrize("ends_by", ["its last reference", "being advanced"])
+def test_a_step_of_a_retired_team_does_not_touch_the_windows_of_the_next(ends_by):
+    """An error may hold the last reference to a step until the next view has begun."""
+    two = Two()
+    x, y = two.array(0, 1), two.array(1, 2)
+    old = two.start(0, x)  # and the other rank dies
+    old_teams = two.teams
+    for rank in range(2):
+        old_teams[rank].retire()
+        two.memories[rank].clear_window(0)
+    two.teams = [_core.make_team(r, 0, True, two.memories) for r in range(2)]
+    if ends_by == "being advanced":
+        old.advance()
+        assert old.fault
+    del old
+    first, second = two.start(0, x), two.start(1, y)
+    while not (first.is_over and second.is_over):
+        first.advance()
+        second.advance()
+    assert not first.fault
+    assert (x == 3).all()

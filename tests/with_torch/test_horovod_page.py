@@ -124,7 +124,7 @@ HOROVOD = {
     "horovod.torch.compression": {
         "Compressor NoneCompressor FP16Compressor Compression": NOT_CALLED
     },
-    "horovod.torch.elastic": {"run TorchState ElasticSampler": NOT_CALLED},  # not there yet
+    "horovod.torch.elastic": {"run TorchState ElasticSampler": NOT_CALLED},
     "horovod.common.basics": {"HorovodBasics": NOT_CALLED},
     "horovod.common.process_sets": {**PROCESS_SETS, "global_process_set": NOT_CALLED},
     "horovod.common.exceptions": {

@@ -11,6 +11,7 @@ import numpy as np
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
+from ringcomm.torch.backward.serial_numbers_and_samples import next_number
 from ringcomm.torch.optim.buckets import MIB, Bucket, Scaling, make_buckets
 from ringcomm.torch.optim.fusion_tuner import FusionTuner
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
@@ -40,6 +41,10 @@ class BucketPlan:
         """Measure bucket sizes anew, if at all: there are other ranks."""
         self._tuner = FusionTuner() if engine().settings.autotune else None
         self._step_ended_at = 0.0
+
+    def enrol(self) -> None:
+        """Take a new number for the optimizer among those of its ranks."""
+        self.suffix = f" (optimizer {next_number(self._options.group)})"
 
     @property
     def max_nbytes(self) -> float:

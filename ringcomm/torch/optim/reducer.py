@@ -26,7 +26,6 @@ from ringcomm.torch.backward.consistency_check import OptimizerSummary
 from ringcomm.torch.backward.parameter_hooks import Named, ParameterHooks, without_hooks
 from ringcomm.torch.backward.serial_numbers_and_samples import (
     checked_samples,
-    next_number,
     note_samples,
 )
 from ringcomm.torch.optim.bucket_plan import BucketPlan
@@ -79,7 +78,7 @@ class GradientReducer:
         self.samples: float | None = None
         self._are_samples_used = False
         self.extend(named_parameters)
-        self._enrol()
+        self.plan.enrol()
         on_new_view(self.begin_view)
 
     def set_passes_per_step(self, n: int) -> None:
@@ -143,7 +142,7 @@ class GradientReducer:
             )
         self._engine = weakref.ref(engine())
         self._is_spoiled = False
-        self._enrol()
+        self.plan.enrol()
         self.plan.begin_view()
         self.samples = None
         self.go_on_from(self.step)
@@ -210,15 +209,12 @@ class GradientReducer:
             self._replan()
         if self._engine() is not engine():  # after shutdown() and init()
             self._engine = weakref.ref(engine())
-            self._enrol()
+            self.plan.enrol()
             self._replan()
         if self._agreement.check is None:
             name, group = f"parameters{self.plan.suffix}", self.options.group
             self._agreement.begin(_summary(self), self._named, name, group)
         self.plan.begin_pass()
-
-    def _enrol(self) -> None:
-        self.plan.suffix = f" (optimizer {next_number(self.options.group)})"
 
     def _attach_hooks(self, state: GradientState) -> bool:
         """Attach hooks to added or unfrozen parameters; return True if there are any."""
