@@ -10,6 +10,7 @@
 #include "status/page.hpp"
 #include "status/pidfd.hpp"
 #include "status/deadline_of_a_call.hpp"
+#include "status/run_records.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -99,6 +100,7 @@ void bind_status(nb::module_& m) {
            },
            "timeout_s"_a)
       .def("record_this_process", [](MappedPage& page) { record_this_process(page.get()); });
+  m.def("record_this_rank_in", &record_this_rank_in, "path"_a);
   nb::class_<Watchdog>(m, "Watchdog")
       .def(nb::init<double, std::string>(), "seconds"_a, "message"_a)
       .def("cancel", &Watchdog::cancel, nb::call_guard<nb::gil_scoped_release>());

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ConfigError
-from ringcomm.launched import RANK_PROCESS, is_on
+from ringcomm.launched import RANK_PROCESS, RUN_FOLDER, is_on
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +42,7 @@ class Settings:
         ps_servers: number of parameter servers that ps.init() makes by default; 0 = 1.
         elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
         elastic_losses: how many ranks an elastic job may lose; each takes two MPI communicators.
+        ps_evaluators: number of evaluators that ps.init() makes by default.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
 
@@ -58,6 +59,7 @@ class Settings:
     ps_servers: int = 0
     elastic: int = 0
     elastic_losses: int = 8
+    ps_evaluators: int = 0
 
     @property
     def forced(self) -> dict[str, str]:
@@ -149,7 +151,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
     values: dict[str, Any] = {}
     for variable in environ:
-        if not variable.startswith(_PREFIX) or variable == RANK_PROCESS:
+        if not variable.startswith(_PREFIX) or variable in (RANK_PROCESS, RUN_FOLDER):
             continue
         if variable not in known:
             import difflib  # for mistakes only

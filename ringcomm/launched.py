@@ -13,6 +13,8 @@ from ringcomm.errors import ConfigError
 
 # Set by init(), so that child processes of a rank know that they are not ranks.
 RANK_PROCESS: Final = "RINGCOMM_RANK_PROCESS"
+# "PID FOLDER", set by `ringcomm run` for the rank that has this pid, and for its children.
+RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"
 
 
 def is_on(text: str) -> bool:
@@ -34,6 +36,18 @@ def launched_size(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | 
         if text.isdigit() and int(text) > 1:
             return variable, int(text)
     return None
+
+
+def launching_variable(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return a variable that shows that an MPI launcher started this process, or None.
+
+    A shell that Slurm has started as the only task of a step, as `salloc` may do, is no rank.
+    """
+    if environ.get("SLURM_STEP_NUM_TASKS") == "1" and "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    ranks = (name for name in (*_MPI_RANKS, "PMI_ID") if name in environ)
+    sized = launched_size(environ)
+    return next(ranks, sized[0] if sized else None)
 
 
 def is_launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
@@ -114,6 +128,17 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return the rank that a launcher gave this process, or 0; works before init()."""
     found = (environ.get(variable, "") for variable in (*_MPI_RANKS, "SLURM_PROCID"))
     return next((int(text) for text in found if text.isdigit()), 0)
+
+
+def run_file(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the path of a file in the folder of this run; "" if `ringcomm run` did not start it.
+
+    The processes of a job that a rank starts have the variable, too, but are not of this run.
+    """
+    pid, _, folder = environ.get(RUN_FOLDER, "").partition(" ")
+    if not pid.isdigit() or (int(pid) != os.getpid() and _launcher_since(int(pid))):
+        return ""
+    return os.path.join(folder, name)
 
 
 def is_fault_tolerant(environ: Mapping[str, str] = os.environ) -> bool:

@@ -5,6 +5,8 @@
 #include <csignal>
 #include <cstdio>
 
+#include "run_records.hpp"
+
 namespace ringcomm {
 namespace {
 
@@ -24,6 +26,7 @@ void act_at_last() {
   if (last_act == LastAct::none || last_pid != getpid()) return;
   std::fflush(nullptr);
   if (last_act == LastAct::kill) std::raise(SIGKILL);
+  record_exit(last_code);
   _exit(last_code);
 }
 

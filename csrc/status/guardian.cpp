@@ -4,8 +4,9 @@
 // A process of its own, in its own session, because a rank cannot report its own SIGKILL, and
 // because a launcher that kills the job must not kill the reporter. It has no MPI and no port.
 //
-//   ringcomm-guardian GRACE_MS FAULT_TOLERANT(0|1) PID:FD:NONCE[:PAGE:LIFELINE] ...
+//   ringcomm-guardian GRACE_MS FAULT_TOLERANT(0|1) HYDRA(0|1) RECORD PID:FD:NONCE[:PAGE:LIFELINE] ...
 //
+// RECORD is the file for `ringcomm run` (run_records.hpp), which then prints the report; "": none.
 // FD is of that process; PAGE and LIFELINE are descriptors that this one was given.
 // Writes one byte to stdout when it watches, and the report to stderr. Goes with the last rank.
 #include <poll.h>
@@ -33,6 +34,7 @@
 #include "pidfd.hpp"
 #include "processes.hpp"
 #include "report.hpp"
+#include "run_records.hpp"
 #include "mpi_shm_files.hpp"
 
 namespace ringcomm {
@@ -132,11 +134,12 @@ struct Watched {
 class Guardian {
  public:
   Guardian(std::vector<Watched> ranks, std::int64_t grace_ns, bool fault_tolerant,
-           bool is_hydra)
+           bool is_hydra, GuardianRecord record)
       : ranks_(std::move(ranks)),
         grace_ns_(grace_ns),
         fault_tolerant_(fault_tolerant),
-        is_hydra_(is_hydra) {
+        is_hydra_(is_hydra),
+        record_(std::move(record)) {
     if (epoll_ < 0) throw std::runtime_error(std::string("epoll: ") + std::strerror(errno));
     for (std::size_t i = 0; i < ranks_.size(); ++i) {
       Watched& w = ranks_[i];
@@ -166,6 +169,7 @@ class Guardian {
     remove_segments();
     end_all_orphans();
     if (is_hydra_) hold_output_open();
+    record_.end();
   }
 
  private:
@@ -234,7 +238,7 @@ class Guardian {
     if (first == kNobody && (is_reported_ || !was_interrupted(now))) return;
     note_fault(now);
     if (first == kNobody) {
-      if (others_have_spoken(now)) tell(interruption(now));
+      if (others_have_spoken(now)) tell(interruption(now), kNobody, code_of_interruption(now));
       return;
     }
     RankFacts& failed = now[static_cast<std::size_t>(first)];
@@ -245,12 +249,12 @@ class Guardian {
     const auto time = failed.end.kind != Ending::none ? failed.end.time_ns
                                                       : std::max(failed.gone_ns, failed.leaving_ns);
     ranks_[static_cast<std::size_t>(first)].is_reported = true;
-    tell(report(now, first, ops_, time));
+    tell(report(now, first, ops_, time), failed.rank, code_of(failed));
     ops_.clear();
   }
 
-  void tell(const std::string& text) {
-    write_out("\n" + text);
+  void tell(const std::string& text, int rank, int code) {
+    if (!record_.report(rank, code, text)) write_out("\n" + text);
     is_reported_ = true;
     release_the_reported();
   }
@@ -338,7 +342,7 @@ class Guardian {
     for (const Watched& w : ranks_)
       if (w.is_gone && (w.is_reported || !ended_well(w.facts()))) dead.push_back(w.parent);
     const std::string said = orphans_.end_those_of(dead, orphan_grace_ns());
-    if (!said.empty()) write_out(said);
+    if (!said.empty() && !record_.note(said)) write_out(said);
   }
 
   std::int64_t orphan_grace_ns() const { return std::min(grace_ns_, kOrphanGrace); }
@@ -395,6 +399,13 @@ class Guardian {
     remove_files(segments_);
   }
 
+  static int code_of_interruption(const std::vector<RankFacts>& ranks) {
+    const auto is_stopped = [](const RankFacts& r) {
+      return r.end.kind == Ending::interrupted || r.end.kind == Ending::terminated;
+    };
+    return code_of(*std::find_if(ranks.begin(), ranks.end(), is_stopped));
+  }
+
   static void write_out(const std::string& text) {
     std::size_t done = 0;
     while (done < text.size()) {
@@ -409,6 +420,7 @@ class Guardian {
   std::int64_t grace_ns_;
   bool fault_tolerant_;
   bool is_hydra_;
+  GuardianRecord record_;
   std::vector<OpView> ops_;
   int epoll_ = epoll_create1(EPOLL_CLOEXEC);
   std::int64_t fault_ns_ = 0, news_ns_ = 0, last_gone_ns_ = 0;
@@ -456,13 +468,14 @@ Watched watched(const char* argument) {
 }
 
 int run(int argc, char** argv) {
-  if (argc < 5)
-    throw std::runtime_error("usage: GRACE_MS FAULT_TOLERANT HYDRA PID:FD:NONCE[:PAGE:LIFELINE] ...");
+  if (argc < 6)
+    throw std::runtime_error(
+        "usage: GRACE_MS FAULT_TOLERANT HYDRA RECORD PID:FD:NONCE[:PAGE:LIFELINE] ...");
   for (const int signal : {SIGHUP, SIGINT, SIGTERM, SIGPIPE}) std::signal(signal, SIG_IGN);
   std::vector<Watched> ranks;
-  for (int i = 4; i < argc; ++i) ranks.push_back(watched(argv[i]));
+  for (int i = 5; i < argc; ++i) ranks.push_back(watched(argv[i]));
   Guardian guardian(std::move(ranks), std::atol(argv[1]) * kMs, std::atol(argv[2]) != 0,
-                    std::atol(argv[3]) != 0);
+                    std::atol(argv[3]) != 0, GuardianRecord(argv[4]));
   const ssize_t told = write(STDOUT_FILENO, "w", 1);
   close(STDOUT_FILENO);
   if (told != 1) return 1;

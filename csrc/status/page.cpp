@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "run_records.hpp"
+
 namespace ringcomm {
 namespace {
 
@@ -75,7 +77,10 @@ int code_at_end(const Page& page) {
 void on_signal(int signal) {
   if (recorded_page != nullptr && recorded_page->pid == getpid()) {
     const int code = signal == SIGTERM ? code_at_end(*recorded_page) : 0;
-    if (code != 0) _exit(code);
+    if (code != 0) {
+      record_exit(code);
+      _exit(code);
+    }
     Page::End& end = recorded_page->end;
     if (claim(end)) {
       end.time_ns = monotonic_ns();
@@ -97,10 +102,11 @@ void on_exit_code(int code, void*) {
   if (recorded_page == nullptr || recorded_page->pid != getpid()) return;
   const bool has_failed = recorded_page->end.kind.load() == Ending::exception;
   recorded_page->exit_code.store(code == 0 && has_failed ? 1 : code);
-  if (code == 0 && is_bad_end(*recorded_page)) {
-    std::fflush(nullptr);
-    _exit(1);
-  }
+  const bool is_bad = code == 0 && is_bad_end(*recorded_page);
+  record_exit(is_bad ? 1 : code);
+  if (!is_bad) return;
+  std::fflush(nullptr);
+  _exit(1);
 }
 
 }  // namespace
@@ -161,6 +167,7 @@ MappedPage::~MappedPage() {
 void MappedPage::set_state(State state) {
   if (state == State::leaving) page_->leaving_ns.store(monotonic_ns());
   page_->state.store(state);
+  if (state == State::left && page_ == recorded_page) record_left();
 }
 
 void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes) {

@@ -280,6 +280,28 @@ std::string report(const std::vector<RankFacts>& ranks, int culprit,
          likewise_line(ranks, first) + waiting_lines(ranks, culprit, ops, fault_ns);
 }
 
+int code_of(const RankFacts& r) {
+  const int own = r.end.code & 0xff;
+  switch (r.end.kind) {
+    case Ending::exception:
+    case Ending::peer_failed:
+      return 1;
+    case Ending::sys_exit:
+    case Ending::os_exit:
+      return own != 0 ? own : 1;
+    case Ending::fatal_signal:
+    case Ending::terminated:
+      return 128 + r.end.code;
+    case Ending::interrupted:
+      return 128 + SIGINT;
+    case Ending::none:
+      break;
+  }
+  if (r.killed_by != 0) return 128 + r.killed_by;
+  if (r.exit_code > 0) return r.exit_code & 0xff;
+  return r.exit_code < 0 && r.leaving_ns == 0 && r.replaced_by.empty() ? 0 : 1;
+}
+
 std::string interruption(const std::vector<RankFacts>& ranks) {
   std::uint64_t step = 0;
   bool by_key = false;

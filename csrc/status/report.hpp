@@ -44,6 +44,9 @@ bool was_interrupted(const std::vector<RankFacts>& ranks);
 std::string report(const std::vector<RankFacts>& ranks, int culprit,
                    const std::vector<OpView>& ops, std::int64_t fault_ns);
 
+// The exit code that this failed rank gives to its job: its own, 128 + signal, or 0 if it is not known.
+int code_of(const RankFacts& rank);
+
 std::string interruption(const std::vector<RankFacts>& ranks);
 
 }  // namespace ringcomm

@@ -11,6 +11,10 @@ import ringcomm
 
 # name -> ("module:function", help). The function takes the arguments and returns the exit code.
 _COMMANDS: Final = {
+    "run": (
+        "ringcomm.launch.job.command:main",
+        "start a job: ringcomm run -np 4 train.py",
+    ),
     "check": (
         "ringcomm.launch.check_install.command:main",
         "show what is installed, what does not fit and the fix",

@@ -116,8 +116,8 @@ def _packed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _launcher(np: int, environ: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
     """Return the mpirun command for np ranks, without a program, and its environment variables."""
     from ringcomm.launch.check_install.gather_facts import gather
-    from ringcomm.launch.check_install.judge_facts import judge
-    from ringcomm.launch.check_install.trial_job import plan_trial, problem_of
+    from ringcomm.launch.check_install.judge_facts import judge, problem_of
+    from ringcomm.launch.check_install.trial_job import plan_trial
 
     facts = gather(environ)
     problem = problem_of(judge(facts))

@@ -35,7 +35,7 @@ _STEPS_MAX: Final = 1 << 62  # a header has room for them
 def init(
     servers: int | None = None,
     *,
-    evaluators: int = 0,
+    evaluators: int | None = None,
     role: Role | None = None,
     replication: int = 1,
     placement: str = "balanced",
@@ -51,8 +51,8 @@ def init(
     Args:
         servers: how many; None: RINGCOMM_PS_SERVERS, or as many as declare the role, or 1. They are
             taken one per host in turn from the highest rank down.
-        evaluators: how many of the ranks below the servers evaluate. One that fails ends the job,
-            as any rank does.
+        evaluators: how many of the ranks below the servers evaluate; None: RINGCOMM_PS_EVALUATORS,
+            or none. One that fails ends the job, as any rank does.
         role: of this command; None: what remains. Where one command declares servers
             (`python -m ringcomm.ps.server`), no others are made.
         replication: copies of each partition; more than 1 is not there yet.
@@ -72,6 +72,8 @@ def init(
         return
     if servers is None and role != "server":
         servers = read_settings().ps_servers or None
+    if evaluators is None:
+        evaluators = read_settings().ps_evaluators
     functions, is_evaluating = registered(), is_marked()
     options = InitOptions(
         role, servers, evaluators, colocated, replication, placement, is_evaluating,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ringcomm._core
+from ringcomm.launched import launched_rank, run_file
 from ringcomm.open_errors import needed_for
 
 _PROGRAM = Path(ringcomm._core.__file__).with_name("ringcomm-guardian")
@@ -47,6 +48,8 @@ class Guardian:
         is_fault_tolerant: the other ranks continue after a failure.
         is_hydra: the launcher is MPICH's, which reports success if a rank ended with C's _exit(0).
             The guardian keeps the job alive until the launcher has seen another exit code.
+
+    In a job of `ringcomm run`, the guardian writes its report to the folder of the run.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Guardian:
                     str(int(min(grace_s, _FOREVER_S) * 1000)),
                     str(int(is_fault_tolerant)),
                     str(int(is_hydra)),
+                    run_file(f"guardian-{launched_rank()}"),
                     *(w.argument for w in wards),
                 ],
                 stdin=subprocess.DEVNULL,

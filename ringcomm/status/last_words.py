@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ringcomm._core import StatusPage
+from ringcomm._core import StatusPage, record_this_rank_in
 from ringcomm.errors import PeerFailedError
+from ringcomm.launched import launched_rank, run_file
 from ringcomm.status.page_enums import Ending
 
 _OWN_FILES = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -60,6 +61,8 @@ class LastWords:
         sys.exit = self._on_sys_exit
         os._exit = self._on_os_exit
         page.record_this_process()
+        if path := run_file(f"rank-{launched_rank()}.end"):
+            record_this_rank_in(path)
 
     def disarm(self) -> None:
         """From now on, record nothing. Remove the hooks, unless others were set after them."""

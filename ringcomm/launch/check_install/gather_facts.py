@@ -33,7 +33,7 @@ _ANSWER_S = 30.0
 _MARK = "ringcomm-check: "
 
 
-def gather(environ: Mapping[str, str]) -> Facts:
+def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
     """Return the facts about this interpreter, this machine and `environ`.
 
     Takes about 0.3 s, or 1 s if cupy is installed.
@@ -41,7 +41,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
     package = _package()
     core, core_error = _core()
     settings_error, lacks_nccl4py = _settings(environ)
-    gpu, gpu_error = _gpu(environ)
+    gpu, gpu_error = _gpu(environ) if with_gpu else (None, "not asked for")
     guardian = None if core is None else Path(core).with_name("ringcomm-guardian")
     return Facts(
         python=(platform.python_version(), sys.executable),

@@ -43,6 +43,14 @@ def has_problem(findings: list[Finding]) -> bool:
     return any(each.status == "problem" for each in findings)
 
 
+def problem_of(findings: list[Finding]) -> Finding | None:
+    """Return the first problem with which no job can run, or None."""
+    return next((f for f in findings if f.subject in _NEEDED and f.status == "problem"), None)
+
+
+_NEEDED: Final = ("numpy", "mpi4py", "MPI library", "mpirun", "compiled part", "settings")
+
+
 class _Verdict(NamedTuple):
     status: Status
     found: str

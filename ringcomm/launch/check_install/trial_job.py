@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ringcomm.launch.check_install.facts import ROOT_VARIABLES, Facts
-from ringcomm.launch.check_install.judge_facts import Finding
+from ringcomm.launch.check_install.judge_facts import Finding, problem_of
 from ringcomm.launch.child_process import Outcome, outside_of_a_job, run_child
 
 _DEADLINE_S = 60.0
@@ -29,8 +29,6 @@ if rc.rank() == 0:
 rc.shutdown()
 """
 _MPI_ALONE: Final = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"
-# With a problem of one of these subjects, a trial cannot succeed.
-_FIRST: Final = ("numpy", "mpi4py", "MPI library", "mpirun", "compiled part", "settings")
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,6 @@ def run_trial(facts: Facts, findings: list[Finding], environ: Mapping[str, str])
         deadline_s=_DEADLINE_S,
     )
     return judge_trial(plan, outcome)
-
-
-def problem_of(findings: list[Finding]) -> Finding | None:
-    """Return the first problem with which no job can run, or None. Pure."""
-    return next((f for f in findings if f.subject in _FIRST and f.status == "problem"), None)
 
 
 def plan_trial(facts: Facts, size: int = 2) -> Plan | None:

@@ -1,0 +1,34 @@
+// What a job of `ringcomm run` leaves in its run folder, so that its launcher need not believe mpirun's
+// exit code: each rank records how far it came, and each guardian what it saw.
+// ringcomm/launch/job/records.py reads both.
+#pragma once
+#include <string>
+
+namespace ringcomm {
+
+// From now on this process appends to the file `path`: "began" (now), "left", "exit CODE". Throws
+// std::system_error.
+void record_this_rank_in(const std::string& path);
+
+// Async-signal-safe. Nothing without record_this_rank_in(), and in forked children.
+void record_left();
+void record_exit(int code);
+
+// The file of a guardian: lines "watches PID", "report RANK CODE NBYTES" followed by so many bytes of
+// text, "note NBYTES" likewise, and "end". Each is one write. RANK is -1 if nobody failed: the job
+// was ended from outside.
+class GuardianRecord {
+ public:
+  // "": there is no file. Throws std::system_error.
+  explicit GuardianRecord(std::string path);
+
+  // False if there is no file, or no room for it: the text is for somebody else then.
+  bool report(int rank, int code, const std::string& text) const;
+  bool note(const std::string& text) const;
+  void end() const;
+
+ private:
+  std::string path_;
+};
+
+}  // namespace ringcomm

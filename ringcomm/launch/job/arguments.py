@@ -1,0 +1,259 @@
+"""Reads the command line of `ringcomm run`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ringcomm.errors import ConfigError
+from ringcomm.launch.job import horovodrun_flags
+from ringcomm.launch.job.hosts import Host, parse_host_file, parse_hosts
+from ringcomm.launch.job.request import LAUNCHERS, Request
+
+GRACE_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line: the job, and how this command runs it."""
+
+    request: Request
+    run_folder: Path | None  # None: a new one in `runs`
+    runs: Path
+    grace_s: float
+    is_dry_run: bool
+    is_verbose: bool
+    notes: tuple[str, ...]  # about flags
+
+
+def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
+    """Return the arguments of a command line.
+
+    Args:
+        argv: the arguments after `ringcomm run`.
+        python: the interpreter that runs scripts and modules.
+
+    Raises:
+        ConfigError: a host, a range or a host file is wrong.
+        SystemExit: after --help, or if the command line is wrong (code 2).
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    program = _program(args, python)
+    if not program:
+        parser.error("name the program that the ranks run: ringcomm run -np 4 train.py")
+    request = Request(
+        program=program,
+        np=args.np,
+        hosts=_hosts(args),
+        servers=args.servers,
+        evaluators=args.evaluators,
+        spares=args.spares,
+        elastic=_elastic(args),
+        timeline=args.timeline,
+        launcher=args.launcher,
+        oversubscribes=args.oversubscribe,
+        options=tuple(shlex.split(" ".join(args.options))),
+        variables=dict(args.variables),
+        interfaces=tuple(args.interfaces.split(",")) if args.interfaces else (),
+        ssh=_ssh(args),
+    )
+    return Arguments(
+        request,
+        run_folder=args.run_folder,
+        runs=args.runs,
+        grace_s=args.grace,
+        is_dry_run=args.dry_run,
+        is_verbose=args.verbose,
+        notes=tuple(args.notes),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringcomm run",
+        description="Start a job: `ringcomm run -np 4 train.py --lr 0.1`. The program is a Python "
+        "script, a module (-m), or any other command. Its output, its configuration and the "
+        "record of its end are in a folder of their own.",
+        epilog="Exit code: that of the rank that failed first, 128 + N after signal N, or 75 if "
+        "the job was asked to stop and did so in order. Flags of horovodrun are understood, or "
+        "refused with what to write instead.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(variables=[], notes=[])
+    # fmt: off
+    add = parser.add_argument
+    add("-np", "--num-proc", "-n", dest="np", type=_positive, metavar="N",
+        help="number of workers; by default, the places of the hosts")
+    add("-m", "--module", nargs=argparse.REMAINDER, default=[], metavar="MODULE ARGUMENT",
+        help="run a module instead of a script")
+    add = parser.add_argument_group("hosts, and ranks that are no workers").add_argument
+    add("-H", "--hosts", metavar="H1:N1,H2:N2", help="hosts with their numbers of places")
+    add("--hostfile", "-hostfile", "--host-file", type=Path, metavar="FILE",
+        help="hosts, one per line: `h1 slots=4`, or one line per place")
+    add("--oversubscribe", action="store_true", help="more ranks than places")
+    add("--servers", type=_count, default=0, metavar="N", help="parameter servers, beside -np")
+    add("--evaluators", type=_count, default=0, metavar="N", help="evaluators, beside -np")
+    add("--spares", type=_count, default=0, metavar="N",
+        help="ranks that replace dead ones, beside -np")
+    add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX workers when ranks die or come")
+    add = parser.add_argument_group("how the ranks are started").add_argument
+    add("--launcher", choices=LAUNCHERS, default="mpirun", help="default: mpirun")
+    add("--launcher-options", "--mpi-args", "--binding-args", dest="options", action="append",
+        default=[], metavar="OPTIONS", help="further options of mpirun or srun, in quotes")
+    add("--env", "-x", dest="variables", action="append", type=_variable, metavar="NAME[=VALUE]",
+        help="a variable for the ranks; without a value, this process's, also on other hosts")
+    add("--network-interfaces", "--network-interface", "--nics", dest="interfaces",
+        metavar="NAMES", help="interfaces for traffic between hosts: eth0,eth1")
+    add("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of ssh on other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh to other hosts")
+    add = parser.add_argument_group("the run").add_argument
+    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER",
+        help="folder in which each run makes its own (default: runs)")
+    add("--run-folder", "--output-filename", type=Path, metavar="FOLDER",
+        help="the folder of this run")
+    add("--timeline", action="store_const", const="", help="record a timeline in the run's folder")
+    add("--timeline-filename", dest="timeline", type=_without_suffix, metavar="PREFIX",
+        help="record a timeline in PREFIX.<rank>.json")
+    add("--grace", type=_seconds, default=GRACE_S, metavar="S",
+        help=f"seconds that ranks have to stop when asked to (default: {GRACE_S:g})")
+    add("--dry-run", action="store_true", help="print the command, and do nothing")
+    add("-v", "--verbose", action="store_true", help="print the command before it runs")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGUMENT")
+    # fmt: on
+    _add_horovodruns(parser)
+    return parser
+
+
+def _add_horovodruns(parser: argparse.ArgumentParser) -> None:
+    hidden = argparse.SUPPRESS
+    for flag, (name, text) in horovodrun_flags.AS_VARIABLES.items():
+        parser.add_argument(flag, action=_Variable, name=name, text=text, nargs=1, help=hidden)
+    for flag, (name, text) in horovodrun_flags.AS_SWITCHES.items():
+        parser.add_argument(flag, action=_Variable, name=name, text=text, nargs=0, help=hidden)
+    for flag, reason in horovodrun_flags.WITHOUT_EFFECT.items():
+        parser.add_argument(flag, action=_Note, note=f"{flag}: {reason}", nargs=0, help=hidden)
+    for flag, (n, advice) in horovodrun_flags.REFUSED.items():
+        parser.add_argument(flag, action=_Refuse, advice=advice, nargs=n, help=hidden)
+    add = parser.add_argument
+    add("--min-np", "--min-num-proc", dest="min_np", type=_positive, help=hidden)
+    add("--max-np", "--max-num-proc", dest="max_np", type=_positive, help=hidden)
+
+
+class _Variable(argparse.Action):
+    """Sets a variable of the ranks."""
+
+    def __init__(self, *args: Any, name: str, text: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._name, self._text = name, text
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        namespace.variables = [*namespace.variables, (self._name, self._text.format(*values))]
+
+
+class _Note(argparse.Action):
+    """Notes that a flag has no effect."""
+
+    def __init__(self, *args: Any, note: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._note = note
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        namespace.notes = [*namespace.notes, self._note]
+
+
+class _Refuse(argparse.Action):
+    """Ends the command with what to write instead."""
+
+    def __init__(self, *args: Any, advice: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._advice = advice
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        parser.error(f"{option} is horovodrun's; here: {self._advice}")
+
+
+def _program(args: argparse.Namespace, python: str) -> tuple[str, ...]:
+    """Return the command of a rank. `python` means the interpreter that ringcomm runs with."""
+    rest = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if args.module:
+        return (python, "-m", *args.module)
+    if not rest:
+        return ()
+    if rest[0].endswith(".py"):
+        return (python, *rest)
+    return (python if rest[0] in ("python", "python3") else rest[0], *rest[1:])
+
+
+def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    if args.hosts and args.hostfile:
+        raise ConfigError("pass -H or --hostfile, not both")
+    if args.hosts:
+        return parse_hosts(args.hosts)
+    if args.hostfile is None:
+        return ()
+    try:
+        text = args.hostfile.read_text()
+    except OSError as error:
+        raise ConfigError(f"--hostfile {args.hostfile}: {error.strerror}") from error
+    return parse_host_file(text)
+
+
+def _elastic(args: argparse.Namespace) -> tuple[int, int] | None:
+    text = args.elastic
+    if args.min_np or args.max_np:
+        if text:
+            raise ConfigError("pass --elastic MIN:MAX, or horovodrun's --min-np and --max-np")
+        low, high = args.min_np or args.np or 1, args.max_np or args.np or args.min_np
+        text = f"{low}:{high}"
+    if text is None:
+        return None
+    low, _, high = text.partition(":")
+    if not (low.isdigit() and high.isdigit() and 1 <= int(low) <= int(high)):
+        raise ConfigError(f"--elastic {text}: it must be MIN:MAX with 1 <= MIN <= MAX, as in 2:8")
+    if args.np is not None and not int(low) <= args.np <= int(high):
+        raise ConfigError(f"--elastic {text}: -np {args.np} is not in this range")
+    return int(low), int(high)
+
+
+def _ssh(args: argparse.Namespace) -> tuple[str, ...]:
+    port = ("-p", str(args.ssh_port)) if args.ssh_port else ()
+    key = ("-i", args.ssh_identity_file) if args.ssh_identity_file else ()
+    return (*port, *key)
+
+
+def _positive(text: str) -> int:
+    if (number := _count(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
+    return number
+
+
+def _variable(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME or NAME=VALUE")
+    return name, value if equals else None
+
+
+def _without_suffix(text: str) -> str:
+    return text.removesuffix(".json")

@@ -1,0 +1,162 @@
+"""`ringcomm run`: starts a job, and returns the exit code that its ranks deserve."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringcomm._version import __version__
+from ringcomm.config import environment
+from ringcomm.errors import ConfigError
+from ringcomm.launch.child_process import outside_of_a_job
+from ringcomm.launch.job.arguments import Arguments, parse_arguments
+from ringcomm.launch.job.gather_surroundings import gather_surroundings
+from ringcomm.launch.job.plan import plan
+from ringcomm.launch.job.request import Plan, Surroundings
+from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.supervisor import Supervisor
+from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, Ending, Verdict, judge_ending
+
+_REFUSED, _CANNOT_START = 2, 127
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job of this command line; return its exit code, or 2 if it is refused."""
+    try:
+        args = parse_arguments(argv, sys.executable)
+        now = time.time()
+        folder = (
+            RunFolder.named_by_time(args.runs, now)
+            if args.run_folder is None
+            else RunFolder(args.run_folder.absolute())
+        )
+        environ = environment()
+        here = gather_surroundings(environ, folder.path, asks_srun=args.request.launcher == "srun")
+        job = plan(args.request, here)
+        if args.is_dry_run:
+            print(_shown(job))
+            _say(*args.notes, *job.notes)
+            return 0
+        folder.create(_config(argv, args, here, job, now), job.files)
+    except ConfigError as error:
+        _say(str(error))
+        return _REFUSED
+    return _run(args, here, job, folder)
+
+
+def _run(args: Arguments, here: Surroundings, job: Plan, folder: RunFolder) -> int:
+    _say(f"{_described(job, here)}; {_near(folder.path)}", *args.notes, *job.notes)
+    if args.is_verbose:
+        print(_shown(job), file=sys.stderr, flush=True)
+    start = time.time()
+    supervisor = Supervisor(
+        job.argv,
+        {**outside_of_a_job(here.environ), **job.variables},
+        folder,
+        size=job.size,
+        grace_s=args.grace_s,
+        goes_on_after_deaths=args.request.elastic is not None,
+    )
+    try:
+        ending = supervisor.run()
+        verdict = judge_ending(ending)
+    except OSError as error:
+        ending, verdict = None, Verdict(_CANNOT_START, f"{job.argv[0]}: {error}")
+    if ending is not None and verdict.code != 0 and not verdict.report:
+        supervisor.show_held_messages()
+    folder.record_end(_record(verdict, ending, start))
+    _say_end(verdict, folder)
+    return verdict.code
+
+
+def _say_end(verdict: Verdict, folder: RunFolder) -> None:
+    """Print the last lines of a run that did not complete."""
+    if verdict.code == 0:
+        return
+    if verdict.code == STOPPED_IN_ORDER and verdict.rank is None:
+        _say(f"{verdict.what} - exit {verdict.code}; start the job again to go on")
+        return
+    report = verdict.report or f"x {verdict.what} - exit {verdict.code}\n"
+    log = folder.path if verdict.rank is None else folder.log_of(verdict.rank)
+    shown = log if log.exists() else folder.path
+    print(f"\n{report}  logs: {_near(shown)}", file=sys.stderr, flush=True)
+
+
+def _described(job: Plan, here: Surroundings) -> str:
+    roles = ", ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in job.roles.items())
+    ranks = f"{job.size} rank{'s' if job.size > 1 else ''}"
+    ranks += f" ({roles})" if len(job.roles) > 1 else ""
+    place = ", ".join(map(str, job.hosts)) if job.hosts else "this host"
+    return f"{ranks} on {place}, {here.facts.mpi.kind}"
+
+
+def _shown(job: Plan) -> str:
+    """Return the command as a shell would take it."""
+    variables = [f"{name}={value}" for name, value in job.variables.items()]
+    return shlex.join([*variables, *job.argv])
+
+
+def _config(
+    argv: Sequence[str], args: Arguments, here: Surroundings, job: Plan, now: float
+) -> dict[str, Any]:
+    """Return the content of run.json: enough to run the job again, and no secret of the user."""
+    return {
+        "command": ["ringcomm", "run", *argv],
+        "program": list(args.request.program),
+        "working_folder": os.getcwd(),
+        "started": _time_text(now),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "ranks": job.size,
+        "roles": dict(job.roles),
+        "hosts": [str(host) for host in job.hosts],
+        "launcher": list(job.argv),
+        "variables": dict(job.variables),
+        "settings": _settings(here.environ),
+        "notes": [*args.notes, *job.notes],
+        "versions": {
+            "ringcomm": __version__,
+            "python": here.facts.python[0],
+            "mpi": str(here.facts.mpi.kind),
+            **here.facts.versions,
+        },
+    }
+
+
+def _settings(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith("RINGCOMM_")}
+
+
+def _record(verdict: Verdict, ending: Ending | None, start: float) -> dict[str, Any]:
+    """Return the content of end.json."""
+    ends = {} if ending is None else ending.ends
+    return {
+        "code": verdict.code,
+        "what": verdict.what,
+        "rank": verdict.rank,
+        "report": verdict.report,
+        "exit_codes": {str(rank): end.code for rank, end in sorted(ends.items())},
+        "launcher_code": None if ending is None else ending.launcher_code,
+        "ended": _time_text(time.time()),
+        "seconds": round(time.time() - start, 3),
+    }
+
+
+def _time_text(now: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
+
+
+def _near(path: Path) -> Path:
+    """Return the path as seen from the working folder, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _say(*texts: str) -> None:
+    for text in texts:
+        print(f"ringcomm run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""Becomes the program of a rank, with torch's variables and with the rank's log as its output.
+
+    python -I -S rank_program.py RUN_FOLDER PROGRAM ARGUMENT...
+
+Imports the standard library alone, and little of that: each rank starts with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Final
+
+RUN_FOLDER: Final = "RINGCOMM_RUN_FOLDER"  # as in ringcomm.launched
+# The variables in which launchers tell a rank its place. RANK and so on are torch's names.
+_SOURCES: Final = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+    "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as in shells
+
+
+def places(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE and so on, as far as the launcher gives them."""
+    found = {}
+    for name, sources in _SOURCES.items():
+        texts = (environ.get(source, "") for source in sources)
+        if text := next((each for each in texts if each), ""):
+            found[name] = text
+    return found
+
+
+def main(folder: str, program: list[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Replace this process by the program of its rank."""
+    environ.update(places(environ))
+    if not _log_to(folder, environ):
+        environ.pop(RUN_FOLDER, None)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        print(f"ringcomm run: {program[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+        os._exit(code)
+
+
+def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
+    """Let stdout and stderr go to this rank's log, and tell the run who this rank is.
+
+    If this host does not see the folder, they stay with the launcher, and this returns False.
+    """
+    rank, host = environ.get("RANK", "0"), os.uname().nodename
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        os.stat(f"{folder}/run.json")  # else the folder is another one of the same name
+        log = os.open(f"{folder}/rank-{rank}.log", flags, 0o666)
+    except OSError as error:
+        if environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                f"ringcomm run: host {host} does not see {folder} ({error.strerror}): the output "
+                "of its ranks is in launcher.log, and mpirun's exit code decides",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
+    with open(f"{folder}/rank-{rank}.at", "w") as file:
+        file.write(f"{os.getpid()} {host}\n")
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    environ[RUN_FOLDER] = f"{os.getpid()} {folder}"
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,61 @@
+"""Reads what ranks and guardians record in the folder of a run, run_records.hpp. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A guardian's report: the first failure on its node."""
+
+    rank: int | None  # None: nobody failed; the ranks were ended from outside
+    code: int  # the exit code that it gives to the job; 0: not known
+    text: str
+
+
+@dataclass(frozen=True)
+class GuardianFile:
+    """The file of a guardian."""
+
+    pid: int
+    failures: tuple[Failure, ...] = ()
+    notes: tuple[str, ...] = ()
+    has_ended: bool = False
+
+
+def parse_guardian_file(data: bytes) -> GuardianFile:
+    """Return the content of a guardian's file; a record that is not whole is left out."""
+    pid, has_ended = 0, False
+    failures, notes = [], []
+    while b"\n" in data:
+        line, data = data.split(b"\n", 1)
+        match line.decode().split():
+            case ["watches", number]:
+                pid = int(number)
+            case ["report", rank, code, size] if len(data) >= int(size):
+                text, data = data[: int(size)].decode(errors="replace"), data[int(size) :]
+                failures.append(Failure(int(rank) if int(rank) >= 0 else None, int(code), text))
+            case ["note", size] if len(data) >= int(size):
+                notes.append(data[: int(size)].decode(errors="replace"))
+                data = data[int(size) :]
+            case ["end"]:
+                has_ended = True
+            case _:
+                break
+    return GuardianFile(pid, tuple(failures), tuple(notes), has_ended)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How far a rank came."""
+
+    has_left: bool = False  # it called shutdown(), and so did all others
+    code: int | None = None  # of its exit; None: it has not exited, or was killed
+
+
+def parse_rank_end(text: str) -> RankEnd:
+    """Return the content of a rank's file."""
+    lines = text.splitlines()
+    codes = [line.removeprefix("exit ") for line in lines if line.startswith("exit ")]
+    return RankEnd("left" in lines, int(codes[-1]) if codes else None)

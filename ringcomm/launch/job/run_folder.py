@@ -1,0 +1,90 @@
+"""The folder of a run: its configuration, the log of each rank, and the record of its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ringcomm.atomic_files import replacing
+from ringcomm.errors import ConfigError
+from ringcomm.launch.job.records import GuardianFile, RankEnd, parse_guardian_file, parse_rank_end
+
+CONFIG: Final = "run.json"
+END: Final = "end.json"
+LAUNCHER_LOG: Final = "launcher.log"
+
+
+class RunFolder:
+    """A folder of a run. `path` is absolute."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def named_by_time(cls, parent: Path, now: float) -> RunFolder:
+        """Return a folder that does not exist yet, such as runs/2026-11-20T22-10-03."""
+        name = time.strftime("%Y-%m-%dT%H-%M-%S", time.localtime(now))
+        path = parent.absolute() / name
+        count = 1
+        while path.exists():
+            count += 1
+            path = path.with_name(f"{name}-{count}")
+        return cls(path)
+
+    def create(self, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
+        """Make the folder with its configuration and with files for the launcher.
+
+        Raises ConfigError if it holds a run already, or cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if (self.path / CONFIG).exists():
+                raise ConfigError(f"{self.path} holds a run already; name another by --run-folder")
+            for name, text in files.items():
+                (self.path / name).write_text(text)
+            self._write(CONFIG, config)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder of the run cannot be made: {error}. Name another by --run-folder"
+            ) from error
+
+    def record_end(self, end: Mapping[str, Any]) -> None:
+        """Write the record by which the run is judged."""
+        self._write(END, end)
+
+    def log_of(self, rank: int) -> Path:
+        """Return the path of a rank's log."""
+        return self.path / f"rank-{rank}.log"
+
+    def ranks(self) -> dict[int, tuple[int, str]]:
+        """Return rank -> (pid, host), for ranks that have started on hosts that see the folder."""
+        found = {}
+        for rank, text in self._files("rank-", ".at"):
+            pid, _, host = text.decode().strip().partition(" ")
+            if host:
+                found[rank] = (int(pid), host)
+        return found
+
+    def ends(self) -> dict[int, RankEnd]:
+        """Return how far each rank came that has called init()."""
+        return {rank: parse_rank_end(text.decode()) for rank, text in self._files("rank-", ".end")}
+
+    def guardians(self) -> list[GuardianFile]:
+        """Return the files of the guardians."""
+        return [parse_guardian_file(data) for _, data in self._files("guardian-", "")]
+
+    def _files(self, prefix: str, suffix: str) -> Iterator[tuple[int, bytes]]:
+        pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
+        for path in sorted(self.path.iterdir()):
+            if match := pattern.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):
+                    yield int(match[1]), path.read_bytes()
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        with replacing(self.path / name) as file:
+            file.write(json.dumps(content, indent=2).encode() + b"\n")

@@ -1,0 +1,343 @@
+"""Runs the launcher of a job: shows its output, passes signals on, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Final
+
+from ringcomm.launch.job.output import LauncherText, LinesOf
+from ringcomm.launch.job.run_folder import LAUNCHER_LOG, RunFolder
+from ringcomm.launch.job.verdict import SIGNAL_NAMES, Ending
+
+_ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job to stop
+_PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
+_TICK_S: Final = 0.05
+_TERM_TO_KILL_S: Final = 3.0
+_GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
+_DRAIN_S: Final = 2.0
+_PIECE: Final = 1 << 16
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Supervisor:
+    """Starts the launcher, and waits for its end.
+
+    Args:
+        argv: the command.
+        environ: its environment.
+        folder: the folder of the run.
+        size: number of ranks.
+        grace_s: seconds that ranks have to stop in order when they are asked to.
+        goes_on_after_deaths: a dead rank does not end the job; it is reported at once.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        folder: RunFolder,
+        *,
+        size: int,
+        grace_s: float,
+        goes_on_after_deaths: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._size = size
+        self._stop = _Stop(grace_s)
+        self._goes_on = goes_on_after_deaths
+        self._logs: dict[int, _Log] = {}
+        self._launcher_text = LauncherText()
+        self._all_launcher_text = b""
+        self._reports_shown = 0
+        self._argv, self._environ = argv, environ
+
+    def run(self) -> Ending:
+        """Run the job to its end; return what is known of it.
+
+        Raises OSError if the launcher cannot be started.
+        """
+        with _Signals() as signals, open(self._folder.path / LAUNCHER_LOG, "wb") as log:
+            process = subprocess.Popen(
+                self._argv,
+                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(self._environ),
+                start_new_session=True,  # Ctrl-C reaches this process alone
+                preexec_fn=_end_with_parent(os.getpid()),  # noqa: PLW1509 - one thread is here
+            )
+            with process, selectors.DefaultSelector() as selector:
+                try:
+                    self._watch(process, selector, signals, log)
+                finally:
+                    self._end_session(process.pid)
+        self._await_guardians()
+        self._show_logs(is_last=True)
+        return Ending(
+            size=self._size,
+            ends=self._folder.ends(),
+            failures=tuple(f for g in self._folder.guardians() for f in g.failures),
+            launcher_code=process.returncode,
+            launcher_text=self._all_launcher_text.decode(errors="replace"),
+            asked=self._stop.signal,
+            goes_on_after_deaths=self._goes_on,
+        )
+
+    def show_held_messages(self) -> None:
+        """Show the launcher's messages about deaths, for want of a report."""
+        _show(b"".join(self._launcher_text.held), sys.stderr)
+
+    def _watch(
+        self,
+        process: subprocess.Popen[bytes],
+        selector: selectors.BaseSelector,
+        signals: _Signals,
+        log: IO[bytes],
+    ) -> None:
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            selector.register(stream, selectors.EVENT_READ)
+        selector.register(signals.fd, selectors.EVENT_READ)
+        drained_by = float("inf")
+        while len(selector.get_map()) > 1 and time.monotonic() < drained_by:
+            for key, _ in selector.select(_TICK_S):
+                if key.fd == signals.fd:
+                    self._pass_on(signals.take(), process)
+                elif data := os.read(key.fd, _PIECE):
+                    self._take(data, log)
+                else:
+                    selector.unregister(key.fileobj)
+            if process.poll() is not None and drained_by == float("inf"):
+                drained_by = time.monotonic() + _DRAIN_S  # a child of a rank may hold the pipe
+            self._show_logs()
+            self._stop.go_on(process, self._local_ranks)
+        while process.poll() is None:  # it has closed its output
+            self._pass_on(signals.take(), process)
+            self._show_logs()
+            self._stop.go_on(process, self._local_ranks)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_TICK_S)
+        _show(self._launcher_text.flush(), sys.stderr)
+
+    def _take(self, data: bytes, log: IO[bytes]) -> None:
+        log.write(data)
+        log.flush()
+        self._all_launcher_text += data
+        _show(self._launcher_text.add(data), sys.stderr)
+
+    def _pass_on(self, numbers: Sequence[int], process: subprocess.Popen[bytes]) -> None:
+        for number in numbers:
+            if number in _ASKING:
+                self._stop.ask(number, self._local_ranks())
+            else:
+                _send(number, self._local_ranks())
+
+    def _local_ranks(self) -> list[int]:
+        """Return the pids of the ranks on this host."""
+        here = os.uname().nodename
+        return [pid for pid, host in self._folder.ranks().values() if host == here]
+
+    # --- output -----------------------------------------------------------------------------------
+    def _show_logs(self, *, is_last: bool = False) -> None:
+        if len(self._logs) < self._size:
+            for rank in range(self._size):
+                path = self._folder.log_of(rank)
+                if rank not in self._logs and path.exists():
+                    prefix = f"[{rank}] ".encode() if self._size > 1 else b""
+                    self._logs[rank] = _Log(path.open("rb", buffering=0), LinesOf(prefix))
+        for log in self._logs.values():
+            _show(log.news(is_last=is_last), sys.stdout)
+            if is_last:
+                log.file.close()
+        if self._goes_on:
+            self._show_reports()
+
+    def _show_reports(self) -> None:
+        texts = [f.text for g in self._folder.guardians() for f in g.failures]
+        for text in texts[self._reports_shown :]:
+            _show(text.encode(), sys.stderr)
+        self._reports_shown = len(texts)
+
+    # --- the end ----------------------------------------------------------------------------------
+    def _end_session(self, session: int) -> None:
+        """End the processes of the launcher's session that are left, such as its daemons."""
+        deadline = time.monotonic() + _TERM_TO_KILL_S
+        number = signal.SIGTERM
+        while pids := _session_members(session):
+            if time.monotonic() > deadline:
+                number, deadline = signal.SIGKILL, time.monotonic() + _TERM_TO_KILL_S
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(_TICK_S)  # nobody tells of the end of a process that is not our child
+
+    def _await_guardians(self) -> None:
+        """Return when each guardian of this host has written its record, or is dead."""
+        deadline = time.monotonic() + _GUARDIANS_S
+        while time.monotonic() < deadline:
+            waited_for = [g for g in self._folder.guardians() if not g.has_ended]
+            if not any(Path(f"/proc/{guardian.pid}").exists() for guardian in waited_for):
+                return
+            time.sleep(_TICK_S / 5)
+
+
+@dataclass
+class _Log:
+    """The log of a rank, while it grows."""
+
+    file: Any  # of bytes, without a buffer
+    lines: LinesOf
+
+    def news(self, *, is_last: bool) -> bytes:
+        shown = b""
+        while data := self.file.read(_PIECE):
+            shown += self.lines.add(data)
+        return shown + (self.lines.flush() if is_last else b"")
+
+
+class _Stop:
+    """Stops a job in steps: its ranks are asked, then the launcher, then all are killed.
+
+    Open MPI's mpirun kills ranks 0.25 s after a SIGTERM (measured), which is no time for a
+    checkpoint. So the ranks are asked first, directly. A second signal skips the grace period.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.signal: int | None = None
+        self._grace_s = grace_s
+        self._asked: set[int] = set()  # pids
+        self._next_at = float("inf")
+        self._next = signal.SIGTERM
+
+    def ask(self, number: int, pids: Sequence[int]) -> None:
+        """Pass a signal on to the ranks, or go on to the next step if that was done."""
+        if self.signal is not None:
+            self._next_at = 0.0
+            return
+        self.signal = number
+        name = SIGNAL_NAMES[number]
+        print(
+            f"ringcomm run: {name}: the ranks have {self._grace_s:g} s to end",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._next_at = time.monotonic() + (self._grace_s if pids else 0.0)
+        self._ask_new(pids)
+
+    def go_on(self, process: subprocess.Popen[bytes], ranks: Callable[[], list[int]]) -> None:
+        """Take the next step if it is time."""
+        if self.signal is None or process.poll() is not None:
+            return
+        if time.monotonic() < self._next_at:
+            self._ask_new(ranks())
+            return
+        if self._next == signal.SIGTERM:
+            process.send_signal(signal.SIGTERM)
+            self._next, self._next_at = signal.SIGKILL, time.monotonic() + _TERM_TO_KILL_S
+        else:
+            _send(signal.SIGKILL, ranks())
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self._next_at = float("inf")
+
+    def _ask_new(self, pids: Sequence[int]) -> None:
+        assert self.signal is not None
+        _send(self.signal, [pid for pid in pids if pid not in self._asked])
+        self._asked.update(pids)
+
+
+class _Signals:
+    """Catches signals, which wake a selector; a signal that is ignored stays so (nohup)."""
+
+    def __enter__(self) -> _Signals:
+        self.fd, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._caught: list[int] = []
+        self._before = {}
+        for number in (*_ASKING, *_PASSED):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self.fd)
+        os.close(self._writer)
+
+    def take(self) -> list[int]:
+        """Return the signals since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, _PIECE)
+        caught, self._caught = self._caught, []
+        return caught
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._caught.append(number)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+
+def _end_with_parent(parent: int) -> Any:
+    """Return a function for the child: it will get SIGTERM if this process is killed."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was killed before the call
+            os._exit(1)
+
+    return ask_kernel
+
+
+def _send(number: int, pids: Sequence[int]) -> None:
+    """Send a signal to ranks of this run; a pid may belong to another process by now."""
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            if _is_rank(pid):
+                os.kill(pid, number)
+
+
+def _is_rank(pid: int) -> bool:
+    """Return True if `ringcomm run` started this process as a rank."""
+    mark = f"RINGCOMM_RUN_FOLDER={pid} ".encode()
+    return mark in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def _session_members(session: int) -> list[int]:
+    """Return the pids of the processes of a session, except those that are dead."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+            if of == str(session) and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
+def _show(data: bytes, stream: Any) -> None:
+    """Write bytes to stdout or stderr as they are; nowhere if its reader has gone (`| head`)."""
+    if not data:
+        return
+    raw = getattr(stream, "buffer", None)
+    try:
+        if raw is None:  # a notebook, or a test, has replaced it
+            stream.write(data.decode(errors="replace"))
+        else:
+            stream.flush()
+            raw.write(data)
+        stream.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

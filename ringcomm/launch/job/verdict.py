@@ -1,0 +1,158 @@
+"""Judges how a job ended, by what its ranks recorded rather than by mpirun's exit code. Pure.
+
+Measured with Open MPI 5 and MPICH 5: mpirun returns 1, 137 or -11 for jobs whose ranks all ended
+well, and 0 for some in which a rank died.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ringcomm.launch.job.records import Failure, RankEnd
+
+STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
+SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
+# Codes of ranks that have done as they were asked; 137: after the grace period, by SIGKILL.
+_OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """All that is known when the launcher has ended.
+
+    Attributes:
+        size: number of ranks.
+        ends: what each rank recorded; ranks that never called init() have recorded nothing.
+        failures: what guardians reported, in the order in which it was seen.
+        launcher_code: exit code of mpirun or srun; -N: signal N ended it.
+        launcher_text: what it printed.
+        asked: the signal by which the job was asked to stop, if it was.
+        goes_on_after_deaths: a dead rank is no failure of the job.
+    """
+
+    size: int
+    ends: Mapping[int, RankEnd]
+    failures: tuple[Failure, ...] = ()
+    launcher_code: int
+    launcher_text: str = ""
+    asked: int | None = None
+    goes_on_after_deaths: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a job ended."""
+
+    code: int  # exit code of `ringcomm run`
+    what: str  # in words
+    rank: int | None = None  # the one that failed first, if it is known
+    report: str = ""  # the guardian's report about it, if there is one
+
+
+def judge_ending(ending: Ending) -> Verdict:
+    """Return the verdict: the first of these rules that applies."""
+    rules = (_failed_rank, _stopped, _completed, _bad_exit, _by_launcher)
+    return next(verdict for rule in rules if (verdict := rule(ending)) is not None)
+
+
+def _failed_rank(e: Ending) -> Verdict | None:
+    """A guardian has seen which rank failed first."""
+    culprits = _culprits(e)
+    if not culprits or _are_done(e):
+        return None
+    # A rank that MPI ended because of another host has no code of its own.
+    own = (each for each in culprits if "see that host's report" not in each.text)
+    first = next(own, culprits[0])
+    assert first.rank is not None
+    if e.asked is not None and first.code in (0, *_OBEYED):
+        return None
+    code = first.code or _code_of_launcher(e) or 1
+    return Verdict(code, f"rank {first.rank} failed", first.rank, first.text)
+
+
+def _stopped(e: Ending) -> Verdict | None:
+    """The job was asked to stop, by us or by somebody else."""
+    stops = [each for each in e.failures if each.rank is None]
+    report = stops[0].text if stops else ""
+    if e.asked is None:
+        is_good = not stops or _are_done(e)
+        return None if is_good else Verdict(stops[0].code, "ended from outside", report=report)
+    name = SIGNAL_NAMES[e.asked]
+    if _are_done(e) or STOPPED_IN_ORDER in [end.code for end in e.ends.values()]:
+        return Verdict(STOPPED_IN_ORDER, f"stopped in order after {name}")
+    return Verdict(128 + e.asked, f"ended by {name}", report=report)
+
+
+def _completed(e: Ending) -> Verdict | None:
+    """Each rank has recorded a good end: whatever the launcher says."""
+    return Verdict(0, "completed") if _are_done(e) else None
+
+
+def _are_done(e: Ending) -> bool:
+    """Return True if each rank that counts has recorded a good end."""
+    dead = {each.rank for each in _culprits(e)} if e.goes_on_after_deaths else set()
+    ends = [e.ends.get(rank, RankEnd()) for rank in range(e.size) if rank not in dead]
+    if not ends or any(end.code for end in ends):
+        return False
+    # os._exit() after shutdown() leaves no exit code, and then the launcher's counts.
+    return all(end.code == 0 or (end.has_left and e.launcher_code == 0) for end in ends)
+
+
+def _culprits(e: Ending) -> list[Failure]:
+    return [each for each in e.failures if each.rank is not None]
+
+
+def _bad_exit(e: Ending) -> Verdict | None:
+    """A rank has recorded a bad exit code, and no guardian was there, as in a job of 1 rank."""
+    bad = {rank: end.code for rank, end in sorted(e.ends.items()) if end.code}
+    if not bad:
+        return None
+    named = _named_by_launcher(e)
+    rank = named if named in bad else next(iter(bad))
+    assert rank is not None
+    return Verdict(bad[rank] or 1, f"rank {rank} failed", rank)
+
+
+def _by_launcher(e: Ending) -> Verdict:
+    """The ranks have recorded too little: they never called init(), or no guardian saw them die."""
+    code, rank = _code_of_launcher(e), _named_by_launcher(e)
+    if code == 0 and not e.ends:
+        return Verdict(0, "completed")
+    if code == 0:
+        rank = next(r for r in range(e.size) if e.ends.get(r, RankEnd()).code is None)
+        return Verdict(1, f"rank {rank} has not recorded a good end", rank)
+    return Verdict(code, "the job failed" if rank is None else f"rank {rank} failed", rank)
+
+
+# --- what launchers say -------------------------------------------------------------------------
+_SIGNALS: Final = (
+    r"exited on\s+signal (\d+)",  # Open MPI, which breaks the line
+    r"EXIT STRING: .*\(signal (\d+)\)",  # MPICH
+)
+_RANKS: Final = (
+    r"process rank (\d+) with PID",
+    r"Process name: \[.*[,@]\s*(\d+)\]",
+    r"task (\d+): (?:Exited|Killed|Segmentation|Aborted|Terminated)",  # srun
+)
+
+
+def _code_of_launcher(e: Ending) -> int:
+    """Return the launcher's exit code, as 128 + signal if a signal ended it or a rank.
+
+    MPICH's mpiexec returns the bare number of the signal.
+    """
+    code = 128 - e.launcher_code if e.launcher_code < 0 else e.launcher_code
+    for pattern in _SIGNALS:
+        if code != 0 and (match := re.search(pattern, e.launcher_text)):
+            return 128 + int(match[1])
+    return code
+
+
+def _named_by_launcher(e: Ending) -> int | None:
+    for pattern in _RANKS:
+        if match := re.search(pattern, e.launcher_text):
+            return int(match[1])
+    return None

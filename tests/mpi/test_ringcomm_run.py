@@ -1,0 +1,371 @@
+"""`ringcomm run` with real jobs: their output, their exit codes, signals, and what is left."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import BIN, HANG_S, IS_MPICH, job_environment, wait_until
+
+PRELUDE = """
+import os, signal, sys, time
+import numpy as np
+import ringcomm as rc
+def here():  # the tests wait for it
+    open(f"{os.environ['RANK']}.here", "w").close()
+"""
+
+
+@dataclass
+class Run:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def end(self):
+        return json.loads((self.folder / "end.json").read_text())
+
+    def log(self, rank):
+        return (self.folder / f"rank-{rank}.log").read_text()
+
+
+class Started:
+    """A `ringcomm run` that runs."""
+
+    def __init__(self, cwd, *arguments, env=None):
+        self.cwd = Path(cwd)
+        self.process = subprocess.Popen(
+            [BIN / "ringcomm", "run", "--run-folder", "run", *map(str, arguments)],
+            cwd=cwd,
+            env=job_environment({"TMPDIR": str(cwd)} | (env or {})),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, n):
+        """Return once so many ranks have called here()."""
+        wait_until(
+            lambda: len(list(self.cwd.glob("*.here"))) == n or self.process.poll() is not None,
+            "not all ranks are there",
+        )
+        assert self.process.poll() is None, self.process.communicate()
+
+    def finish(self):
+        try:
+            out, err = self.process.communicate(timeout=HANG_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"it hangs: {self.process.communicate()}") from None
+        return Run(self.process.returncode, out, err, self.cwd / "run")
+
+
+def script(cwd, body):
+    path = Path(cwd) / "train.py"
+    path.write_text(PRELUDE + textwrap.dedent(body))
+    return path
+
+
+def run(cwd, n, body, *options, env=None):
+    return Started(cwd, "-np", n, *options, script(cwd, body), env=env).finish()
+
+
+def processes_of(folder):
+    """Return the processes that know this folder: ranks, their children, mpirun."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            text = path.read_bytes() + (path.parent / "cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue
+        if str(folder).encode() in text and int(path.parent.name) != os.getpid():
+            found.append((path.parent.name, (path.parent / "cmdline").read_text()))
+    return found
+
+
+# --- a job that completes -----------------------------------------------------------------------
+def test_a_job_leaves_its_configuration_its_logs_and_the_record_of_its_end(tmp_path):
+    body = """
+    rc.init()
+    total = int(rc.allreduce(np.ones(1))[0])
+    print("total", total, sys.argv[1:], flush=True)
+    print("warned", file=sys.stderr)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    print([os.environ[name] for name in names], int(os.environ["MASTER_PORT"]) > 0)
+    print(os.environ["LOCAL_RANK"] == str(rc.local_rank()))
+    """
+    job = Started(tmp_path, "-np", 3, script(tmp_path, body), "--lr", "0.1").finish()
+    assert job.code == 0, job
+    assert sorted(line for line in job.out.splitlines() if "total" in line) == [
+        f"[{rank}] total 3 ['--lr', '0.1']" for rank in range(3)
+    ]
+    for rank in range(3):
+        lines = job.log(rank).splitlines()
+        assert lines[:2] == ["total 3 ['--lr', '0.1']", "warned"]
+        assert lines[2] == f"['{rank}', '3', '3', '127.0.0.1', '1'] True"
+        assert lines[3] == "True"
+    config = json.loads((job.folder / "run.json").read_text())
+    assert config["program"][1:] == [str(tmp_path / "train.py"), "--lr", "0.1"]
+    assert (config["ranks"], config["roles"]) == (3, {"worker": 3})
+    assert ("MPICH" if IS_MPICH else "Open MPI") in config["versions"]["mpi"]
+    assert job.end["code"] == 0
+    assert job.end["exit_codes"] == {"0": 0, "1": 0, "2": 0}
+    assert "x rank" not in job.err
+
+
+def test_a_program_that_knows_nothing_of_ringcomm_runs(tmp_path):
+    job = Started(tmp_path, "-np", 2, "--", "sh", "-c", "echo $RANK; exit $RANK").finish()
+    assert sorted(job.out.splitlines()) == ["[0] 0", "[1] 1"]
+    assert job.code == 1
+    assert "x " in job.err
+
+
+def test_one_rank_has_no_prefix_and_its_own_exit_code(tmp_path):
+    job = run(tmp_path, 1, "rc.init(); print('alone', flush=True); sys.exit(5)")
+    assert (job.code, job.out) == (5, "alone\n")
+    assert job.err.splitlines()[-2:] == ["x rank 0 failed - exit 5", "  logs: run/rank-0.log"]
+
+
+def test_dry_run_prints_a_command_and_makes_nothing(tmp_path):
+    job = Started(tmp_path, "--dry-run", "-np", 2, "train.py").finish()
+    assert job.code == 0
+    assert re.search(rf"{BIN}/mpirun .*-np 2 .*train\.py", job.out)
+    assert not job.folder.exists()
+
+
+def test_a_refusal_has_code_2_and_one_line(tmp_path):
+    job = Started(tmp_path, "-np", 2, "-H", "h1:1", "train.py").finish()
+    assert job.code == 2
+    assert re.fullmatch(r"ringcomm run: the hosts .* 1 places .* 2 ranks.*\n", job.err)
+    inside = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    assert "a rank of a job already" in Started(tmp_path, "-np", 1, "x", env=inside).finish().err
+
+
+def test_servers_and_an_evaluator_are_added_to_the_workers(tmp_path):
+    body = """
+    import ringcomm.ps as ps
+    @ps.evaluator(every=1)
+    def evaluate(step):
+        ps.report(step, loss=1.0)
+    ps.init()
+    print("worker", rc.rank(), "of", rc.size(), flush=True)
+    """
+    job = run(tmp_path, 2, body, "--servers", "1", "--evaluators", "1")
+    assert job.code == 0, job
+    assert "4 ranks (2 workers, 1 server, 1 evaluator)" in job.err
+    assert sorted(job.out.splitlines()) == ["[0] worker 0 of 2", "[1] worker 1 of 2"]
+
+
+def test_each_rank_records_a_timeline(tmp_path):
+    job = run(tmp_path, 2, "rc.init(); rc.allreduce(np.ones(3), name='w')", "--timeline")
+    assert job.code == 0, job
+    for rank in range(2):
+        assert "w" in (job.folder / f"timeline.{rank}.json").read_text()
+
+
+# --- jobs that fail -----------------------------------------------------------------------------
+ENDS = {
+    "raises": ("raise ValueError('boom')", 1, "raised ValueError"),
+    "exits": ("sys.exit(3)", 3, "called sys.exit - exit 3"),
+    "exits at once": ("os._exit(0)", 1, r"called os._exit\(0\)"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "died of SIGSEGV"),
+    "leaves": ("sys.exit(0)", 1, "left the job while others waited"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(end, tmp_path):
+    act, code, words = ENDS[end]
+    body = f"""
+    rc.init()
+    rc.barrier()
+    if rc.rank() == 1:
+        {act}
+    rc.allreduce(np.ones(3), name="w")
+    """
+    job = run(tmp_path, 3, body)
+    assert (job.code, job.end["code"], job.end["rank"]) == (code, code, 1), job
+    last = job.err.split("\n\nx ")[-1]
+    assert re.match(rf"rank 1 \(host .*\) .*{words}", last), job.err
+    assert job.err.endswith("  logs: run/rank-1.log\n")
+    assert job.err.count("x rank 1") == 1
+    assert "BAD TERMINATION" not in job.err
+    assert "prterun" not in job.err
+    assert processes_of(job.folder) == []
+
+
+def test_a_failure_after_shutdown_counts_although_all_have_left(tmp_path):
+    job = run(tmp_path, 2, "rc.init(); rc.shutdown(); sys.exit(4 * int(os.environ['RANK']))")
+    assert (job.code, job.end["exit_codes"]) == (4, {"0": 0, "1": 4}), job
+
+
+def test_os_exit_after_a_proper_end_is_good(tmp_path):
+    body = "rc.init(); rc.shutdown(); from mpi4py import MPI; MPI.Finalize(); os._exit(0)"
+    assert run(tmp_path, 2, body).code == 0
+
+
+def test_a_job_of_a_rank_does_not_write_into_the_records_of_this_run(tmp_path):
+    body = f"""
+    import subprocess
+    rc.init()
+    rc.shutdown()
+    from mpi4py import MPI
+    MPI.Finalize()
+    inner = "import ringcomm as rc, sys; rc.init(); rc.barrier(); rc.shutdown(); sys.exit(6)"
+    names = ("PMI", "OMPI_COMM", "OMPI_FILE", "PRTE", "HYDI", "MPI_LOCAL")
+    environ = {{n: v for n, v in os.environ.items() if not n.startswith(names)}}
+    assert "RINGCOMM_RUN_FOLDER" in environ
+    if os.environ["RANK"] == "0":
+        job = [{str(BIN / "mpirun")!r}, "-np", "2", sys.executable, "-P", "-c", inner]
+        print(subprocess.run(job, env=environ).returncode != 0, flush=True)
+    """
+    job = run(tmp_path, 2, body)
+    assert (job.code, job.end["exit_codes"]) == (0, {"0": 0, "1": 0}), job
+    assert "[0] True" in job.out
+
+
+def test_mpirun_cannot_start_a_program_that_is_not_there(tmp_path):
+    job = Started(tmp_path, "-np", 2, "no-such-program").finish()
+    assert job.code == 127
+    assert "no-such-program: No such file or directory" in job.out
+
+
+# --- signals ------------------------------------------------------------------------------------
+WAITING = """
+rc.init()
+rc.barrier()
+here()
+while True:
+    time.sleep(0.1)
+    rc.allreduce(np.ones(3))
+"""
+HANDLED = """
+stop = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda *_: stop.append(1))
+rc.init()
+rc.barrier()
+here()
+while not rc.allreduce(np.array([len(stop)]))[0]:
+    time.sleep(0.05)
+time.sleep(0.7)  # longer than Open MPI's mpirun gives ranks after SIGTERM
+open(f"checkpoint.{rc.rank()}", "w").close()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_job_and_nothing_is_left(number, tmp_path):
+    job = Started(tmp_path, "-np", 3, script(tmp_path, WAITING))
+    job.wait_for(3)
+    job.process.send_signal(number)
+    done = job.finish()
+    assert (done.code, done.end["code"]) == (128 + number, 128 + number), done
+    assert f"ringcomm run: {number.name}: the ranks have 20 s to end" in done.err
+    assert processes_of(done.folder) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_job_that_stops_in_order_after_a_signal_has_code_75(number, tmp_path):
+    job = Started(tmp_path, "-np", 2, script(tmp_path, HANDLED))
+    job.wait_for(2)
+    job.process.send_signal(number)
+    done = job.finish()
+    assert done.code == 75, done
+    assert {path.name for path in tmp_path.glob("checkpoint.*")} == {"checkpoint.0", "checkpoint.1"}
+    assert done.err.endswith(
+        f"stopped in order after {number.name} - exit 75; start the job again to go on\n"
+    )
+
+
+def test_ranks_that_do_not_end_are_killed_after_the_grace_period(tmp_path):
+    body = "for n in (15, 2): signal.signal(n, signal.SIG_IGN)\n" + WAITING
+    job = Started(tmp_path, "-np", 2, "--grace", "0.3", script(tmp_path, body))
+    job.wait_for(2)
+    job.process.send_signal(signal.SIGTERM)
+    done = job.finish()
+    assert done.code == 143, done
+    assert processes_of(done.folder) == []
+
+
+def test_a_second_signal_skips_the_grace_period(tmp_path):
+    body = "for n in (15, 2): signal.signal(n, signal.SIG_IGN)\n" + WAITING
+    job = Started(tmp_path, "-np", 2, "--grace", "1000", script(tmp_path, body))
+    job.wait_for(2)
+    job.process.send_signal(signal.SIGINT)
+    assert "have 1000 s" in next(line for line in job.process.stderr if "SIGINT" in line)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish().code == 130
+
+
+def test_sigusr1_is_the_programs_own(tmp_path):
+    body = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n" + WAITING
+    body = body.replace("rc.allreduce(np.ones(3))", "pass")
+    job = Started(tmp_path, "-np", 2, script(tmp_path, body))
+    job.wait_for(2)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.finish().code == 0
+
+
+def test_nothing_is_left_when_ringcomm_run_itself_is_killed(tmp_path):
+    job = Started(tmp_path, "-np", 2, script(tmp_path, WAITING))
+    job.wait_for(2)
+    job.process.kill()
+    job.process.communicate()
+    wait_until(lambda: processes_of(tmp_path / "run") == [], lambda: processes_of(tmp_path / "run"))
+
+
+def test_the_job_goes_on_when_the_reader_of_its_output_has_gone(tmp_path):
+    body = """
+    rc.init()
+    for i in range(20):
+        print("line", i, flush=True)
+        time.sleep(0.05)
+    """
+    job = Started(tmp_path, "-np", 2, script(tmp_path, body))
+    assert "line" in job.process.stdout.readline()
+    job.process.stdout.close()
+    assert job.process.wait(HANG_S) == 0
+    job.process.stderr.close()
+    assert (tmp_path / "run" / "rank-1.log").read_text().splitlines()[-1] == "line 19"
+
+
+@pytest.mark.skipif(IS_MPICH, reason="torch is in the environment of Open MPI")
+def test_ddp_over_gloo_finds_the_other_ranks_without_a_change(tmp_path):
+    body = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    print(dist.get_rank(), dist.get_world_size(), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    job = run(tmp_path, 2, body)
+    assert job.code == 0, job
+    assert sorted(job.out.splitlines()) == ["[0] 0 2", "[1] 1 2"]
+
+
+def test_stdin_of_the_command_reaches_rank_0(tmp_path):
+    path = script(
+        tmp_path, "print('read', sys.stdin.read().strip()) if os.environ['RANK'] == '0' else 0"
+    )
+    done = subprocess.run(
+        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "2", path],
+        cwd=tmp_path,
+        env=job_environment({"TMPDIR": str(tmp_path)}),
+        input="words",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+    )
+    assert (done.returncode, done.stdout) == (0, "[0] read words\n"), done
+    assert sys.stdin is not None

@@ -1,0 +1,307 @@
+"""`ringcomm run` without a job: its flags, its records, its verdict, its output."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ringcomm._core import record_this_rank_in
+from ringcomm.errors import ConfigError
+from ringcomm.launch.job import horovodrun_flags, rank_program
+from ringcomm.launch.job.arguments import parse_arguments
+from ringcomm.launch.job.output import LauncherText, LinesOf
+from ringcomm.launch.job.records import (
+    Failure,
+    GuardianFile,
+    RankEnd,
+    parse_guardian_file,
+    parse_rank_end,
+)
+from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.verdict import Ending, judge_ending
+
+# --- flags --------------------------------------------------------------------------------------
+# All of horovodrun 0.28's, with a value where it takes one.
+HOROVODRUN = """-np 2|--num-proc 2|-cb|--check-build|--disable-cache|--start-timeout 3
+--network-interfaces eth0|--output-filename out|--verbose|--config-file f|--hosts h:2|-H h:2
+--hostfile HOSTS|-hostfile HOSTS|-p 22|--ssh-port 22|-i key|--ssh-identity-file key
+--fusion-threshold-mb 3|--cycle-time-ms 3|--cache-capacity 3|--hierarchical-allreduce
+--no-hierarchical-allreduce|--hierarchical-allgather|--no-hierarchical-allgather|--torus-allreduce
+--autotune|--no-autotune|--autotune-log-file f|--autotune-warmup-samples 3
+--autotune-steps-per-sample 3|--autotune-bayes-opt-max-samples 3
+--autotune-gaussian-process-noise 3|--min-np 2|--max-np 3|--min-num-proc 2|--max-num-proc 3
+--slots-per-host 3|--elastic-timeout 3|--reset-limit 3|--blacklist-cooldown-range 1 2
+--host-discovery-script f|--timeline-filename f|--timeline-mark-cycles|--no-timeline-mark-cycles
+--no-stall-check|--stall-check|--stall-check-warning-time-seconds 3
+--stall-check-shutdown-time-seconds 3|--mpi-threads-disable|--no-mpi-threads-disable
+--mpi-args=-x|--tcp|--binding-args=-x|--num-nccl-streams 3|--thread-affinity 3
+--gloo-timeout-seconds 3|--log-level INFO|--log-with-timestamp|--log-hide-timestamp
+--no-log-hide-timestamp|-prefix-timestamp|--prefix-output-with-timestamp|--gloo|--use-gloo
+--mpi|--use-mpi|--jsrun"""
+FLAGS = HOROVODRUN.replace("\n", "|").split("|")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_of_horovodrun_is_understood_or_refused_with_ours(flag, capsys, tmp_path):
+    (tmp_path / "hosts").write_text("h1 slots=2")
+    flag = flag.replace("HOSTS", str(tmp_path / "hosts"))
+    name, argv = flag.split()[0], [*flag.split(), "train.py"]
+    if name not in horovodrun_flags.REFUSED:
+        assert parse_arguments(argv, "python").request.program == ("python", "train.py")
+        return
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(argv, "python")
+    assert caught.value.code == 2
+    assert f"{name} is horovodrun's; here: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        ([], "name the program"),
+        (["-np", "0", "train.py"], "0 is not at least 1"),
+        (["--grace", "soon", "train.py"], "'soon' is not a number"),
+        (["--servers", "-1", "train.py"], "'-1' is not a whole number"),
+        (["--env", "=3", "train.py"], "'=3' is not NAME"),
+        (["--launch", "srun", "train.py"], "unrecognized|required|invalid|name the program"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(argv, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(argv, "python")
+    assert caught.value.code == 2
+    assert any(each in capsys.readouterr().err for each in text.split("|"))
+
+
+# --- what a rank starts with --------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "PMIX_RANK": "3",
+            },
+            ("3", "4", "1", "2"),
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+            ("0", "2", "0", "1"),
+        ),
+        (
+            {
+                "PMIX_RANK": "1",
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_LOCALID": "1",
+            },
+            ("1", "2", "1", None),
+        ),
+    ],
+)
+def test_torchs_variables_come_from_each_launcher(environ, expected):
+    found = rank_program.places(environ)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert tuple(found.get(name) for name in names) == expected
+
+
+def start(folder, *program, environ):
+    return subprocess.run(
+        [sys.executable, "-I", "-S", rank_program.__file__, folder, *program],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+SHOW = ("sh", "-c", "echo $RANK of $WORLD_SIZE: $RINGCOMM_RUN_FOLDER; echo err >&2; exit 3")
+OF_MPI = {"PATH": os.environ["PATH"], "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+
+
+def test_a_rank_writes_into_its_log(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    job = start(tmp_path, *SHOW, environ=OF_MPI)
+    assert (job.returncode, job.stdout, job.stderr) == (3, "", "")
+    pid, _ = RunFolder(tmp_path).ranks()[1]
+    assert (tmp_path / "rank-1.log").read_text() == f"1 of 2: {pid} {tmp_path}\nerr\n"
+
+
+def test_a_rank_whose_host_does_not_see_the_folder_says_so_and_goes_on(tmp_path):
+    inherited = OF_MPI | {"RINGCOMM_RUN_FOLDER": "1 /elsewhere"}
+    job = start(tmp_path, *SHOW, environ=inherited)
+    assert (job.returncode, job.stdout) == (3, "1 of 2:\n")
+    assert f"does not see {tmp_path}" in job.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    assert start(tmp_path, "no-such-program", environ=OF_MPI).returncode == 127
+    assert "no-such-program: No such file" in (tmp_path / "rank-1.log").read_text()
+
+
+# --- records ------------------------------------------------------------------------------------
+def test_a_guardian_file_is_read_up_to_what_is_not_whole():
+    data = "watches 12\nnote 3\nÄ\nreport 1 3 4\nx r\nreport -1 143 2\nyy".encode()
+    read = GuardianFile(12, (Failure(1, 3, "x r\n"), Failure(None, 143, "yy")), ("Ä\n",))
+    assert parse_guardian_file(data) == read
+    assert parse_guardian_file(data + b"end\n").has_ended
+    assert parse_guardian_file(data + b"report 2 1 9\nabc") == read
+    assert parse_guardian_file(b"watch") == GuardianFile(0)
+
+
+def test_the_last_exit_code_of_a_rank_counts():
+    assert parse_rank_end("began\nleft\nexit 001\nexit 003\n") == RankEnd(has_left=True, code=3)
+    assert parse_rank_end("began\n") == RankEnd()
+
+
+def test_a_rank_records_its_end_only_in_its_own_process(tmp_path):
+    path = tmp_path / "rank-0.end"
+    code = (
+        "import os, sys\n"
+        "from ringcomm._core import StatusPage, record_this_rank_in\n"
+        "page = StatusPage.create('job', 'host', 0, 1, 0, 1)\n"
+        "page.record_this_process()\n"
+        f"record_this_rank_in({str(path)!r})\n"
+        "page.set_state(1); page.set_state(2)\n"
+        "if os.fork() == 0: sys.exit(9)\n"
+        "os.wait(); page.set_state(3); sys.exit(300)\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=False)
+    assert path.read_text() == "began\nleft\nexit 044\n"
+
+
+def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="No such file"):
+        record_this_rank_in(str(tmp_path / "none" / "rank-0.end"))
+
+
+def test_a_folder_holds_one_run(tmp_path):
+    folder = RunFolder.named_by_time(tmp_path / "runs", 0)
+    folder.create({"a": 1}, {"machines": "h1:2\n"})
+    assert json.loads((folder.path / "run.json").read_text()) == {"a": 1}
+    assert (folder.path / "machines").read_text() == "h1:2\n"
+    assert RunFolder.named_by_time(tmp_path / "runs", 0).path.name == folder.path.name + "-2"
+    with pytest.raises(ConfigError, match="holds a run already"):
+        folder.create({}, {})
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be made.*--run-folder"):
+        RunFolder(tmp_path / "file" / "run").create({}, {})
+
+
+# --- the verdict --------------------------------------------------------------------------------
+GOOD, BAD, LEFT = RankEnd(True, 0), RankEnd(False, 1), RankEnd(True)
+KILLED = RankEnd()
+OPENMPI_SIGNAL = "prterun noticed that process rank 1 with PID 9 on node vm exited on\nsignal 9 (K"
+OPENMPI_EXIT = "   Process name: [prterun-vm-25016@1,1]\n   Exit code:    3\n"
+MPICH_SIGNAL = "APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"
+RAISED = Failure(1, 1, "x rank 1 raised\n")
+STOPPED = Failure(None, 143, "x the job was ended from outside (SIGTERM)\n")
+VERDICTS = {
+    # ends by rank, failures, launcher's code and text, others -> code, rank
+    "all is well": ([GOOD, GOOD], [], 0, "", {}, 0, None),
+    "mpirun lies about a good job": ([GOOD, GOOD], [], 137, "", {}, 0, None),
+    "mpirun crashes after a good job": ([GOOD, GOOD], [], -11, "", {}, 0, None),
+    "mpirun lies about a bad job": ([BAD, RankEnd(False, 3)], [], 0, "", {}, 1, 0),
+    "a rank died, and mpirun returned 0": ([GOOD, KILLED], [], 0, "", {}, 1, 1),
+    "os._exit after shutdown()": ([LEFT, GOOD], [], 0, "", {}, 0, None),
+    "killed after shutdown()": ([LEFT, GOOD], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
+    "the culprit's code": ([BAD, RankEnd(False, 3)], [Failure(1, 3, "x")], 1, "", {}, 3, 1),
+    "an exception": ([BAD, BAD], [RAISED], 1, "", {}, 1, 1),
+    "SIGKILL by Open MPI": ([BAD, KILLED], [Failure(1, 137, "x")], 1, "", {}, 137, 1),
+    "SIGKILL of an old kernel": ([BAD, KILLED], [Failure(1, 0, "x")], 9, MPICH_SIGNAL, {}, 137, 1),
+    "unknown, and mpirun returned 0": ([GOOD, KILLED], [Failure(1, 0, "x")], 0, "", {}, 1, 1),
+    "another host's victim reports first": (
+        [BAD, BAD, BAD],
+        [Failure(0, 1, "x (MPI does so when another host fails: see that host's report)"),
+         Failure(2, 7, "x rank 2")],
+        1, "", {}, 7, 2,
+    ),
+    "1 rank": ([RankEnd(True, 3)], [], 3, "", {}, 3, 0),
+    "mpirun names the first of bad ranks": (
+        [RankEnd(False, 4), RankEnd(False, 3)], [], 3, OPENMPI_EXIT, {}, 3, 1,
+    ),
+    "no init()": ([], [], 0, "", {}, 0, None),
+    "no init(), exit 3": ([], [], 3, OPENMPI_EXIT, {}, 3, 1),
+    "no init(), a signal, Open MPI": ([], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
+    "no init(), a signal, MPICH": ([], [], 9, MPICH_SIGNAL, {}, 137, None),
+    "mpirun killed": ([], [], -9, "", {}, 137, None),
+    "asked, and stopped in order": ([GOOD, GOOD], [], 0, "", {"asked": 15}, 75, None),
+    "asked, exit 75": ([RankEnd(False, 75)] * 2, [Failure(0, 75, "x")], 75, "", {"asked": 15},
+                       75, None),
+    "exit 75 without being asked": ([RankEnd(False, 75)] * 2, [Failure(0, 75, "x")], 75, "", {},
+                                    75, 0),
+    "asked, no handler": ([KILLED] * 2, [STOPPED], 143, "", {"asked": 15}, 143, None),
+    "Ctrl-C": ([BAD, BAD], [Failure(None, 130, "x")], 1, "", {"asked": 2}, 130, None),
+    "hang-up": ([KILLED] * 2, [Failure(0, 129, "x")], 129, "", {"asked": 1}, 129, None),
+    "killed with mpirun after the grace period": ([KILLED] * 2, [Failure(0, 0, "x")], -9, "",
+                                                  {"asked": 2}, 130, None),
+    "killed after the grace period": ([KILLED] * 2, [Failure(0, 137, "x")], 137, "",
+                                      {"asked": 15}, 143, None),
+    "asked, but a rank raised": ([BAD, BAD], [RAISED], 1, "", {"asked": 15}, 1, 1),
+    "ended by a scheduler": ([KILLED] * 2, [STOPPED], 143, "", {}, 143, None),
+    "a death in an elastic job": ([GOOD, KILLED], [Failure(1, 137, "x")], 137, "",
+                                  {"goes_on_after_deaths": True}, 0, None),
+    "all dead in an elastic job": ([KILLED] * 2, [Failure(1, 137, "x"), Failure(0, 139, "y")], 0,
+                                   "", {"goes_on_after_deaths": True}, 137, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdict(name):
+    ends, failures, code, text, others, expected, rank = VERDICTS[name]
+    verdict = judge_ending(
+        Ending(
+            size=len(ends) or 2,
+            ends=dict(enumerate(ends)),
+            failures=tuple(failures),
+            launcher_code=code,
+            launcher_text=text,
+            **others,
+        )
+    )
+    assert (verdict.code, verdict.rank) == (expected, rank)
+
+
+# --- output -------------------------------------------------------------------------------------
+def test_lines_are_shown_whole_with_their_rank():
+    lines = LinesOf(b"[1] ")
+    assert lines.add(b"a\nb") == b"[1] a\n"
+    assert lines.add(b"c\n\n") == b"[1] bc\n\n"
+    assert lines.add(b"\r 50%\r 60") == b"\r[1]  50%\r"
+    assert lines.flush() == b"[1]  60\n"
+    assert lines.flush() == b""
+
+
+MESSAGES = [
+    "-" * 74 + "\nprterun detected that one or more processes exited with non-zero status,\n"
+    "   Exit code:    3\n" + "-" * 74 + "\n",
+    "=" * 83 + "\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   EXIT CODE: 9\n"
+    + "=" * 83 + "\nYOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_about_deaths_are_held_back(message):
+    text = LauncherText()
+    data = f"before\n{message}after\n".encode()
+    shown = b"".join(text.add(data[i : i + 7]) for i in range(0, len(data), 7)) + text.flush()
+    assert shown == b"before\nafter\n"
+    assert b"".join(text.held) == message.encode()
+
+
+def test_other_messages_of_the_launcher_are_shown():
+    message = "-" * 74 + "\nThere are not enough slots available\n" + "-" * 74 + "\nrest"
+    text = LauncherText()
+    assert text.add(message.encode()) + text.flush() == f"{message}\n".encode()
+    assert text.held == []
+    assert LauncherText().add(b"") == b""
+    assert (cut := LauncherText()).add(
+        b"-" * 74 + b"\nhalf"
+    ) + cut.flush() == b"-" * 74 + b"\nhalf\n"
