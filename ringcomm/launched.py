@@ -6,7 +6,9 @@ Only config.py and this module read the environment, and only this module change
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, MutableMapping
+import shlex
+import sys
+from collections.abc import Container, Mapping, MutableMapping, Sequence
 from typing import Final
 
 from ringcomm.errors import ConfigError
@@ -103,9 +105,16 @@ def require_mpi_launcher(
     launcher = foreign_launcher(environ)
     by = f"{launcher} started this process" if launcher else "no MPI launcher started this process"
     raise ConfigError(
-        f"{who} wants {size} ranks, but {by}: for MPI it is rank 0 of 1. Start the job with MPI: "
-        f"mpirun -np N python train.py, and do not set RANK and WORLD_SIZE{or_else}"
+        f"{who} wants {size} ranks, but {by}: for MPI it is rank 0 of 1. Run instead: "
+        f"{_command_for(size, sys.argv)} (or mpirun -np N python), and do not set RANK and "
+        f"WORLD_SIZE{or_else}"
     )
+
+
+def _command_for(size: int, argv: Sequence[str]) -> str:
+    """Return the command that starts a program with this sys.argv on MPI's ranks."""
+    is_file = bool(argv) and argv[0] not in ("", "-c", "-m")
+    return f"ringcomm run -np {size} {shlex.join(argv) if is_file else 'train.py'}"
 
 
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:

@@ -574,7 +574,8 @@ def test_ranks_of_torchrun_are_refused_and_their_children_told_what_they_are(tmp
     """
     path = tmp_path / "script.py"
     path.write_text(script(body))
-    for extra, told in (ranks, "WORLD_SIZE wants 2 ranks, but torchrun started"), ({}, "told"):
+    hint = f"for MPI it is rank 0 of 1. Run instead: ringcomm run -np 2 {path} (or mpirun"
+    for extra, told in (ranks, f"but torchrun started this process: {hint}"), ({}, "told"):
         done = subprocess.run(
             [sys.executable, path],
             capture_output=True,

@@ -209,6 +209,7 @@ def test_a_failure_after_shutdown_counts_although_all_have_left(tmp_path):
     assert (job.code, job.end["exit_codes"]) == (4, {"0": 0, "1": 4}), job
 
 
+@pytest.mark.skipif(IS_MPICH, reason="MPICH may leave a file in /dev/shm, also without ringcomm")
 def test_os_exit_after_a_proper_end_is_good(tmp_path):
     body = "rc.init(); rc.shutdown(); from mpi4py import MPI; MPI.Finalize(); os._exit(0)"
     assert run(tmp_path, 2, body).code == 0

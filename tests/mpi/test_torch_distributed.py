@@ -175,7 +175,7 @@ def test_another_launcher_is_an_error_that_says_what_to_do(launcher, variables, 
     )
     assert done.returncode != 0
     assert f"{launcher} started this process" in done.stderr
-    assert "mpirun -np N python" in done.stderr
+    assert f"Run instead: ringcomm run -np 2 {path} (or mpirun" in done.stderr
 
 
 LATE = """

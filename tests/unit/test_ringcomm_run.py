@@ -210,6 +210,8 @@ VERDICTS = {
     "mpirun crashes after a good job": ([GOOD, GOOD], [], -11, "", {}, 0, None),
     "mpirun lies about a bad job": ([BAD, RankEnd(False, 3)], [], 0, "", {}, 1, 0),
     "a rank died, and mpirun returned 0": ([GOOD, KILLED], [], 0, "", {}, 1, 1),
+    "a host that does not see the folder": ([GOOD, None], [], 0, "", {"seen": [0]}, 0, None),
+    "a failure there": ([GOOD, None], [], 3, OPENMPI_EXIT, {"seen": [0]}, 3, 1),
     "os._exit after shutdown()": ([LEFT, GOOD], [], 0, "", {}, 0, None),
     "killed after shutdown()": ([LEFT, GOOD], [], 137, OPENMPI_SIGNAL, {}, 137, 1),
     "the culprit's code": ([BAD, RankEnd(False, 3)], [Failure(1, 3, "x")], 1, "", {}, 3, 1),
@@ -259,11 +261,11 @@ def test_verdict(name):
     verdict = judge_ending(
         Ending(
             size=len(ends) or 2,
-            ends=dict(enumerate(ends)),
+            ends={rank: end for rank, end in enumerate(ends) if end is not None},
             failures=tuple(failures),
             launcher_code=code,
             launcher_text=text,
-            **others,
+            **{"seen": range(len(ends))} | others,
         )
     )
     assert (verdict.code, verdict.rank) == (expected, rank)

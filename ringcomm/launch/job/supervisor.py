@@ -87,6 +87,7 @@ class Supervisor:
         return Ending(
             size=self._size,
             ends=self._folder.ends(),
+            seen=self._folder.ranks().keys(),
             failures=tuple(f for g in self._folder.guardians() for f in g.failures),
             launcher_code=process.returncode,
             launcher_text=self._all_launcher_text.decode(errors="replace"),

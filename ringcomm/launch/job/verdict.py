@@ -7,7 +7,7 @@ well, and 0 for some in which a rank died.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +26,7 @@ class Ending:
     Attributes:
         size: number of ranks.
         ends: what each rank recorded; ranks that never called init() have recorded nothing.
+        seen: the ranks that can record: their hosts see the folder of the run.
         failures: what guardians reported, in the order in which it was seen.
         launcher_code: exit code of mpirun or srun; -N: signal N ended it.
         launcher_text: what it printed.
@@ -35,6 +36,7 @@ class Ending:
 
     size: int
     ends: Mapping[int, RankEnd]
+    seen: Collection[int]
     failures: tuple[Failure, ...] = ()
     launcher_code: int
     launcher_text: str = ""
@@ -94,11 +96,15 @@ def _completed(e: Ending) -> Verdict | None:
 def _are_done(e: Ending) -> bool:
     """Return True if each rank that counts has recorded a good end."""
     dead = {each.rank for each in _culprits(e)} if e.goes_on_after_deaths else set()
-    ends = [e.ends.get(rank, RankEnd()) for rank in range(e.size) if rank not in dead]
-    if not ends or any(end.code for end in ends):
+    ends = {rank: e.ends.get(rank, RankEnd()) for rank in range(e.size) if rank not in dead}
+    if not e.ends or not ends or any(end.code for end in ends.values()):
         return False
-    # os._exit() after shutdown() leaves no exit code, and then the launcher's counts.
-    return all(end.code == 0 or (end.has_left and e.launcher_code == 0) for end in ends)
+    # os._exit() after shutdown() leaves no exit code. Then, too, the launcher's counts.
+    is_good = e.launcher_code == 0
+    return all(
+        end.code == 0 or (is_good and (end.has_left or rank not in e.seen))
+        for rank, end in ends.items()
+    )
 
 
 def _culprits(e: Ending) -> list[Failure]:
