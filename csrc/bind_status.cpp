@@ -51,7 +51,31 @@ nb::dict snapshot(const MappedPage& page) {
   d["exit_code"] = page->exit_code.load();
   d["gone_ns"] = page->gone_ns.load();
   d["is_reported"] = page->is_reported.load() != 0;
+  d["heartbeat_ns"] = page->heartbeat_ns.load();
+  d["n_ended_ops"] = page->n_ended_ops.load();
+  d["ended_nbytes"] = page->ended_nbytes.load();
+  d["busy_ns"] = page->busy_ns.load();
   return d;
+}
+
+nb::list scalars(const MappedPage& page) {
+  nb::list found;
+  for (const ScalarView& s : page.scalars())
+    found.append(nb::make_tuple(text(s.name), s.step, s.value, s.time_ns));
+  return found;
+}
+
+nb::list events(const MappedPage& page) {
+  nb::list found;
+  for (const EventView& e : page.events()) found.append(nb::make_tuple(e.time_ns, text(e.text)));
+  return found;
+}
+
+nb::list arrivals(const MappedPage& page) {
+  nb::list found;
+  for (const ArrivalView& a : page.arrivals())
+    found.append(nb::make_tuple(a.sequence, text(a.name), a.nbytes, a.start_ns, a.end_ns));
+  return found;
 }
 
 // Py_AtExit: once Python is gone, and before the exit handlers of libraries that were loaded earlier.
@@ -68,6 +92,7 @@ void bind_status(nb::module_& m) {
       .def_static("create", &MappedPage::create, "job"_a, "host"_a, "rank"_a, "size"_a,
                   "local_rank"_a, "nonce"_a)
       .def_static("open", &MappedPage::open, "pid"_a, "fd"_a, "nonce"_a)
+      .def_static("look", &MappedPage::look, "pid"_a, "fd"_a)
       .def_prop_ro("fd", &MappedPage::fd)
       .def("close_fd", &MappedPage::close_fd)
       .def_static("adopt",
@@ -87,6 +112,11 @@ void bind_status(nb::module_& m) {
       .def("begin_op", &MappedPage::begin_op, "name"_a, "sequence"_a, "nbytes"_a)
       .def("end_op", [](MappedPage& page, int state) { page.end_op(from_code<OpState>("state", state)); },
            "state"_a)
+      .def("log_scalar", &MappedPage::log_scalar, "name"_a, "step"_a, "value"_a)
+      .def("scalars", &scalars)
+      .def("note_event", &MappedPage::note_event, "text"_a)
+      .def("events", &events)
+      .def("arrivals", &arrivals)
       .def("record_end",
            [](MappedPage& page, int kind, int code, const std::string& what,
               const std::string& where, const std::string& trace) {

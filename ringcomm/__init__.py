@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ringcomm.engine.api.collectives import *
     from ringcomm.engine.api.explain import explain
     from ringcomm.engine.api.init_rank_size import *
+    from ringcomm.engine.api.log_metrics import log, log_to, note_event
     from ringcomm.engine.api.point_to_point import recv, send, sendrecv
     from ringcomm.engine.api.registered_arrays import empty, node_memory, zeros
     from ringcomm.engine.core.group import Group
@@ -36,7 +37,8 @@ __all__ = [
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reduce_scatter",
     "grouped_reduce_scatter_async", "init", "is_initialized", "join", "local_rank", "local_size",
-    "node_memory", "rank", "recv", "reduce", "reduce_", "reduce_async", "reduce_async_",
+    "log", "log_to", "node_memory", "note_event", "rank", "recv", "reduce", "reduce_",
+    "reduce_async", "reduce_async_",
     "reduce_scatter", "reduce_scatter_", "reduce_scatter_async", "reduce_scatter_async_", "run",
     "scatter", "scatter_async", "send", "sendrecv", "shutdown", "size", "start_timeline",
     "stop_timeline", "zeros",
@@ -55,6 +57,7 @@ _HOMES = (
     "engine.api.point_to_point",
     "engine.api.registered_arrays",
     "engine.api.explain",
+    "engine.api.log_metrics",
     "launch.run",
 )
 

@@ -1,6 +1,7 @@
 #include "page.hpp"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -48,9 +50,36 @@ Descriptor open_of(int pid, int fd, int flags) {
   return Descriptor(uninterrupted(open_path), path.c_str());
 }
 
-Page* map(int fd) {
-  void* address = mmap(nullptr, sizeof(Page), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+Page* map(int fd, int protection = PROT_READ | PROT_WRITE) {
+  void* address = mmap(nullptr, sizeof(Page), protection, MAP_SHARED, fd, 0);
   return address == MAP_FAILED ? nullptr : static_cast<Page*>(address);
+}
+
+// Writes entry number n_written of a ring, and counts it.
+template <class Entry, std::size_t N, class Fill>
+void append(Entry (&ring)[N], std::atomic<std::uint64_t>& n_written, Fill fill) {
+  const std::uint64_t turn = n_written.load(std::memory_order_relaxed);
+  Entry& entry = ring[turn % N];
+  entry.turn.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  fill(entry);
+  entry.turn.store(turn + 1, std::memory_order_release);
+  n_written.store(turn + 1, std::memory_order_release);
+}
+
+// Returns read(entry) of the entries that are whole, the oldest first.
+template <class Entry, std::size_t N, class Read>
+auto entries(const Entry (&ring)[N], const std::atomic<std::uint64_t>& n_written, Read read) {
+  std::vector<decltype(read(ring[0]))> found;
+  const std::uint64_t n = n_written.load(std::memory_order_acquire);
+  for (std::uint64_t turn = n > N ? n - N : 0; turn < n; ++turn) {
+    const Entry& entry = ring[turn % N];
+    if (entry.turn.load(std::memory_order_acquire) != turn + 1) continue;
+    auto view = read(entry);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (entry.turn.load(std::memory_order_relaxed) == turn + 1) found.push_back(std::move(view));
+  }
+  return found;
 }
 
 bool claim(Page::End& end) {
@@ -109,6 +138,53 @@ void on_exit_code(int code, void*) {
   _exit(1);
 }
 
+// --- the heartbeat -------------------------------------------------------------------------------
+constexpr int kBeatMs = 250;
+
+// Held while the heart writes, and while a page is unmapped. Not by forked children: they have no heart.
+std::mutex& heart_mutex() {
+  static auto* const mutex = new std::mutex;  // the heart beats until the process is gone
+  return *mutex;
+}
+Page* heart_page = nullptr;
+pid_t heart_pid = 0;
+
+void* beat(void*) {
+  for (;;) {
+    {
+      const std::lock_guard<std::mutex> lock(heart_mutex());
+      if (heart_page != nullptr) heart_page->heartbeat_ns.store(monotonic_ns());
+    }
+    usleep(kBeatMs * 1000);
+  }
+  return nullptr;
+}
+
+// Without a thread to be had, there is no heartbeat.
+void start_heart(Page* page) {
+  const std::lock_guard<std::mutex> lock(heart_mutex());
+  page->heartbeat_ns.store(monotonic_ns());
+  heart_page = page;
+  if (heart_pid == getpid()) return;
+  heart_pid = getpid();
+  sigset_t all, before;
+  sigfillset(&all);  // signals are for threads that know what to do
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  pthread_t thread;
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  pthread_create(&thread, &attributes, beat, nullptr);
+  pthread_attr_destroy(&attributes);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void stop_heart_of(const Page* page) {
+  if (heart_pid != getpid()) return;
+  const std::lock_guard<std::mutex> lock(heart_mutex());
+  if (heart_page == page) heart_page = nullptr;
+}
+
 }  // namespace
 
 MappedPage MappedPage::create(const std::string& job, const std::string& host, int rank, int size,
@@ -151,6 +227,22 @@ MappedPage MappedPage::adopt(Descriptor fd, std::uint64_t nonce) {
   return MappedPage(page, std::move(fd));
 }
 
+MappedPage MappedPage::look(int pid, int fd) {
+  Descriptor descriptor = open_of(pid, fd, O_RDONLY);
+  struct stat facts{};
+  if (fstat(descriptor.get(), &facts) != 0) throw_errno("status page: fstat");
+  std::uint64_t magic = 0;
+  const bool is_page = pread(descriptor.get(), &magic, sizeof magic, 0) == sizeof magic &&
+                       (magic & ~std::uint64_t{0xff}) == kPageMagicOfAnyVersion;
+  if (!is_page || facts.st_uid != geteuid())
+    throw std::runtime_error("status page: that descriptor is no page of this user");
+  if (magic != kPageMagic || facts.st_size != static_cast<off_t>(sizeof(Page)))
+    throw std::runtime_error("status page: it is of another version of ringcomm");
+  Page* page = map(descriptor.get(), PROT_READ);
+  if (page == nullptr) throw_errno("status page: mmap");
+  return MappedPage(page, std::move(descriptor));
+}
+
 Descriptor MappedPage::open_lifeline(int pid) const {
   return open_of(pid, page_->lifeline_fd, O_RDONLY | O_NONBLOCK);
 }
@@ -161,7 +253,9 @@ MappedPage::MappedPage(MappedPage&& other) noexcept
       lifeline_(std::move(other.lifeline_)) {}
 
 MappedPage::~MappedPage() {
-  if (page_ != nullptr && page_ != recorded_page) munmap(page_, sizeof(Page));
+  if (page_ == nullptr || page_ == recorded_page) return;
+  stop_heart_of(page_);
+  munmap(page_, sizeof(Page));
 }
 
 void MappedPage::set_state(State state) {
@@ -180,9 +274,81 @@ void MappedPage::begin_op(const std::string& name, std::uint64_t sequence, std::
   op.start_ns = monotonic_ns();
   op.state.store(OpState::running, std::memory_order_relaxed);
   op.version.fetch_add(1, std::memory_order_release);
+  append(page_->arrivals, page_->n_arrivals, [&](Page::Arrival& arrival) {
+    store_text(arrival.name, name);
+    arrival.sequence = sequence;
+    arrival.nbytes = nbytes;
+    arrival.start_ns = op.start_ns;
+    arrival.end_ns.store(0, std::memory_order_relaxed);
+  });
 }
 
-void MappedPage::end_op(OpState state) { page_->op.state.store(state); }
+void MappedPage::end_op(OpState state) {
+  const bool was_running = page_->op.state.exchange(state) == OpState::running;
+  const std::uint64_t n = page_->n_arrivals.load(std::memory_order_relaxed);
+  if (!was_running || state != OpState::idle || n == 0) return;
+  const std::int64_t now = monotonic_ns();
+  page_->arrivals[(n - 1) % kArrivals].end_ns.store(now, std::memory_order_relaxed);
+  page_->n_ended_ops.fetch_add(1, std::memory_order_relaxed);
+  page_->ended_nbytes.fetch_add(page_->op.nbytes, std::memory_order_relaxed);
+  page_->busy_ns.fetch_add(now - page_->op.start_ns, std::memory_order_relaxed);
+}
+
+bool MappedPage::log_scalar(const std::string& name, std::int64_t step, double value) {
+  const std::uint32_t n = page_->n_scalars.load();
+  std::uint32_t i = 0;
+  char key[sizeof(Page::Scalar::name)];
+  store_text(key, name);
+  while (i < n && std::strcmp(page_->scalars[i].name, key) != 0) ++i;
+  if (i == kScalars) return false;
+  Page::Scalar& scalar = page_->scalars[i];
+  scalar.version.fetch_add(1, std::memory_order_acq_rel);
+  std::atomic_thread_fence(std::memory_order_release);
+  if (i == n) std::memcpy(scalar.name, key, sizeof key);
+  scalar.step = step;
+  scalar.value = value;
+  scalar.time_ns = monotonic_ns();
+  scalar.version.fetch_add(1, std::memory_order_release);
+  if (i == n) page_->n_scalars.store(n + 1, std::memory_order_release);
+  return true;
+}
+
+std::vector<ScalarView> MappedPage::scalars() const {
+  std::vector<ScalarView> found;
+  const std::uint32_t n = std::min<std::uint32_t>(page_->n_scalars.load(), kScalars);
+  for (std::uint32_t i = 0; i < n; ++i) {
+    const Page::Scalar& scalar = page_->scalars[i];
+    ScalarView view;
+    for (int attempt = 0; attempt < 1000; ++attempt) {  // a writer killed in mid-write never ends
+      const std::uint32_t before = scalar.version.load(std::memory_order_acquire);
+      view = {load_text(scalar.name), scalar.step, scalar.time_ns, scalar.value};
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (before % 2 == 0 && before == scalar.version.load(std::memory_order_relaxed)) break;
+    }
+    found.push_back(std::move(view));
+  }
+  return found;
+}
+
+void MappedPage::note_event(const std::string& text) {
+  append(page_->events, page_->n_events, [&](Page::Event& event) {
+    store_text(event.text, text);
+    event.time_ns = monotonic_ns();
+  });
+}
+
+std::vector<EventView> MappedPage::events() const {
+  return entries(page_->events, page_->n_events, [](const Page::Event& event) {
+    return EventView{event.time_ns, load_text(event.text)};
+  });
+}
+
+std::vector<ArrivalView> MappedPage::arrivals() const {
+  return entries(page_->arrivals, page_->n_arrivals, [](const Page::Arrival& arrival) {
+    return ArrivalView{arrival.sequence, arrival.nbytes, arrival.start_ns, arrival.end_ns.load(),
+                       load_text(arrival.name)};
+  });
+}
 
 OpView MappedPage::op() const {
   const Page::Op& op = page_->op;
@@ -226,6 +392,7 @@ void wait_for_report(const Page& page, std::int64_t timeout_ns) {
 void record_this_process(Page* page) {
   const bool first = recorded_page == nullptr;
   recorded_page = page;
+  start_heart(page);
   if (!first) return;
   for (const int signal : kSignals) {
     struct sigaction current{};

@@ -2,13 +2,14 @@
 // guardian map. Writing it costs no system call and works while a collective is stuck; it outlives
 // its rank, so the last words of a killed process can still be read.
 //
-// Who writes: the rank itself (its Python code, its signal recorder, its on_exit handler), and the
-// guardian the last three fields alone. Every other process only reads.
+// Who writes: the rank itself (its Python code, its signal recorder, its on_exit handler, the thread of
+// its heart), and the guardian the three fields that say so. Every other process only reads.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../clock.hpp"
 #include "../enumeration_codes.hpp"
@@ -16,7 +17,10 @@
 
 namespace ringcomm {
 
-constexpr std::uint64_t kPageMagic = 0x72696e67636f6d31;  // "ringcom1"
+// Its last digit is the version of the layout: `ringcomm top` looks at pages of other installations.
+constexpr std::uint64_t kPageMagic = 0x72696e67636f6d32;  // "ringcom2"
+constexpr std::uint64_t kPageMagicOfAnyVersion = kPageMagic & ~std::uint64_t{0xff};
+constexpr std::size_t kScalars = 32, kEvents = 64, kArrivals = 256;
 
 enum class State : std::uint32_t { starting = 0, running, leaving, left };
 constexpr State last(State) { return State::left; }
@@ -65,6 +69,44 @@ struct Page {
     char trace[8192];                    // the whole traceback, its tail if it is longer
   } end;
 
+  // Of operations that are over: their number, their payload, and the time in which at least one was
+  // under way (the page shows one at a time, the oldest).
+  std::atomic<std::uint64_t> n_ended_ops, ended_nbytes;
+  std::atomic<std::int64_t> busy_ns;
+
+  // When this rank came to its last operations, and when they ended. Entry i % kArrivals is of the
+  // i-th operation that the page showed; `turn` is i + 1 once it is whole.
+  struct Arrival {
+    std::atomic<std::uint64_t> turn;
+    std::uint64_t sequence, nbytes;
+    std::int64_t start_ns;
+    std::atomic<std::int64_t> end_ns;  // 0: it is under way, or has failed
+    char name[48];
+  } arrivals[kArrivals];
+  std::atomic<std::uint64_t> n_arrivals;
+
+  // The latest value of each name of rc.log(), at most kScalars names.
+  struct Scalar {
+    std::atomic<std::uint32_t> version;  // odd while being written
+    char name[48];
+    std::int64_t step;                   // -1: none was given
+    double value;
+    std::int64_t time_ns;
+  } scalars[kScalars];
+  std::atomic<std::uint32_t> n_scalars;
+
+  // What happened, in words; the entries are as those of arrivals.
+  struct Event {
+    std::atomic<std::uint64_t> turn;
+    std::int64_t time_ns;
+    char text[176];
+  } events[kEvents];
+  std::atomic<std::uint64_t> n_events;
+
+  // Of a thread that needs neither Python nor MPI: it is late if the process is stopped, or its cores
+  // are all taken.
+  std::atomic<std::int64_t> heartbeat_ns;
+
   std::atomic<std::int64_t> leaving_ns;
   std::atomic<std::int32_t> exit_code;   // from exit(3); -1 until then
   std::atomic<std::int64_t> gone_ns;     // by the guardian: this process is no more
@@ -77,6 +119,23 @@ struct OpView {
   std::uint64_t sequence = 0, nbytes = 0;
   std::int64_t start_ns = 0;
   std::string name;
+};
+
+struct ArrivalView {
+  std::uint64_t sequence = 0, nbytes = 0;
+  std::int64_t start_ns = 0, end_ns = 0;
+  std::string name;
+};
+
+struct ScalarView {
+  std::string name;
+  std::int64_t step = 0, time_ns = 0;
+  double value = 0;
+};
+
+struct EventView {
+  std::int64_t time_ns = 0;
+  std::string text;
 };
 
 struct EndView {
@@ -95,6 +154,9 @@ class MappedPage {
                            int local_rank, std::uint64_t nonce);
   static MappedPage open(int pid, int fd, std::uint64_t nonce);
   static MappedPage adopt(Descriptor fd, std::uint64_t nonce);
+  // For readers without the nonce, who may not write: a page of this user. std::runtime_error also if
+  // its layout is that of another version.
+  static MappedPage look(int pid, int fd);
 
   MappedPage(MappedPage&& other) noexcept;
   MappedPage(const MappedPage&) = delete;
@@ -117,6 +179,14 @@ class MappedPage {
   void end_op(OpState state);
   OpView op() const;
 
+  // False if there are kScalars other names.
+  bool log_scalar(const std::string& name, std::int64_t step, double value);
+  std::vector<ScalarView> scalars() const;
+  void note_event(const std::string& text);
+  // Those that were not overwritten, the oldest first.
+  std::vector<EventView> events() const;
+  std::vector<ArrivalView> arrivals() const;
+
   // False if an earlier record stands.
   bool record_end(Ending kind, int code, const std::string& what, const std::string& where,
                   const std::string& trace);
@@ -136,6 +206,7 @@ void wait_for_report(const Page& page, std::int64_t timeout_ns);
 
 // From now on a fatal signal (and SIGTERM where nobody handles it) and the exit code of this
 // process are recorded in `page`, which must live as long as the process. Call once.
+// The page also gets a heartbeat, while it is mapped.
 void record_this_process(Page* page);
 
 }  // namespace ringcomm

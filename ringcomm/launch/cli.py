@@ -15,6 +15,10 @@ _COMMANDS: Final = {
         "ringcomm.launch.job.command:main",
         "start a job: ringcomm run -np 4 train.py",
     ),
+    "top": (
+        "ringcomm.launch.watch.top:main",
+        "show what the ranks of live jobs do, also of jobs that hang",
+    ),
     "check": (
         "ringcomm.launch.check_install.command:main",
         "show what is installed, what does not fit and the fix",

@@ -1,10 +1,8 @@
-"""The enums of the status page (csrc/status/page.hpp), and endings in words."""
+"""The enums of the status page (csrc/status/page.hpp). Pure."""
 
 from __future__ import annotations
 
-import signal
 from enum import IntEnum
-from typing import Any
 
 
 class State(IntEnum):
@@ -35,20 +33,3 @@ class Ending(IntEnum):
     PEER_FAILED = 5
     INTERRUPTED = 6
     TERMINATED = 7
-
-
-def how_it_ended(snapshot: dict[str, Any]) -> str:
-    """Return how the rank of this page ended, in words ("raised ValueError: boom")."""
-    kind, code, what = snapshot["end_kind"], snapshot["end_code"], snapshot["end_what"]
-    last_line = (snapshot["end_where"].splitlines() or [what])[-1]
-    words = {
-        Ending.EXCEPTION: f"raised {last_line}",
-        Ending.INTERRUPTED: f"raised {last_line}",
-        Ending.SYS_EXIT: f"called sys.exit({code})",
-        Ending.OS_EXIT: f"called os._exit({code})",
-        Ending.PEER_FAILED: f"stopped because rank {code} failed",
-        Ending.TERMINATED: "was ended by SIGTERM",
-    }
-    if kind == Ending.FATAL_SIGNAL:
-        return f"died of {signal.Signals(code).name}"
-    return words.get(kind, "died without a word (SIGKILL, out of memory, _exit or exec in C code)")

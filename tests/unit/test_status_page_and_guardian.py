@@ -10,8 +10,9 @@ from guarded_ranks import WAITING, wait_until_running
 from harness import wait_until
 
 from ringcomm._core import StatusPage, monotonic_ns
+from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Guardian, Ward
-from ringcomm.status.page_enums import Ending, OpState, State, how_it_ended
+from ringcomm.status.page_enums import Ending, OpState, State
 from ringcomm.transport.node.neighbours import Neighbour, Neighbours, Offer
 from ringcomm.transport.presence import Presence
 
@@ -35,6 +36,77 @@ def test_what_is_written_can_be_read_through_another_mapping():
     assert 0 <= monotonic_ns() - seen["op_start_ns"] < 10e9
     mine.end_op(OpState.IDLE)
     assert theirs.snapshot()["op_state"] == OpState.IDLE
+
+
+def test_the_latest_value_of_each_scalar_is_on_the_page():
+    mine = page()
+    for step in range(3):
+        assert mine.log_scalar("loss", step, 1.0 / (step + 1))
+        assert mine.log_scalar("grad/norm", -1, float(step))
+    seen = StatusPage.look(os.getpid(), mine.fd)
+    latest = [(name, step, value) for name, step, value, _ in seen.scalars()]
+    assert latest == [("loss", 2, 1 / 3), ("grad/norm", -1, 2.0)]
+    for i in range(30):
+        assert mine.log_scalar(f"s{i}", 0, 0.0)
+    assert not mine.log_scalar("one too many", 0, 0.0)
+    assert mine.log_scalar("loss", 3, 0.5)
+    assert mine.log_scalar("a" * 100, 0, 0.0) is False
+
+
+def test_events_are_kept_until_there_are_64_later_ones():
+    mine = page()
+    for i in range(100):
+        mine.note_event(f"event {i} Ä")
+    seen = StatusPage.look(os.getpid(), mine.fd).events()
+    assert [text for _, text in seen] == [f"event {i} Ä" for i in range(36, 100)]
+    times = [time_ns for time_ns, _ in seen]
+    assert times == sorted(times)
+
+
+def test_arrivals_at_operations_and_their_ends_are_on_the_page():
+    mine = page()
+    for i in range(300):
+        mine.begin_op(f"op {i}", i, 10 * i)
+        mine.end_op(OpState.IDLE)
+    mine.end_op(OpState.IDLE)  # nothing is under way
+    mine.begin_op("last", 300, 5)
+    seen = StatusPage.look(os.getpid(), mine.fd)
+    arrivals = seen.arrivals()
+    assert [sequence for sequence, *_ in arrivals] == list(range(45, 301))
+    assert all(0 < start <= end for *_, start, end in arrivals[:-1])
+    assert (arrivals[-1][1:3], arrivals[-1][4]) == (("last", 5), 0)
+    facts = seen.snapshot()
+    assert (facts["n_ended_ops"], facts["ended_nbytes"]) == (300, 10 * 299 * 150)
+    busy = sum(end - start for *_, start, end in arrivals[:-1])
+    assert busy <= facts["busy_ns"] < 10e9
+
+
+def test_who_looks_at_a_page_cannot_write_and_needs_no_nonce(start_rank):
+    rank = start_rank(1, "time.sleep(60)")
+    seen = StatusPage.look(rank.ward.pid, rank.ward.page_fd)
+    assert (seen.snapshot()["pid"], seen.snapshot()["rank"]) == (rank.ward.pid, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100_000, b"1mocgnir" + bytes(100)])
+def test_what_is_no_page_of_this_version_is_refused(content, tmp_path):
+    (tmp_path / "file").write_bytes(content)
+    with open(tmp_path / "file") as file, pytest.raises(RuntimeError, match="status page: "):
+        StatusPage.look(os.getpid(), file.fileno())
+
+
+def test_the_heart_beats_while_python_holds_the_lock_and_stops_with_the_process(start_rank):
+    rank = start_rank(0, "sum(range(10**11))")
+
+    def beat():
+        return rank.page.snapshot()["heartbeat_ns"]
+
+    rank.go()
+    first = beat()
+    wait_until(lambda: beat() > first, "no heartbeat")
+    os.kill(rank.ward.pid, signal.SIGSTOP)
+    wait_until(lambda: monotonic_ns() - beat() > 1e9, "it beats although the process is stopped")
+    os.kill(rank.ward.pid, signal.SIGCONT)
+    wait_until(lambda: monotonic_ns() - beat() < 1e9, "it does not go on")
 
 
 @pytest.mark.parametrize(

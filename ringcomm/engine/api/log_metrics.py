@@ -1,0 +1,119 @@
+"""log(): values of this rank, such as its loss, for `ringcomm top`, a file and trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.launched import run_file
+
+_NO_STEP: Final = -1
+_trackers: list[Callable[[dict[str, float], int | None], object]] = []
+
+
+def log(
+    values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **scalars: Any
+) -> None:
+    """Record values of this rank: rc.log(step=7, loss=0.5). Not collective.
+
+    `ringcomm top` shows the latest values, of at most 32 names per rank. In a job of `ringcomm
+    run`, each call adds a line to metrics.jsonl in the run's folder, or to metrics-<rank>.jsonl on
+    other ranks than 0. On rank 0, trackers get the values, too; see log_to().
+
+    Args:
+        values: further values by name, for names such as "train/loss".
+        step: the training step to which the values belong.
+        **scalars: the values, which float() must accept, such as numbers and tensors of one
+            element. A value on a GPU is waited for.
+
+    Raises:
+        TypeError: a value is no number, or step is no whole number.
+        ValueError: step is less than 0, or 2**63 or more.
+        OSError: the file cannot be written.
+        NotInitializedError: init() has not run.
+    """
+    this = engine()
+    whole = None if step is None else _step(step)
+    found = {name: _number(name, value) for name, value in {**(values or {}), **scalars}.items()}
+    for name, number in found.items():
+        if this.page is not None:
+            this.page.log_scalar(name, _NO_STEP if whole is None else whole, number)
+    _write_line(this.job_rank, whole, found)
+    for track in _trackers if this.job_rank == 0 else ():
+        track(found, whole)
+
+
+def log_to(tracker: Any) -> None:
+    """Pass what rank 0 logs from now on to a tracker, too.
+
+    Args:
+        tracker: an object with add_scalar(name, value, step), such as the SummaryWriter of
+            tensorboardX or torch; with log_metric(name, value, step=), such as the module mlflow;
+            or with log(values, step=), such as a run of wandb. Other ranks may pass it, too.
+
+    Raises TypeError if it has none of these.
+    """
+    _trackers.append(_tracking(tracker))
+
+
+def note_event(text: str) -> None:
+    """Record what happened on this rank, in a few words, for `ringcomm top`. Not collective."""
+    page = engine().page
+    if not isinstance(text, str):
+        raise TypeError(f"note_event: text must be a str, not {text!r}")
+    if page is not None:
+        page.note_event(text.encode(errors="replace").decode())  # lone surrogates
+
+
+def _tracking(tracker: Any) -> Callable[[dict[str, float], int | None], object]:
+    if callable(add := getattr(tracker, "add_scalar", None)):
+        return lambda values, step: [add(name, value, step) for name, value in values.items()]
+    if callable(log_metric := getattr(tracker, "log_metric", None)):
+        return lambda values, step: [
+            log_metric(name, value, step=step) for name, value in values.items()
+        ]
+    if callable(log_all := getattr(tracker, "log", None)):
+        return lambda values, step: log_all(values, step=step)
+    raise TypeError(
+        f"log_to: {type(tracker).__name__} has none of add_scalar(), log_metric() and log()"
+    )
+
+
+def _step(step: int) -> int:
+    whole = operator.index(step)
+    if not 0 <= whole < 1 << 63:
+        raise ValueError(f"log: step is {whole}; it must be at least 0 and less than 2**63")
+    return whole
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"log: {name} is {value!r}, which is no number") from error
+
+
+def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> None:
+    """Append a JSON object to the rank's file. One call, so that a killed rank leaves no half."""
+    path = run_file("metrics.jsonl" if rank == 0 else f"metrics-{rank}.jsonl")
+    if not path:
+        return
+    record: dict[str, Any] = {"time": round(time.time(), 6)}
+    record |= {} if step is None else {"step": step}
+    record |= {name: _json_value(number) for name, number in values.items()}
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(descriptor, json.dumps(record).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def _json_value(number: float) -> float | str:
+    """Return the number, or the name of one that JSON lacks: "nan", "inf", "-inf"."""
+    return number if math.isfinite(number) else str(number)

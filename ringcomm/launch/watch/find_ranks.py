@@ -1,0 +1,84 @@
+"""Finds the ranks of this user on this host by their status pages, without the help of the jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from ringcomm._core import StatusPage
+from ringcomm.launch.watch.rank_rows import Process, RankSample
+from ringcomm.status.ending_in_words import how_it_ended
+from ringcomm.status.page_enums import Ending
+
+_NAME: Final = "/memfd:ringcomm-status-"
+
+
+class Ranks:
+    """The ranks on this host that were found. Their pages stay readable after they have died."""
+
+    def __init__(self) -> None:
+        self.problems: set[str] = set()  # pages that cannot be read, as those of other versions
+        self._pages: dict[tuple[str, int], StatusPage] = {}
+
+    def search(self) -> None:
+        """Look for ranks that have started since the last call. Takes some milliseconds."""
+        self.problems = set()
+        for pid, fd in _descriptors():
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
+                try:
+                    page = StatusPage.look(pid, fd)
+                except RuntimeError as error:
+                    self.problems.add(f"pid {pid}: {error}")
+                    continue
+                facts = page.snapshot()
+                self._pages.setdefault((facts["job"], facts["rank"]), page)
+
+    def sample(self, now_ns: int) -> list[RankSample]:
+        """Return what all ranks do now, by job and rank."""
+        return [_sample(page, now_ns) for _, page in sorted(self._pages.items())]
+
+
+def _descriptors() -> Iterator[tuple[int, int]]:
+    """Yield (pid, descriptor) of each status page that a process of this user has open."""
+    me = os.geteuid()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid != me:
+                continue
+            names = os.listdir(folder / "fd")
+        except OSError:  # it has ended, or lets nobody look
+            continue
+        for name in names:
+            with contextlib.suppress(OSError):
+                if os.readlink(folder / "fd" / name).startswith(_NAME):
+                    yield int(folder.name), int(name)
+
+
+def _sample(page: StatusPage, now_ns: int) -> RankSample:
+    facts = page.snapshot()
+    return RankSample(
+        now_ns,
+        facts,
+        [(name, step, value) for name, step, value, _ in page.scalars()],
+        page.events(),
+        _process(facts["pid"]),
+        how_it_ended(facts) if facts["end_kind"] != Ending.NONE else "",
+    )
+
+
+def _process(pid: int) -> Process | None:
+    """Return CPU time and memory of a process; None if it is dead."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in "ZX":
+        return None
+    ticks = int(fields[11]) + int(fields[12])
+    pages = int(fields[21])
+    return Process(
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"), nbytes=pages * os.sysconf("SC_PAGE_SIZE")
+    )

@@ -1,0 +1,179 @@
+"""Rows of `ringcomm top`, from two samples of a rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ringcomm.status.page_enums import OpState, State
+
+COLUMNS: Final = (
+    "rank", "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory", "scalars",
+)  # fmt: skip
+_LATE_NS: Final = 2_000_000_000  # the heart beats four times per second
+_SHOWN_SCALARS: Final = 4
+_TEXT: Final = 40
+
+
+@dataclass(frozen=True)
+class Process:
+    """The CPU time that a process has used, and its resident memory."""
+
+    cpu_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RankSample:
+    """What a rank does at a moment.
+
+    Attributes:
+        time_ns: the moment, by the clock of the page.
+        page: StatusPage.snapshot().
+        scalars: name, step (-1: none) and latest value.
+        events: time_ns and text.
+        process: None if it is dead.
+        ending: how it has failed, in words; "": it has not said so.
+    """
+
+    time_ns: int
+    page: Mapping[str, Any]
+    scalars: Sequence[tuple[str, int, float]]
+    events: Sequence[tuple[int, str]]
+    process: Process | None
+    ending: str = ""
+
+    @property
+    def job(self) -> str:
+        """The name of its job."""
+        return str(self.page["job"])
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return int(self.page["rank"])
+
+    @property
+    def is_over(self) -> bool:
+        """True if the rank has left in order, or is dead."""
+        return self.process is None or self.page["state"] == State.LEFT
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank's row; the texts are in the order of COLUMNS."""
+
+    texts: tuple[str, ...]
+    is_bad: bool  # the rank has failed, is dead or is stopped
+
+
+def row_of(now: RankSample, before: RankSample | None) -> Row:
+    """Return the row of a rank; rates are since `before`, and empty without one."""
+    page = now.page
+    state, is_bad = _state(now)
+    is_running = page["op_state"] == OpState.RUNNING and not now.is_over
+    seconds = (now.time_ns - page["op_start_ns"]) / 1e9 if is_running else 0.0
+    texts = (
+        str(now.rank),
+        str(page["pid"]),
+        state,
+        str(_step(now)),
+        _shortened(page["op_name"]) if is_running else "",
+        f"{max(seconds, 0.0):.1f} s" if is_running else "",
+        *_rates(now, before),
+        "" if now.process is None else _amount(now.process.nbytes),
+        " ".join(f"{name}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]),
+    )
+    return Row(texts, is_bad)
+
+
+def title_of(samples: Sequence[RankSample]) -> str:
+    """Return the title of a job's table."""
+    first = samples[0].page
+    live = sum(not each.is_over for each in samples)
+    return f"job {first['job']}: {live} of {first['size']} ranks live on {first['host']}"
+
+
+def latest_events(samples: Sequence[RankSample], count: int) -> list[str]:
+    """Return the latest events of a job's ranks, the newest last."""
+    events = sorted(
+        (time_ns, each.rank, text) for each in samples for time_ns, text in each.events
+    )[-count:]
+    now_ns = samples[0].time_ns if samples else 0
+    return [f"{(now_ns - t) / 1e9:6.0f} s ago  rank {rank}: {text}" for t, rank, text in events]
+
+
+def as_json(now: RankSample) -> dict[str, Any]:
+    """Return a rank's facts for `--json`."""
+    state, is_bad = _state(now)
+    is_running = now.page["op_state"] == OpState.RUNNING and not now.is_over
+    return {
+        "job": now.job,
+        "rank": now.rank,
+        "size": now.page["size"],
+        "host": now.page["host"],
+        "pid": now.page["pid"],
+        "state": state,
+        "is_bad": is_bad,
+        "step": _step(now),
+        "operation": now.page["op_name"] if is_running else None,
+        "operation_s": (now.time_ns - now.page["op_start_ns"]) / 1e9 if is_running else None,
+        "ended_operations": now.page["n_ended_ops"],
+        "ended_nbytes": now.page["ended_nbytes"],
+        "busy_s": now.page["busy_ns"] / 1e9,
+        "cpu_s": None if now.process is None else now.process.cpu_s,
+        "memory_nbytes": None if now.process is None else now.process.nbytes,
+        "scalars": {name: value for name, _, value in now.scalars},
+        "events": [text for _, text in now.events],
+    }
+
+
+def _state(now: RankSample) -> tuple[str, bool]:
+    """Return the state in words, and True if it is a bad one."""
+    page = now.page
+    if page["state"] == State.LEFT:
+        return "left", False
+    if now.ending:
+        return _shortened(now.ending), True
+    if now.process is None:
+        return "dead", True
+    if page["heartbeat_ns"] and now.time_ns - page["heartbeat_ns"] > _LATE_NS:
+        return f"stopped for {(now.time_ns - page['heartbeat_ns']) / 1e9:.0f} s", True
+    if page["state"] == State.RUNNING:
+        return ("waits" if page["op_state"] == OpState.RUNNING else "computes"), False
+    return State(page["state"]).name.lower(), False
+
+
+def _step(now: RankSample) -> int:
+    """Return the step of the optimizer, or the latest that the program has logged."""
+    return max([int(now.page["step"]), *(step for _, step, _ in now.scalars)])
+
+
+def _rates(now: RankSample, before: RankSample | None) -> tuple[str, str, str]:
+    """Return the share of time in operations, payload per second, and CPU load."""
+    if before is None or now.time_ns <= before.time_ns:
+        return "", "", ""
+    seconds = (now.time_ns - before.time_ns) / 1e9
+    busy_s = (_busy_ns(now) - _busy_ns(before)) / 1e9
+    nbytes = now.page["ended_nbytes"] - before.page["ended_nbytes"]
+    wait = f"{min(max(busy_s / seconds, 0.0), 1.0):.0%}"
+    if now.process is None or before.process is None:
+        return wait, f"{nbytes / seconds / 1e6:.1f}", ""
+    load = (now.process.cpu_s - before.process.cpu_s) / seconds
+    return wait, f"{nbytes / seconds / 1e6:.1f}", f"{load:.0%}"
+
+
+def _busy_ns(sample: RankSample) -> int:
+    """Return the time in operations, with that of the one under way."""
+    page = sample.page
+    is_running = page["op_state"] == OpState.RUNNING and not sample.is_over
+    return int(page["busy_ns"]) + (sample.time_ns - page["op_start_ns"] if is_running else 0)
+
+
+def _amount(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..."

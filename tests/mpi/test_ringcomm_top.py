@@ -1,0 +1,232 @@
+"""`ringcomm top` and rc.log() with real jobs: what is shown of them, also while they hang."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from harness import BIN, HANG_S, finish_job, job_environment, start_job, wait_until
+
+from ringcomm.launch.watch.rank_rows import COLUMNS, Process, RankSample, row_of
+
+JOB = """
+import os, signal, sys, time
+import numpy as np
+import ringcomm as rc
+rc.init()
+rc.barrier()
+print("job", flush=True)
+rc.log(step=17, loss=0.25 + rc.rank(), **{"lr": 0.1})
+rc.note_event("epoch 2 begins")
+if rc.rank() == 1:
+    open("slow", "w").close()
+    while not os.path.exists("go on"):
+        time.sleep(0.02)
+rc.allreduce(np.ones(250_000, np.float32), name="layer3.weight")
+rc.barrier()
+"""
+
+
+def top(*arguments):
+    return subprocess.run(
+        [BIN / "ringcomm", "top", *arguments],
+        env=job_environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+
+
+def facts_of(size):
+    """Return what top says of the job of so many ranks that this test has started."""
+    found = [each for each in json.loads(top("--json").stdout or "[]") if each["size"] == size]
+    return {each["rank"]: each for each in found}
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """A job of 3 ranks, of which 2 wait for rank 1."""
+    (tmp_path / "script.py").write_text(JOB)
+    job = start_job(3, tmp_path / "script.py", cwd=tmp_path)
+    wait_until((tmp_path / "slow").exists, "rank 1 is not there")
+    wait_until(
+        lambda: (
+            [facts_of(3).get(rank, {}).get("state") for rank in range(3)]
+            == ["waits", "computes", "waits"]
+        ),
+        lambda: top("--json").stdout,
+    )
+    yield job
+    (tmp_path / "go on").touch()
+    assert finish_job(job).code == 0
+
+
+def test_a_job_that_hangs_is_shown_without_its_help(hanging):
+    facts = facts_of(3)
+    assert facts[0]["operation"] == "allreduce[layer3.weight]"
+    assert facts[1]["operation"] is None
+    assert facts[2]["operation_s"] > 0
+    assert facts[0]["memory_nbytes"] > 1 << 20
+    assert [facts[rank]["scalars"] for rank in range(3)] == [
+        {"loss": 0.25 + rank, "lr": 0.1} for rank in range(3)
+    ]
+    assert facts[1]["events"] == ["epoch 2 begins"]
+    assert {facts[rank]["step"] for rank in range(3)} == {17}
+    job = facts[0]["job"]
+    text = top("--once", "--interval", "0.3", job).stdout
+    assert re.search(rf"job {job}: 3 of 3 ranks live on", text)
+    assert re.search(r"^1 +\d+ +computes +17 +0% +0\.0 ", text, re.MULTILINE), text
+    row = r"^0 +\d+ +waits +17 +allreduce\[layer3\.weight\] +\d+\.\d s +100% +0\.0 .*loss=0\.25 lr"
+    assert re.search(row, text, re.MULTILINE), text
+    assert "rank 2: epoch 2 begins" in text
+
+
+def test_a_stopped_rank_and_a_dead_one_are_shown_as_such(hanging):
+    facts = facts_of(3)
+    os.kill(facts[1]["pid"], signal.SIGSTOP)
+    wait_until(lambda: "stopped for" in facts_of(3)[1]["state"], "it does not seem stopped")
+    assert facts_of(3)[1]["is_bad"]
+    os.kill(facts[1]["pid"], signal.SIGCONT)
+    wait_until(lambda: facts_of(3)[1]["state"] == "computes", "it does not go on")
+
+
+def test_the_live_table_goes_on_until_the_job_is_over(hanging, tmp_path):
+    pytest.importorskip("rich", reason="the core is tested without rich, too")
+    job = facts_of(3)[0]["job"]
+    ours, theirs = os.openpty()
+    shown = subprocess.Popen(
+        [BIN / "ringcomm", "top", job, "--interval", "0.1"],
+        env=job_environment({"COLUMNS": "200", "LINES": "50", "TERM": "xterm"}),
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+    )
+    os.close(theirs)
+    text = ""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(ours, 1 << 16).decode(errors="replace"):
+            text += piece
+            if "layer3.weight" in text:
+                (tmp_path / "go on").touch()
+    os.close(ours)
+    assert shown.wait(HANG_S) == 0
+    assert re.search(r"waits.*17.*allreduce\[layer3\.weight\]", text)
+    assert "ringcomm top: all jobs are over" in text
+
+
+def test_without_a_job_there_is_a_word_of_it():
+    done = top("--once", "no such job")
+    assert (done.returncode, done.stdout) == (1, "")
+    text = "ringcomm top: no live job 'no such job' of this user on this host\n"
+    assert done.stderr.endswith(text)  # after what it says of jobs of other versions
+
+
+def test_metrics_are_in_the_folder_of_the_run(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import numpy as np\nimport ringcomm as rc\n"
+        "class Writer:\n"
+        "    def add_scalar(self, name, value, step): print(name, value, step, flush=True)\n"
+        "class Run:\n"
+        "    def log(self, values, step): print(values, step, flush=True)\n"
+        "class Mlflow:\n"
+        "    def log_metric(self, name, value, step): print('mlflow', name, flush=True)\n"
+        "rc.init()\n"
+        "for tracker in (Writer(), Run(), Mlflow()): rc.log_to(tracker)\n"
+        "rc.log(step=np.int64(1), loss=np.float32(0.5))\n"
+        "rc.log({'train/loss': float('nan')}, acc=1)\n"
+        "wrong = (lambda: rc.log(loss='low'), lambda: rc.log(step=1.5), lambda: rc.log_to(3))\n"
+        "for call in wrong:\n"
+        "    try: call()\n"
+        "    except TypeError as error: print(error, flush=True)\n"
+    )
+    done = subprocess.run(
+        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "2", "train.py"],
+        env=job_environment({"TMPDIR": str(tmp_path)}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    for name in ("metrics.jsonl", "metrics-1.jsonl"):
+        lines = [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+        assert all(line.pop("time") > 1e9 for line in lines)
+        assert lines == [{"step": 1, "loss": 0.5}, {"train/loss": "nan", "acc": 1.0}]
+    assert (tmp_path / "run" / "rank-0.log").read_text().splitlines() == [
+        "loss 0.5 1",
+        "{'loss': 0.5} 1",
+        "mlflow loss",
+        "train/loss nan None",
+        "acc 1.0 None",
+        "{'train/loss': nan, 'acc': 1.0} None",
+        "mlflow train/loss",
+        "mlflow acc",
+        "log: loss is 'low', which is no number",
+        "'float' object cannot be interpreted as an integer",
+        "log_to: int has none of add_scalar(), log_metric() and log()",
+    ]
+
+
+# --- rows ---------------------------------------------------------------------------------------
+PAGE = {
+    "job": "j", "rank": 3, "size": 4, "host": "h", "pid": 12, "state": 1, "step": 5, "op_state": 0,
+    "op_name": "allreduce", "op_start_ns": 0, "n_ended_ops": 0, "ended_nbytes": 0, "busy_ns": 0,
+    "heartbeat_ns": 10**9,
+}  # fmt: skip
+
+
+def sample(time_s, *, process=None, ending="", **page):
+    facts = PAGE | {"heartbeat_ns": int(time_s * 1e9)} | page
+    used = Process(2.0, 3_000_000) if process is None else process
+    return RankSample(int(time_s * 1e9), facts, [], [], used or None, ending)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "is_bad"),
+    [
+        ({}, "computes", False),
+        ({"op_state": 1}, "waits", False),
+        ({"state": 0}, "starting", False),
+        ({"state": 2}, "leaving", False),
+        ({"state": 3, "process": False}, "left", False),
+        ({"process": False}, "dead", True),
+        ({"ending": "raised ValueError: boom"}, "raised ValueError: boom", True),
+        ({"heartbeat_ns": 5 * 10**9}, "stopped for 5 s", True),
+    ],
+)
+def test_state_of_a_row(changes, state, is_bad):
+    row = row_of(sample(10, **changes), None)
+    assert (row.texts[COLUMNS.index("state")], row.is_bad) == (state, is_bad)
+    assert len(row.texts) == len(COLUMNS)
+
+
+def test_rates_are_those_between_two_samples():
+    before = sample(10, ended_nbytes=1_000_000, busy_ns=10**9, process=Process(2.0, 1))
+    now = sample(
+        12, ended_nbytes=5_000_000, busy_ns=15 * 10**8, process=Process(3.0, 2_500_000_000)
+    )
+    texts = dict(zip(COLUMNS, row_of(now, before).texts, strict=True))
+    assert (texts["wait"], texts["MB/s"], texts["CPU"]) == ("25%", "2.0", "50%")
+    assert texts["memory"] == "2.5 GB"
+    pending = sample(12, busy_ns=10**9, op_state=1, op_start_ns=int(11.5e9))
+    assert row_of(pending, before).texts[COLUMNS.index("wait")] == "25%"
+    assert row_of(pending, None).texts[COLUMNS.index("for")] == "0.5 s"
+
+
+def test_long_names_are_shortened():
+    row = row_of(sample(10, op_state=1, op_name="x" * 100), None)
+    assert row.texts[COLUMNS.index("operation")] == "x" * 37 + "..."
+
+
+def test_rows_need_neither_rich_nor_mpi():
+    names = "[n for n in ('rich', 'mpi4py') if n in sys.modules]"
+    code = f"import sys, ringcomm.launch.watch.top; print({names})"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[]\n", done.stderr
