@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from ringcomm._core import NodeMemory, StatusPage
 from ringcomm.launched import is_fault_tolerant
-from ringcomm.status.guardian import Ward
 from ringcomm.status.ending_in_words import how_it_ended
+from ringcomm.status.guardian import Ward
 from ringcomm.status.page_enums import Ending, State
 from ringcomm.transport.base import Died
 from ringcomm.transport.failure_news import DIRECT
