@@ -39,7 +39,8 @@ class Settings:
         gpu_transport: how arrays on GPUs travel: "nccl", "ipc" or "staged"; "auto" takes the first
             of these that works.
         nccl: the Python package for NCCL: "cupy" or "nccl4py".
-        ps_servers: number of parameter servers that ps.init() makes by default; 0 = 1.
+        ps_servers: number of parameter servers that ps.init() makes by default: 1 or more; 1 if it
+            is not set, or as many ranks as declare to be servers.
         elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
         elastic_losses: how many ranks an elastic job may lose; each takes two MPI communicators.
         ps_evaluators: number of evaluators that ps.init() makes by default.
@@ -164,6 +165,11 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         field, text = known[variable], environ[variable]
         values[field.name] = _value(variable, text, str(field.type))
     found = Settings(**values)
+    if values.get("ps_servers") == 0:
+        raise ConfigError(
+            f"{_PREFIX}PS_SERVERS is 0, and ps.init() needs one server at least. Set it to 1 or "
+            "more, or unset it"
+        )
     _ = found.forced  # raises if RINGCOMM_ALGORITHM is wrong
     if found.gpu_transport not in ("auto", *GPU_TRANSPORTS):
         raise ConfigError(

@@ -93,12 +93,12 @@ FAULT = [
     Mutation(
         "follower-is-blamed",
         "fault",
-        "transport/mpi.py",
+        "transport/presence.py",
         """\
             blames = last_words["end_code"]
 """,
         """\
-            blames = rank
+            blames = number
 """,
         "the report blames a rank that only followed another one's failure",
         ("unit/test_status_page_and_guardian.py",),

@@ -43,7 +43,16 @@ class Started:
     def __init__(self, cwd, *arguments, env=None):
         self.cwd = Path(cwd)
         self.process = subprocess.Popen(
-            [BIN / "ringcomm", "run", "--run-folder", "run", *map(str, arguments)],
+            # Who runs these tests in the background ignores the first two, and so would the job.
+            [
+                "env",
+                "--default-signal=INT,HUP",
+                BIN / "ringcomm",
+                "run",
+                "--run-folder",
+                "run",
+                *map(str, arguments),
+            ],
             cwd=cwd,
             env=job_environment({"TMPDIR": str(cwd)} | (env or {})),
             stdin=subprocess.DEVNULL,

@@ -104,14 +104,16 @@ def test_a_worker_that_leaves_before_it_answers_holds_up_nobody():
 
 
 def test_a_worker_that_does_not_answer_is_named():
-    is_over = threading.Event()
+    computes, is_over = threading.Event(), threading.Event()
 
     def body(rank):
         ps.table("w", 10, mode="sync")
         rc.barrier()
         if rank == 1:
+            computes.set()
             return is_over.wait(60)
         try:
+            assert computes.wait(60)
             ps.stop()
             with deadline(0.3), pytest.raises(rc.CommTimeoutError, match=r"rank 1.* did not ans"):
                 ps.should_stop()

@@ -278,14 +278,47 @@ def test_a_push_that_comes_twice_is_applied_once():
 
 
 @pytest.mark.parametrize(
+    "keys",
+    [
+        [(1 << 64) - 1, 3],
+        (0, (1 << 64) - 6),
+        np.array([5, 7], np.int64),
+        np.array([[127, 7]], np.int8),
+        np.array([(1 << 64) - 5], np.uint64),
+        np.array([-5, 7], np.int64).view(np.uint64),
+        7,
+        [],
+    ],
+    ids=str,
+)
+def test_keys_are_any_integers_of_64_bits(keys):
+    patterns = [int(key) for key in np.ravel(np.asarray(keys, object))]
+
+    def body(rank):
+        kv = ps.hashtable("kv", 2, updater=ps.optim.Add())
+        shape = np.asarray(keys, object).shape
+        kv.push(keys, np.ones((*shape, 2), np.float32)).wait()
+        again = kv.pull(np.array(patterns, np.uint64)).wait()
+        return len(kv), again.tolist(), kv.pull(keys).wait().shape
+
+    ((n, rows, shape),) = run_workers(1, body)
+    assert n == len({*patterns})
+    assert rows == [[1.0, 1.0]] * len(patterns)
+    assert shape == (*np.asarray(keys, object).shape, 2)
+
+
+@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda kv: kv.push([1, 2], ONE), ValueError, r"shape \(1, 4\), and the keys \(2,\)"),
         (lambda kv: kv.push([1], ONE[:, :3]), ValueError, r"must be \(1, 4\)"),
         (lambda kv: kv.push([1], ONE.astype(np.float64)), TypeError, "dtype float64, and"),
-        (lambda kv: kv.push([-1], ONE), ValueError, "key -1 is negative"),
-        (lambda kv: kv.push([1.0], ONE), TypeError, "keys are float64; they must be integers"),
-        (lambda kv: kv.push([True], ONE), TypeError, "keys are bool"),
+        (lambda kv: kv.push([-1], ONE), ValueError, r"key -1 is not .*keys.view\(np.uint64"),
+        (lambda kv: kv.push([-1, 2**64 - 1], np.ones((2, 4), np.float32)), ValueError, "key -1 is"),
+        (lambda kv: kv.push([1 << 64], ONE), ValueError, "key 18446744073709551616 is not in"),
+        (lambda kv: kv.push([1.0], ONE), TypeError, "key 1.0 is a float, not an integer"),
+        (lambda kv: kv.push(np.ones(1), ONE), TypeError, "keys are float64; they must be integers"),
+        (lambda kv: kv.push([True], ONE), TypeError, "key True is a bool, not an integer"),
         (lambda kv: kv.push([1], ONE * np.nan), ValueError, r"push\[emb\]: NaN or inf"),
         (lambda kv: kv.push([1], ONE * np.inf), ValueError, r"push\[emb\]: NaN or inf"),
         (lambda kv: kv.push([1], ONE, weight=0), ValueError, "weight is 0"),

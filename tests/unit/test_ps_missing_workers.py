@@ -141,8 +141,7 @@ def test_a_bounded_read_names_who_is_behind():
         return message_of(table.pull().wait)
 
     text = while_others(missing, waiting)
-    assert "of w waits for worker 1." in text
-    assert "Step " in text
+    assert "Step 2 of w waits for worker 1." in text
 
 
 def test_rows_of_a_hash_table():
@@ -220,8 +219,11 @@ def test_the_default_deadline_is_that_of_collectives():
 
 def test_the_text_is_short_whatever_is_missing():
     assert "no worker is missing" in reasons_text({}, {}, int)
-    many = {f"round 1 of t{n}": range(100) for n in range(8)}
+    tables, ranks = {f"t{n}" for n in range(8)}, tuple(range(100))
+    many = {(f"round {n}", ranks): tables for n in range(1, 6)}
     text = reasons_text(many, {3: "barrier"}, int)
+    assert text.startswith("Round 1 of t0, t1, t2, and 5 more waits for workers 0, 1, 2,")
+    assert "; and 1 more. Worker 0 (rank 0 of the job) does not answer" in text
     assert "worker 3 (rank 3 of the job) is in barrier" in text
     assert text.count("does not answer") == 15
-    assert "..." in text
+    assert "; and 84 more. A worker without data" in text

@@ -36,6 +36,12 @@ def test_a_value_that_is_no_number_names_the_variable(value):
         config.read_settings({"RINGCOMM_TIMEOUT_S": value})
 
 
+def test_no_server_is_refused_and_not_taken_for_one():
+    with pytest.raises(ConfigError, match=r"RINGCOMM_PS_SERVERS is 0, .* one server at least"):
+        config.read_settings({"RINGCOMM_PS_SERVERS": "0"})
+    assert config.read_settings({"RINGCOMM_PS_SERVERS": "2"}).ps_servers == 2
+
+
 def test_an_unknown_setting_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"RINGCOMM_TIMOUT_S .*Did you mean RINGCOMM_TIMEOUT_S"):
         config.read_settings({"RINGCOMM_TIMOUT_S": "1"})

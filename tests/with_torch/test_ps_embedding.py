@@ -1,5 +1,6 @@
 """Embeddings on servers train as nn.Embedding does in one process."""
 
+import numpy as np
 import pytest
 import torch
 from harness import at_length
@@ -170,6 +171,29 @@ def test_a_wrong_id_is_one_clear_error(ids, error, message):
         return emb(torch.tensor([], dtype=torch.int64)).shape
 
     assert run_workers(1, body) == [(0, DIM)]
+
+
+@pytest.mark.parametrize("padding_idx", [None, (1 << 64) - 5])
+def test_ids_may_be_hashes_of_64_bits(padding_idx):
+    ids = np.array([[-5, -(1 << 63)], [7, -5]], np.int64)
+
+    def body(_):
+        emb = Embedding(
+            None, DIM, name="e", init=ps.initializers.zeros(), optimizer=ps.optim.SGD(1.0),
+            padding_idx=padding_idx,
+        )  # fmt: skip
+        with pytest.raises(
+            IndexError, match=r"id -9223372036854775808 .*ids.view\(torch"
+        ):
+            emb(torch.from_numpy(ids))
+        keys = ids.view(np.uint64)
+        for _ in range(2):
+            emb(torch.from_numpy(keys)).sum().backward()
+        return len(emb.table), emb.table.pull(keys).wait()[:, :, 0].tolist()
+
+    is_padded = padding_idx is not None
+    of_5 = 0.0 if is_padded else -4.0
+    assert run_workers(1, body) == [(3 - is_padded, [[of_5, -2.0], [-2.0, of_5]])]
 
 
 def test_a_table_that_admits_late_refuses_to_be_loaded():

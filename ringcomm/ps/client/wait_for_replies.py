@@ -29,11 +29,13 @@ _ADVICE: Final = (
 )
 _BUSY: Final = "It is busy, or waits for other workers."
 _LOOKS: Final = 16  # at a condition, between two looks for ranks that died
-_SHOWN: Final = 16  # a text says what at most so many workers do
+# A text says what at most so many workers do, names so many tables of one wait, and so many waits.
+_SHOWN, _TABLES, _WAITS = 16, 3, 4
 _QUESTION: Final = 0xFFFF_FFFF << 32  # keys of questions; no operation has one of these
 _questions: Final = itertools.count()
 
 IsOver = Callable[[], bool]
+Missing = dict[tuple[str, tuple[int, ...]], set[str]]  # what waits for which ranks -> its tables
 
 
 @dataclass
@@ -148,20 +150,18 @@ class Waits:
         missing = self._missing_workers(servers, is_over)
         if missing is None:
             return "It does not answer: it is busy, or hangs."
-        ranks = {rank for workers in missing.values() for rank in workers}
+        ranks = {rank for _, workers in missing for rank in workers}
         return reasons_text(missing, self._doings(ranks, is_over), self._layout.workers.index)
 
-    def _missing_workers(
-        self, servers: Iterable[int], is_over: IsOver
-    ) -> dict[str, set[int]] | None:
-        """Return the workers that servers wait for, by what for; None: they do not answer."""
+    def _missing_workers(self, servers: Iterable[int], is_over: IsOver) -> Missing | None:
+        """Return for which workers servers wait; None: they do not answer."""
         answers = ask_json(self._asker, Kind.MISSING, None, sorted(servers))
         drive_until(self._engine, lambda: answers.done() or is_over(), answers.label, ANSWER_S)
         if not answers.done():
             return None
-        missing: dict[str, set[int]] = {}
-        for what, workers in itertools.chain.from_iterable(answers.wait()):
-            missing.setdefault(what, set()).update(workers)
+        missing: Missing = {}
+        for what, table, workers in itertools.chain.from_iterable(answers.wait()):
+            missing.setdefault((what, tuple(workers)), set()).add(table)
         return missing
 
     def _doings(self, ranks: Iterable[int], is_over: IsOver) -> dict[int, str]:
@@ -184,35 +184,42 @@ class Waits:
 
 
 def reasons_text(
-    missing: Mapping[str, Iterable[int]],
-    doings: Mapping[int, str],
-    index_of: Callable[[int], int],
+    missing: Missing, doings: Mapping[int, str], index_of: Callable[[int], int]
 ) -> str:
     """Return sentences that name the missing workers, and say what each does. Pure.
 
     Args:
-        missing: ranks of the workers that servers wait for, by what for.
+        missing: see Missing.
         doings: the call that each rank is in, or ""; without those that did not answer.
         index_of: returns the index of a worker by its rank in the job.
     """
     if not missing:
         return "It has answered that no worker is missing: it is busy, or the network is slow."
-    waits, named = [], sorted({rank for ranks in missing.values() for rank in ranks})
-    for what, ranks in missing.items():
-        workers = ", ".join(str(index_of(rank)) for rank in sorted(ranks))
-        plural = "s" if "," in workers else ""
-        waits.append(f"{what} waits for worker{plural} {workers}" if workers else f"it is {what}")
-    sentence = "; ".join(waits)
-    text = f"{sentence[0].upper()}{sentence[1:]}."
+    waits = []
+    for (what, ranks), tables in missing.items():
+        workers = ", ".join(str(index_of(rank)) for rank in ranks)
+        plural = "s" if len(ranks) > 1 else ""
+        of = _shortened(sorted(filter(None, tables)), _TABLES)
+        of = f" of {of}" if of else ""
+        waits.append(f"{what}{of} waits for worker{plural} {workers}" if ranks else f"{what}{of}")
+    text = f"{_capital(_shortened(waits, _WAITS, '; '))}."
+    named = sorted({rank for _, ranks in missing for rank in ranks})
     if not named:
         return text
     shown = [
         f"worker {index_of(rank)} (rank {rank} of the job) {_doing(doings.get(rank))}"
-        for rank in named[:_SHOWN]
+        for rank in named
     ]
-    more = ["..."] * (len(named) > _SHOWN)
-    doing = "; ".join([*shown, *more])
-    return f"{text} {doing[0].upper()}{doing[1:]}. {_ADVICE}"
+    return f"{text} {_capital(_shortened(shown, _SHOWN, '; '))}. {_ADVICE}"
+
+
+def _shortened(texts: list[str], limit: int, separator: str = ", ") -> str:
+    more = [f"and {len(texts) - limit} more"] * (len(texts) > limit)
+    return separator.join([*texts[:limit], *more])
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _doing(label: str | None) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.roles import Layout
 
-_MISSING_MAX: Final = 8  # things for which requests wait, in an answer
+_MISSING_MAX: Final = 100  # things for which requests wait, in an answer
 _UNIT_KINDS: Final = frozenset(
     (Kind.PUSH, Kind.PULL, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS, Kind.ENTER)
 )

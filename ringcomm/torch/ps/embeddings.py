@@ -157,9 +157,15 @@ class _Rows(nn.Module):
             raise TypeError(
                 f"embedding[{self.table.name}]: ids are {ids.dtype}; they must be integers"
             )
-        keys, where = torch.unique(ids.detach(), return_inverse=True)
-        self._require_range(keys)
-        return keys.cpu().numpy().astype(np.int64, copy=False), where
+        ids = ids.detach()
+        is_unsigned = ids.dtype == getattr(torch, "uint64", None)
+        if is_unsigned:
+            ids = ids.view(torch.int64)  # torch sorts no uint64
+        keys, where = torch.unique(ids.to(torch.int64), return_inverse=True)
+        found = keys.cpu().numpy()
+        found = found.view(np.uint64) if is_unsigned else found
+        self._require_range(found)
+        return found, where
 
     def _pulled(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return the rows of the distinct ids, the index of each id's row, and of padding's row."""
@@ -189,15 +195,16 @@ class _Rows(nn.Module):
             keys, grad = np.delete(keys, padding), np.delete(grad, padding, 0)
         submit(self.table, keys, grad, self.samples, partial(setattr, self, "pushed"))
 
-    def _require_range(self, keys: Tensor) -> None:
+    def _require_range(self, keys: np.ndarray) -> None:
         if not len(keys):
             return
-        least, most = int(keys[0]), int(keys[-1])
-        if least < 0 or (self.num_embeddings is not None and most >= self.num_embeddings):
-            bound = "2^63" if self.num_embeddings is None else self.num_embeddings
+        least, most = int(keys.min()), int(keys.max())
+        n = self.num_embeddings
+        if least < 0 or (n is not None and most >= n):
+            hint = "" if n is not None else ". Pass hashes of 64 bits as ids.view(torch.uint64)"
             raise IndexError(
                 f"embedding[{self.table.name}]: id {least if least < 0 else most} is not in "
-                f"[0, {bound})"
+                f"[0, {'2^64' if n is None else n}){hint}"
             )
 
     def extra_repr(self) -> str:
@@ -215,7 +222,7 @@ class Embedding(_Rows):
     norm of all gradients, and drops it if it skips the step.
 
     Args:
-        num_embeddings: limit of the ids; None: any id >= 0 may come.
+        num_embeddings: limit of the ids; None: any id in [0, 2^64) may come, in int64 or uint64.
         dim: number of columns of a row.
         name: name of the table, the same on all workers.
         init: values of a new row; normal with std 1 if not given, as nn.Embedding.
@@ -241,7 +248,7 @@ class EmbeddingBag(_Rows):
     The other arguments are those of Embedding.
 
     Args:
-        num_embeddings: limit of the ids; None: any id >= 0 may come.
+        num_embeddings: limit of the ids; None: any id in [0, 2^64) may come, in int64 or uint64.
         dim: number of columns of a row.
         name: name of the table, the same on all workers.
         bag: how a bag becomes one row: "sum", "mean" or "max"; `mode` of nn.EmbeddingBag.
@@ -289,6 +296,6 @@ def _padding(index: int | None, n: int | None, name: str) -> int | None:
         return None
     if n is not None and -n <= index < n:
         return index % n
-    if n is None and index >= 0:
+    if n is None and 0 <= index < 1 << 64:
         return index
     raise ValueError(f"embedding[{name}]: padding_idx is {index}, and there are {n} rows")

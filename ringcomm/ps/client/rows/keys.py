@@ -93,18 +93,39 @@ def keys_of(label: str, keys: ArrayLike) -> tuple[Keys, tuple[int, ...]]:
 
     Raises:
         TypeError: they are no integers.
-        ValueError: one is negative.
+        ValueError: one is negative, or 2^64 or more.
     """
     given = np.asarray(keys)
-    if given.size == 0 and not isinstance(keys, np.ndarray):
-        given = given.astype(np.uint64)
     if given.dtype.kind not in "iu":
-        raise TypeError(f"{label}: keys are {given.dtype}; they must be integers in [0, 2^64)")
+        if not isinstance(keys, list | tuple | int | float):
+            raise TypeError(f"{label}: keys are {given.dtype}; they must be integers in [0, 2^64)")
+        given = _of_python(label, keys)
     if given.dtype.kind == "i" and given.size and (least := given.min()) < 0:
-        raise ValueError(f"{label}: key {least} is negative; keys are integers in [0, 2^64)")
+        raise ValueError(_out_of_range(label, least))
     flat = np.ascontiguousarray(given).reshape(-1)
     flat = flat.view(np.uint64) if flat.dtype == np.int64 else flat.astype(np.uint64, copy=False)
     return flat, given.shape
+
+
+def _of_python(label: str, keys: Any) -> Keys:
+    """Return Python's integers as keys: numpy makes floats of large ones beside others."""
+    given = np.asarray(keys, object)
+    each: Any
+    for each in given.flat:
+        if isinstance(each, bool | np.bool) or not isinstance(each, int | np.integer):
+            raise TypeError(
+                f"{label}: key {each!r} is a {type(each).__name__}, not an integer in [0, 2^64)"
+            )
+        if not 0 <= each < 1 << 64:
+            raise ValueError(_out_of_range(label, each))
+    return given.astype(np.uint64)
+
+
+def _out_of_range(label: str, key: object) -> str:
+    return (
+        f"{label}: key {key} is not in [0, 2^64). Pass hashes of 64 bits that are signed as "
+        "keys.view(np.uint64)"
+    )
 
 
 def rows_of(label: str, rows: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -215,7 +215,7 @@ class Unit:
             return self.rounds.missing(rank) if wanted is None else self.rounds.missing_now()
         if wanted is None:
             return None
-        return f"step {wanted:g} of all workers", {*clocks.behind(wanted)}
+        return f"step {wanted:g}", {*clocks.behind(wanted)}
 
     # --- moves and checkpoints ------------------------------------------------------------------
     def applied_without_pending(self) -> dict[int, tuple[int, int]]:

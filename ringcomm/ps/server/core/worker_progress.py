@@ -55,8 +55,8 @@ class Progress:
         """How many requests wait."""
         return len(self._awaiting)
 
-    def missing(self, rank: int, chief: int) -> list[tuple[str, list[int]]]:
-        """Return what the requests of a rank wait for, each with the workers that are missing.
+    def missing(self, rank: int, chief: int) -> list[tuple[str, str, list[int]]]:
+        """Return for what the requests of a rank wait: what, of which table, and which workers.
 
         Args:
             rank: whose requests.
@@ -67,10 +67,10 @@ class Progress:
             for unit in table.units.values():
                 waits = unit.missing(rank, self.clocks, chief)
                 if waits is not None:
-                    found.append((f"{waits[0]} of {table.name}", sorted(waits[1])))
+                    found.append((waits[0], table.name, sorted(waits[1])))
         wanted = [wanted for wanted, request in self._awaiting if request.source == rank]
         if wanted:
-            found.append((f"step {min(wanted):g} of all", self.clocks.behind(min(wanted))))
+            found.append((f"step {min(wanted):g}", "", self.clocks.behind(min(wanted))))
         return [each for at, each in enumerate(found) if each not in found[:at]]
 
     def leave(self, rank: int) -> None:
