@@ -2,7 +2,8 @@
 """Kills ranks of elastic jobs at random moments; the others must go on, with exact results.
 
 usage: .venv/bin/python ci/storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
-       .venv/bin/python ci/storms.py --latency 20     # from the kill to the next step of all others
+       .venv/bin/python ci/storms.py --latency 20   # from the kill to the next step of all others
+       .venv/bin/python ci/storms.py --cost 10      # a step of elastic jobs, and of others, in turn
 
 Ends with 1 if a job hangs, or if its final state is not exact on all ranks that live.
 """
@@ -164,15 +165,41 @@ def measure(n, launchers, size, victim):
     return 0
 
 
+def measure_cost(n, size):
+    """Print how long a step takes in elastic jobs and in others, in turn; nothing fails."""
+    times = {"1": [], "0": []}
+    for number in range(2 * n):
+        is_elastic = str(number % 2)
+        command = [
+            Path(sys.executable).parent / "mpirun", "--oversubscribe", *LAUNCHERS["ulfm"],
+            "-np", str(size), sys.executable, JOB, "--out", "/tmp", "--time",
+        ]  # fmt: skip
+        root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+        mine = {"RINGCOMM_ELASTIC": is_elastic, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | dict.fromkeys(root, "1") | mine
+        job = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
+        )
+        times[is_elastic].append(json.loads(job.stdout.strip().splitlines()[-1]))
+    for what in times["0"][0]:
+        without, with_it = (min(each[what] for each in times[key]) for key in "01")
+        change = 100 * (with_it / without - 1)
+        print(f"{what}: {without:.1f} us, elastic {with_it:.1f} us ({change:+.1f} %)")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--storms", type=int, default=200)
     parser.add_argument("--latency", type=int, default=0, help="measure in this many jobs")
+    parser.add_argument("--cost", type=int, default=0, help="compare this many pairs of jobs")
     parser.add_argument("--launcher", default="both", choices=(*LAUNCHERS, "both"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--size", type=int, default=4, help="ranks, for --latency")
+    parser.add_argument("--size", type=int, default=4, help="ranks, for --latency, --cost")
     parser.add_argument("--victim", type=int, default=2, help="rank, for --latency")
     args = parser.parse_args()
+    if args.cost:
+        measure_cost(args.cost, args.size)
+        return 0
     launchers = tuple(LAUNCHERS) if args.launcher == "both" else (args.launcher,)
     if args.latency:
         return measure(args.latency, launchers, args.size, args.victim)

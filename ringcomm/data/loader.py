@@ -84,6 +84,7 @@ class Loader:
         self._data, self._optimizer, self._prefetch = data, optimizer, prefetch
         self._collate = stack if collate is None else collate
         self._consumed: int | None = None  # samples, in the epoch under way
+        self._n_batches: int | None = None  # batches that have these samples
         self._under_way: weakref.ref[Generator[Any, None, None]] | None = None  # no cycle
 
     def __iter__(self) -> Iterator[Any]:
@@ -113,20 +114,31 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue where a run stopped; see ShardedSampler.load_state_dict()."""
         self.sampler.load_state_dict(state)
-        self._consumed = None
+        self._consumed = self._n_batches = None
+
+    def elastic_position(self) -> State:
+        """Return the position of all ranks; see ShardedSampler.elastic_position()."""
+        return self.sampler.elastic_position(self._n_batches)
+
+    def set_elastic_position(self, position: Mapping[str, Any]) -> None:
+        """Go on from a position; see ShardedSampler.set_elastic_position()."""
+        self.sampler.set_elastic_position(position)
+        self._consumed = self._n_batches = None
 
     def _epoch(self, on_next: Callable[[Any], object] | None) -> Generator[Any, None, None]:
         with contextlib.closing(self._loaded(self.batches.begin())) as loaded:
             self._consumed = consumed = 0
+            self._n_batches = n_batches = 0
             ahead: Iterator[Any] = chain(loaded, [None])
             for (n, batch), after in pairwise(ahead) if on_next else zip(loaded, repeat(None)):
                 self._consumed = consumed = consumed + n
+                self._n_batches = n_batches = n_batches + 1
                 if self._optimizer is not None:
                     self._optimizer.set_samples(n)
                 if on_next and after:
                     on_next(after[1])
                 yield batch
-        self._consumed = None
+        self._consumed = self._n_batches = None
 
     def _loaded(self, batches: Iterator[list[int]]) -> Generator[tuple[int, Any], None, None]:
         if not self._prefetch:

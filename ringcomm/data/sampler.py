@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -82,6 +82,7 @@ class ShardedSampler:
         if isinstance(data, tuple | dict):
             raise TypeError("ShardedSampler: for several arrays, pass the number of rows: len(x)")
         self.n = len(data) if isinstance(data, Sized) else operator.index(data)
+        self._is_for_job = rank is None
         self.rank = engine().rank if rank is None else operator.index(rank)
         self.size = engine().size if size is None else operator.index(size)
         self.shuffle, self.seed, self.remainder = bool(shuffle), operator.index(seed), remainder
@@ -99,7 +100,7 @@ class ShardedSampler:
 
     def __iter__(self) -> Iterator[int]:
         run = self.begin()  # at the first next(): DataLoader makes an iterator that it never uses
-        for batch in run.take([1] * len(run.share)):
+        for batch in run.take(lambda rank: [1] * self.length_of(rank), self.rank):
             yield from batch
 
     def __len__(self) -> int:
@@ -182,6 +183,29 @@ class ShardedSampler:
         self._set(epoch, (*known, counts) if any(counts) else tuple(known))
         if self._phases and self.longest() == 0:
             self._set(epoch + 1, ())
+
+    def elastic_position(self, n_batches: int | None = None) -> State:
+        """Return the position of all ranks, which have consumed equally many batches; local.
+
+        n_batches: how many, in the epoch under way; None: all that the sampler has dealt out.
+        """
+        run = self._run
+        if run is None:
+            return {"epoch": self._epoch, "phases": self._phases}
+        n = run.n_dealt if n_batches is None else n_batches
+        if n >= run.n_batches and (n or run.is_over):
+            return {"epoch": run.epoch + 1, "phases": ()}
+        counts = tuple(sum(run.lengths_of(rank)[:n]) for rank in range(self.size))
+        return {"epoch": run.epoch, "phases": (*self._phases, counts) if n else self._phases}
+
+    def set_elastic_position(self, position: Mapping[str, Any]) -> None:
+        """Go on from an elastic_position(): the ranks of today share what is left of its epoch."""
+        if self._is_for_job:
+            self.rank, self.size = engine().rank, engine().size
+        self._set(position["epoch"], position["phases"])
+        self._is_compared = False
+        if self._phases and self.longest() == 0:
+            self._set(position["epoch"] + 1, ())
 
     @property
     def has_begun(self) -> bool:
@@ -272,12 +296,18 @@ class EpochShare:
     epoch: int
     share: Indices
     taken: int = 0  # samples that have been dealt out
+    n_dealt: int = 0  # batches that have been dealt out
+    n_batches: int = 0  # of this rank
     is_over: bool = False
+    lengths_of: Callable[[int], list[int]] = lambda rank: []  # of the batches of any rank
 
-    def take(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Deal out batches of these lengths."""
+    def take(self, lengths_of: Callable[[int], list[int]], rank: int) -> Iterator[list[int]]:
+        """Deal out the batches of a rank; lengths_of() returns the lengths of those of any rank."""
+        lengths = lengths_of(rank)
+        self.lengths_of, self.n_batches = lengths_of, len(lengths)
         for length in lengths:
             start, self.taken = self.taken, self.taken + length
+            self.n_dealt += 1
             yield self.share[start : start + length].tolist()
         self.is_over = True
 
@@ -332,8 +362,9 @@ class Batches:
 
     def begin(self) -> Iterator[list[int]]:
         """Begin the next epoch now, and return its batches."""
-        run = self.sampler.begin(batch_size=self.batch_size, drop_last=self.drop_last)
-        return run.take(self._lengths(len(run.share)))
+        sampler = self.sampler
+        run = sampler.begin(batch_size=self.batch_size, drop_last=self.drop_last)
+        return run.take(lambda rank: self._lengths(sampler.length_of(rank)), sampler.rank)
 
     def _lengths(self, mine: int) -> list[int]:
         if self.drop_last:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import rank
 from ringcomm.errors import RingcommError
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """A value of a state that has a position, such as a sampler, and keeps the rest to itself."""
+
+    def elastic_position(self) -> Any:
+        """Return the position, which is the same on all ranks; local."""
+        ...
+
+    def set_elastic_position(self, position: Any) -> None:
+        """Go on from a position among the ranks of today, which may be fewer; local."""
+        ...
+
 
 _TORN = -1  # a commit was interrupted half-way
 
@@ -95,7 +109,9 @@ class State(ABC):
 class ObjectState(State):
     """State of any objects that can be pickled, as attributes: ObjectState(epoch=0, lr=0.1).
 
-    commit() copies with copy.deepcopy().
+    commit() copies with copy.deepcopy(). Of a ShardedSampler or Loader of ringcomm.data, it keeps
+    the position: after a loss, the ranks that are left share the rest of the epoch, each sample
+    once.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -109,18 +125,26 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Copy all values."""
-        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._names}
+        self._saved = {name: _kept(getattr(self, name)) for name in self._names}
 
     def restore(self) -> None:
         """Set all attributes to copies of the saved values."""
-        for name, value in self._saved.items():
-            setattr(self, name, copy.deepcopy(value))
+        for name, saved in self._saved.items():
+            value = getattr(self, name)
+            if isinstance(value, Positioned):
+                value.set_elastic_position(saved)
+            else:
+                setattr(self, name, copy.deepcopy(saved))
 
     def receive(self, root: int, *, is_new: bool) -> None:
         """See State.receive()."""
         values = collectives.broadcast_object(self._saved, root, name="elastic objects")
         if is_new:
             self._saved = values
+
+
+def _kept(value: Any) -> Any:
+    return value.elastic_position() if isinstance(value, Positioned) else copy.deepcopy(value)
 
 
 class ArrayState(ObjectState):

@@ -179,8 +179,9 @@ class Presence:
         return numbers
 
     def number_of(self, rank: int, view_number: int) -> int:
-        """Return the number of the process that was a rank of a view."""
-        return next(v.members[rank] for v in self.views if v.number == view_number)
+        """Return the number of the process that was a rank of a view; `rank` if there was none."""
+        of_view = (v.members[rank] for v in self.views if v.number == view_number)
+        return next(of_view, rank)
 
     def places_in(self, view: View) -> NDArray[Any]:
         """Return the places of the ranks of a view, in its numbers."""

@@ -100,6 +100,36 @@ def test_ranks_that_fail_in_any_way_are_named_and_the_others_go_on(options, tmp_
     assert {"trace.0.json", "trace.1.view1.json", "trace.0.view2.json"} <= names
 
 
+SAMPLES = """
+N, kill_at = 203, {(2, 3), (0, 9), (1, 12)}
+loader = rc.data.Loader(np.arange(N), 4, sampler=rc.data.ShardedSampler(N, remainder="uneven"))
+state = rc.elastic.ArrayState(step=0, seen=np.zeros((2, N)), loader=loader)
+
+@rc.elastic.run
+def train(state):
+    for epoch in range(loader.sampler.epoch, 2):
+        for batch in loader:
+            mine = np.zeros(N)
+            mine[batch] = 1
+            both = rc.allreduce(mine)
+            if (me, state.step) in kill_at:
+                die()
+            state.seen[epoch] += both
+            state.step += 1
+            state.commit()
+
+train(state)
+assert rc.size() == 1
+assert (state.seen == 1).all(), state.seen
+print("each sample once", flush=True)
+"""
+
+
+def test_each_sample_is_in_one_committed_step_whoever_dies(tmp_path):
+    job = run_elastic(4, SAMPLES, cwd=tmp_path)
+    assert "each sample once" in job.output, job.output
+
+
 LEAVES = """
 @rc.elastic.run
 def train(state):

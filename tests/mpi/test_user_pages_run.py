@@ -15,10 +15,12 @@ BLOCKS = [
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["arrays", "async", "registered", "torch", "elastic"])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=["arrays", "async", "registered", "torch", "elastic", "samples"]
+)
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
         pytest.importorskip("torch", reason="the core is tested without torch, too")

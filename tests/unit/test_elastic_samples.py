@@ -1,0 +1,78 @@
+"""After ranks are lost, those that are left share the rest of an epoch: each sample once."""
+
+import numpy as np
+import pytest
+from harness import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringcomm as rc
+from ringcomm.data import Loader, ShardedSampler
+from ringcomm.elastic import ObjectState
+
+
+def position_of(sampler, batches, n):
+    """Take n batches; return them and the position after them."""
+    iterator = iter(batches)
+    taken = [next(iterator) for _ in range(n)]
+    return taken, sampler.elastic_position()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 200),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    batch_size=st.integers(1, 9),
+    data=st.data(),
+)
+def test_each_sample_of_an_epoch_is_dealt_once_whoever_is_lost_and_when(n, sizes, batch_size, data):
+    seen, position = [], {"epoch": 0, "phases": ()}
+    for size in sizes:
+        samplers = [
+            ShardedSampler(n, seed=3, remainder="uneven", rank=r, size=size) for r in range(size)
+        ]
+        for sampler in samplers:
+            sampler.set_elastic_position(position)
+        if samplers[0].epoch:
+            break
+        is_last = size is sizes[-1]
+        batches = [sampler.batches(batch_size) for sampler in samplers]
+        n_batches = len(batches[0])
+        k = n_batches if is_last else data.draw(st.integers(0, n_batches))
+        positions = []
+        for sampler, mine in zip(samplers, batches, strict=True):
+            taken, at = position_of(sampler, mine, k)
+            seen += [index for batch in taken for index in batch]
+            positions.append(at)
+        assert all(at == positions[0] for at in positions), "all ranks know the same position"
+        position = positions[0]
+    if position["epoch"] == 1:
+        assert sorted(seen) == list(range(n))
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loader_goes_on_behind_the_batches_that_were_trained_on(prefetch):
+    x = np.arange(50)
+
+    def body(rank):
+        loader = Loader(x, 4, sampler=ShardedSampler(50, remainder="uneven"), prefetch=prefetch)
+        state = ObjectState(loader=loader, seen=[])
+        state.sync()
+        for number, batch in enumerate(loader):
+            if number == 3:  # this step fails
+                break
+            state.seen = [*state.seen, *batch.tolist()]
+            state.commit()
+        state.restore()
+        assert state.loader is loader
+        for epoch in range(loader.sampler.epoch, 1):
+            assert epoch == 0
+            for batch in loader:
+                state.seen = [*state.seen, *batch.tolist()]
+                state.commit()
+        assert loader.sampler.epoch == 1
+        return rc.allgather_object(state.seen)
+
+    for seen in run_ranks(2, body):
+        assert sorted(index for each in seen for index in each) == list(range(50))
