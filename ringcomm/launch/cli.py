@@ -19,6 +19,10 @@ _COMMANDS: Final = {
         "ringcomm.launch.watch.top:main",
         "show what the ranks of live jobs do, also of jobs that hang",
     ),
+    "dashboard": (
+        "ringcomm.launch.dashboard.command:main",
+        "show a run, or live jobs, in a browser",
+    ),
     "check": (
         "ringcomm.launch.check_install.command:main",
         "show what is installed, what does not fit and the fix",

@@ -1,17 +1,23 @@
 """`ringcomm top` and rc.log() with real jobs: what is shown of them, also while they hang."""
 
 import contextlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from harness import BIN, HANG_S, finish_job, job_environment, start_job, wait_until
 
+from ringcomm._core import monotonic_ns
+from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.rank_rows import COLUMNS, Process, RankSample, row_of
+from ringcomm.launch.watch.top import _by_rank, _rich
+from ringcomm.status.page_enums import Ending
 
 JOB = """
 import os, signal, sys, time
@@ -84,6 +90,21 @@ def test_a_job_that_hangs_is_shown_without_its_help(hanging):
     row = r"^0 +\d+ +waits +17 +allreduce\[layer3\.weight\] +\d+\.\d s +100% +0\.0 .*loss=0\.25 lr"
     assert re.search(row, text, re.MULTILINE), text
     assert "rank 2: epoch 2 begins" in text
+    if target := os.environ.get("SCREENSHOTS"):  # docs/images
+        shoot(job, target)
+
+
+def shoot(job, target):
+    from rich.console import Console
+
+    ranks = Ranks()
+    ranks.search()
+    samples = [each for each in ranks.sample(monotonic_ns()) if each.job == job]
+    time.sleep(1)
+    later = [each for each in ranks.sample(monotonic_ns()) if each.job == job]
+    console = Console(record=True, width=130, file=io.StringIO())
+    console.print(_rich(later, _by_rank(samples)))
+    console.save_svg(f"{target}/top.svg", title="ringcomm top")
 
 
 def test_a_stopped_rank_and_a_dead_one_are_shown_as_such(hanging):
@@ -175,6 +196,7 @@ def test_metrics_are_in_the_folder_of_the_run(tmp_path):
 # --- rows ---------------------------------------------------------------------------------------
 PAGE = {
     "job": "j", "rank": 3, "size": 4, "host": "h", "pid": 12, "state": 1, "step": 5, "op_state": 0,
+    "end_kind": 0,
     "op_name": "allreduce", "op_start_ns": 0, "n_ended_ops": 0, "ended_nbytes": 0, "busy_ns": 0,
     "heartbeat_ns": 10**9,
 }  # fmt: skip
@@ -196,6 +218,7 @@ def sample(time_s, *, process=None, ending="", **page):
         ({"state": 3, "process": False}, "left", False),
         ({"process": False}, "dead", True),
         ({"ending": "raised ValueError: boom"}, "raised ValueError: boom", True),
+        ({"ending": "stopped", "end_kind": Ending.PEER_FAILED}, "stopped", False),
         ({"heartbeat_ns": 5 * 10**9}, "stopped for 5 s", True),
     ],
 )

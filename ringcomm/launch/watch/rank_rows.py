@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ringcomm.status.page_enums import OpState, State
+from ringcomm.status.page_enums import Ending, OpState, State
 
 COLUMNS: Final = (
     "rank", "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory", "scalars",
@@ -59,6 +59,17 @@ class RankSample:
         """True if the rank has left in order, or is dead."""
         return self.process is None or self.page["state"] == State.LEFT
 
+    @property
+    def is_in_operation(self) -> bool:
+        """True if an operation is under way."""
+        return self.page["op_state"] == OpState.RUNNING and not self.is_over
+
+    @property
+    def busy_ns(self) -> int:
+        """The time in operations so far, with that of the one under way."""
+        current = self.time_ns - int(self.page["op_start_ns"]) if self.is_in_operation else 0
+        return int(self.page["busy_ns"]) + current
+
 
 @dataclass(frozen=True)
 class Row:
@@ -72,7 +83,7 @@ def row_of(now: RankSample, before: RankSample | None) -> Row:
     """Return the row of a rank; rates are since `before`, and empty without one."""
     page = now.page
     state, is_bad = _state(now)
-    is_running = page["op_state"] == OpState.RUNNING and not now.is_over
+    is_running = now.is_in_operation
     seconds = (now.time_ns - page["op_start_ns"]) / 1e9 if is_running else 0.0
     texts = (
         str(now.rank),
@@ -107,7 +118,7 @@ def latest_events(samples: Sequence[RankSample], count: int) -> list[str]:
 def as_json(now: RankSample) -> dict[str, Any]:
     """Return a rank's facts for `--json`."""
     state, is_bad = _state(now)
-    is_running = now.page["op_state"] == OpState.RUNNING and not now.is_over
+    is_running = now.is_in_operation
     return {
         "job": now.job,
         "rank": now.rank,
@@ -135,7 +146,7 @@ def _state(now: RankSample) -> tuple[str, bool]:
     if page["state"] == State.LEFT:
         return "left", False
     if now.ending:
-        return _shortened(now.ending), True
+        return _shortened(now.ending), page["end_kind"] != Ending.PEER_FAILED
     if now.process is None:
         return "dead", True
     if page["heartbeat_ns"] and now.time_ns - page["heartbeat_ns"] > _LATE_NS:
@@ -155,20 +166,13 @@ def _rates(now: RankSample, before: RankSample | None) -> tuple[str, str, str]:
     if before is None or now.time_ns <= before.time_ns:
         return "", "", ""
     seconds = (now.time_ns - before.time_ns) / 1e9
-    busy_s = (_busy_ns(now) - _busy_ns(before)) / 1e9
+    busy_s = (now.busy_ns - before.busy_ns) / 1e9
     nbytes = now.page["ended_nbytes"] - before.page["ended_nbytes"]
     wait = f"{min(max(busy_s / seconds, 0.0), 1.0):.0%}"
     if now.process is None or before.process is None:
         return wait, f"{nbytes / seconds / 1e6:.1f}", ""
     load = (now.process.cpu_s - before.process.cpu_s) / seconds
     return wait, f"{nbytes / seconds / 1e6:.1f}", f"{load:.0%}"
-
-
-def _busy_ns(sample: RankSample) -> int:
-    """Return the time in operations, with that of the one under way."""
-    page = sample.page
-    is_running = page["op_state"] == OpState.RUNNING and not sample.is_over
-    return int(page["busy_ns"]) + (sample.time_ns - page["op_start_ns"] if is_running else 0)
 
 
 def _amount(nbytes: int) -> str:

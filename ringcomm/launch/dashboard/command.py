@@ -1,0 +1,69 @@
+"""`ringcomm dashboard`: serves the page on this host until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringcomm.launch.dashboard.access import Gate
+from ringcomm.launch.dashboard.source import Source, is_run_folder, newest_run
+from ringcomm.launch.job.run_folder import RunFolder
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until Ctrl-C; return 1 if the libraries or the port are not there."""
+    args = _parser().parse_args(argv)
+    try:
+        import uvicorn
+
+        from ringcomm.launch.dashboard.server import app
+    except ModuleNotFoundError as error:
+        return _refuse(f"needs {error.name}: pip install 'ringcomm[dashboard]'")
+    try:
+        listener = socket.create_server(("127.0.0.1", args.port))
+    except OSError as error:
+        return _refuse(f"port {args.port}: {error.strerror}. Choose another by --port")
+    gate = Gate(listener.getsockname()[1], secrets.token_urlsafe(32))
+    config = uvicorn.Config(
+        app(gate, _source(args.what, args.runs)),
+        log_level="warning",
+        timeout_graceful_shutdown=1,  # streams never end by themselves
+    )
+    print(f"http://127.0.0.1:{gate.port}/?token={gate.token}", flush=True)
+    uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ringcomm dashboard",
+        description="Show a run, or the live jobs of this user on this host, in a browser: losses, "
+        "waiting times, who is slow or dead, logs. Prints the address, which has a secret token. "
+        "From another machine, use ssh -L.",
+    )
+    parser.add_argument(
+        "what",
+        nargs="?",
+        default="",
+        metavar="JOB|RUN",
+        help="the folder of a run, or the beginning of a live job's name; default: the newest run "
+        "in `runs`, or else all live jobs",
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER")
+    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    return parser
+
+
+def _source(what: str, runs: Path) -> Source:
+    if what and is_run_folder(Path(what)):
+        return Source(RunFolder(Path(what).absolute()))
+    return Source(None, what) if what else Source(newest_run(runs))
+
+
+def _refuse(text: str) -> int:
+    print(f"ringcomm dashboard: {text}", file=sys.stderr)
+    return 1

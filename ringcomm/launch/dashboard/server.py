@@ -1,0 +1,102 @@
+"""The web server of the dashboard: a page, a stream of news, and logs. It takes no command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from anyio.to_thread import run_sync
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ringcomm.launch.dashboard.access import HEADER, Asked, Gate, judge
+from ringcomm.launch.dashboard.source import Source
+
+_STATIC: Final = Path(__file__).with_name("static")
+_INTERVAL_S: Final = 0.25
+_HEADERS: Final = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+_WHY: Final = {
+    401: "open the address that `ringcomm dashboard` has printed, with its token",
+    403: "this request may come from another site",
+    421: "this is the dashboard of another host",
+}
+
+
+def app(gate: Gate, source: Source) -> Starlette:
+    """Return the application that shows `source` to those whom `gate` lets in."""
+    return Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/stream", partial(_stream, source=source)),
+            Route("/log/{rank:int}", partial(_log, source=source)),
+            Mount("/static", StaticFiles(directory=_STATIC)),
+        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=partial(_admit, gate=gate))],
+    )
+
+
+async def _admit(
+    request: Request, call_next: Callable[[Request], Awaitable[Response]], *, gate: Gate
+) -> Response:
+    status = judge(
+        gate,
+        Asked(
+            request.method,
+            request.headers.get("host", ""),
+            token=request.query_params.get("token", ""),
+            cookie=request.cookies.get(gate.cookie, ""),
+            origin=request.headers.get("origin", ""),
+            has_header=HEADER in request.headers,
+        ),
+    )
+    if status == 200:
+        response = await call_next(request)
+    elif status == 303:
+        response = RedirectResponse("/", status_code=303)
+        response.set_cookie(gate.cookie, gate.token, httponly=True, samesite="strict")
+    else:
+        response = PlainTextResponse(f"{_WHY[status]}\n", status)
+    response.headers.update(_HEADERS)
+    return response
+
+
+async def _page(_: Request) -> Response:
+    return Response((_STATIC / "index.html").read_text(), media_type="text/html")
+
+
+async def _stream(_: Request, *, source: Source) -> Response:
+    return StreamingResponse(_news(source), media_type="text/event-stream")
+
+
+async def _news(source: Source) -> AsyncIterator[str]:
+    """Yield the state of the job four times per second, with the metrics that are new."""
+    positions: dict[str, int] = {}
+    while True:
+        state = await run_sync(partial(_next, source, positions))
+        yield f"data: {json.dumps(state)}\n\n"
+        await asyncio.sleep(_INTERVAL_S)
+
+
+def _next(source: Source, positions: dict[str, int]) -> dict[str, Any]:
+    return source.state() | {"metrics": source.metrics(positions)}
+
+
+async def _log(request: Request, *, source: Source) -> Response:
+    text = await run_sync(partial(source.log, request.path_params["rank"]))
+    return PlainTextResponse(text)

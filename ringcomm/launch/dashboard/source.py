@@ -1,0 +1,139 @@
+"""What the dashboard shows: the pages of live ranks, and the folder of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ringcomm._core import monotonic_ns
+from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
+from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
+
+_SEARCH_S: Final = 1.0
+_LOG_BYTES: Final = 1 << 16
+_EVENTS: Final = 30
+
+
+class Source:
+    """A job or a run, as it is now.
+
+    Args:
+        folder: the folder of a run; None: there is none.
+        job: beginning of the name of a live job, if there is no folder; "": all live jobs.
+    """
+
+    def __init__(self, folder: RunFolder | None, job: str = "") -> None:
+        self.folder = folder
+        self._job = job
+        self._ranks = Ranks()
+        self._lock = threading.Lock()  # each viewer asks from a thread of its own
+        self._searched = float("-inf")
+        self._before: dict[tuple[str, int], RankSample] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the ranks, their latest events and the end of the run, to be sent as JSON."""
+        with self._lock:
+            samples = self._samples()
+            rows = [self._row(each) for each in samples]
+            self._before = {(each.job, each.rank): each for each in samples}
+        end = self._json(END)
+        if not rows and self.folder is not None:
+            rows = _rows_of_end(end)
+        return {
+            "title": self.folder.path.name if self.folder else "live jobs",
+            "time": time.time(),
+            "ranks": rows,
+            "events": latest_events(samples, _EVENTS) if samples else [],
+            "end": end,
+        }
+
+    def metrics(self, positions: dict[str, int]) -> list[dict[str, Any]]:
+        """Return what rc.log() has written after `positions` (file -> bytes); advance these."""
+        found = []
+        for path, rank in self._metric_files():
+            with path.open("rb") as file:
+                file.seek(positions.get(path.name, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            positions[path.name] = positions.get(path.name, 0) + len(whole)
+            for line in whole.splitlines():
+                with contextlib.suppress(ValueError):
+                    found.append({"rank": rank, **json.loads(line)})
+        return found
+
+    def log(self, rank: int) -> str:
+        """Return the end of a rank's log; "" if there is none."""
+        if self.folder is None:
+            return ""
+        try:
+            with self.folder.log_of(rank).open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - _LOG_BYTES))
+                return file.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def _samples(self) -> list[RankSample]:
+        if time.monotonic() > self._searched + _SEARCH_S:
+            self._ranks.search()
+            self._searched = time.monotonic()
+        samples = self._ranks.sample(monotonic_ns())
+        if self.folder is None:
+            return [each for each in samples if each.job.startswith(self._job)]
+        pids = {pid for pid, _ in self.folder.ranks().values()}
+        jobs = {each.job for each in samples if each.page["pid"] in pids}
+        return [each for each in samples if each.job in jobs]
+
+    def _row(self, now: RankSample) -> dict[str, Any]:
+        before = self._before.get((now.job, now.rank))
+        seconds = (now.time_ns - before.time_ns) / 1e9 if before else 0.0
+        busy_s = (now.busy_ns - before.busy_ns) / 1e9 if before else 0.0
+        return as_json(now) | {"wait": min(max(busy_s / seconds, 0.0), 1.0) if seconds else None}
+
+    def _metric_files(self) -> Iterator[tuple[Path, int]]:
+        if self.folder is None:
+            return
+        for path in sorted(self.folder.path.glob("metrics*.jsonl")):
+            if match := re.fullmatch(r"metrics(?:-(\d+))?\.jsonl", path.name):
+                yield path, int(match[1] or 0)
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        if self.folder is None:
+            return None
+        try:
+            found: dict[str, Any] = json.loads((self.folder.path / name).read_text())
+        except FileNotFoundError:
+            return None
+        return found
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return True if this is the folder of a run."""
+    return (path / CONFIG).is_file()
+
+
+def newest_run(runs: Path) -> RunFolder | None:
+    """Return the newest run in a folder of runs, or None."""
+    found = [path.parent for path in runs.glob(f"*/{CONFIG}")]
+    newest = max(found, key=lambda path: (path / CONFIG).stat().st_mtime, default=None)
+    return None if newest is None else RunFolder(newest.absolute())
+
+
+def _rows_of_end(end: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return rows of ranks that are gone, by the record of their run."""
+    codes = (end or {}).get("exit_codes", {})
+    return [
+        {
+            "rank": int(rank),
+            "state": "left no exit code" if code is None else f"exit {code}",
+            "is_bad": code != 0,
+        }
+        for rank, code in codes.items()
+    ]

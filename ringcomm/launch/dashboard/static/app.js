@@ -1,0 +1,157 @@
+// Shows what /stream sends. All text of jobs is set as textContent, never as HTML.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const charts = new Map(); // name of a metric -> {plot, series: rank -> [steps, values]}
+const waits = []; // columns of the heat map: wait of each rank
+const COLUMNS = 480; // two minutes of four per second
+const COLORS = ["#27c", "#d90", "#2a7", "#c3c", "#c33", "#088", "#884", "#555"];
+let nRanks = 0;
+
+function cell(row, text) {
+  row.appendChild(document.createElement("td")).textContent = text ?? "";
+}
+
+function showRanks(ranks) {
+  const rows = ranks.map((r) => {
+    const row = document.createElement("tr");
+    row.className = r.is_bad ? "bad" : "";
+    row.dataset.rank = r.rank;
+    const operation = r.operation ? `${r.operation} for ${r.operation_s.toFixed(1)} s` : "";
+    const wait = r.wait == null ? "" : `${Math.round(100 * r.wait)} %`;
+    const memory = r.memory_nbytes ? `${Math.round(r.memory_nbytes / 1e6)} MB` : "";
+    [r.rank, r.pid, r.state, r.step, operation, wait, memory].forEach((text) => cell(row, text));
+    return row;
+  });
+  $("ranks").replaceChildren(...rows);
+}
+
+function svg(name, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+// Its process has ended, though not by its own fault.
+function isGone(rank) {
+  return rank.memory_nbytes == null;
+}
+
+function showRing(ranks) {
+  const place = (i) => {
+    const angle = (2 * Math.PI * i) / ranks.length - Math.PI / 2;
+    return ranks.length === 1 ? [0, 0] : [95 * Math.cos(angle), 95 * Math.sin(angle)];
+  };
+  const live = ranks.map((r, i) => [r, i]).filter(([r]) => !r.is_bad && !isGone(r));
+  const parts = [];
+  live.forEach(([, i], k) => {
+    const [x1, y1] = place(i);
+    const [x2, y2] = place(live[(k + 1) % live.length][1]);
+    parts.push(svg("line", { class: "edge", x1, y1, x2, y2 }));
+  });
+  ranks.forEach((r, i) => {
+    const [cx, cy] = place(i);
+    const kind = r.is_bad ? "bad" : isGone(r) ? "gone" : r.state === "waits" ? "waits" : "";
+    const node = svg("circle", { class: `node ${kind}`, cx, cy, r: 13 });
+    node.appendChild(svg("title", {})).textContent = `rank ${r.rank}: ${r.state}`;
+    const label = svg("text", { x: cx, y: cy });
+    label.textContent = r.rank;
+    parts.push(node, label);
+  });
+  $("ring").replaceChildren(...parts);
+}
+
+function showHeat(ranks) {
+  waits.push(ranks.map((r) => (r.is_bad ? -1 : isGone(r) ? -2 : (r.wait ?? 0))));
+  if (waits.length > COLUMNS) waits.shift();
+  const canvas = $("heat");
+  const height = 14;
+  canvas.width = COLUMNS;
+  canvas.height = Math.max(1, ranks.length) * height;
+  const pen = canvas.getContext("2d");
+  waits.forEach((column, x) =>
+    column.forEach((wait, i) => {
+      const color = `hsl(${140 - 110 * wait} 70% 45%)`;
+      pen.fillStyle = wait === -1 ? "#d33" : wait === -2 ? "#888" : color;
+      pen.fillRect(x, i * height, 1, height - 2);
+    }),
+  );
+}
+
+function addMetrics(records) {
+  const touched = new Set();
+  for (const { rank, time, step, ...values } of records) {
+    for (const [name, value] of Object.entries(values)) {
+      if (!charts.has(name)) charts.set(name, { plot: null, series: new Map() });
+      const { series } = charts.get(name);
+      if (!series.has(rank)) series.set(rank, new Map());
+      const points = series.get(rank);
+      points.set(step ?? points.size, typeof value === "number" ? value : null);
+      touched.add(name);
+    }
+  }
+  touched.forEach(drawChart);
+}
+
+function drawChart(name) {
+  const chart = charts.get(name);
+  const ranks = [...chart.series.keys()].sort((a, b) => a - b);
+  const steps = [...new Set(ranks.flatMap((r) => [...chart.series.get(r).keys()]))];
+  steps.sort((a, b) => a - b);
+  const data = [steps, ...ranks.map((r) => steps.map((s) => chart.series.get(r).get(s) ?? null))];
+  if (chart.plot && chart.ranks === ranks.length) return chart.plot.setData(data);
+  if (chart.plot) chart.plot.destroy();
+  else if (charts.size === 1) $("charts").replaceChildren();
+  chart.ranks = ranks.length;
+  const lines = ranks.map((r, i) => ({
+    label: `rank ${r}`, stroke: COLORS[i % COLORS.length], width: 1.5, spanGaps: true,
+  }));
+  const options = {
+    title: name, width: Math.max(320, $("charts").clientWidth - 10), height: 220,
+    scales: { x: { time: false } }, series: [{ label: "step" }, ...lines],
+    axes: [{ stroke: "#888" }, { stroke: "#888" }],
+  };
+  chart.plot = new uPlot(options, data, $("charts"));
+}
+
+function showEnd(end) {
+  $("end").textContent = end ? `${end.what} - exit ${end.code}` : "";
+  $("end").className = end && end.code ? "bad" : "";
+}
+
+function show(state) {
+  $("title").textContent = state.title;
+  showRanks(state.ranks);
+  showRing(state.ranks);
+  showHeat(state.ranks);
+  addMetrics(state.metrics);
+  showEnd(state.end);
+  $("events").textContent = state.events.join("\n") + (state.end ? `\n${state.end.report}` : "");
+  if (state.ranks.length !== nRanks) {
+    nRanks = state.ranks.length;
+    const choices = state.ranks.map((r) => new Option(r.rank, r.rank));
+    $("which").replaceChildren(...choices);
+  }
+}
+
+async function showLog() {
+  const rank = $("which").value;
+  if (rank !== "") {
+    const answer = await fetch(`/log/${rank}`);
+    const box = $("log");
+    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 20;
+    if (answer.ok) box.textContent = await answer.text();
+    if (atEnd) box.scrollTop = box.scrollHeight;
+  }
+}
+
+const stream = new EventSource("/stream");
+stream.onmessage = (event) => {
+  $("lost").hidden = true;
+  show(JSON.parse(event.data));
+  document.body.dataset.ready = "1";
+};
+stream.onerror = () => ($("lost").hidden = false);
+stream.onopen = () => { charts.forEach((chart) => chart.plot?.destroy()); charts.clear(); };
+$("which").onchange = showLog;
+setInterval(() => showLog().catch(() => {}), 1000);

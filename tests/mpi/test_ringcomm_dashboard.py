@@ -1,0 +1,365 @@
+"""`ringcomm dashboard`: who may read it, and what it shows of live jobs and of runs."""
+
+import base64
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from harness import BIN, HANG_S, job_environment, wait_until
+
+from ringcomm.launch.dashboard.access import Asked, Gate, judge
+from ringcomm.launch.job.run_folder import RunFolder
+
+GATE = Gate(8000, "secret")
+HOME = {"host": "127.0.0.1:8000", "cookie": "secret"}
+OWN = {"origin": "http://127.0.0.1:8000", "has_header": True}
+REQUESTS = [
+    # method, what it has -> status
+    ("GET", HOME, 200),
+    ("HEAD", HOME, 200),
+    ("GET", HOME | {"host": "localhost:8000"}, 200),
+    ("GET", HOME | {"host": "[::1]:8000"}, 200),
+    ("GET", HOME | {"host": "evil.example:8000"}, 421),
+    ("GET", HOME | {"host": "127.0.0.1"}, 421),
+    ("GET", HOME | {"host": "127.0.0.1:8001"}, 421),
+    ("GET", HOME | {"host": ""}, 421),
+    ("GET", {"host": "127.0.0.1:8000"}, 401),
+    ("GET", HOME | {"cookie": "Secret"}, 401),
+    ("GET", HOME | {"cookie": "sécret"}, 401),
+    ("GET", {"host": "127.0.0.1:8000", "token": "secret"}, 303),
+    ("GET", {"host": "127.0.0.1:8000", "token": "wrong"}, 401),
+    ("GET", HOME | {"token": "wrong"}, 401),
+    ("GET", {"host": "evil.example:8000", "token": "secret"}, 421),
+    ("POST", HOME | OWN, 200),
+    ("POST", HOME | {"origin": "http://127.0.0.1:8000"}, 403),
+    ("POST", HOME | {"has_header": True}, 403),
+    ("POST", HOME | OWN | {"origin": "http://evil.example"}, 403),
+    ("POST", HOME | OWN | {"origin": "https://127.0.0.1:8000"}, 403),
+    ("POST", HOME | OWN | {"origin": "null"}, 403),
+    ("POST", {"host": "127.0.0.1:8000"} | OWN, 401),
+    ("POST", {"host": "127.0.0.1:8000", "token": "secret"} | OWN, 401),
+    ("DELETE", HOME, 403),
+    ("PUT", HOME | OWN | {"host": "evil.example"}, 421),
+]
+
+
+@pytest.mark.parametrize(("method", "has", "status"), REQUESTS)
+def test_access(method, has, status):
+    assert judge(GATE, Asked(method, **has)) == status
+
+
+# --- the server ---------------------------------------------------------------------------------
+class Dashboard:
+    def __init__(self, cwd, *arguments):
+        self.process = subprocess.Popen(
+            [BIN / "ringcomm", "dashboard", *arguments],
+            cwd=cwd,
+            env=job_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self.process.stdout.readline().strip()
+        match = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=(.{40,})", self.address)
+        self.port, self.token = int(match[1]), match[2]
+        self.open = contextlib.ExitStack()
+
+    def ask(self, path, method="GET", **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        self.open.enter_context(contextlib.closing(connection))
+        connection.putrequest(method, path, skip_host="host" in headers)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return self.open.enter_context(connection.getresponse())
+
+    @property
+    def cookie(self):
+        return {"cookie": f"ringcomm-{self.port}={self.token}"}
+
+    def states(self):
+        """Yield what the page gets."""
+        answer = self.ask("/stream", **self.cookie)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        while line := answer.readline():
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))
+
+    def end(self):
+        self.open.close()
+        self.process.send_signal(signal.SIGINT)
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def dashboard(tmp_path):
+    pytest.importorskip("starlette", reason="the core is tested without it, too")
+    started = []
+
+    def start(*arguments):
+        started.append(Dashboard(tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+TRAIN = """
+import os, signal, sys, time
+import numpy as np
+import ringcomm as rc
+rc.init()
+print("<script>alert(1)</script>", flush=True)
+for step in range(10**9):
+    if os.path.exists("fail") and rc.rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02 if rc.rank() == 2 else 0)
+    rc.allreduce(np.ones(1000), name="w")
+    if step % 10 == 0:
+        rc.log(step=step, loss=1 / (step + 1))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of 4 ranks, of which rank 2 dies when a file is there."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    process = subprocess.Popen(
+        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "4", "train.py"],
+        cwd=tmp_path,
+        env=job_environment({"TMPDIR": str(tmp_path)}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_until((tmp_path / "run" / "metrics.jsonl").exists, "nothing was logged")
+    yield process
+    (tmp_path / "fail").touch()
+    assert process.wait(HANG_S) == 137
+
+
+def test_a_live_run_is_shown_and_a_death_within_a_second(run, dashboard, tmp_path):
+    page = dashboard("run")
+    states = page.states()
+    state = next(states)
+    assert state["title"] == "run"
+    losses = [each["loss"] for each in state["metrics"] if each["rank"] == 1]
+    assert losses[0] == 1.0
+    for state in states:
+        ranks = {each["rank"]: each for each in state["ranks"]}
+        if len(ranks) == 4 and all(each["wait"] is not None for each in ranks.values()):
+            break
+    assert not any(each["is_bad"] for each in ranks.values())
+    (tmp_path / "fail").touch()
+    wait_until(lambda: not is_alive(ranks[2]["pid"]), "rank 2 does not die")
+    died = time.monotonic()
+    for state in states:
+        ranks = {each["rank"]: each for each in state["ranks"]}
+        if ranks.get(2, {}).get("is_bad"):
+            break
+    assert time.monotonic() - died < 1.0
+    assert run.wait(HANG_S) == 137
+    end = next(state["end"] for state in states if state["end"])
+    assert (end["code"], end["rank"]) == (137, 2)
+    assert [each["rank"] for each in next(states)["ranks"] if each["is_bad"]] == [2]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_finished_run_is_shown_from_its_folder(dashboard, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys, ringcomm as rc\nrc.init()\nrc.log(step=1, loss=2.0)\nprint('<b>Ä</b>')\n"
+    )
+    ended = subprocess.run(
+        [BIN / "ringcomm", "run", "-np", "2", "train.py"],
+        cwd=tmp_path,
+        env=job_environment({"TMPDIR": str(tmp_path)}),
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended
+    page = dashboard()  # the newest of `runs`
+    state = next(page.states())
+    assert [(each["rank"], each["state"], each["is_bad"]) for each in state["ranks"]] == [
+        (0, "exit 0", False),
+        (1, "exit 0", False),
+    ]
+    losses = [(each["rank"], each["step"], each["loss"]) for each in state["metrics"]]
+    assert sorted(losses) == [(0, 1, 2.0), (1, 1, 2.0)]
+    answer = page.ask("/log/1", **page.cookie)
+    assert answer.read().decode() == "<b>Ä</b>\n"
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    page = dashboard("run")
+    here = f"127.0.0.1:{page.port}"
+    answer = page.ask(f"/?token={page.token}")
+    assert (answer.status, answer.headers["location"]) == (303, "/")
+    assert re.fullmatch(
+        rf"ringcomm-{page.port}={page.token}; HttpOnly; Path=/; SameSite=strict",
+        answer.headers["set-cookie"],
+    )
+    expected = [
+        ("/", "GET", page.cookie, 200),
+        ("/static/app.js", "GET", page.cookie, 200),
+        ("/static/uPlot.iife.min.js", "GET", page.cookie, 200),
+        ("/", "GET", {}, 401),
+        ("/static/app.js", "GET", {}, 401),
+        ("/stream", "GET", {}, 401),
+        ("/log/0", "GET", {}, 401),
+        ("/?token=wrong", "GET", {}, 401),
+        ("/stream", "GET", page.cookie | {"host": f"evil.example:{page.port}"}, 421),
+        (f"/?token={page.token}", "GET", {"host": f"evil.example:{page.port}"}, 421),
+        ("/log/0", "POST", page.cookie, 403),
+        ("/log/0", "POST", page.cookie | {"origin": f"http://{here}"}, 403),
+        ("/log/0", "POST", page.cookie | {"origin": f"http://{here}", "x-ringcomm": "1"}, 405),
+        ("/log/../run.json", "GET", page.cookie, 404),
+        ("/log/%2e%2e%2frun.json", "GET", page.cookie, 404),
+        ("/static/..%2fserver.py", "GET", page.cookie, 404),
+        ("/log/-1", "GET", page.cookie, 404),
+        ("/ctl", "GET", page.cookie, 404),
+    ]
+    found = []
+    for path, method, headers, _ in expected:
+        answer = page.ask(path, method, **headers)
+        found.append((path, method, headers, answer.status))
+        assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert found == expected
+
+
+def test_only_this_host_is_listened_to(dashboard, tmp_path):
+    page = dashboard()
+    port = f":{page.port:04X}"
+    listeners = [
+        line.split()[1]
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        if line.split()[1].endswith(port) and line.split()[3] == "0A"
+    ]
+    assert listeners == [f"0100007F{port}"]
+
+
+CHROMIUM = shutil.which("chromium")
+READY = "document.body.dataset.ready === '1' && document.querySelectorAll('.uplot').length === 1"
+
+
+class Browser:
+    """A headless Chromium, driven by its own protocol over two pipes."""
+
+    def __init__(self, folder):
+        (its_in, self._out), (self._in, its_out) = os.pipe(), os.pipe()
+        options = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe"
+        options += f" --window-size=1200,1200 --user-data-dir={folder}/browser about:blank"
+        self._process = subprocess.Popen(
+            [CHROMIUM, *options.split()],
+            pass_fds=(3, 4),  # where the browser expects the pipes
+            preexec_fn=lambda: moved({its_in: 3, its_out: 4}),  # noqa: PLW1509 - no threads here
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(its_in)
+        os.close(its_out)
+        self._n, self._rest, self._session = 0, b"", {}
+        pages = self("Target.getTargets")["targetInfos"]
+        target = next(each["targetId"] for each in pages if each["type"] == "page")
+        attached = self("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+
+    def __call__(self, method, **parameters):
+        """Call a method of the protocol, and return its result."""
+        self._n += 1
+        call = {"id": self._n, "method": method, "params": parameters} | self._session
+        os.write(self._out, json.dumps(call).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._n:
+            pass
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _next(self):
+        while b"\0" not in self._rest:
+            piece = os.read(self._in, 1 << 16)
+            assert piece, "the browser has ended"
+            self._rest += piece
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def value(self, expression):
+        """Return the value of a JavaScript expression in the page."""
+        return self("Runtime.evaluate", expression=expression)["result"].get("value")
+
+    def end(self):
+        self._process.terminate()
+        self._process.wait(60)
+        os.close(self._in)
+        os.close(self._out)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no chromium here: apt install chromium")
+    started = Browser(tmp_path)
+    yield started
+    started.end()
+
+
+def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
+    browser, run, dashboard, tmp_path
+):
+    page = dashboard("run")
+    browser("Page.navigate", url=page.address)
+    wait_until(lambda: browser.value(READY), "the page shows nothing")
+    paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    assert browser.value(paint) < 1000  # ms
+    assert browser.value("location.href") == f"http://127.0.0.1:{page.port}/"
+    assert browser.value("document.cookie") == ""  # scripts do not see it
+    assert browser.value("document.querySelector('.u-title').textContent") == "loss"
+    assert browser.value("document.querySelectorAll('circle.node').length") == 4
+    assert browser.value("document.querySelectorAll('#ranks tr').length") == 4
+    log = "document.querySelector('#log').textContent"
+    wait_until(lambda: browser.value(log) == "<script>alert(1)</script>\n", "no log is shown")
+    if target := os.environ.get("SCREENSHOTS"):  # docs/images
+        wait_until(lambda: browser.value("waits.length") > 100, "no time passes")
+        shoot(browser, Path(target) / "dashboard.png")
+    pid = RunFolder(tmp_path / "run").ranks()[2][0]
+    (tmp_path / "fail").touch()
+    wait_until(lambda: not is_alive(pid), "rank 2 does not die")
+    died = time.monotonic()
+    is_shown = "document.querySelectorAll('circle.node.bad').length > 0"
+    wait_until(lambda: browser.value(is_shown), "the death is not shown")
+    assert time.monotonic() - died < 1.0
+    wait_until(lambda: "exit 137" in browser.value("$('end').textContent"), "no end is shown")
+    if target:
+        shoot(browser, Path(target) / "dashboard-death.png")
+
+
+def moved(descriptors):
+    """Give descriptors of this process the numbers that they are mapped to."""
+    high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd, number in descriptors.items()}
+    for number, fd in high.items():
+        os.dup2(fd, number)
+
+
+def shoot(browser, path):
+    picture = browser("Page.captureScreenshot", format="png")["data"]
+    path.write_bytes(base64.b64decode(picture))
