@@ -182,9 +182,7 @@ def test_ids_may_be_hashes_of_64_bits(padding_idx):
             None, DIM, name="e", init=ps.initializers.zeros(), optimizer=ps.optim.SGD(1.0),
             padding_idx=padding_idx,
         )  # fmt: skip
-        with pytest.raises(
-            IndexError, match=r"id -9223372036854775808 .*ids.view\(torch"
-        ):
+        with pytest.raises(IndexError, match=r"id -9223372036854775808 .*ids.view\(torch"):
             emb(torch.from_numpy(ids))
         keys = ids.view(np.uint64)
         for _ in range(2):
