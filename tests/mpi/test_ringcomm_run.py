@@ -379,3 +379,38 @@ def test_stdin_of_the_command_reaches_rank_0(tmp_path):
     )
     assert (done.returncode, done.stdout) == (0, "[0] read words\n"), done
     assert sys.stdin is not None
+
+
+SURVIVES = """
+state = rc.elastic.ArrayState(step=0, sum=np.zeros(1))
+
+@rc.elastic.run
+def train(state):
+    while state.step < 20:
+        if (rc.elastic.view().members[rc.rank()], state.step) in DEATHS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.sum += rc.allreduce(np.ones(1))
+        state.step += 1
+        state.commit()
+    return rc.size(), float(state.sum[0])
+
+print("ended with", *train(state))
+"""
+
+
+@pytest.mark.skipif(IS_MPICH, reason="Open MPI alone lets the other ranks live")
+def test_an_elastic_job_that_has_lost_a_rank_ends_well(tmp_path):
+    program = script(tmp_path, SURVIVES.replace("DEATHS", "[(1, 7)]"))
+    done = Started(tmp_path, "-np", 3, "--elastic", "2:3", program).finish()
+    assert done.code == 0, done
+    assert done.out.count(f"ended with 2 {7 * 3 + 13 * 2:.1f}") == 2, done
+    assert "rank 1" in done.err
+    assert processes_of(done.folder) == []
+
+
+@pytest.mark.skipif(IS_MPICH, reason="Open MPI alone lets the other ranks live")
+def test_an_elastic_job_that_has_lost_too_many_ranks_fails(tmp_path):
+    program = script(tmp_path, SURVIVES.replace("DEATHS", "[(1, 7), (0, 9)]"))
+    done = Started(tmp_path, "-np", 3, "--elastic", "2:3", program).finish()
+    assert done.code != 0, done
+    assert "the job has lost 2 ranks, and init() was prepared for 1" in done.err + done.out

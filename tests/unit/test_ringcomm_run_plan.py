@@ -60,7 +60,7 @@ def planned(flags, changes):
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 ONE_NODE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}
-ELASTIC = {"settings": HERE.settings | {"ELASTIC", "SPARES"}}
+SPARES = {"settings": HERE.settings | {"SPARES"}}
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MPIRUN = "/v/bin/mpirun"
 PASSED = (
@@ -244,17 +244,17 @@ SITUATIONS = {
         {"RINGCOMM_PS_SERVERS": "2"},
     ),
     "spares, where there are any": (
-        "-np 7 --spares 1 train.py", ELASTIC, f"{MPIRUN} {FREE} -np 8", {"RINGCOMM_SPARES": "1"},
+        "-np 7 --spares 1 train.py", SPARES, f"{MPIRUN} {FREE} -np 8", {"RINGCOMM_SPARES": "1"},
     ),
-    "elastic, where it is there": (
-        "-np 8 --elastic 2:8 train.py", ELASTIC,
+    "elastic": (
+        "-np 8 --elastic 2:8 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
-        {"RINGCOMM_ELASTIC": "2:8"},
+        {"RINGCOMM_ELASTIC": "1", "RINGCOMM_ELASTIC_LOSSES": "6"},
     ),
     "horovodrun's elastic flags": (
-        "-np 8 --min-np 2 --max-np 8 train.py", ELASTIC,
+        "-np 8 --min-np 2 --max-np 8 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
-        {"RINGCOMM_ELASTIC": "2:8"},
+        {"RINGCOMM_ELASTIC": "1", "RINGCOMM_ELASTIC_LOSSES": "6"},
     ),
     "a timeline": (
         "-np 8 --timeline train.py", {}, f"{MPIRUN} {FREE} -np 8",
@@ -315,20 +315,29 @@ REFUSALS = {
         "for 1 hosts, and SLURM_JOB_NODELIST names 2",
     ),
     "spares": ("-np 2 --spares 1 train.py", {}, "no spare ranks"),
-    "elastic": ("-np 2 --elastic 1:2 train.py", {}, "cannot go on without a rank"),
+    "elastic with more than it begins with": (
+        "-np 4 --elastic 2:8 train.py",
+        {},
+        "begins with 4 workers.* Write --elastic 2:4",
+    ),
+    "elastic with fewer hosts' places": (
+        "-H here:2 --elastic 4:8 train.py",
+        {},
+        "begins with 2 workers.* Write --elastic 2:2",
+    ),
     "elastic with MPICH": (
         "-np 2 --elastic 1:2 train.py",
-        with_mpi(MPICH, **ELASTIC),
+        with_mpi(MPICH),
         "needs Open MPI 5; MPICH 5.0.2",
     ),
     "elastic with Open MPI 4": (
         "-np 2 --elastic 1:2 train.py",
-        with_mpi(OPENMPI_4, **ELASTIC),
+        with_mpi(OPENMPI_4),
         "needs Open MPI 5; here is Open MPI 4.1.4",
     ),
     "elastic by srun": (
         "-np 2 --elastic 1:2 --launcher srun train.py",
-        {"srun_types": ("pmix",)} | ELASTIC,
+        {"srun_types": ("pmix",)},
         "needs mpirun",
     ),
     "no srun": ("-np 2 --launcher srun train.py", {}, "no srun on PATH"),
@@ -353,8 +362,8 @@ REFUSALS = {
         "names 2, and MPICH 5.0.2 takes one",
     ),
     "a variable that is not set": ("-np 2 --env FOO train.py", {}, "--env FOO: it is not set"),
-    "a range": ("-np 9 --elastic 2:8 train.py", ELASTIC, "-np 9 is not in this range"),
-    "no range": ("-np 2 --elastic 8:2 train.py", ELASTIC, "MIN:MAX"),
+    "a range": ("-np 9 --elastic 2:8 train.py", {}, "-np 9 is not in this range"),
+    "no range": ("-np 2 --elastic 8:2 train.py", {}, "MIN:MAX"),
     "a wrong host": ("-np 2 -H h1:0 train.py", {}, "'h1:0', which is no host and number"),
     "two lists of hosts": ("-np 2 -H h1 --hostfile x train.py", {}, "not both"),
     "no host file": ("-np 2 --hostfile /nonexistent train.py", {}, "No such file"),

@@ -52,11 +52,6 @@ def _refuse_what_is_missing(request: Request, here: Surroundings) -> None:
         )
     if request.spares and "SPARES" not in here.settings:
         raise ConfigError("--spares: this version of ringcomm has no spare ranks. Leave it out")
-    if request.elastic and "ELASTIC" not in here.settings:
-        raise ConfigError(
-            "--elastic: this version of ringcomm cannot go on without a rank. Leave it out, and "
-            "give the number of ranks by -np"
-        )
     findings = judge(here.facts)
     if request.launcher == "srun":
         findings = [each for each in findings if each.subject != "mpirun"]
@@ -167,7 +162,15 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
     if request.spares:
         made["RINGCOMM_SPARES"] = str(request.spares)
     if request.elastic:
-        made["RINGCOMM_ELASTIC"] = ":".join(map(str, request.elastic))
+        low, high = request.elastic
+        workers = where.roles["worker"]
+        if not low <= workers <= high or high > workers:
+            raise ConfigError(
+                f"--elastic {low}:{high}: the job begins with {workers} workers, and ranks cannot "
+                f"join it later. Write --elastic {min(low, workers)}:{workers}"
+            )
+        made["RINGCOMM_ELASTIC"] = "1"
+        made["RINGCOMM_ELASTIC_LOSSES"] = str(workers - low)
     if request.timeline is not None:
         made["RINGCOMM_TIMELINE"] = request.timeline or f"{here.folder}/timeline"
     return made
