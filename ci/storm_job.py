@@ -137,7 +137,8 @@ def print_times():
     import ringcomm as rc
 
     rc.init()
-    small, large, private = rc.zeros(1024), rc.zeros(1 << 18), np.zeros(1 << 18)
+    small, large = rc.zeros(1024, np.float64), rc.zeros(1 << 18, np.float64)
+    private = np.zeros(1 << 18)
     results = {}
     for name, x, n in (("8 KB", small, 3000), ("2 MB", large, 300), ("2 MB private", private, 300)):
         times = []

@@ -5,6 +5,7 @@ breaks can tell. Those in C++ compile.
 """
 
 from mutations.cpp import CPP
+from mutations.elastic import ELASTIC
 from mutations.engine import CACHE, DTYPE, ORDER
 from mutations.failures_and_shm import FAULT, NODE
 from mutations.gpu import GPU
@@ -16,5 +17,17 @@ from mutations.torch import FACES, OPTIMIZER
 
 __all__ = ["CATEGORIES", "CPP_MUTATIONS", "MUTATIONS", "CppMutation", "Mutation"]
 
-MUTATIONS = [*ORDER, *CACHE, *DTYPE, *FAULT, *OPTIMIZER, *NODE, *FACES, *PS_CORE, *PS, *GPU]
+MUTATIONS = [
+    *ORDER,
+    *CACHE,
+    *DTYPE,
+    *FAULT,
+    *ELASTIC,
+    *OPTIMIZER,
+    *NODE,
+    *FACES,
+    *PS_CORE,
+    *PS,
+    *GPU,
+]
 CPP_MUTATIONS = [*CPP, *PS_CPP]

@@ -33,8 +33,8 @@ facts = {
     "nodes": list(transport.nodes),
     "on the page": transport.page.snapshot()["local_rank"],
     "guardian": world.current().guardian is not None,
-    "neighbours": transport._neighbours.ranks,
-    "watched": transport._neighbours.watched,
+    "neighbours": transport.presence._neighbours.ranks,
+    "watched": transport.presence._neighbours.watched,
     "sum": float(rc.allreduce(np.ones(100_000))[-1]),
 }
 with open(f"facts.{rc.rank()}", "w") as file:

@@ -16,7 +16,7 @@ rc.init()
 transport = world.current().transport
 assert (rc.local_rank(), rc.local_size(), rc.cross_size()) == (rc.rank(), rc.size(), 1)
 assert transport.node is not None, "no shared memory"
-assert len(transport._neighbours.watched) == rc.size() - 1
+assert len(transport.presence._neighbours.watched) == rc.size() - 1
 assert rc.allreduce(np.ones(1000))[-1] == rc.size()
 if rc.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)

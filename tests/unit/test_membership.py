@@ -157,7 +157,7 @@ def steps(job, data):
             call(*arguments)
 
 
-@settings(max_examples=at_length(3_000, 100), deadline=None)
+@settings(max_examples=at_length(3_000, 150), deadline=None)
 @given(st.integers(2, 6), st.data())
 def test_after_any_deaths_the_ranks_that_live_are_in_one_view_and_finish_together(size, data):
     job = Job(size)
@@ -170,7 +170,7 @@ def test_after_any_deaths_the_ranks_that_live_are_in_one_view_and_finish_togethe
     assert set(live) <= set(ends.pop().members)
 
 
-@settings(max_examples=at_length(3_000, 100), deadline=None)
+@settings(max_examples=at_length(3_000, 150), deadline=None)
 @given(st.integers(2, 6), st.data())
 def test_ranks_that_leave_or_give_up_keep_nobody_waiting(size, data):
     job = Job(size)
@@ -233,13 +233,18 @@ def test_who_hears_that_the_run_is_over_does_not_heal_although_a_member_has_died
     assert job.states[1].view == View.first(3)
 
 
-def test_a_rank_that_leaves_tells_those_that_heal_and_learns_that_they_go_on():
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_rank_that_leaves_tells_those_that_heal_and_learns_that_they_go_on(when):
     job = Job(3)
-    job.handle(0, Leave())
     job.is_leaving.add(0)
+    if when == "before":
+        job.handle(0, Leave())
     job.dead.add(2)
     job.see(1, 2)
     job.handle(1, Heal())
+    if when == "after":
+        job.deliver(1, 0)
+        job.handle(0, Leave())
     job.finish()
     assert job.went_on[0] == [1]
     assert job.states[1].view.members == (1,)
