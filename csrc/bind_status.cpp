@@ -112,6 +112,7 @@ void bind_status(nb::module_& m) {
       .def("begin_op", &MappedPage::begin_op, "name"_a, "sequence"_a, "nbytes"_a)
       .def("end_op", [](MappedPage& page, int state) { page.end_op(from_code<OpState>("state", state)); },
            "state"_a)
+      .def("count_op", &MappedPage::count_op, "nbytes"_a)
       .def("log_scalar", &MappedPage::log_scalar, "name"_a, "step"_a, "value"_a)
       .def("scalars", &scalars)
       .def("note_event", &MappedPage::note_event, "text"_a)

@@ -44,6 +44,7 @@ class Settings:
         elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
         elastic_losses: how many ranks an elastic job may lose; each takes two MPI communicators.
         ps_evaluators: number of evaluators that ps.init() makes by default.
+        tensorboard: folder for TensorBoard's files, which rank 0 writes; "" = none.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
     """
 
@@ -57,6 +58,7 @@ class Settings:
     gpu_transport: str = "auto"
     nccl: str = "cupy"
     tuning: str = ""
+    tensorboard: str = ""
     ps_servers: int = 0
     elastic: int = 0
     elastic_losses: int = 8

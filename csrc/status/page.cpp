@@ -289,9 +289,13 @@ void MappedPage::end_op(OpState state) {
   if (!was_running || state != OpState::idle || n == 0) return;
   const std::int64_t now = monotonic_ns();
   page_->arrivals[(n - 1) % kArrivals].end_ns.store(now, std::memory_order_relaxed);
-  page_->n_ended_ops.fetch_add(1, std::memory_order_relaxed);
-  page_->ended_nbytes.fetch_add(page_->op.nbytes, std::memory_order_relaxed);
+  count_op(page_->op.nbytes);
   page_->busy_ns.fetch_add(now - page_->op.start_ns, std::memory_order_relaxed);
+}
+
+void MappedPage::count_op(std::uint64_t nbytes) {
+  page_->n_ended_ops.fetch_add(1, std::memory_order_relaxed);
+  page_->ended_nbytes.fetch_add(nbytes, std::memory_order_relaxed);
 }
 
 bool MappedPage::log_scalar(const std::string& name, std::int64_t step, double value) {

@@ -69,8 +69,8 @@ struct Page {
     char trace[8192];                    // the whole traceback, its tail if it is longer
   } end;
 
-  // Of operations that are over: their number, their payload, and the time in which at least one was
-  // under way (the page shows one at a time, the oldest).
+  // Of operations that are over: their number, their payload, and the time in which the page showed
+  // one (it shows the oldest that is under way; one that is over at once is only counted).
   std::atomic<std::uint64_t> n_ended_ops, ended_nbytes;
   std::atomic<std::int64_t> busy_ns;
 
@@ -177,6 +177,7 @@ class MappedPage {
   void set_state(State state);
   void begin_op(const std::string& name, std::uint64_t sequence, std::uint64_t nbytes);
   void end_op(OpState state);
+  void count_op(std::uint64_t nbytes);  // one that was over at once: the page has not shown it
   OpView op() const;
 
   // False if there are kScalars other names.

@@ -59,6 +59,7 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=heed_signals,  # noqa: PLW1509 - no threads here
         )
 
     def wait_for(self, n):
@@ -76,6 +77,12 @@ class Started:
             self.process.kill()
             raise AssertionError(f"it hangs: {self.process.communicate()}") from None
         return Run(self.process.returncode, out, err, self.cwd / "run")
+
+
+def heed_signals():
+    """Undo what a shell does to its background jobs, which ignore Ctrl-C."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def script(cwd, body):

@@ -11,10 +11,20 @@ import sys
 import time
 
 import pytest
-from harness import BIN, HANG_S, finish_job, job_environment, start_job, wait_until
+from harness import (
+    BIN,
+    HANG_S,
+    at_length,
+    finish_job,
+    job_environment,
+    run_script,
+    start_job,
+    wait_until,
+)
 
 from ringcomm._core import monotonic_ns
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.late_rank import History, late_rank
 from ringcomm.launch.watch.rank_rows import COLUMNS, Process, RankSample, row_of
 from ringcomm.launch.watch.top import _by_rank, _rich
 from ringcomm.status.page_enums import Ending
@@ -48,10 +58,14 @@ def top(*arguments):
     )
 
 
-def facts_of(size):
-    """Return what top says of the job of so many ranks that this test has started."""
-    found = [each for each in json.loads(top("--json").stdout or "[]") if each["size"] == size]
-    return {each["rank"]: each for each in found}
+def facts_of(folder):
+    """Return what top says of the job that runs in this folder, by rank."""
+    found = {}
+    for each in json.loads(top("--json").stdout or "[]"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.readlink(f"/proc/{each['pid']}/cwd") == str(folder):
+                found[each["rank"]] = each
+    return found
 
 
 @pytest.fixture
@@ -62,7 +76,7 @@ def hanging(tmp_path):
     wait_until((tmp_path / "slow").exists, "rank 1 is not there")
     wait_until(
         lambda: (
-            [facts_of(3).get(rank, {}).get("state") for rank in range(3)]
+            [facts_of(tmp_path).get(rank, {}).get("state") for rank in range(3)]
             == ["waits", "computes", "waits"]
         ),
         lambda: top("--json").stdout,
@@ -72,8 +86,8 @@ def hanging(tmp_path):
     assert finish_job(job).code == 0
 
 
-def test_a_job_that_hangs_is_shown_without_its_help(hanging):
-    facts = facts_of(3)
+def test_a_job_that_hangs_is_shown_without_its_help(hanging, tmp_path):
+    facts = facts_of(tmp_path)
     assert facts[0]["operation"] == "allreduce[layer3.weight]"
     assert facts[1]["operation"] is None
     assert facts[2]["operation_s"] > 0
@@ -107,18 +121,18 @@ def shoot(job, target):
     console.save_svg(f"{target}/top.svg", title="ringcomm top")
 
 
-def test_a_stopped_rank_and_a_dead_one_are_shown_as_such(hanging):
-    facts = facts_of(3)
+def test_a_stopped_rank_is_shown_as_such(hanging, tmp_path):
+    facts = facts_of(tmp_path)
     os.kill(facts[1]["pid"], signal.SIGSTOP)
-    wait_until(lambda: "stopped for" in facts_of(3)[1]["state"], "it does not seem stopped")
-    assert facts_of(3)[1]["is_bad"]
+    wait_until(lambda: "stopped for" in facts_of(tmp_path)[1]["state"], "it does not seem stopped")
+    assert facts_of(tmp_path)[1]["is_bad"]
     os.kill(facts[1]["pid"], signal.SIGCONT)
-    wait_until(lambda: facts_of(3)[1]["state"] == "computes", "it does not go on")
+    wait_until(lambda: facts_of(tmp_path)[1]["state"] == "computes", "it does not go on")
 
 
 def test_the_live_table_goes_on_until_the_job_is_over(hanging, tmp_path):
     pytest.importorskip("rich", reason="the core is tested without rich, too")
-    job = facts_of(3)[0]["job"]
+    job = facts_of(tmp_path)[0]["job"]
     ours, theirs = os.openpty()
     shown = subprocess.Popen(
         [BIN / "ringcomm", "top", job, "--interval", "0.1"],
@@ -182,8 +196,8 @@ def test_metrics_are_in_the_folder_of_the_run(tmp_path):
         "loss 0.5 1",
         "{'loss': 0.5} 1",
         "mlflow loss",
-        "train/loss nan None",
-        "acc 1.0 None",
+        "train/loss nan 0",
+        "acc 1.0 0",
         "{'train/loss': nan, 'acc': 1.0} None",
         "mlflow train/loss",
         "mlflow acc",
@@ -191,6 +205,69 @@ def test_metrics_are_in_the_folder_of_the_run(tmp_path):
         "'float' object cannot be interpreted as an integer",
         "log_to: int has none of add_scalar(), log_metric() and log()",
     ]
+
+
+# --- the late rank --------------------------------------------------------------------------------
+STEPS = """
+import time, sys
+import numpy as np
+import ringcomm as rc
+rc.init()
+late, seconds = int(sys.argv[1]), float(sys.argv[2])
+for step in range(10**9):
+    time.sleep(0.02 + (seconds if rc.rank() == late else 0))  # a batch is computed
+    for bucket in range(3):
+        rc.allreduce(np.ones(10_000, np.float32), name=f"bucket {bucket}")
+    if step == 5:
+        open(f"{rc.rank()}.here", "w").close()
+    if rc.broadcast_object(__import__("os").path.exists("enough")):
+        break
+"""
+
+
+@pytest.mark.parametrize("late", at_length([0, 1, 2, 3, None], [2, None]))
+def test_the_rank_for_which_the_others_wait_is_named_and_no_other(late, tmp_path):
+    (tmp_path / "script.py").write_text(STEPS)
+    seconds = "0" if late is None else "0.05"
+    job = start_job(4, tmp_path / "script.py", str(late or 0), seconds, cwd=tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("*.here"))) == 4, "not all ranks are there")
+    name = facts_of(tmp_path)[0]["job"]
+    lines = top("--once", "--interval", "3", name).stdout.splitlines()
+    named = [line.partition(":")[0] for line in lines if "wait for" in line]
+    (tmp_path / "enough").touch()
+    assert finish_job(job).code == 0
+    assert named == ([] if late is None else [f"the others wait for rank {late}"]), lines
+
+
+@pytest.mark.parametrize(
+    ("waits", "rank"),
+    [
+        ({}, None),
+        ({0: 0.0}, None),
+        ({0: 0.0, 1: 0.9, 2: 0.8}, 0),
+        ({0: 0.9, 1: 0.85, 2: 0.02}, 2),
+        ({0: 0.5, 1: 0.35, 2: 0.4}, None),
+        ({0: 0.0, 1: 0.02, 2: 0.9}, None),  # two are late
+        ({0: 0.0, 1: 0.2, 2: 0.2}, None),  # a little
+        ({0: 1.0, 1: 1.0}, None),
+    ],
+)
+def test_late_rank(waits, rank):
+    found = late_rank(waits)
+    assert (None if found is None else found.rank) == rank
+
+
+def test_a_rank_must_be_late_for_three_intervals():
+    history = History()
+    verdicts = []
+    busy_ns = dict.fromkeys(range(3), 0)
+    for second, late in enumerate([2, 1, 1, 1, 0, 0, 0]):
+        busy_ns = {rank: ns + (rank != late) * 10**9 for rank, ns in busy_ns.items()}
+        history.add(second * 10**9, busy_ns)
+        history.add(second * 10**9 + 1, {0: 0})  # too soon: not counted
+        found = history.late_rank()
+        verdicts.append(None if found is None else found.rank)
+    assert verdicts == [None, None, None, 1, None, None, 0]
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -253,3 +330,29 @@ def test_rows_need_neither_rich_nor_mpi():
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("package", ["tensorboardX", "tensorboard.summary", ""])
+def test_rank_0_writes_for_tensorboard_by_the_package_that_is_there(package, tmp_path):
+    writer = (
+        "class {}:\n"
+        "    def __init__(self, folder, **_): self.folder = folder\n"
+        "    def add_scalar(self, *args): print(self.folder, *args, flush=True)\n"
+    )
+    if package:
+        module = tmp_path.joinpath(*package.split("."))
+        module.mkdir(parents=True)
+        name = "SummaryWriter" if package == "tensorboardX" else "Writer"
+        (module / "__init__.py").write_text(writer.format(name))
+        (module.parent / "__init__.py").touch()
+    job = run_script(
+        2,
+        "import ringcomm as rc\nrc.init()\nrc.log(step=3, loss=0.5)\nrc.barrier()\n",
+        cwd=tmp_path,
+        env={"RINGCOMM_TENSORBOARD": "tb"},
+    )
+    if package:
+        assert (job.code, job.output) == (0, "tb loss 0.5 3\n")
+    else:
+        assert job.code != 0
+        assert "neither tensorboard nor tensorboardX is there: pip install" in job.output

@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.errors import ConfigError
 from ringcomm.launched import run_file
 
 _NO_STEP: Final = -1
-_trackers: list[Callable[[dict[str, float], int | None], object]] = []
+_Tracker = Callable[[dict[str, float], int | None], object]
+_trackers: list[_Tracker] = []
+_tensorboards: dict[str, _Tracker] = {}  # by folder
 
 
 def log(
@@ -24,7 +27,8 @@ def log(
 
     `ringcomm top` shows the latest values, of at most 32 names per rank. In a job of `ringcomm
     run`, each call adds a line to metrics.jsonl in the run's folder, or to metrics-<rank>.jsonl on
-    other ranks than 0. On rank 0, trackers get the values, too; see log_to().
+    other ranks than 0. On rank 0, trackers get the values, too; see log_to(). With
+    RINGCOMM_TENSORBOARD=folder, TensorBoard is one of them; tensorboard or tensorboardX writes it.
 
     Args:
         values: further values by name, for names such as "train/loss".
@@ -35,6 +39,7 @@ def log(
     Raises:
         TypeError: a value is no number, or step is no whole number.
         ValueError: step is less than 0, or 2**63 or more.
+        ConfigError: RINGCOMM_TENSORBOARD is set, and neither package is there.
         OSError: the file cannot be written.
         NotInitializedError: init() has not run.
     """
@@ -45,7 +50,13 @@ def log(
         if this.page is not None:
             this.page.log_scalar(name, _NO_STEP if whole is None else whole, number)
     _write_line(this.job_rank, whole, found)
-    for track in _trackers if this.job_rank == 0 else ():
+    if this.job_rank != 0:
+        return
+    if folder := this.settings.tensorboard:
+        if folder not in _tensorboards:
+            _tensorboards[folder] = _tracking(_tensorboard(folder))
+        _tensorboards[folder](found, whole)
+    for track in _trackers:
         track(found, whole)
 
 
@@ -71,9 +82,29 @@ def note_event(text: str) -> None:
         page.note_event(text.encode(errors="replace").decode())  # lone surrogates
 
 
-def _tracking(tracker: Any) -> Callable[[dict[str, float], int | None], object]:
+def _tensorboard(folder: str) -> Any:
+    """Return a writer of tensorboardX, or else of tensorboard, which flushes every few seconds."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError:
+        pass
+    else:
+        return SummaryWriter(folder, flush_secs=5)
+    try:
+        from tensorboard.summary import Writer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"RINGCOMM_TENSORBOARD is {folder!r}, and neither tensorboard nor tensorboardX is "
+            "there: pip install tensorboardX"
+        ) from error
+    return Writer(folder, flush_secs=5)
+
+
+def _tracking(tracker: Any) -> _Tracker:
     if callable(add := getattr(tracker, "add_scalar", None)):
-        return lambda values, step: [add(name, value, step) for name, value in values.items()]
+        return lambda values, step: [
+            add(name, value, 0 if step is None else step) for name, value in values.items()
+        ]
     if callable(log_metric := getattr(tracker, "log_metric", None)):
         return lambda values, step: [
             log_metric(name, value, step=step) for name, value in values.items()

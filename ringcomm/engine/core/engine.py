@@ -259,6 +259,8 @@ class Engine(EngineContext):
             with self.pending.lock:
                 ledger.finish(ticket)
                 end_turn(team, ticket)
+            if self.page is not None:
+                self.page.count_op(plan.nbytes)
             label = partial(_label, plan.call, ticket, group, self.groups.default)
             return CompletedTask(result, ticket.number, label)
         return self._follow(step, plan, entered)

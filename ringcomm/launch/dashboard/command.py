@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import secrets
 import socket
 import sys
@@ -34,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
         timeout_graceful_shutdown=1,  # streams never end by themselves
     )
     print(f"http://127.0.0.1:{gate.port}/?token={gate.token}", flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 

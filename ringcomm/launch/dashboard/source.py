@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from ringcomm._core import monotonic_ns
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.late_rank import History
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
 
 _SEARCH_S: Final = 1.0
@@ -36,6 +38,7 @@ class Source:
         self._lock = threading.Lock()  # each viewer asks from a thread of its own
         self._searched = float("-inf")
         self._before: dict[tuple[str, int], RankSample] = {}
+        self._histories: defaultdict[str, History] = defaultdict(History)  # by job
 
     def state(self) -> dict[str, Any]:
         """Return the ranks, their latest events and the end of the run, to be sent as JSON."""
@@ -43,7 +46,10 @@ class Source:
             samples = self._samples()
             rows = [self._row(each) for each in samples]
             self._before = {(each.job, each.rank): each for each in samples}
+            late = self._late(samples)
         end = self._json(END)
+        if end is not None and end["rank"] is not None:  # the others ended because of this one
+            rows = [row | {"is_bad": row["rank"] == end["rank"]} for row in rows]
         if not rows and self.folder is not None:
             rows = _rows_of_end(end)
         return {
@@ -51,6 +57,7 @@ class Source:
             "time": time.time(),
             "ranks": rows,
             "events": latest_events(samples, _EVENTS) if samples else [],
+            "late": late,
             "end": end,
         }
 
@@ -90,6 +97,17 @@ class Source:
         pids = {pid for pid, _ in self.folder.ranks().values()}
         jobs = {each.job for each in samples if each.page["pid"] in pids}
         return [each for each in samples if each.job in jobs]
+
+    def _late(self, samples: list[RankSample]) -> str:
+        """Return which ranks the others of their jobs wait for, in words; "" for none."""
+        live: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        for each in samples:
+            if not each.is_over:
+                live[each.job][each.rank] = each.busy_ns
+        for job, busy_ns in live.items():
+            self._histories[job].add(samples[0].time_ns, busy_ns)
+        named = (self._histories[job].late_rank() for job in live)
+        return "; ".join(str(each) for each in named if each is not None)
 
     def _row(self, now: RankSample) -> dict[str, Any]:
         before = self._before.get((now.job, now.rank))

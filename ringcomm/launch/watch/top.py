@@ -6,12 +6,14 @@ import argparse
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._core import monotonic_ns
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.late_rank import History
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
     RankSample,
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 _EVENTS: Final = 5
 _SEARCH_S: Final = 2.0
+_LOOKS: Final = 3  # of --once, in the interval
 _Samples = dict[tuple[str, int], RankSample]
+_histories: defaultdict[str, History] = defaultdict(History)  # by job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,8 +51,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if args.once:
         before = _by_rank(samples)
-        time.sleep(args.interval)
-        print(_plain(_chosen(ranks, args.job), before))
+        for _ in range(_LOOKS):
+            time.sleep(args.interval / _LOOKS)
+            samples = _chosen(ranks, args.job)
+        print(_plain(samples, before))
         return 0
     return _watch(ranks, args.job, args.interval)
 
@@ -121,7 +127,11 @@ def _chosen(ranks: Ranks, job: str) -> list[RankSample]:
     """Return samples of the jobs with this beginning that have a live rank."""
     samples = ranks.sample(monotonic_ns())
     live = {each.job for each in samples if not each.is_over and each.job.startswith(job)}
-    return [each for each in samples if each.job in live]
+    chosen = [each for each in samples if each.job in live]
+    for job_name in live:
+        of_job = [each for each in chosen if each.job == job_name and not each.is_over]
+        _histories[job_name].add(of_job[0].time_ns, {each.rank: each.busy_ns for each in of_job})
+    return chosen
 
 
 def _by_rank(samples: Sequence[RankSample]) -> _Samples:
@@ -131,12 +141,14 @@ def _by_rank(samples: Sequence[RankSample]) -> _Samples:
 def _tables(
     samples: Sequence[RankSample], before: _Samples
 ) -> list[tuple[str, list[Row], list[str]]]:
-    """Return title, rows and latest events of each job."""
+    """Return title, rows and further lines of each job."""
     found = []
     for _, group in groupby(samples, key=lambda each: each.job):
         members = list(group)
         rows = [row_of(each, before.get((each.job, each.rank))) for each in members]
-        found.append((title_of(members), rows, latest_events(members, _EVENTS)))
+        late = _histories[members[0].job].late_rank()
+        lines = latest_events(members, _EVENTS) + ([] if late is None else [str(late)])
+        found.append((title_of(members), rows, lines))
     return found
 
 

@@ -126,6 +126,7 @@ function show(state) {
   showHeat(state.ranks);
   addMetrics(state.metrics);
   showEnd(state.end);
+  $("late").textContent = state.late;
   $("events").textContent = state.events.join("\n") + (state.end ? `\n${state.end.report}` : "");
   if (state.ranks.length !== nRanks) {
     nRanks = state.ranks.length;
