@@ -9,11 +9,9 @@ OPTIMIZER = [
         "torch/optim/gradient.py",
         """\
         if gradient is None or not code & DENSE:
-            self._view.zero_()
-            return""",
+            self._view.zero_()""",
         """\
-        if gradient is None or not code & DENSE:
-            return""",
+        if gradient is None or not code & DENSE:""",
         "a parameter that a rank does not use counts with what its bucket held a step ago",
         ("with_torch/test_any_use_of_parameters.py",),
     ),
@@ -52,8 +50,8 @@ OPTIMIZER = [
         "kept-gradient-is-not-copied",
         "optimizer",
         "torch/optim/gradient.py",
-        "return gradient.detach().clone() if own.data_ptr() == bucket.data_ptr() else gradient",
-        "return gradient.detach() if own.data_ptr() == bucket.data_ptr() else gradient",
+        "if is_seen or is_in_bucket:",
+        "if is_seen:",
         "gradients that are not zeroed between steps are overwritten instead of added to",
         ("with_torch/test_any_use_of_grad.py",),
     ),
@@ -72,9 +70,12 @@ OPTIMIZER = [
         "torch/optim/gradient.py",
         """\
             self.parameter.grad = None
-            self.state = GradientState.LATE""",
+        else:
+            self._sent = packed.detach().clone()""",
         """\
-            self.state = GradientState.LATE""",
+            pass
+        else:
+            self._sent = packed.detach().clone()""",
         "what a second loss adds goes into a bucket that is under way, and counts twice or not",
         ("with_torch/test_any_use_of_parameters.py",),
     ),
@@ -96,9 +97,13 @@ OPTIMIZER = [
         "torch/optim/reducer.py",
         """\
         self._agreement.weights.expect_more()
-        n = len(self.slots)""",
+        self.plan.forget_sparse()
+        self._replan()
+        self._attach_hooks()""",
         """\
-        n = len(self.slots)""",
+        self.plan.forget_sparse()
+        self._replan()
+        self._attach_hooks()""",
         "parameters that are added between steps begin with other values on each rank, unnoticed",
         ("with_torch/test_equal_first_weights.py",),
     ),

@@ -58,8 +58,8 @@ def DistributedOptimizer(
 
     Every rank must wrap the same parameters in the same order, and call backward() and step() as
     often as the others. A rank may leave parameters unused, or call no backward() for a step: the
-    missing gradients count as zeros. A parameter that no rank used keeps .grad None. .grad is a
-    view of memory that the next backward() overwrites: clone it to keep it.
+    missing gradients count as zeros. A parameter that no rank used keeps .grad None. What a program
+    does to .grad or to param_groups counts, or is an error: docs/torch.md has a table.
 
     Args:
         optimizer: any torch.optim.Optimizer over parameters on the CPU or a CUDA device; closures

@@ -49,16 +49,21 @@ class Hooks:
         self._nodes: dict[int, Node] = {}  # kept alive: the hooks of a node end with the node
         self._handles: list[RemovableHandle] = []
         self._announced: set[int] = set()  # gradients that are about to be added
+        self._others: set[int] = set()  # parameters with hooks of the program, which run before
         weakref.finalize(listener, _remove, self._handles).atexit = False
 
     def add(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Attach hooks to a leaf that requires gradients."""
         pid, announced, nodes, ref = os.getpid(), self._announced, self._nodes, self._listener
+        handles, others = self._handles, self._others
 
         def before(gradients: Sequence[torch.Tensor | None]) -> None:
             listener = ref()
             if listener is not None and gradients[0] is not None and os.getpid() == pid:
                 announced.add(index)
+                if len(hooks) > 1 and index not in others:
+                    others.add(index)  # hooks of the node run after all hooks of the tensor
+                    handles.append(nodes[index].register_hook(after_others))
                 listener.before_gradient(index)
 
         def after(tensor: torch.Tensor) -> None:
@@ -68,14 +73,29 @@ class Hooks:
             is_silent = index not in announced
             if is_silent and get_gradient_edge(tensor).node is nodes.get(index):
                 raise RingcommError(_LOST_HOOK.format(torch.__version__, index))
-            announced.discard(index)
-            listener.after_gradient(index)
+            if is_silent or index not in others:
+                announced.discard(index)
+                listener.after_gradient(index)
+
+        def after_others(*_: object) -> None:
+            listener = ref()
+            if index in announced and listener is not None and os.getpid() == pid:
+                announced.discard(index)
+                listener.after_gradient(index)
 
         # On the node, not on the tensor: autograd.grad() calls a tensor's hooks, too.
         node = get_gradient_edge(parameter).node
         self._nodes[index] = node
         self._handles.append(node.register_prehook(before))
         self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        hooks = parameter._post_accumulate_grad_hooks
+
+    def remove_all(self) -> None:
+        """Remove all hooks; add() may attach others."""
+        _remove(self._handles)
+        self._nodes.clear()
+        self._announced.clear()
+        self._others.clear()
 
     def has_new_node(self, index: int, parameter: torch.Tensor) -> bool:
         """Return True if autograd has replaced the node: the parameter's dtype or device changed.
@@ -90,6 +110,12 @@ def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+def has_other_hooks(parameter: torch.Tensor) -> bool:
+    """Return True if a program has hooks that run after a gradient is added, beside ours."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return hooks is not None and len(hooks) > 1
 
 
 def current_run() -> int:

@@ -32,6 +32,18 @@ class Slot:
         p = self.parameter
         return f"{p.dtype} {tuple(p.shape)}, {'trainable' if is_trainable else 'frozen'}"
 
+    @property
+    def has_sparse(self) -> bool:
+        """True if .grad is a torch.sparse_coo tensor."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient.layout is torch.sparse_coo
+
+    def densify(self) -> None:
+        """Make .grad dense."""
+        gradient = self.parameter.grad
+        if gradient is not None:
+            self.parameter.grad = gradient.to_dense()
+
 
 S = TypeVar("S", bound=Slot)
 
@@ -53,6 +65,14 @@ class ParameterHooks(Hooks):
             _owners[slot.parameter] = self._listener
             self.add(slot.index, slot.parameter)
             slot.has_hooks = True
+
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """Remove all hooks, which are those of these parameters."""
+        self.remove_all()
+        for slot in slots:
+            if slot.has_hooks and not self._has_other_owner(slot):
+                _owners.pop(slot.parameter, None)
+            slot.has_hooks = False
 
     def require_announced(self, slot: Slot) -> None:
         """Raise RingcommError if the node is new: then it did not call before_gradient()."""

@@ -15,7 +15,7 @@ from ringcomm.torch.horovod.reduce_op import Adasum
 from ringcomm.torch.horovod.reductions import allreduce_async
 from ringcomm.torch.optim.equalize_weights import FirstWeights
 from ringcomm.torch.optim.options import require_passes
-from ringcomm.torch.optim.wrapping import derive, underlying
+from ringcomm.torch.optim.wrapping import derive, renamed, underlying
 
 T = TypeVar("T", bound=Optimizer)
 _OURS = ("_named", "_compression", "_process_set", "_weights", "_sync_weights", "step")
@@ -53,6 +53,7 @@ class _AdasumOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the Adasum of the ranks' updates."""
+        self._follow()
         if self._process_set.included():
             self._weights.compare(self._named, self._process_set.group, " (adasum)")
         starts = [p.detach().clone() for _, p in self._named]
@@ -83,6 +84,13 @@ class _AdasumOptimizer(Optimizer):
         plain = underlying(self, _OURS)
         rewrap = functools.partial(with_adasum, sync_weights=self._sync_weights)
         return rewrap, (plain, self._named, self._compression, self._process_set)
+
+    def _follow(self) -> None:
+        """Take in parameters that the program has put into param_groups."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if list(map(id, parameters)) != [id(p) for _, p in self._named]:
+            self._named = renamed(self, self._named)
+            self._weights.expect_more()
 
     @torch.no_grad()
     def _combine(self, starts: Sequence[torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +16,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import NotInitializedError
 from ringcomm.torch.optim.options import GradientOptions
 from ringcomm.torch.optim.reducer import GradientReducer
-from ringcomm.torch.optim.wrapping import derive, name_last_group, underlying
+from ringcomm.torch.optim.wrapping import derive, name_last_group, renamed, underlying
 
 OUR_ATTRIBUTES = ("_reducer", "_is_skipping", "_has_synchronized", "_has_warned", "step")
 _STEP_AFTER_SYNCHRONIZE = (
@@ -71,13 +72,15 @@ class AveragingOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as torch does, and recover from a backward() that failed."""
         self._reducer.restart()
+        self._follow()
         super().zero_grad(set_to_none)
         if not set_to_none:
             for slot in self._reducer.slots:
-                slot.note_zeroed()
+                slot.history.note_zeroed(slot.parameter.grad)
 
     def synchronize(self) -> None:
         """Make .grad final now. Collective, unless a backward() of this step made it final."""
+        self._follow()
         self._reducer.flush()
         self._has_synchronized = True
 
@@ -146,7 +149,7 @@ class AveragingOptimizer(Optimizer):
         super().add_param_group(param_group)
         reducer = self.__dict__.get("_reducer")
         if reducer is not None:
-            reducer.extend(name_last_group(self))
+            reducer.follow([*reducer.named, *name_last_group(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reducer = self._reducer
@@ -159,8 +162,20 @@ class AveragingOptimizer(Optimizer):
         return super().step(*closure)
 
     def _flush(self) -> None:
+        self._follow()
         if not self._is_skipping:
             self._reducer.flush()
+
+    def _follow(self) -> None:
+        """Take in parameters that the program has put into param_groups."""
+        if self._has_strangers:
+            self._reducer.follow(renamed(self, self._reducer.named))
+
+    @property
+    def _has_strangers(self) -> bool:
+        """True if the program has put new parameters into param_groups."""
+        held = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        return not self._reducer.ids.issuperset(map(id, held))
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = closure()

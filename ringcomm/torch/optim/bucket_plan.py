@@ -59,10 +59,22 @@ class BucketPlan:
         return self.buckets
 
     def begin_pass(self) -> None:
-        """Expect every gradient again."""
+        """Expect every gradient again; leave memory that the program refers to alone."""
         self._full.clear()
         for bucket in self.ensure_buckets():
             bucket.expect_all()
+            if bucket.n_other_references and not bucket.is_under_way:
+                self._leave_to_program(bucket)
+
+    def _leave_to_program(self, bucket: Bucket) -> None:
+        """Use new memory for a bucket if the program refers to the old one, beside .grad."""
+        slots = [self.slots[member.index] for member in bucket.members]
+        for slot in slots:
+            slot.history.forget_unless(slot.parameter.grad)
+        if bucket.n_other_references > sum(slot.is_in_bucket for slot in slots):
+            bucket.renew()
+            for slot, member in zip(slots, bucket.members, strict=True):
+                slot.move(member.view)
 
     def note_loaded(self, slot: GradientSlot) -> bool:
         """Note that a gradient is in its bucket; return True if a bucket is full."""
@@ -80,9 +92,12 @@ class BucketPlan:
     def launch_full(self, scaling: Scaling) -> None:
         """Start to reduce the full buckets."""
         for full in self._full:
-            full.launch(scaling)
             for member in full.members:
-                self.slots[member.index].state = GradientState.SENT
+                slot = self.slots[member.index]
+                if not slot.is_as_packed:
+                    slot.pack()
+                slot.state = GradientState.SENT
+            full.launch(scaling)
         self._full.clear()
 
     def learn(self, presence: Presence) -> CollectiveTask[None]:

@@ -16,6 +16,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.api.registered_arrays import on_gpu, zeros
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
+from ringcomm.torch.backward.watched_tensors import n_storage_references
 from ringcomm.torch.optim.options import GradientOptions
 
 MIB = 1 << 20
@@ -105,6 +106,7 @@ class Bucket:
         whose: a short text that names the parameters.
         name: name of the bucket's messages.
         own: the elements whose result this rank gets: all, or its chunk if is_scattered.
+        buffer: the memory; renew() replaces it, and the views in `members`.
         waiting: indices of the members that are not ready.
         streams: CUDA streams that have written gradients.
         handles: handle of the reduction under way, if any. Until land() returns, the engine owns
@@ -129,19 +131,31 @@ class Bucket:
         more = len(parameters) - 1
         self.whose = parameters[0][1] + (f"+{more}" if more else "") + suffix
         self.name = f"{kind} of {self.whose}"
-        places = consecutive([p.numel() for _, _, p in parameters])
-        count = places[-1].stop
-        self.buffer = node_zeros(count, parameters[0][2], group)
-        self.streams = Streams(self.buffer)
+        self._places = consecutive([p.numel() for _, _, p in parameters])
+        self._parameters, self._group = [(index, p) for index, _, p in parameters], group
+        count = self._places[-1].stop
         self.own = chunks(count, group.size)[group.index] if is_scattered else slice(0, count)
-        self.members = [
-            Member(index, view_like(self.buffer[place], p), place, within(place, self.own))
-            for (index, _, p), place in zip(parameters, places, strict=True)
-        ]
         self.is_scattered = is_scattered
+        self.renew()
         self._wide: torch.Tensor | None = None
         self.handles: tuple[Handle[torch.Tensor], ...] = ()
         self.expect_all()
+
+    def renew(self) -> None:
+        """Use new memory, and leave the old one to those who refer to it."""
+        parameters, places = self._parameters, self._places
+        self.buffer = node_zeros(places[-1].stop, parameters[0][1], self._group)
+        self.streams = Streams(self.buffer)
+        self.members = [
+            Member(index, view_like(self.buffer[place], p), place, within(place, self.own))
+            for (index, p), place in zip(parameters, places, strict=True)
+        ]
+        self._n_references = n_storage_references(self.buffer)
+
+    @property
+    def n_other_references(self) -> int:
+        """Number of tensors that use the buffer's memory, beside the bucket's own."""
+        return n_storage_references(self.buffer) - self._n_references
 
     @property
     def description(self) -> BucketDescription:

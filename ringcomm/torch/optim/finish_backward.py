@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,26 +16,36 @@ from ringcomm.torch.optim.bucket_plan import BucketPlan
 from ringcomm.torch.optim.buckets import Bucket, Scaling, make_buckets
 from ringcomm.torch.optim.gradient import GradientState
 from ringcomm.torch.optim.gradient_presence import (
+    COMPLAINS,
     DENSE,
     FAILED,
+    HAS_BASE,
+    HAS_RUN,
     HAS_SAMPLES,
     LATE,
-    SPARSE,
     UNWEIGHTED,
     WEIGHTED,
     Presence,
     samples_fault,
+    sparse_ones,
+    with_unlike_bases,
 )
 from ringcomm.torch.optim.sparse import SparseSum
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The end of one backward(); `step` is the number of completed steps."""
+    """The end of one backward(), or of a step without one.
+
+    Attributes:
+        step: number of completed steps.
+        has_run: this rank has run a backward() in this step.
+    """
 
     plan: BucketPlan
     scaling: Scaling
     step: int
+    has_run: bool = True
 
     def run(self, *, has_failed: bool = False) -> CollectiveTask[Presence]:
         """Make .grad of all slots final, and return the Presence of all ranks. Collective.
@@ -47,9 +57,17 @@ class Exchange:
                 ranks have not called set_samples(), or buckets differ. Nothing is under way.
             ValueError: all ranks have called set_samples(0). Nothing is under way.
             TypeError: on every rank: a gradient is sparse, and shard_state is 1.
+            RingcommError: on every rank: some rank's .grad was changed in a way that cannot count.
             PeerFailedError, CommTimeoutError: a rank is lost; the engine may still use buckets.
         """
+        for slot in self.plan.slots:
+            if slot.state is not GradientState.SETTLED:
+                slot.finish()
+            elif slot.has_own_gradient:
+                slot.take_part()
         presence = yield from self._agree(has_failed=has_failed)
+        if not presence.flags & (HAS_RUN | FAILED) and self.scaling.options.takes_mean:
+            presence = self._claim_what_is_left(presence)
         if not presence.is_one_step:
             yield from self._end_in_different_steps()
         problem = self._problem(presence)
@@ -70,12 +88,28 @@ class Exchange:
         samples = self.scaling.samples
         flags = UNWEIGHTED if samples is None else WEIGHTED
         flags |= (HAS_SAMPLES if samples else 0) | (FAILED if has_failed else 0)
+        flags |= (HAS_RUN if self.has_run else 0) | (COMPLAINS if self._complaint else 0)
         mine = Presence(bytes(slot.code for slot in self.plan.slots), flags)
         message = np.frombuffer(bytearray(mine.pack(self.step)), np.uint8)
         name = f"which gradients are there{self.plan.suffix}"
         handle = collectives.allreduce_async_(message, BOR, name=name, group=self.scaling.group)
         yield handle
         return Presence.unpack(handle.wait().tobytes())
+
+    @property
+    def _complaint(self) -> str | None:
+        return next((slot.complaint for slot in self.plan.slots if slot.complaint), None)
+
+    def _claim_what_is_left(self, presence: Presence) -> Presence:
+        """Count .grad of all ranks, since no rank has run a backward(): programs have set it.
+
+        It may be what the last step left, changed through .data, which nobody can see. Return the
+        presence of all gradients.
+        """
+        for slot in self.plan.slots:
+            slot.claim_what_is_left()
+        codes = (DENSE if code & HAS_BASE else code for code in presence.codes)
+        return replace(presence, codes=bytes(codes))
 
     def _problem(self, presence: Presence) -> Exception | None:
         """Return the error that all ranks must raise, or None. Collective."""
@@ -84,6 +118,9 @@ class Exchange:
                 "DistributedOptimizer: backward() raised an error on another rank: call "
                 "optimizer.zero_grad() and repeat the backward() on every rank"
             )
+        unusable = self._unusable(presence)
+        if unusable is not None:
+            return unusable
         fault = samples_fault(presence)
         if fault == "partial":
             samples = collectives.allgather_object(
@@ -95,11 +132,37 @@ class Exchange:
                 "DistributedOptimizer: set_samples(0) on every rank: there is no mean over 0 "
                 "samples. Skip this step on all ranks"
             )
-        sparse = [slot.name for slot in self.plan.slots if presence.codes[slot.index] == SPARSE]
+        sparse = sparse_ones(presence)
         if sparse and self.scaling.options.is_sharded:
+            name = self.plan.slots[sparse[0]].name
             return TypeError(
-                f"DistributedOptimizer: the gradient of {sparse[0]} is sparse, and shard_state=1 "
+                f"DistributedOptimizer: the gradient of {name} is sparse, and shard_state=1 "
                 "takes dense ones only: pass sparse_as_dense=True, or shard_state=0"
+            )
+        return None
+
+    def _unusable(self, presence: Presence) -> Exception | None:
+        """Return the error for what programs have done to .grad, or None. Collective."""
+        if presence.flags & COMPLAINS:
+            name, group = f"changed gradients{self.plan.suffix}", self.scaling.group
+            return RingcommError(
+                explain_complaints(
+                    collectives.allgather_object(self._complaint, name=name, group=group)
+                )
+            )
+        index = with_unlike_bases(presence)
+        if index is not None:
+            return MismatchError(
+                f"DistributedOptimizer: {self.plan.slots[index].name}.grad is what an earlier step "
+                "left on some ranks, and cleared or set by hand on others: call "
+                "optimizer.zero_grad() on all of them or on none"
+            )
+        if not presence.flags & HAS_RUN and any(code & HAS_BASE for code in presence.codes):
+            return RingcommError(
+                "DistributedOptimizer: no rank has run a backward() since the last step(), and "
+                ".grad is there still. If you have set it through .data, assign a new tensor to "
+                ".grad instead. To make another step with the same gradients, call step() within "
+                "`with optimizer.skip_synchronize():`"
             )
         return None
 
@@ -123,16 +186,18 @@ class Exchange:
             if bucket.is_under_way or not any(presence.codes[i] & DENSE for i in indices):
                 continue
             for index in indices:
-                self.plan.slots[index].take_part()
-                self.plan.slots[index].pack(presence.codes[index])
+                slot = self.plan.slots[index]
+                slot.take_part()
+                if not slot.is_as_packed:
+                    slot.pack(presence.codes[index])
             bucket.launch(self.scaling)
 
     def _launch_sparse(self, presence: Presence) -> list[SparseSum]:
         sums = []
-        for slot in self.plan.slots:
-            if presence.codes[slot.index] == SPARSE:
-                slot.take_part()
-                sums.append(SparseSum(slot, self.scaling, self.plan.suffix))
+        for index in sparse_ones(presence):
+            slot = self.plan.slots[index]
+            slot.take_part()
+            sums.append(SparseSum(slot, self.scaling, self.plan.suffix))
         return sums
 
     def _launch_extra(self, presence: Presence) -> list[Bucket]:
@@ -189,7 +254,9 @@ class Exchange:
             for member in bucket.members:
                 parts.setdefault(member.index, []).append(member.view)
         for slot in self.plan.slots:
-            if slot.state is not GradientState.SETTLED:
+            if slot.state is GradientState.SETTLED:
+                slot.history.note_final(slot.parameter.grad)
+            else:
                 slot.settle(presence.codes[slot.index], parts.get(slot.index, ()))
 
 
@@ -202,6 +269,12 @@ def explain_steps(steps: Sequence[int]) -> str:
         "give all of them the same number of batches. After last = hvd.join(), call "
         "hvd.broadcast_optimizer_state(optimizer, root_rank=last) to give all ranks the same step"
     )
+
+
+def explain_complaints(complaints: Sequence[str | None]) -> str:
+    """Return the error text if .grad was changed on some ranks in a way that cannot count. Pure."""
+    rank, text = next((r, text) for r, text in enumerate(complaints) if text)
+    return f"{text} (on rank {rank})"
 
 
 def explain_samples(samples: Sequence[float | None]) -> str:

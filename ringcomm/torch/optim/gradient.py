@@ -1,8 +1,12 @@
-"""A parameter, and where its gradient of the current step is."""
+"""A parameter, and where its gradient of the current step is.
+
+Until backward() ends, .grad is this rank's own, and a program's hooks may do with it what they do
+in plain torch: its bucket has a copy. Then .grad is the mean: in the tensor that the program had
+there before backward(), or else in a new view of the bucket.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -10,10 +14,20 @@ import torch
 
 from ringcomm._core import copy_memory
 from ringcomm.arrays.torch import TORCH
-from ringcomm.errors import RingcommError
+from ringcomm.torch.backward.autograd_hooks import has_other_hooks
+from ringcomm.torch.backward.gradient_origin import GradientHistory, Origin
 from ringcomm.torch.backward.parameter_hooks import Slot
-from ringcomm.torch.optim.buckets import Bucket, Member, flat_view
-from ringcomm.torch.optim.gradient_presence import DENSE, LATE, SPARSE, WAS_SPARSE
+from ringcomm.torch.backward.watched_tensors import Mark, address_of, is_held_elsewhere
+from ringcomm.torch.optim.buckets import Bucket, Member
+from ringcomm.torch.optim.gradient_presence import (
+    DENSE,
+    HAS_BASE,
+    LATE,
+    NO_BASE,
+    SPARSE,
+    WAS_SPARSE,
+)
+from ringcomm.torch.optim.own_part import OwnPart
 
 WORTH_KEEPING = 128 << 10  # bytes; malloc maps each block of this size or more by itself
 
@@ -21,7 +35,7 @@ WORTH_KEEPING = 128 << 10  # bytes; malloc maps each block of this size or more 
 class GradientState(Enum):
     """State of a parameter's .grad."""
 
-    SETTLED = auto()  # it belongs to the user: None, final, or set by hand
+    SETTLED = auto()  # it is None, final, or set by hand
     OPEN = auto()  # None, or this rank's own sum, to which more may be added
     SENT = auto()  # under way in its bucket
     LATE = auto()  # like OPEN, but for gradients that come after the bucket was sent
@@ -34,125 +48,168 @@ class GradientSlot(Slot):
         bucket: the bucket of its dense gradients; None if they have none.
         was_sparse: this rank's gradient was sparse, and was made dense for the reduction.
         is_sparse_in_step: some rank's gradient was sparse: make .grad sparse for the optimizer.
+        complaint: error text about a change of .grad that cannot count; None: no such change.
+        takes_mean: the reduction is a mean of whole gradients.
+        history: tells who has made .grad.
+        part: with shard_state=1, the part that this rank updates.
     """
 
-    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
+    def __init__(
+        self, index: int, name: str, parameter: torch.nn.Parameter, *, takes_mean: bool = True
+    ) -> None:
         super().__init__(index, name, parameter)
         self.state = GradientState.SETTLED
         self.bucket: Bucket | None = None
         self.was_sparse = self.is_sparse_in_step = False
+        self.complaint: str | None = None
+        self.takes_mean = takes_mean
+        self.history = GradientHistory()
+        self.part = OwnPart(name, parameter)
         self._view: torch.Tensor | None = None  # this gradient in the bucket
-        self._base: torch.Tensor | None = None  # .grad before backward(), to be added at the end
+        # During backward():
+        self._before: torch.Tensor | None = None  # .grad before backward(); it gets the result
+        self._base: torch.Tensor | None = None  # what an earlier reduction left, added at the end
+        self._with_base: Mark | None = None  # .grad with the base in it: the program must see both
+        self._n_arrived = 0  # gradients that autograd has added
         self._packed: torch.Tensor | None = None  # see pack()
-        self._zeroed_version = -1
-        self._own: slice | None = None  # the elements that this rank updates; None: all
-        self._reduced: _Version | None = None  # .grad as settle() left it
-        self._displaced: _Version | None = None  # .grad of a step in which `_own` was different
+        self._is_packed = False
+        self._version = 0  # of `_packed` when it was packed
+        self._address: int | None = None  # the same; None: it is sparse
+        self._is_large = False
+        self._sent: torch.Tensor | None = None  # a copy of what was sent, if .grad contains it
 
     def place(self, bucket: Bucket | None, member: Member | None) -> None:
         """Send dense gradients in this bucket from now on; None: in no bucket."""
-        gradient = self.parameter.grad
-        if self._own is not None and gradient is not None and self.state is GradientState.SETTLED:
-            self._displaced = _Version(gradient)
+        is_settled = self.state is GradientState.SETTLED
+        is_scattered = bucket is not None and bucket.is_scattered
+        self.part.move(member, is_scattered=is_scattered, is_settled=is_settled)
         self.bucket = bucket
-        self._view = None if member is None else member.view
-        self._own = member.own if bucket is not None and bucket.is_scattered and member else None
+        self.move(None if member is None else member.view)
 
-    def open(self) -> None:
-        """Clear .grad for this rank's gradient; settle() adds the old value again."""
-        if self.state is GradientState.SENT:
-            self.parameter.grad = None
-            self.state = GradientState.LATE
-        elif self.state is GradientState.SETTLED:
-            self.require_own_part()
-            self.state = GradientState.OPEN
-            if not self._is_zeroed():
-                self._base, self.parameter.grad = self._outside_bucket(), None
+    def move(self, view: torch.Tensor | None) -> None:
+        """Use another view of the same bucket, whose memory was replaced."""
+        self._view, self._is_packed = view, False
+        self._is_large = view is not None and view.is_cpu and view.nbytes >= WORTH_KEEPING
 
-    def take_part(self) -> None:
-        """Prepare for a reduction in which other ranks may have a gradient."""
+    # --- before the reduction ---------------------------------------------------------------------
+    def expect_gradient(self, *, is_seen: bool) -> None:
+        """Prepare for a gradient that autograd is about to add to .grad.
+
+        is_seen: the program may look at .grad before it is reduced.
+        """
+        self._n_arrived += 1
         if self.state is GradientState.SETTLED:
-            self.open()
+            self.take_part(is_seen=is_seen)
+        elif self.state is GradientState.SENT:
+            self._expect_late()
 
-    def note_zeroed(self) -> None:
-        """Note that .grad was set to zeros: autograd then adds gradients directly to the bucket."""
-        if self._view is not None and self.parameter.grad is self._view:
-            self._zeroed_version = self._view._version
-
-    def restart(self) -> None:
-        """Give .grad back to the user, whatever its value is."""
-        self.state = GradientState.SETTLED
-        self.was_sparse = self.is_sparse_in_step = False
-        self._base = self._reduced = None
-        self._zeroed_version = -1  # a reduction writes to the view without a new version
-
-    def require_own_part(self) -> None:
-        """Raise RingcommError if .grad is of an earlier step, and this rank's part has changed.
-
-        New buckets give a rank other parts of the parameters.
-        """
-        if self._displaced is not None and self._displaced.is_of(self.parameter.grad):
-            raise RingcommError(
-                f"DistributedOptimizer: {self.name}.grad is of an earlier step. With shard_state=1 "
-                "it holds this rank's part of the gradient, and since then ranks have other parts: "
-                "call optimizer.zero_grad() between step() and backward()"
-            )
-
-    def own_gradient(self) -> torch.Tensor | None:
-        """Return a flat view of the part of .grad that this rank updates, in the bucket's layout.
-
-        If .grad has another layout, it is replaced by a copy.
-        """
-        gradient, view = self.parameter.grad, self._view
-        if gradient is None or view is None:
-            return None
-        self.require_own_part()
-        if gradient.layout is not torch.strided or gradient.stride() != view.stride():
-            aligned = torch.empty_strided(
-                view.shape, view.stride(), dtype=gradient.dtype, device=gradient.device
-            )
-            gradient = self.parameter.grad = aligned.copy_(_strided(gradient))
-        return flat_view(gradient.detach())[self._own or slice(None)]
-
-    def accept(self) -> None:
-        """Accept the changes of .grad up to now: is_changed is then False until the next change."""
-        gradient = self.parameter.grad
-        self._reduced = None if gradient is None else _Version(gradient)
+    def take_part(self, *, is_seen: bool = False) -> None:
+        """Prepare for a reduction in which any rank may have a gradient."""
+        if self.state is GradientState.SETTLED:
+            if self.part.place is not None:
+                self.part.require_unmoved()
+            self.state = GradientState.OPEN
+            if self.parameter.grad is not None:
+                self._keep(self.parameter.grad, is_seen=is_seen)
 
     @property
-    def is_changed(self) -> bool:
-        """True if somebody has written to .grad since settle() or accept()."""
-        gradient, reduced = self.parameter.grad, self._reduced
-        return reduced is not None and gradient is not None and not reduced.is_of(gradient)
+    def has_own_gradient(self) -> bool:
+        """True if the program has set a .grad by hand that no reduction has seen."""
+        gradient = self.parameter.grad
+        if self.state is not GradientState.SETTLED or gradient is None:
+            return False
+        origin = self.history.origin_of(gradient)
+        if origin is Origin.NOBODY or (origin is Origin.UNCLEAR and not self.takes_mean):
+            return bool(gradient.any())  # zeros may have been written to through .data
+        return origin is not Origin.REDUCTION
 
+    def claim_what_is_left(self) -> None:
+        """Reduce any .grad: no rank has run a backward(), so the program has made it."""
+        if self.state is GradientState.SETTLED and self.parameter.grad is not None:
+            self.history.begin_step(None)
+            self.take_part()
+
+    def begin_step(self, *, is_zeroed: bool) -> None:
+        """Give .grad back to the program; is_zeroed: zero_grad() clears it now."""
+        if self.state is not GradientState.SETTLED:  # after a failure
+            if self._before is not None and self._is_stashed:
+                self.parameter.grad = self._before
+            self._close()
+        self.complaint = None
+        self.was_sparse = self.is_sparse_in_step = False
+        self.history.begin_step(None if is_zeroed else self.parameter.grad)
+        if self.part.place is not None:
+            self.part.forget()
+
+    def _keep(self, gradient: torch.Tensor, *, is_seen: bool) -> None:
+        """Keep the .grad that is there before backward(): the result is written to it."""
+        self._before = gradient
+        origin = self.history.origin_of(gradient)
+        if origin is Origin.UNCLEAR and not self.takes_mean and bool(gradient.any()):
+            self._complain(
+                "was changed after step(), and is either what the last reduction left, or this "
+                "rank's own gradient. Call optimizer.zero_grad() before you set it, or assign a "
+                "new tensor to .grad"
+            )
+        is_seen |= has_other_hooks(self.parameter)
+        is_in_bucket = self.is_in_bucket
+        if is_seen and is_in_bucket:  # the program may write to it when the bucket is under way
+            gradient.data = gradient.detach().clone()
+        if origin is not Origin.REDUCTION:
+            return
+        self._base = gradient.detach()
+        if is_seen or is_in_bucket:
+            self._base = self._base.clone()
+        if is_seen and gradient.layout is torch.strided:
+            self._with_base = Mark(gradient)
+        else:
+            self.parameter.grad = None
+
+    def _expect_late(self) -> None:
+        """Prepare for a gradient of a parameter whose bucket has been sent."""
+        self.finish()
+        packed = self._packed
+        if self._before is None and packed is not None and is_held_elsewhere(packed):
+            self._before = packed
+        if packed is None or _is_at(packed, self._view) or not has_other_hooks(self.parameter):
+            self.parameter.grad = None
+        else:
+            self._sent = packed.detach().clone()
+        self.state = GradientState.LATE
+
+    def _complain(self, text: str) -> None:
+        self.complaint = self.complaint or f"DistributedOptimizer: {self.name}.grad {text}"
+
+    # --- the reduction ----------------------------------------------------------------------------
     @property
     def code(self) -> int:
         """This rank's code for the other ranks; see gradient_presence.py."""
-        was_sparse = WAS_SPARSE if self.was_sparse else 0
+        code = WAS_SPARSE if self.was_sparse else 0
+        if self.state is not GradientState.SETTLED:
+            code |= NO_BASE if self._base is None else HAS_BASE
         if self.state is GradientState.SENT:
-            return DENSE | was_sparse
+            return code | DENSE
+        gradient = self.parameter.grad
         if self.state is GradientState.LATE:
-            return DENSE | LATE | was_sparse
-        if self.state is GradientState.SETTLED or self.parameter.grad is None:
-            return was_sparse
-        return (SPARSE if self.has_sparse else DENSE) | was_sparse
+            return code | DENSE | LATE
+        if self.state is GradientState.SETTLED:
+            is_left = gradient is not None and self.history.origin_of(gradient) is Origin.REDUCTION
+            return code | (HAS_BASE if is_left else NO_BASE)
+        if gradient is None:
+            return code
+        return code | (SPARSE if self.has_sparse else DENSE)
 
     @property
     def is_ready(self) -> bool:
-        """True if .grad can go into a bucket."""
-        return self.bucket is not None and self.parameter.grad is not None and not self.has_sparse
+        """True if .grad can go into a bucket now, rather than at the end of backward().
 
-    @property
-    def has_sparse(self) -> bool:
-        """True if .grad is a torch.sparse_coo tensor."""
+        A tensor of the program's own may share torch's count of writes with others, as the pieces
+        of one flat tensor do: then nobody could see whether it changes when it is under way.
+        """
         gradient = self.parameter.grad
-        return gradient is not None and gradient.layout is torch.sparse_coo
-
-    def densify(self) -> None:
-        """Make .grad dense."""
-        gradient = self.parameter.grad
-        if gradient is not None:
-            self.parameter.grad = gradient.to_dense()
+        if self.bucket is None or gradient is None or self.has_sparse:
+            return False
+        return gradient is not self._before or self.is_in_bucket
 
     def make_sparse_again(self) -> None:
         """Make .grad sparse if it was sparse on some rank."""
@@ -160,8 +217,20 @@ class GradientSlot(Slot):
         if self.is_sparse_in_step and gradient is not None and not self.has_sparse:
             self.parameter.grad = gradient.to_sparse(1)
 
+    @property
+    def is_as_packed(self) -> bool:
+        """True if .grad is in the bucket as it is now, as far as torch counts writes."""
+        packed = self._packed
+        return (
+            self._is_packed
+            and packed is not None
+            and packed is self.parameter.grad
+            and packed._version == self._version
+            and (self._address is None or packed.data_ptr() == self._address)
+        )
+
     def pack(self, code: int = DENSE) -> None:
-        """Write this rank's gradient to the bucket, and make .grad a view of the bucket.
+        """Write this rank's gradient to the bucket, unless autograd has done so.
 
         It writes zeros if this rank has no gradient, or if no rank has a dense one (see `code`).
         A large gradient is kept until the next one: if it were freed here, its pages would go back
@@ -169,15 +238,36 @@ class GradientSlot(Slot):
         """
         assert self._view is not None
         gradient = self.parameter.grad
-        if gradient is self._view:
-            return
         if gradient is None or not code & DENSE:
             self._view.zero_()
+            self._is_packed = False
             return
-        _copy(self._view, _strided(gradient))
-        self.parameter.grad = self._view
-        is_large = gradient.is_cpu and self._view.nbytes >= WORTH_KEEPING
-        self._packed = gradient if is_large else None
+        if self._before is None:
+            _copy(self._view, _strided(gradient))
+        elif not self.is_in_bucket:
+            self._write_own_part(gradient, self._view)
+        self._packed, self._is_packed = gradient, True
+        self._version = gradient._version
+        self._address = gradient.data_ptr() if gradient.layout is torch.strided else None
+
+    def finish(self) -> None:
+        """Complain if .grad has changed in a way that cannot count any more."""
+        if self.state is GradientState.SENT and not self.is_as_packed:
+            self._complain(
+                "was changed within backward() after it had been sent. Change it in a hook of the "
+                "parameter itself, or after backward()"
+            )
+        if self._with_base is None or self.takes_mean:
+            return
+        n_writes = self._with_base.n_writes(
+            self.parameter.grad
+        )  # autograd writes once for each gradient
+        if n_writes is None or n_writes > self._n_arrived:
+            self._complain(
+                "contains what an earlier reduction left, and was changed before this one. With "
+                "op=SUM or shard_state=1 that would change the earlier part on each rank: call "
+                "optimizer.zero_grad() before backward()"
+            )
 
     def pack_extra(self, target: torch.Tensor) -> None:
         """Fill `target` with the gradient if this step's bucket lacks it, else with zeros."""
@@ -185,10 +275,12 @@ class GradientSlot(Slot):
         is_extra = self.state is GradientState.LATE or (
             self.state is GradientState.OPEN and self.bucket is None
         )
-        if is_extra and gradient is not None:
-            target.copy_(_strided(gradient))
-        else:
+        if not is_extra or gradient is None:
             target.zero_()
+        elif self._sent is not None:
+            target.copy_(_strided(gradient)).sub_(self._sent)
+        else:
+            self._write_own_part(gradient, target)
 
     def settle(self, code: int, extra: Sequence[torch.Tensor]) -> None:
         """Make .grad final: the sum of the bucket's view, of `extra`, and of the earlier .grad.
@@ -203,53 +295,72 @@ class GradientSlot(Slot):
         if self._base is not None:
             parts.append(self._base)
         if parts:
-            self.parameter.grad = _total(parts)
-        self.restart()
+            total = parts[0]
+            if len(parts) > 1:
+                total = _total(parts)
+                self.part.zero_others(total)
+            self._give(total)
+        self._close()
+        self.history.note_final(self.parameter.grad)
         self.is_sparse_in_step = bool(code & WAS_SPARSE)
-        if self._own is not None:
-            if len(parts) > 1 and self._view is not None:
-                self._zero_other_parts(self._view, self._own)
-            self.accept()
+        if self.part.place is not None:
+            self.part.accept()
 
-    def _zero_other_parts(self, view: torch.Tensor, own: slice) -> None:
-        """Zero the elements that other ranks update: parts from outside the bucket changed them."""
-        assert self.parameter.grad is view
-        flat = flat_view(view)
-        flat[: own.start].zero_()
-        flat[own.stop :].zero_()
+    def _write_own_part(self, gradient: torch.Tensor, target: torch.Tensor) -> None:
+        """Write to `target` what this rank adds to the base."""
+        if self._with_base is None or self._base is None:
+            _copy(target, _strided(gradient))
+            return
+        target.copy_(_strided(gradient)).sub_(self._base)
 
-    def _is_zeroed(self) -> bool:
-        """Return True if .grad is the bucket's view, and nobody wrote to it since zero_grad()."""
-        view = self._view
-        return (
-            view is not None
-            and self.parameter.grad is view
-            and view._version == self._zeroed_version
-        )
+    @property
+    def _is_stashed(self) -> bool:
+        """True if the earlier .grad was taken away, so that autograd makes a new one."""
+        is_aside = self._base is not None and self._with_base is None
+        return is_aside or (self.state is GradientState.LATE and self._sent is None)
 
-    def _outside_bucket(self) -> torch.Tensor | None:
-        """Return .grad; a copy if .grad is in the bucket's memory, which will be overwritten."""
-        gradient = self.parameter.grad
-        if gradient is None or self._view is None or gradient.layout is not torch.strided:
-            return gradient
-        own, bucket = gradient.untyped_storage(), self._view.untyped_storage()
-        return gradient.detach().clone() if own.data_ptr() == bucket.data_ptr() else gradient
+    def _give(self, total: torch.Tensor) -> None:
+        """Make .grad the tensor that a program expects there, with these values."""
+        into = self._before
+        if into is None or not (self._is_stashed or self.parameter.grad is into):
+            packed = self._packed
+            is_there = packed is not None and packed is self.parameter.grad
+            into = packed if is_there and packed is not None and is_held_elsewhere(packed) else None
+            if into is None:
+                self.parameter.grad = total.data if total.layout is torch.strided else total
+                return
+        if into.layout is not torch.strided or not _can_hold(into, total):
+            self.parameter.grad = total.data if total.layout is torch.strided else total
+            return
+        if address_of(into) == address_of(total):
+            TORCH.written(into)
+        else:
+            into.copy_(total)
+        self.parameter.grad = into
+
+    def _close(self) -> None:
+        self.state = GradientState.SETTLED
+        self.was_sparse = self.is_sparse_in_step = False
+        self._before = self._base = self._with_base = self._sent = None
+        self._n_arrived, self._is_packed = 0, False
+        if not self._is_large or _is_at(self._packed, self._view):
+            self._packed = None
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """True if .grad is in the memory of its bucket."""
+        return _is_at(self.parameter.grad, self._view)
 
 
-class _Version:
-    """Recognizes a tensor as long as nobody writes to it; does not keep it alive."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._x = weakref.ref(x)
-        self._version = x._version
-
-    def is_of(self, x: torch.Tensor | None) -> bool:
-        return x is not None and self._x() is x and x._version == self._version
+def _is_at(gradient: torch.Tensor | None, view: torch.Tensor | None) -> bool:
+    if gradient is None or view is None or gradient.layout is not torch.strided:
+        return False
+    return gradient.data_ptr() == view.data_ptr() != 0
 
 
 def _copy(view: torch.Tensor, gradient: torch.Tensor) -> None:
     """Copy a gradient to a bucket's view; if possible, a large one bypasses the CPU's caches."""
-    is_plain = type(gradient) is torch.Tensor and gradient.is_cpu
+    is_plain = type(gradient) is torch.Tensor and gradient.is_cpu and view.shape == gradient.shape
     is_alike = view.dtype == gradient.dtype and view.stride() == gradient.stride()
     if is_plain and is_alike and not (gradient.is_conj() or gradient.is_neg()):
         copy_memory(view.data_ptr(), gradient.data_ptr(), view.nbytes)  # a view has no gaps
@@ -269,3 +380,10 @@ def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in others:
         total = total.add_(part) if total.layout is torch.strided else total + part
     return total
+
+
+def _can_hold(x: torch.Tensor, total: torch.Tensor) -> bool:
+    """Return True if `total` can be written to x, which is strided, element by element."""
+    is_alike = (x.shape, x.dtype, x.device) == (total.shape, total.dtype, total.device)
+    is_expanded = any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return is_alike and total.layout is torch.strided and not (x.requires_grad or is_expanded)

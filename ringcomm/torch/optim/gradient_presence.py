@@ -13,9 +13,11 @@ from typing import Literal
 from ringcomm.torch.backward.equal_on_ranks import is_alike, with_complement
 
 # Codes of a gradient. LATE: a part came after the bucket was sent. WAS_SPARSE: it was made dense.
-DENSE, SPARSE, LATE, WAS_SPARSE = 1, 2, 4, 8
-# Flags of a rank.
-FAILED, WEIGHTED, UNWEIGHTED, HAS_SAMPLES = 1, 2, 4, 8
+# HAS_BASE: the reduction will be added to what an earlier one left in .grad; NO_BASE: it will not.
+DENSE, SPARSE, LATE, WAS_SPARSE, HAS_BASE, NO_BASE = 1, 2, 4, 8, 16, 32
+# Flags of a rank. HAS_RUN: it has run a backward() in this step. COMPLAINS: .grad was changed in a
+# way that cannot count.
+FAILED, WEIGHTED, UNWEIGHTED, HAS_SAMPLES, HAS_RUN, COMPLAINS = 1, 2, 4, 8, 16, 32
 
 _STEP = 8  # bytes
 
@@ -25,8 +27,8 @@ class Presence:
     """Gradients and flags of one rank, or of all ranks, or-ed.
 
     Attributes:
-        codes: for each parameter: 0, or DENSE, SPARSE, LATE and WAS_SPARSE, or-ed.
-        flags: FAILED, WEIGHTED, UNWEIGHTED and HAS_SAMPLES, or-ed.
+        codes: for each parameter, its codes, or-ed.
+        flags: or-ed.
         is_one_step: True if all ranks have completed the same number of steps.
     """
 
@@ -52,6 +54,18 @@ def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:
     if presence.flags & WEIGHTED and not presence.flags & HAS_SAMPLES:
         return "empty"
     return None
+
+
+def sparse_ones(presence: Presence) -> list[int]:
+    """Return the indices of the parameters whose gradients are all sparse."""
+    return [i for i, code in enumerate(presence.codes) if code & (DENSE | SPARSE) == SPARSE]
+
+
+def with_unlike_bases(presence: Presence) -> int | None:
+    """Return the index of a gradient that some ranks add to an earlier .grad, and some do not."""
+    both, any_ = HAS_BASE | NO_BASE, DENSE | SPARSE
+    unlike = (i for i, code in enumerate(presence.codes) if code & both == both and code & any_)
+    return next(unlike, None)
 
 
 def ready_order(fired: Sequence[int], n: int) -> list[int]:

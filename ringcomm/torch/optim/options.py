@@ -56,6 +56,11 @@ class GradientOptions:
         return self.shard_state == 1
 
     @property
+    def takes_mean(self) -> bool:
+        """True if .grad becomes the mean of all ranks' .grad, whole on each rank."""
+        return self.op is AVERAGE and not self.is_sharded
+
+    @property
     def group(self) -> Group:
         """The ranks that reduce together: the process set, or this rank if it is no member."""
         if self.process_set.included():

@@ -50,6 +50,7 @@ class GradientReducer:
         known: pairs (name, parameter) that the user passed for the model; see FirstWeights.
 
     Attributes:
+        ids: id() of each parameter.
         samples: number of samples whose mean is this rank's gradient; None: the gradient has no
             weight.
     """
@@ -66,6 +67,7 @@ class GradientReducer:
         self.set_passes_per_step(passes_per_step)
         self.step = 0
         self.slots: list[GradientSlot] = []
+        self.ids: set[int] = set()
         self.plan = BucketPlan(self.slots, options)
         self._engine = weakref.ref(engine())
         self._hooks = ParameterHooks(self)
@@ -77,7 +79,7 @@ class GradientReducer:
         self._is_interrupted = False  # refuse gradients for ever
         self.samples: float | None = None
         self._are_samples_used = False
-        self.extend(named_parameters)
+        self.follow(named_parameters)
         self.plan.enrol()
         on_new_view(self.begin_view)
 
@@ -87,14 +89,25 @@ class GradientReducer:
         self.passes_per_step = n
         self._agreement.forget()
 
-    def extend(self, named_parameters: Named) -> None:
-        """Reduce gradients of these parameters, too. All ranks pass the same, between two steps."""
+    def follow(self, named: Named) -> None:
+        """Reduce gradients of these parameters, and of no others.
+
+        All ranks pass the same between two backward().
+        """
         self._require_usable()
+        slot_of = {id(slot.parameter): slot for slot in self.slots}
+        self._hooks.remove(self.slots)
+        self.slots.clear()
+        for index, (name, p) in enumerate(named):
+            takes_mean = self.options.takes_mean
+            slot = slot_of.get(id(p)) or GradientSlot(index, name, p, takes_mean=takes_mean)
+            slot.index = index
+            self.slots.append(slot)
+        self.ids = {id(p) for _, p in named}
         self._agreement.weights.expect_more()
-        n = len(self.slots)
-        self.slots += [GradientSlot(n + i, name, p) for i, (name, p) in enumerate(named_parameters)]
+        self.plan.forget_sparse()
         self._replan()
-        self._attach_hooks(GradientState.SETTLED)
+        self._attach_hooks()
 
     def flush(self) -> None:
         """Take part in the reduction, unless a backward() has done so since the step began."""
@@ -104,7 +117,10 @@ class GradientReducer:
                 "DistributedOptimizer: set_samples() came after backward(), which had reduced the "
                 "gradients already: call it before backward()"
             )
-        if not self._is_synchronized:
+        is_over = self._is_synchronized and not any(
+            not slot.history.is_final and slot.has_own_gradient for slot in self.slots
+        )
+        if not is_over:
             self._spoiling(self._prepare)
             finish_together([self._finish()])
             self._n_passes = max(self._n_passes, self.passes_per_step)
@@ -114,14 +130,14 @@ class GradientReducer:
         if any(bucket.is_under_way for bucket in self.plan.buckets or ()):
             self._spoiling(self._drain)
         self._is_spoiled = False
-        self._begin_step()
+        self._begin_step(is_zeroed=True)
 
     def complete_step(self) -> None:
         """Begin the next step: the optimizer has used the gradients."""
         self.step += 1
         self.samples = None
         self.plan.end_step()
-        self._begin_step()
+        self._begin_step(is_zeroed=False)
 
     def go_on_from(self, step: int) -> None:
         """Count steps from `step` on; plan and compare again. Every rank calls it, after join()."""
@@ -146,7 +162,7 @@ class GradientReducer:
         self.plan.begin_view()
         self.samples = None
         self.go_on_from(self.step)
-        self._begin_step()
+        self._begin_step(is_zeroed=True)
 
     def set_samples(self, n: float) -> None:
         """Weight this rank's gradient of this step with n."""
@@ -159,7 +175,7 @@ class GradientReducer:
     def before_gradient(self, index: int) -> None:
         """Clear .grad for this rank's gradient."""
         self._spoiling(self._passes.enter, self)
-        self.slots[index].open()
+        self.slots[index].expect_gradient(is_seen=not self._is_communicating)
 
     def after_gradient(self, index: int) -> None:
         """Put the gradient into its bucket, if this pass communicates."""
@@ -197,7 +213,8 @@ class GradientReducer:
         return Scaling(self.options, self.samples)
 
     @property
-    def _named(self) -> Named:
+    def named(self) -> Named:
+        """Pairs (name, parameter), in order."""
         return [(slot.name, slot.parameter) for slot in self.slots]
 
     def _prepare(self) -> None:
@@ -205,7 +222,7 @@ class GradientReducer:
 
         It waits for no rank, because ranks may prepare several optimizers in different orders.
         """
-        if self._attach_hooks(GradientState.OPEN):
+        if self._attach_hooks():
             self._replan()
         if self._engine() is not engine():  # after shutdown() and init()
             self._engine = weakref.ref(engine())
@@ -213,10 +230,10 @@ class GradientReducer:
             self._replan()
         if self._agreement.check is None:
             name, group = f"parameters{self.plan.suffix}", self.options.group
-            self._agreement.begin(_summary(self), self._named, name, group)
+            self._agreement.begin(_summary(self), self.named, name, group)
         self.plan.begin_pass()
 
-    def _attach_hooks(self, state: GradientState) -> bool:
+    def _attach_hooks(self) -> bool:
         """Attach hooks to added or unfrozen parameters; return True if there are any."""
         new = without_hooks(self.slots)
         for slot in new:
@@ -225,19 +242,18 @@ class GradientReducer:
             except TypeError as error:
                 raise TypeError(f"DistributedOptimizer: {slot.name}: {error}") from error
         self._hooks.attach(new)
-        for slot in new:
-            slot.state = state
         return bool(new)
 
     def _finish(self) -> CollectiveTask[None]:
         """End a pass that communicates."""
         try:
             for slot in self.slots:
-                slot.require_own_part()
+                slot.part.require_unmoved()
             yield from self._agreement.reach()
-            presence = yield from Exchange(self.plan, self._scaling, self.step).run()
+            has_run = self._n_passes > 0
+            presence = yield from Exchange(self.plan, self._scaling, self.step, has_run).run()
             group, suffix = self.options.group, self.plan.suffix
-            yield from self._agreement.weights.make_alike(self._named, group, suffix)
+            yield from self._agreement.weights.make_alike(self.named, group, suffix)
             self._is_synchronized = self._are_samples_used = True
             yield from self.plan.learn(presence)
         except BaseException as error:
@@ -258,12 +274,12 @@ class GradientReducer:
         self.plan.forget_order()
         self._agreement.forget()
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, is_zeroed: bool) -> None:
         self._passes.forget()
         self._n_passes = 0
         self._is_communicating = self._is_synchronized = False
         for slot in self.slots:
-            slot.restart()
+            slot.begin_step(is_zeroed=is_zeroed)
 
     # --- failures ---------------------------------------------------------------------------------
     def _spoiling(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -56,6 +56,30 @@ def name_last_group(optimizer: Optimizer) -> list[tuple[str, torch.nn.Parameter]
     return [(f"group{g}.{i}", p) for i, p in enumerate(optimizer.param_groups[g]["params"])]
 
 
+def renamed(
+    optimizer: Optimizer, known: Iterable[tuple[str, torch.nn.Parameter]]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the optimizer's parameters with names, after some were exchanged in param_groups.
+
+    Known ones keep their names. A new one gets the name of the known one that had its place, if
+    that is gone.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = list(known)
+    name_of = {p: name for name, p in before}
+    used = {name_of[p] for p in parameters if p in name_of}
+    named = []
+    for place, p in enumerate(parameters):
+        name = name_of.get(p)
+        if name is None:
+            name = before[place][0] if len(before) == len(parameters) else f"parameter{place}"
+            while name in used:
+                name += "'"
+            used.add(name)
+        named.append((name, p))
+    return named
+
+
 def named_in_order(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> list[tuple[str, torch.nn.Parameter]]:

@@ -180,6 +180,15 @@ class ShardedOptimizer(AveragingOptimizer):
         self._shards.step(self, self._make_fused if is_fused else self._make, is_fused=is_fused)
         return loss
 
+    def _follow(self) -> None:
+        if self.is_spread and self._has_strangers:
+            raise RingcommError(
+                "DistributedOptimizer: param_groups have a new parameter, whose state the program "
+                "cannot have moved: with shard_state=1 the state is spread over the ranks. Pass "
+                "shard_state=0 to exchange parameters, or add them by optimizer.add_param_group()"
+            )
+        super()._follow()
+
     def _make(self, chunk: Chunk) -> ChunkUpdate:
         return OwnClassUpdate(underlying(self, _OUR_ATTRIBUTES), chunk.pieces)
 
@@ -190,12 +199,12 @@ class ShardedOptimizer(AveragingOptimizer):
 
     def _own_gradients(self) -> list[torch.Tensor]:
         self._reducer.plan.ensure_buckets()
-        gradients = [slot.own_gradient() for slot in self._reducer.slots]
+        gradients = [slot.part.gradient() for slot in self._reducer.slots]
         return [gradient for gradient in gradients if gradient is not None]
 
     def _accept_gradients(self) -> None:
         for slot in self._reducer.slots:
-            slot.accept()
+            slot.part.accept()
 
     def _norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> float:
         """Return the norm over all ranks, with the same bits on each rank."""
@@ -210,7 +219,7 @@ class ShardedOptimizer(AveragingOptimizer):
 
     def _warn_of_changes(self) -> None:
         """Warn once if the user may have called torch.nn.utils.clip_grad_norm_()."""
-        if self._has_warned_of_changes or not any(s.is_changed for s in self._reducer.slots):
+        if self._has_warned_of_changes or not any(s.part.is_changed for s in self._reducer.slots):
             return
         self._has_warned_of_changes = True
         warnings.warn(

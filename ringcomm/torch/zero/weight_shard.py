@@ -66,7 +66,7 @@ class WeightShard:
         for piece, index in enumerate(self.updated):
             slot = self._slots[index]
             number = group_of.get(slot.parameter)
-            gradients.append(None if number is None else slot.own_gradient())
+            gradients.append(None if number is None else slot.part.gradient())
             if number is not None:
                 groups[number][1].append(piece)
         return self._update.update(gradients, groups, buffer)

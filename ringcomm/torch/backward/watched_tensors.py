@@ -1,0 +1,73 @@
+"""Notices what a program does to a tensor: writes, moves, and references that it keeps."""
+
+from __future__ import annotations
+
+import weakref
+from sys import getrefcount
+from types import SimpleNamespace
+from typing import Final
+
+import torch
+
+
+class Mark:
+    """Recognizes a tensor as long as nobody has written to it or moved it; keeps none alive.
+
+    torch counts writes to a tensor, but neither an assignment to x.data, which changes the address
+    of the elements, nor writes through x.data, which this class does not see.
+    """
+
+    __slots__ = ("_address", "_version", "_x")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = weakref.ref(x)
+        self._version = x._version
+        self._address = address_of(x)
+
+    def is_at(self, x: torch.Tensor | None) -> bool:
+        """Return True if x is the same object, written to or not."""
+        return x is not None and self._x() is x
+
+    def is_of(self, x: torch.Tensor | None) -> bool:
+        """Return True if x is the same object, and nobody has written to it or moved it."""
+        return self.is_at(x) and self.n_writes(x) == 0
+
+    def n_writes(self, x: torch.Tensor | None) -> int | None:
+        """Return the number of writes to the tensor; None if it was replaced or moved."""
+        if x is None or self._x() is not x or address_of(x) != self._address:
+            return None
+        return x._version - self._version
+
+
+def address_of(x: torch.Tensor) -> int:
+    """Return the address of the first element; 0 if x is sparse."""
+    return x.data_ptr() if x.layout is torch.strided else 0
+
+
+def n_storage_references(x: torch.Tensor) -> int:
+    """Return the number of tensors that use the memory of x, and one more."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def is_held_elsewhere(x: torch.Tensor) -> bool:
+    """Return True if a program has other references to a .grad.
+
+    The caller has it as an attribute and as a local variable.
+    """
+    return getrefcount(x) > _N_OWN
+
+
+def _count_own() -> int:
+    """Return what getrefcount() is in is_held_elsewhere() if a program has no reference."""
+
+    def as_is_held_elsewhere(x: torch.Tensor) -> int:
+        return getrefcount(x)
+
+    parameter = torch.nn.Parameter(torch.empty(1))
+    parameter.grad = torch.empty(1)
+    owner = SimpleNamespace(x=parameter.grad)
+    x = owner.x
+    return as_is_held_elsewhere(x)
+
+
+_N_OWN: Final = _count_own()

@@ -1,0 +1,84 @@
+"""With shard_state=1: the part of a gradient that this rank updates."""
+
+from __future__ import annotations
+
+import torch
+
+from ringcomm.errors import RingcommError
+from ringcomm.torch.backward.watched_tensors import Mark
+from ringcomm.torch.optim.buckets import Member, flat_view
+
+
+class OwnPart:
+    """The part of one parameter's .grad that this rank updates; the other elements are zero.
+
+    Attributes:
+        place: the elements, in the order of the bucket; None: .grad is whole on each rank.
+    """
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter) -> None:
+        self._name, self._parameter = name, parameter
+        self._view: torch.Tensor | None = None
+        self.place: slice | None = None
+        self._reduced: Mark | None = None  # .grad as the reduction has left it
+        self._displaced: Mark | None = None  # .grad of a step in which `place` was different
+
+    def move(self, member: Member | None, *, is_scattered: bool, is_settled: bool) -> None:
+        """Use another bucket's member from now on; is_settled: .grad is of an earlier step."""
+        gradient = self._parameter.grad
+        if self.place is not None and gradient is not None and is_settled:
+            self._displaced = Mark(gradient)
+        self._view = None if member is None else member.view
+        self.place = member.own if member is not None and is_scattered else None
+
+    def require_unmoved(self) -> None:
+        """Raise RingcommError if .grad is of an earlier step, and this rank's part has changed.
+
+        New buckets give a rank other parts of the parameters.
+        """
+        if self._displaced is not None and self._displaced.is_of(self._parameter.grad):
+            raise RingcommError(
+                f"DistributedOptimizer: {self._name}.grad is of an earlier step. With "
+                "shard_state=1 it holds this rank's part of the gradient, and since then ranks "
+                "have other parts: call optimizer.zero_grad() between step() and backward()"
+            )
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return a flat view of this part of .grad, in the bucket's layout.
+
+        If .grad has another layout, it is replaced by a copy.
+        """
+        gradient, view = self._parameter.grad, self._view
+        if gradient is None or view is None:
+            return None
+        self.require_unmoved()
+        if gradient.layout is not torch.strided or gradient.stride() != view.stride():
+            aligned = torch.empty_strided(
+                view.shape, view.stride(), dtype=gradient.dtype, device=gradient.device
+            )
+            dense = gradient.detach()
+            dense = dense if dense.layout is torch.strided else dense.to_dense()
+            gradient = self._parameter.grad = aligned.copy_(dense)
+        return flat_view(gradient.detach())[self.place or slice(None)]
+
+    def zero_others(self, total: torch.Tensor) -> None:
+        """Zero the elements that other ranks update, in a tensor of the bucket's layout."""
+        if self.place is not None:
+            flat = flat_view(total)
+            flat[: self.place.start].zero_()
+            flat[self.place.stop :].zero_()
+
+    def accept(self) -> None:
+        """Accept the changes of .grad up to now: is_changed is then False until the next change."""
+        gradient = self._parameter.grad
+        self._reduced = None if gradient is None else Mark(gradient)
+
+    def forget(self) -> None:
+        """Expect another gradient."""
+        self._reduced = None
+
+    @property
+    def is_changed(self) -> bool:
+        """True if somebody has written to .grad since the reduction or accept()."""
+        gradient, reduced = self._parameter.grad, self._reduced
+        return reduced is not None and gradient is not None and not reduced.is_of(gradient)
