@@ -305,7 +305,7 @@ def test_a_gradient_that_changes_after_its_push_is_refused(apply):
     def body(rank, model, optimizer):
         backward(model)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(rc.RingcommError, match=r"pass max_grad_norm=, to unscale them scaler="):
+        with pytest.raises(rc.RingcommError, match=r"overlap=False, to clip them max_grad_norm="):
             optimizer.step()
 
     on_workers(1, body, apply=apply)

@@ -17,7 +17,12 @@ from ringcomm.arrays.torch import TORCH
 from ringcomm.torch.backward.autograd_hooks import has_other_hooks
 from ringcomm.torch.backward.gradient_origin import GradientHistory, Origin
 from ringcomm.torch.backward.parameter_hooks import Slot
-from ringcomm.torch.backward.watched_tensors import Mark, address_of, is_held_elsewhere
+from ringcomm.torch.backward.watched_tensors import (
+    Mark,
+    address_of,
+    can_hold,
+    is_held_elsewhere,
+)
 from ringcomm.torch.optim.buckets import Bucket, Member
 from ringcomm.torch.optim.gradient_presence import (
     DENSE,
@@ -80,8 +85,8 @@ class GradientSlot(Slot):
 
     def place(self, bucket: Bucket | None, member: Member | None) -> None:
         """Send dense gradients in this bucket from now on; None: in no bucket."""
-        is_settled = self.state is GradientState.SETTLED
         is_scattered = bucket is not None and bucket.is_scattered
+        is_settled = self.state is GradientState.SETTLED
         self.part.move(member, is_scattered=is_scattered, is_settled=is_settled)
         self.bucket = bucket
         self.move(None if member is None else member.view)
@@ -93,15 +98,11 @@ class GradientSlot(Slot):
 
     # --- before the reduction ---------------------------------------------------------------------
     def expect_gradient(self, *, is_seen: bool) -> None:
-        """Prepare for a gradient that autograd is about to add to .grad.
-
-        is_seen: the program may look at .grad before it is reduced.
-        """
+        """Prepare for a gradient of autograd; is_seen: the program sees .grad before it is sent."""
         self._n_arrived += 1
-        if self.state is GradientState.SETTLED:
-            self.take_part(is_seen=is_seen)
-        elif self.state is GradientState.SENT:
+        if self.state is GradientState.SENT:
             self._expect_late()
+        self.take_part(is_seen=is_seen)
 
     def take_part(self, *, is_seen: bool = False) -> None:
         """Prepare for a reduction in which any rank may have a gradient."""
@@ -294,11 +295,10 @@ class GradientSlot(Slot):
             parts.insert(0, self._view)
         if self._base is not None:
             parts.append(self._base)
-        if parts:
-            total = parts[0]
-            if len(parts) > 1:
-                total = _total(parts)
-                self.part.zero_others(total)
+        if len(parts) > 1:
+            parts = [_total(parts)]
+            self.part.zero_others(parts[0])
+        for total in parts:
             self._give(total)
         self._close()
         self.history.note_final(self.parameter.grad)
@@ -308,10 +308,9 @@ class GradientSlot(Slot):
 
     def _write_own_part(self, gradient: torch.Tensor, target: torch.Tensor) -> None:
         """Write to `target` what this rank adds to the base."""
-        if self._with_base is None or self._base is None:
-            _copy(target, _strided(gradient))
-            return
-        target.copy_(_strided(gradient)).sub_(self._base)
+        _copy(target, _strided(gradient))
+        if self._with_base is not None and self._base is not None:
+            target.sub_(self._base)
 
     @property
     def _is_stashed(self) -> bool:
@@ -323,16 +322,12 @@ class GradientSlot(Slot):
         """Make .grad the tensor that a program expects there, with these values."""
         into = self._before
         if into is None or not (self._is_stashed or self.parameter.grad is into):
-            packed = self._packed
-            is_there = packed is not None and packed is self.parameter.grad
-            into = packed if is_there and packed is not None and is_held_elsewhere(packed) else None
-            if into is None:
-                self.parameter.grad = total.data if total.layout is torch.strided else total
-                return
-        if into.layout is not torch.strided or not _can_hold(into, total):
-            self.parameter.grad = total.data if total.layout is torch.strided else total
-            return
-        if address_of(into) == address_of(total):
+            into = self._packed  # of autograd, or of a hook
+            if into is not None and not (into is self.parameter.grad and is_held_elsewhere(into)):
+                into = None
+        if into is None or into.layout is not torch.strided or not can_hold(into, total):
+            into = total.data if total.layout is torch.strided else total
+        elif address_of(into) == address_of(total):
             TORCH.written(into)
         else:
             into.copy_(total)
@@ -380,10 +375,3 @@ def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in others:
         total = total.add_(part) if total.layout is torch.strided else total + part
     return total
-
-
-def _can_hold(x: torch.Tensor, total: torch.Tensor) -> bool:
-    """Return True if `total` can be written to x, which is strided, element by element."""
-    is_alike = (x.shape, x.dtype, x.device) == (total.shape, total.dtype, total.device)
-    is_expanded = any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return is_alike and total.layout is torch.strided and not (x.requires_grad or is_expanded)

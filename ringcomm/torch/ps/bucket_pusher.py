@@ -82,7 +82,8 @@ class BucketPusher:
 
     def _push(self, bucket: ServedBucket, factor: float = 1.0, scale: float = 1.0) -> None:
         """Push the next bucket. After an error this may be called again."""
-        bucket.note_pushed(self._pushed(bucket, factor, scale))
+        push = self._pushed(bucket, factor, scale)
+        bucket.note_pushed(push, is_early=not self.options.is_deferred)
         self.n_pushed += 1
 
     def _pushed(self, bucket: ServedBucket, factor: float, scale: float) -> Future[Pushed] | None:
@@ -156,15 +157,17 @@ class BucketPusher:
     def refuse_changed_gradients(self) -> None:
         """Raise RingcommError if .grad or a hyper-parameter has changed since the push."""
         for slot in (each for bucket in self.buckets for each in bucket.slots):
-            grad = slot.parameter.grad
-            if slot.pushed is None or not slot.parameter.requires_grad:
-                continue
-            sent, version = slot.pushed
-            if grad is not sent or (grad is not None and grad._version != version):
+            if not slot.parameter.requires_grad:
+                if slot.parameter.grad is not None:
+                    raise RingcommError(
+                        f"{WHO}: {slot.name} has a .grad and is frozen, so it is not pushed: set "
+                        ".grad to None, or call requires_grad_(True)"
+                    )
+            elif slot.is_pushed and slot.is_gradient_changed:
                 raise RingcommError(
-                    f"{WHO}: .grad of {slot.name} was changed after backward(), which had pushed "
-                    "the gradient already. To clip gradients pass max_grad_norm=, to unscale them "
-                    "scaler="
+                    f"{WHO}: .grad of {slot.name} was changed after it had been pushed. To change "
+                    "gradients after backward() pass overlap=False, to clip them max_grad_norm=, "
+                    "to unscale them scaler="
                 )
         if self.options.class_name is None:
             return

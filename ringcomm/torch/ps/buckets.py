@@ -18,6 +18,7 @@ from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.parameters_sharing_a_dense_table import MOST
 from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.backward.parameter_hooks import Slot
+from ringcomm.torch.backward.watched_tensors import Mark, Sample, can_hold, n_storage_references
 from ringcomm.torch.optim.buckets import flat_view, is_dense, view_like
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
@@ -33,22 +34,75 @@ class ServedSlot(Slot):
 
     Attributes:
         group: its parameter group.
-        pushed: (gradient or None, its version) as pushed in this step; None: not yet.
-        known: `now` when the values were last fetched from the servers.
+        is_pushed: this step's gradient has been pushed.
         kept: last large gradient; see ServedBucket.note_pushed().
     """
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, group: int) -> None:
         super().__init__(index, name, parameter)
         self.group = group
-        self.pushed: tuple[torch.Tensor | None, int] | None = None
-        self.known = (0, 0)
         self.kept: torch.Tensor | None = None
+        self._turn = 0
+        self._fetched: tuple[Mark, Sample] | None = None  # values of the servers
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Expect a gradient."""
+        self.is_pushed = False
+        self._pushed: tuple[Mark, Sample | None] | None = None  # None: there is no gradient
+        self._before: torch.Tensor | None = None  # .grad before backward(), which adds to it
+
+    # --- values -----------------------------------------------------------------------------------
+    def note_fetched(self) -> None:
+        """Note that the values are those of the servers."""
+        self._turn += 1
+        self._fetched = Mark(self.parameter), Sample(self.parameter, self._turn)
 
     @property
-    def now(self) -> tuple[int, int]:
-        """Version and address of the values."""
-        return self.parameter._version, self.parameter.data_ptr()
+    def are_values_changed(self) -> bool:
+        """True if the program has changed the values since they were fetched."""
+        if self._fetched is None:
+            return True
+        mark, sample = self._fetched
+        return not (mark.is_of(self.parameter) and sample.is_of(self.parameter))
+
+    # --- gradients --------------------------------------------------------------------------------
+    def note_before_gradient(self) -> None:
+        """Note .grad before autograd adds to it."""
+        if self._before is None:
+            self._before = self.parameter.grad
+
+    def note_pushed(self, *, is_early: bool) -> None:
+        """Note that .grad is pushed as it is; is_early: the program may change it before step()."""
+        self.is_pushed = True
+        gradient = self.parameter.grad
+        if gradient is None:
+            return
+        can_sample = is_early and gradient.layout is torch.strided
+        sample = Sample(gradient, self._turn) if can_sample else None
+        self._pushed = Mark(gradient), sample
+        # For the reason that GradientSlot.pack() gives, a large one is kept until the next one.
+        self.kept = gradient if self.parameter.nbytes >= WORTH_KEEPING else None
+
+    @property
+    def is_gradient_changed(self) -> bool:
+        """True if .grad is not what was pushed."""
+        gradient = self.parameter.grad
+        if self._pushed is None or gradient is None:
+            return (self._pushed is None) != (gradient is None)
+        mark, sample = self._pushed
+        return not (mark.is_of(gradient) and (sample is None or sample.is_of(gradient)))
+
+    def take_mean(self, mean: torch.Tensor) -> None:
+        """Make .grad the mean over the workers: in the same tensor if the program refers to it."""
+        if not self.parameter.requires_grad:
+            self.parameter.grad = None
+            return
+        into = self._before
+        if into is None or into is not self.parameter.grad or not can_hold(into, mean):
+            self.parameter.grad = mean
+        else:
+            into.copy_(mean)
 
 
 def plan(slots: Sequence[ServedSlot]) -> list[list[ServedSlot]]:
@@ -121,7 +175,7 @@ class ServedBucket:
         self.waiting = {slot.index for slot in self.slots}
         self.push = None
         for slot in self.slots:
-            slot.pushed = None
+            slot.begin_step()
 
     @property
     def is_frozen(self) -> bool:
@@ -149,7 +203,7 @@ class ServedBucket:
             for view, slot in zip(self.views(self._flat()), self.slots, strict=True):
                 slot.parameter.detach().copy_(view)
         for slot in self.slots:
-            slot.known = slot.now
+            slot.note_fetched()
 
     @property
     def _is_lone(self) -> bool:
@@ -188,22 +242,16 @@ class ServedBucket:
         return flat
 
     def room_for_gradients(self) -> torch.Tensor:
-        """Return memory for all gradients, flat."""
-        if self._gradients is None:
+        """Return memory for all gradients, flat, to which neither .grad nor the program refers."""
+        if self._gradients is None or n_storage_references(self._gradients) > 2:
             self._gradients = torch.empty(sum(self._counts), dtype=self._dtype)
         return self._gradients
 
-    def note_pushed(self, push: Future[Pushed] | None) -> None:
-        """Note the push of the gradients as they are now.
-
-        A large gradient is kept until the next one, also after zero_grad(), for the reason that
-        GradientSlot.pack() gives.
-        """
+    def note_pushed(self, push: Future[Pushed] | None, *, is_early: bool) -> None:
+        """Note the push of the gradients as they are now; see ServedSlot.note_pushed()."""
         self.push = push
         for slot in self.slots:
-            grad = slot.parameter.grad
-            slot.pushed = (grad, 0 if grad is None else grad._version)
-            slot.kept = grad if slot.parameter.nbytes >= WORTH_KEEPING else None
+            slot.note_pushed(is_early=is_early)
 
 
 def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ class ServerStep:
 
         In modes without rounds each push is an update, and is clipped or skipped by itself.
         """
-        if not self.pusher.options.is_deferred:
+        if not self.pusher.options.needs_all:
             return 1.0
         if self.pusher.options.is_held:
             return self.poison() / (1.0 if self.pusher.options.pushes_scaled else self.grad_scale)

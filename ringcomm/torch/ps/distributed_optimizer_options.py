@@ -27,16 +27,22 @@ class ServerOptions:
     compression: Codec | None
     max_norm: float | None = None
     scaler: Any = None
+    overlap: bool = True
+
+    @property
+    def needs_all(self) -> bool:
+        """True if clipping or a scaler needs all gradients before one can be used."""
+        return self.max_norm is not None or is_on(self.scaler)
 
     @property
     def is_deferred(self) -> bool:
-        """True if step() pushes, because clipping or a scaler needs all gradients before."""
-        return self.max_norm is not None or is_on(self.scaler)
+        """True if step() pushes; otherwise, backward() pushes while it runs."""
+        return self.needs_all or not self.overlap
 
     @property
     def is_held(self) -> bool:
         """True if the servers hold the mean of a round until the workers know its norm."""
-        return self.is_deferred and self.mode.has_rounds and self.class_name is not None
+        return self.needs_all and self.mode.has_rounds and self.class_name is not None
 
     @property
     def pushes_scaled(self) -> bool:

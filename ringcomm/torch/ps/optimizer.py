@@ -44,6 +44,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     max_grad_norm: float | None = None,
     scaler: Any = None,
+    overlap: bool = True,
 ) -> T:
     """Return `optimizer` with its parameters on the servers, which make the updates.
 
@@ -60,11 +61,12 @@ def DistributedOptimizer(
     - was_applied: False if this worker was late in a round of FirstOf(k), so that its last gradient
       does not count, or if a scaler skipped the round.
 
-    .grad is this worker's own gradient. The servers already have it after backward(), so changes
-    raise RingcommError: pass max_grad_norm and scaler instead. Hyper-parameters are sent with the
-    gradients. Change them before backward(), as schedulers do; in "sync" those of the chief count.
-    A parameter without a gradient counts as zeros if other workers have one. If no worker has one,
-    its value, state and steps stay the same, as in torch. With apply="worker" this holds for
+    .grad is this worker's own gradient. The servers already have it after backward(), so changes of
+    it, and zero_grad() instead of step(), raise RingcommError: pass overlap=False, max_grad_norm or
+    scaler instead. docs/torch.md has a table of what a program may do. Hyper-parameters are sent
+    with the gradients. Change them before backward(), as schedulers do; in "sync" those of the
+    chief count. A parameter without a gradient counts as zeros if other workers have one. If no
+    worker has one, its value, state and steps stay the same. With apply="worker" this holds for
     parameters of 256 KiB and more; smaller ones share tables, and get a gradient of zeros if
     another one in the table has a gradient.
 
@@ -91,6 +93,7 @@ def DistributedOptimizer(
             with rounds, one inf in any gradient skips the step on all workers; otherwise, on its
             worker. In FirstOf(k), gradients of the k workers count, and scales may differ; a late
             worker checks its own gradient.
+        overlap: False: step() pushes, so that .grad may be changed or dropped before, as in torch.
 
     Raises:
         NotInitializedError: ps.init() has not run.
@@ -113,12 +116,16 @@ def DistributedOptimizer(
                 "optimizer clips and unscales .grad, and rows of embeddings have no .grad. Leave "
                 "out hybrid=, or the other two"
             )
+        if not overlap:
+            raise ValueError(
+                "overlap=False is for servers: with hybrid='ring' .grad may be changed"
+            )
         return _by_the_ring(optimizer, named, hybrid, compression, backward_passes_per_step)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm!r}; it must be more than 0")
     when = mode_of(mode)
     class_name = _class_on_servers(optimizer, apply, when)
-    options = ServerOptions(when, class_name, compression, max_grad_norm, scaler)
+    options = ServerOptions(when, class_name, compression, max_grad_norm, scaler, overlap)
     feeder = Feeder(named, optimizer.param_groups, options, backward_passes_per_step)
     if options.class_name is not None:
         push_state(feeder, optimizer.state)
@@ -204,6 +211,7 @@ class _Served(Optimizer):
         """Make the update on the servers and fetch the new values, or fetch the mean and update."""
         feeder = self._feeder
         feeder.pusher.groups = self.param_groups
+        feeder.require_known(self.param_groups)
         if feeder.options.class_name is None:
             result = self._step_here(closure)
         else:
@@ -300,6 +308,7 @@ class _Served(Optimizer):
             RingcommError: the gradients have been pushed, and step() was not called.
         """
         self._feeder.restart()
+        self._feeder.require_known(self.param_groups)
         super().zero_grad(set_to_none)
 
     def set_samples(self, n: float) -> None:

@@ -86,6 +86,15 @@ class Feeder:
         self.pusher.add(buckets)
         self.pusher.fetch_values(buckets)
 
+    def require_known(self, groups: Groups) -> None:
+        """Raise RingcommError if param_groups have other parameters than the servers."""
+        ids = {id(p) for group in groups for p in group["params"]}
+        if ids != {id(slot.parameter) for slot in self._slots}:
+            raise RingcommError(
+                f"{WHO}: param_groups have other parameters than the servers. Wrap a new optimizer "
+                "to exchange parameters, or add some by optimizer.add_param_group()"
+            )
+
     def _require_alike(self, what: str, mine: OptimizerSummary) -> None:
         name = f"{what} (ps optimizer {self.number})"
         ConsistencyCheck(mine, name, self.session.group).wait()
@@ -95,7 +104,8 @@ class Feeder:
         """Raise RingcommError if this step's gradient of the parameter has been pushed."""
         self._spoiling(self._passes.enter, self)
         slot = self._slots[index]
-        if slot.pushed is not None:
+        slot.note_before_gradient()
+        if slot.is_pushed:
             self._is_spoiled = True
             raise RingcommError(
                 f"{WHO}: a second backward() in this step brings a gradient for {slot.name}, which"
@@ -142,7 +152,10 @@ class Feeder:
         else:
             self.pusher.flush(factor)
             self.pusher.enter()
-            self.rows.push(factor, self.pusher.weight)
+            if self.options.needs_all:
+                self.rows.push(factor, self.pusher.weight)
+            else:
+                self.rows.push_as_they_are(self.pusher.weight)
             is_finite = True
         self._tick()
         outcomes = self.pusher.fetch_values([b for b in self.pusher.buckets if not b.is_frozen])
@@ -167,7 +180,7 @@ class Feeder:
             pull.wait()
             if outcomes[-1] != "empty":
                 for slot, view in zip(bucket.slots, bucket.views(room), strict=True):
-                    slot.parameter.grad = view if slot.parameter.requires_grad else None
+                    slot.take_mean(view)
         self.was_applied = "late" not in outcomes
         self.begin_step()
 
@@ -192,9 +205,9 @@ class Feeder:
         self.pusher.refuse_changed_gradients()
         if self.options.is_deferred:
             self.rows = self.rows or take(self.session)  # the same ones after an error
-            self.rows.require_fit(
-                WHO, self.options.mode, has_norm=self.options.max_norm is not None
-            )
+            if self.options.needs_all:
+                has_norm = self.options.max_norm is not None
+                self.rows.require_fit(WHO, self.options.mode, has_norm=has_norm)
             if not is_on(self.options.scaler):
                 self.rows.require_finite()
         self._refuse_unlike_samples()
@@ -219,11 +232,13 @@ class Feeder:
 
     def restart(self) -> None:
         """Restart the step, before zero_grad()."""
-        if self.pusher.n_pushed and self.options.mode.has_rounds:
+        has_failed = self._is_spoiled or self._passes.has_failed
+        if self.pusher.n_pushed and (self.options.mode.has_rounds or not has_failed):
             raise RingcommError(
                 f"{WHO}: zero_grad() between backward() and step(): gradients of this step have "
-                "been pushed, and cannot be taken back. Call step() first; to skip steps whose "
-                "gradients are not finite pass scaler=, to clip pass max_grad_norm="
+                "been pushed, and cannot be taken back. Call step() first; to drop or change "
+                "gradients after backward() pass overlap=False, to skip steps whose gradients are "
+                "not finite scaler=, to clip max_grad_norm="
             )
         self._is_spoiled = False
         if self.options.is_deferred:
@@ -262,7 +277,7 @@ class Feeder:
         if self.options.class_name is None:
             return
         for slot in self._slots:
-            if slot.known != slot.now:
+            if slot.are_values_changed:
                 raise RingcommError(
                     f"{WHO}: {slot.name} was changed by hand, and the servers have other values, "
                     "which step() would bring back. Call optimizer.push_parameters() on every "
@@ -302,6 +317,7 @@ def _settings(options: ServerOptions, passes_per_step: int) -> tuple[tuple[str, 
     settings = {
         "optimizer on the servers": options.class_name,
         "max_grad_norm": options.max_norm,
+        "overlap": options.overlap,
         "scaler": is_on(options.scaler),
         "backward_passes_per_step": passes_per_step,
         "mode": options.mode,

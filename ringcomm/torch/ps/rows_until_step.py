@@ -137,6 +137,11 @@ class RowGradients:
         for each in self._alone:
             each.send(factor, weight)
 
+    def push_as_they_are(self, weight: float) -> None:
+        """Push to all tables."""
+        for each in (*self._alone, *self._in_rounds):
+            each.send(1.0, weight)
+
 
 NO_ROWS: Final = RowGradients()
 
