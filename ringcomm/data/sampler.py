@@ -447,5 +447,4 @@ def _natural(what: str, value: int) -> int:
 
 
 def _shown(what: str, value: Any) -> str:
-    text = f"{what}={value}"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return f"{what}={value}"[:_SHOWN] + "..." * (len(f"{what}={value}") > _SHOWN)
