@@ -41,11 +41,13 @@ PS = [
         "ps",
         "torch/ps/bucket_pusher.py",
         """\
-        bucket.note_pushed(self._pushed(bucket, factor, scale))
+        push = self._pushed(bucket, factor, scale)
+        bucket.note_pushed(push, is_early=not self.options.is_deferred)
         self.n_pushed += 1""",
         """\
         self.n_pushed += 1
-        bucket.note_pushed(self._pushed(bucket, factor, scale))""",
+        push = self._pushed(bucket, factor, scale)
+        bucket.note_pushed(push, is_early=not self.options.is_deferred)""",
         "a push without credit is lost, though step() was called again",
         ("with_torch/test_ps_embedding_clipping_and_scaling.py",),
     ),
