@@ -389,7 +389,6 @@ def _whole(state: Any) -> State:
             f"ShardedSampler: the state has no {', '.join(missing)}; it has "
             f"{', '.join(map(str, state)) or 'nothing'}. Pass what state_dict() returned"
         )
-
     phases = state["phases"]
     is_dealt = isinstance(phases, list | tuple) and all(
         isinstance(counts, list | tuple) and counts and all(isinstance(n, int) for n in counts)
