@@ -95,8 +95,8 @@ def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     assert done.returncode == 0, done
     assert "all 17 steps passed" in done.stdout
     lines = done.stdout.splitlines()
-    beside = lines.index("jobs  | == pytest with MPICH")
-    assert any(line.startswith("jobs  | called") for line in lines[beside:])
+    beside = lines.index("torch | == pytest with MPICH")
+    assert any(line.startswith("torch | called") for line in lines[beside:])
     assert any(line.startswith("unit  | called") for line in lines)
 
 

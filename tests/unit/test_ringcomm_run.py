@@ -225,6 +225,11 @@ VERDICTS = {
          Failure(2, 7, "x rank 2")],
         1, "", {}, 7, 2,
     ),
+    "a rank that the launcher ended reports first": (
+        [BAD, KILLED, KILLED], [Failure(1, 143, "x SIGTERM"), Failure(2, 137, "x SIGKILL")],
+        1, "", {}, 137, 2,
+    ),
+    "SIGTERM alone": ([KILLED] * 2, [Failure(1, 143, "x SIGTERM")], 1, "", {}, 143, 1),
     "1 rank": ([RankEnd(True, 3)], [], 3, "", {}, 3, 0),
     "mpirun names the first of bad ranks": (
         [RankEnd(False, 4), RankEnd(False, 3)], [], 3, OPENMPI_EXIT, {}, 3, 1,

@@ -16,6 +16,7 @@ from ringcomm.launch.job.records import Failure, RankEnd
 STOPPED_IN_ORDER: Final = 75  # EX_TEMPFAIL: start it again to go on
 SIGNAL_NAMES: Final = {1: "SIGHUP", 2: "SIGINT", 15: "SIGTERM"}  # those that ask a job to stop
 # Codes of ranks that have done as they were asked; 137: after the grace period, by SIGKILL.
+_TERMINATED: Final = 143
 _OBEYED: Final = (STOPPED_IN_ORDER, 129, 130, 137, 143)
 
 
@@ -65,9 +66,10 @@ def _failed_rank(e: Ending) -> Verdict | None:
     culprits = _culprits(e)
     if not culprits or _are_done(e):
         return None
-    # A rank that MPI ended because of another host has no code of its own.
-    own = (each for each in culprits if "see that host's report" not in each.text)
-    first = next(own, culprits[0])
+    # A rank that MPI ended because of another host has no code of its own, or that of SIGTERM.
+    own = [each for each in culprits if "see that host's report" not in each.text]
+    causes = [each for each in own if each.code != _TERMINATED]
+    first = [*causes, *own, *culprits][0]
     assert first.rank is not None
     if e.asked is not None and first.code in (0, *_OBEYED):
         return None
