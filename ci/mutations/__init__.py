@@ -13,7 +13,7 @@ from mutations.mutation import CATEGORIES, CppMutation, Mutation
 from mutations.ps import PS
 from mutations.ps_core import PS_CORE
 from mutations.ps_cpp import PS_CPP
-from mutations.torch import FACES, OPTIMIZER
+from mutations.torch import CHANGES, FACES, OPTIMIZER
 
 __all__ = ["CATEGORIES", "CPP_MUTATIONS", "MUTATIONS", "CppMutation", "Mutation"]
 
@@ -24,6 +24,7 @@ MUTATIONS = [
     *FAULT,
     *ELASTIC,
     *OPTIMIZER,
+    *CHANGES,
     *NODE,
     *FACES,
     *PS_CORE,

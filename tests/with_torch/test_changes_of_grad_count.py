@@ -344,6 +344,23 @@ def test_gradients_set_by_hand_beside_those_of_backward_are_reduced(size, shard_
 
 
 @SIZES
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_gradient_dropped_between_passes_stays_dropped(size, op):
+    def train(model, optimizer, batches):
+        n = size if op is hvd.Sum and not is_alone(batches) else 1
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.data.zero_()
+            (mse_loss(model(first[0]), first[1]) / n).backward()
+            model[3].weight.grad = None
+            (model[:3](second[0]).pow(2).mean() / n).backward()
+            optimizer.step()
+
+    assert_equals_one_process(size, train, op=op, backward_passes_per_step=2)
+
+
+@SIZES
 def test_a_gradient_set_by_hand_counts_for_a_frozen_parameter(size):
     def train(model, optimizer, batches):
         model[0].requires_grad_(False)

@@ -21,11 +21,15 @@ class Origin(Enum):
 class GradientHistory:
     """What has happened to one parameter's .grad since the last reduction.
 
+    Args:
+        is_left_unclear: take what step() has left for UNCLEAR, even if no write to it was counted.
+
     Attributes:
         is_final: .grad was reduced in this step; what the program does now, it does to the result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_left_unclear: bool) -> None:
+        self._is_left_unclear = is_left_unclear
         self.is_final = False
         self._left: torch.Tensor | None = None  # .grad of an earlier step, as step() has left it
         self._version = self._address = 0  # of `_left`
@@ -40,7 +44,11 @@ class GradientHistory:
         if gradient is not self._left:
             return Origin.PROGRAM
         is_same = gradient._version == self._version and address_of(gradient) == self._address
-        return Origin.REDUCTION if is_same else Origin.UNCLEAR
+        return Origin.REDUCTION if is_same and not self._is_left_unclear else Origin.UNCLEAR
+
+    def is_left(self, gradient: torch.Tensor) -> bool:
+        """Return True if this .grad is the tensor that step() has left there, changed or not."""
+        return not self.is_final and gradient is self._left
 
     def note_final(self, gradient: torch.Tensor | None) -> None:
         """Note that .grad was reduced, or that no rank had a gradient to reduce."""

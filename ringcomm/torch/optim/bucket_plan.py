@@ -67,11 +67,13 @@ class BucketPlan:
                 self._leave_to_program(bucket)
 
     def _leave_to_program(self, bucket: Bucket) -> None:
-        """Use new memory for a bucket if the program refers to the old one, beside .grad."""
+        """Use new memory for a bucket if the program uses the old one, except by .grad alone."""
         slots = [self.slots[member.index] for member in bucket.members]
         for slot in slots:
             slot.history.forget_unless(slot.parameter.grad)
-        if bucket.n_other_references > sum(slot.is_in_bucket for slot in slots):
+        inside = [slot for slot in slots if slot.is_in_bucket]
+        is_held = bucket.n_other_references > len(inside)
+        if is_held or any(slot.needs_own_memory for slot in inside):
             bucket.renew()
             for slot, member in zip(slots, bucket.members, strict=True):
                 slot.move(member.view)

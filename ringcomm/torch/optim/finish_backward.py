@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from ringcomm.torch.optim.gradient_presence import (
     HAS_RUN,
     HAS_SAMPLES,
     LATE,
+    LEFT,
     UNWEIGHTED,
     WEIGHTED,
     Presence,
+    bit_of,
     samples_fault,
     sparse_ones,
     with_unlike_bases,
@@ -66,8 +68,6 @@ class Exchange:
             elif slot.has_own_gradient:
                 slot.take_part()
         presence = yield from self._agree(has_failed=has_failed)
-        if not presence.flags & (HAS_RUN | FAILED) and self.scaling.options.takes_mean:
-            presence = self._claim_what_is_left(presence)
         if not presence.is_one_step:
             yield from self._end_in_different_steps()
         problem = self._problem(presence)
@@ -89,27 +89,18 @@ class Exchange:
         flags = UNWEIGHTED if samples is None else WEIGHTED
         flags |= (HAS_SAMPLES if samples else 0) | (FAILED if has_failed else 0)
         flags |= (HAS_RUN if self.has_run else 0) | (COMPLAINS if self._complaint else 0)
-        mine = Presence(bytes(slot.code for slot in self.plan.slots), flags)
+        group = self.scaling.group
+        codes = bytes(slot.code for slot in self.plan.slots)
+        mine = Presence(codes, flags, ranks=bit_of(group.index, group.size))
         message = np.frombuffer(bytearray(mine.pack(self.step)), np.uint8)
         name = f"which gradients are there{self.plan.suffix}"
         handle = collectives.allreduce_async_(message, BOR, name=name, group=self.scaling.group)
         yield handle
-        return Presence.unpack(handle.wait().tobytes())
+        return Presence.unpack(handle.wait().tobytes(), group.size)
 
     @property
     def _complaint(self) -> str | None:
         return next((slot.complaint for slot in self.plan.slots if slot.complaint), None)
-
-    def _claim_what_is_left(self, presence: Presence) -> Presence:
-        """Count .grad of all ranks, since no rank has run a backward(): programs have set it.
-
-        It may be what the last step left, changed through .data, which nobody can see. Return the
-        presence of all gradients.
-        """
-        for slot in self.plan.slots:
-            slot.claim_what_is_left()
-        codes = (DENSE if code & HAS_BASE else code for code in presence.codes)
-        return replace(presence, codes=bytes(codes))
 
     def _problem(self, presence: Presence) -> Exception | None:
         """Return the error that all ranks must raise, or None. Collective."""
@@ -157,7 +148,15 @@ class Exchange:
                 "left on some ranks, and cleared or set by hand on others: call "
                 "optimizer.zero_grad() on all of them or on none"
             )
-        if not presence.flags & HAS_RUN and any(code & HAS_BASE for code in presence.codes):
+        is_left = any(code & LEFT for code in presence.codes)
+        if is_left and not presence.is_of_all(self.scaling.group.size):
+            return MismatchError(
+                "DistributedOptimizer: a rank is in join(), and gradients of an earlier step are "
+                "left, which it has not: call optimizer.zero_grad() before backward()"
+            )
+        takes_mean = self.scaling.options.takes_mean
+        is_unused = not takes_mean and any(code & HAS_BASE for code in presence.codes)
+        if is_unused and not presence.flags & HAS_RUN:
             return RingcommError(
                 "DistributedOptimizer: no rank has run a backward() since the last step(), and "
                 ".grad is there still. If you have set it through .data, assign a new tensor to "

@@ -28,6 +28,7 @@ from ringcomm.torch.optim.gradient_presence import (
     DENSE,
     HAS_BASE,
     LATE,
+    LEFT,
     NO_BASE,
     SPARSE,
     WAS_SPARSE,
@@ -68,12 +69,13 @@ class GradientSlot(Slot):
         self.was_sparse = self.is_sparse_in_step = False
         self.complaint: str | None = None
         self.takes_mean = takes_mean
-        self.history = GradientHistory()
+        self.history = GradientHistory(is_left_unclear=takes_mean)
         self.part = OwnPart(name, parameter)
         self._view: torch.Tensor | None = None  # this gradient in the bucket
         # During backward():
         self._before: torch.Tensor | None = None  # .grad before backward(); it gets the result
         self._base: torch.Tensor | None = None  # what an earlier reduction left, added at the end
+        self._has_left = False  # .grad contains the mean of an earlier step, to be reduced again
         self._with_base: Mark | None = None  # .grad with the base in it: the program must see both
         self._n_arrived = 0  # gradients that autograd has added
         self._packed: torch.Tensor | None = None  # see pack()
@@ -85,9 +87,9 @@ class GradientSlot(Slot):
 
     def place(self, bucket: Bucket | None, member: Member | None) -> None:
         """Send dense gradients in this bucket from now on; None: in no bucket."""
-        is_scattered = bucket is not None and bucket.is_scattered
         is_settled = self.state is GradientState.SETTLED
-        self.part.move(member, is_scattered=is_scattered, is_settled=is_settled)
+        is_cut = bucket is not None and bucket.is_scattered
+        self.part.move(member, is_scattered=is_cut, is_settled=is_settled)
         self.bucket = bucket
         self.move(None if member is None else member.view)
 
@@ -124,12 +126,6 @@ class GradientSlot(Slot):
             return bool(gradient.any())  # zeros may have been written to through .data
         return origin is not Origin.REDUCTION
 
-    def claim_what_is_left(self) -> None:
-        """Reduce any .grad: no rank has run a backward(), so the program has made it."""
-        if self.state is GradientState.SETTLED and self.parameter.grad is not None:
-            self.history.begin_step(None)
-            self.take_part()
-
     def begin_step(self, *, is_zeroed: bool) -> None:
         """Give .grad back to the program; is_zeroed: zero_grad() clears it now."""
         if self.state is not GradientState.SETTLED:  # after a failure
@@ -152,14 +148,12 @@ class GradientSlot(Slot):
                 "rank's own gradient. Call optimizer.zero_grad() before you set it, or assign a "
                 "new tensor to .grad"
             )
-        is_seen |= has_other_hooks(self.parameter)
-        is_in_bucket = self.is_in_bucket
-        if is_seen and is_in_bucket:  # the program may write to it when the bucket is under way
-            gradient.data = gradient.detach().clone()
+        self._has_left = self.takes_mean and self.history.is_left(gradient)
         if origin is not Origin.REDUCTION:
             return
+        is_seen |= has_other_hooks(self.parameter)
         self._base = gradient.detach()
-        if is_seen or is_in_bucket:
+        if is_seen or self.is_in_bucket:
             self._base = self._base.clone()
         if is_seen and gradient.layout is torch.strided:
             self._with_base = Mark(gradient)
@@ -186,7 +180,9 @@ class GradientSlot(Slot):
     def code(self) -> int:
         """This rank's code for the other ranks; see gradient_presence.py."""
         code = WAS_SPARSE if self.was_sparse else 0
-        if self.state is not GradientState.SETTLED:
+        if self._has_left:
+            code |= HAS_BASE | LEFT
+        elif self.state is not GradientState.SETTLED:
             code |= NO_BASE if self._base is None else HAS_BASE
         if self.state is GradientState.SENT:
             return code | DENSE
@@ -194,8 +190,8 @@ class GradientSlot(Slot):
         if self.state is GradientState.LATE:
             return code | DENSE | LATE
         if self.state is GradientState.SETTLED:
-            is_left = gradient is not None and self.history.origin_of(gradient) is Origin.REDUCTION
-            return code | (HAS_BASE if is_left else NO_BASE)
+            is_base = gradient is not None and self.history.origin_of(gradient) is Origin.REDUCTION
+            return code | (HAS_BASE if is_base else NO_BASE)
         if gradient is None:
             return code
         return code | (SPARSE if self.has_sparse else DENSE)
@@ -258,6 +254,8 @@ class GradientSlot(Slot):
                 "was changed within backward() after it had been sent. Change it in a hook of the "
                 "parameter itself, or after backward()"
             )
+        if self._with_base is not None and self.parameter.grad is None:
+            self._base = self._with_base = None  # the program has dropped both
         if self._with_base is None or self.takes_mean:
             return
         n_writes = self._with_base.n_writes(
@@ -286,9 +284,7 @@ class GradientSlot(Slot):
     def settle(self, code: int, extra: Sequence[torch.Tensor]) -> None:
         """Make .grad final: the sum of the bucket's view, of `extra`, and of the earlier .grad.
 
-        Args:
-            code: codes of all ranks, or-ed.
-            extra: reduced parts that were not in the bucket.
+        `code` has the codes of all ranks, or-ed; `extra` are reduced parts outside the bucket.
         """
         parts = list(extra)
         if code & DENSE and self._view is not None:
@@ -337,9 +333,14 @@ class GradientSlot(Slot):
         self.state = GradientState.SETTLED
         self.was_sparse = self.is_sparse_in_step = False
         self._before = self._base = self._with_base = self._sent = None
-        self._n_arrived, self._is_packed = 0, False
+        self._n_arrived, self._is_packed, self._has_left = 0, False, False
         if not self._is_large or _is_at(self._packed, self._view):
             self._packed = None
+
+    @property
+    def needs_own_memory(self) -> bool:
+        """True if the program may write to .grad when the bucket is under way."""
+        return self._with_base is not None or has_other_hooks(self.parameter)
 
     @property
     def is_in_bucket(self) -> bool:

@@ -13,8 +13,9 @@ from typing import Literal
 from ringcomm.torch.backward.equal_on_ranks import is_alike, with_complement
 
 # Codes of a gradient. LATE: a part came after the bucket was sent. WAS_SPARSE: it was made dense.
-# HAS_BASE: the reduction will be added to what an earlier one left in .grad; NO_BASE: it will not.
-DENSE, SPARSE, LATE, WAS_SPARSE, HAS_BASE, NO_BASE = 1, 2, 4, 8, 16, 32
+# HAS_BASE: .grad contains what an earlier reduction has left; NO_BASE: it does not. LEFT: that is
+# of an earlier step, and is reduced again, together with what the program has added to it.
+DENSE, SPARSE, LATE, WAS_SPARSE, HAS_BASE, NO_BASE, LEFT = 1, 2, 4, 8, 16, 32, 64
 # Flags of a rank. HAS_RUN: it has run a backward() in this step. COMPLAINS: .grad was changed in a
 # way that cannot count.
 FAILED, WEIGHTED, UNWEIGHTED, HAS_SAMPLES, HAS_RUN, COMPLAINS = 1, 2, 4, 8, 16, 32
@@ -30,21 +31,34 @@ class Presence:
         codes: for each parameter, its codes, or-ed.
         flags: or-ed.
         is_one_step: True if all ranks have completed the same number of steps.
+        ranks: one bit per rank that has sent a message.
     """
 
     codes: bytes
     flags: int
     is_one_step: bool = True
+    ranks: bytes = b""
 
     def pack(self, step: int) -> bytes:
         """Return the message of a rank that has completed `step` steps."""
-        return with_complement(step.to_bytes(_STEP, "little")) + bytes([self.flags]) + self.codes
+        steps = with_complement(step.to_bytes(_STEP, "little"))
+        return steps + bytes([self.flags]) + self.ranks + self.codes
 
     @classmethod
-    def unpack(cls, message: bytes) -> Presence:
-        """Read the BOR of all ranks' messages."""
-        steps, flags, codes = message[: 2 * _STEP], message[2 * _STEP], message[2 * _STEP + 1 :]
-        return cls(codes, flags, is_alike(steps))
+    def unpack(cls, message: bytes, size: int = 0) -> Presence:
+        """Read the BOR of the messages of `size` ranks; 0: they have no `ranks`."""
+        n = 2 * _STEP + 1
+        ranks, codes = message[n : n + (size + 7) // 8], message[n + (size + 7) // 8 :]
+        return cls(codes, message[n - 1], is_alike(message[: n - 1]), ranks)
+
+    def is_of_all(self, size: int) -> bool:
+        """Return True if all ranks have sent a message: none is in join()."""
+        return sum(each.bit_count() for each in self.ranks) == size
+
+
+def bit_of(rank: int, size: int) -> bytes:
+    """Return Presence.ranks of one rank."""
+    return (1 << rank).to_bytes((size + 7) // 8, "little")
 
 
 def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:
