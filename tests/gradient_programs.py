@@ -68,12 +68,15 @@ class Model(nn.Module):
         return list(self.parameters())
 
 
-def program_of(seed, *, clamps=True):
-    """Return a random program, the same for each seed; clamps: change gradients that are means."""
+def program_of(seed, *, clamps=True, rare=()):
+    """Return a random program, the same for each seed.
+
+    clamps: change gradients that are means. rare: what the way to train mostly refuses.
+    """
     rng = random.Random(seed)
     # Most programs do few of these things, and some do all of them.
     likes = {
-        name: rng.random() < 0.4
+        name: rng.random() < (0.1 if name in rare else 0.4)
         for name in ("hooks", "exchange", "freeze", "hand", "change", "drop", "weights", "keep")
     }
     passes_per_step = rng.choice([1, 1, 1, 2])
@@ -100,8 +103,7 @@ def program_of(seed, *, clamps=True):
             s.by_hand_after = [x for x in free if x not in used and rng.random() < 0.3]
         if likes["change"] and rng.random() < 0.7:
             s.between = some(CHANGES, 0.3)
-            is_reduced = len(s.passes) >= passes_per_step
-            s.after = some(CHANGES + FINAL_CHANGES * (is_reduced and clamps), 0.3)
+            s.after = some(CHANGES + FINAL_CHANGES * clamps, 0.3)
         if likes["drop"] and rng.random() < 0.3:
             s.ending = rng.choice(["drop", "twice"])
         if likes["weights"] and rng.random() < 0.4:
@@ -124,7 +126,7 @@ def carry_out(program, model, optimizer, x, factor=1.0):
 
     factor: of the losses.
     """
-    run = _Run(model, optimizer, factor)
+    run = _Run(model, optimizer, factor, program.passes_per_step)
     if program.is_flat:
         run.lay_out_flat()
     for step, xs in zip(program.steps, x, strict=True):
@@ -133,8 +135,9 @@ def carry_out(program, model, optimizer, x, factor=1.0):
 
 
 class _Run:
-    def __init__(self, model, optimizer, factor):
+    def __init__(self, model, optimizer, factor, passes_per_step):
         self.model, self.optimizer, self.factor = model, optimizer, factor
+        self.passes_per_step = passes_per_step
         self.hooks, self.attached, self.kept = [], [], []
 
     def lay_out_flat(self):
@@ -152,7 +155,9 @@ class _Run:
                 self.change(k, change)
             self.loss(layers, xs[number]).backward()
         for k, change in step.after:
-            self.change(k, change)
+            is_mean = len(step.passes) >= self.passes_per_step and k not in step.exchanged
+            if is_mean or change not in FINAL_CHANGES:
+                self.change(k, change)
         self.end(step, xs)
 
     def prepare(self, step):

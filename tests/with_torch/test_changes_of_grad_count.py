@@ -204,7 +204,7 @@ def test_a_hook_over_what_a_sum_has_left_is_refused_on_every_rank():
         x, y = share(batches, rank, 2)[0]
         mse_loss(model(x), y).backward()
         with pytest.raises(
-            RingcommError, match=r"0\.weight\.grad contains what an earlier.*zero_grad"
+            RingcommError, match=r"0\.weight\.grad contains the result of .*zero_grad"
         ):
             mse_loss(model(x), y).backward()
         optimizer.zero_grad()

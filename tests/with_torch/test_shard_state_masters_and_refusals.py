@@ -131,6 +131,7 @@ def test_a_graph_of_old_weights_is_refused_by_autograd():
         model = replicas[rank]
         optimizer = wrap(model, shard_state=1)
         fit(model, optimizer, data(2, 1))
+        optimizer.zero_grad()
         ((x, y),) = data(1, 1)
         stale = mse_loss(model(x), y)
         stale.backward(retain_graph=True)

@@ -24,19 +24,10 @@ class Mark:
         self._version = x._version
         self._address = address_of(x)
 
-    def is_at(self, x: torch.Tensor | None) -> bool:
-        """Return True if x is the same object, written to or not."""
-        return x is not None and self._x() is x
-
     def is_of(self, x: torch.Tensor | None) -> bool:
         """Return True if x is the same object, and nobody has written to it or moved it."""
-        return self.is_at(x) and self.n_writes(x) == 0
-
-    def n_writes(self, x: torch.Tensor | None) -> int | None:
-        """Return the number of writes to the tensor; None if it was replaced or moved."""
-        if x is None or self._x() is not x or address_of(x) != self._address:
-            return None
-        return x._version - self._version
+        is_same = x is not None and self._x() is x and x._version == self._version
+        return is_same and x is not None and address_of(x) == self._address
 
 
 def address_of(x: torch.Tensor) -> int:

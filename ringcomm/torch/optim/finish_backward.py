@@ -19,8 +19,6 @@ from ringcomm.torch.optim.gradient_presence import (
     COMPLAINS,
     DENSE,
     FAILED,
-    HAS_BASE,
-    HAS_RUN,
     HAS_SAMPLES,
     LATE,
     LEFT,
@@ -37,17 +35,11 @@ from ringcomm.torch.optim.sparse import SparseSum
 
 @dataclass(frozen=True)
 class Exchange:
-    """The end of one backward(), or of a step without one.
-
-    Attributes:
-        step: number of completed steps.
-        has_run: this rank has run a backward() in this step.
-    """
+    """The end of one backward(), or of a step without one; `step` is how many are complete."""
 
     plan: BucketPlan
     scaling: Scaling
     step: int
-    has_run: bool = True
 
     def run(self, *, has_failed: bool = False) -> CollectiveTask[Presence]:
         """Make .grad of all slots final, and return the Presence of all ranks. Collective.
@@ -88,7 +80,7 @@ class Exchange:
         samples = self.scaling.samples
         flags = UNWEIGHTED if samples is None else WEIGHTED
         flags |= (HAS_SAMPLES if samples else 0) | (FAILED if has_failed else 0)
-        flags |= (HAS_RUN if self.has_run else 0) | (COMPLAINS if self._complaint else 0)
+        flags |= COMPLAINS if self._complaint else 0
         group = self.scaling.group
         codes = bytes(slot.code for slot in self.plan.slots)
         mine = Presence(codes, flags, ranks=bit_of(group.index, group.size))
@@ -153,15 +145,6 @@ class Exchange:
             return MismatchError(
                 "DistributedOptimizer: a rank is in join(), and gradients of an earlier step are "
                 "left, which it has not: call optimizer.zero_grad() before backward()"
-            )
-        takes_mean = self.scaling.options.takes_mean
-        is_unused = not takes_mean and any(code & HAS_BASE for code in presence.codes)
-        if is_unused and not presence.flags & HAS_RUN:
-            return RingcommError(
-                "DistributedOptimizer: no rank has run a backward() since the last step(), and "
-                ".grad is there still. If you have set it through .data, assign a new tensor to "
-                ".grad instead. To make another step with the same gradients, call step() within "
-                "`with optimizer.skip_synchronize():`"
             )
         return None
 
@@ -253,9 +236,7 @@ class Exchange:
             for member in bucket.members:
                 parts.setdefault(member.index, []).append(member.view)
         for slot in self.plan.slots:
-            if slot.state is GradientState.SETTLED:
-                slot.history.note_final(slot.parameter.grad)
-            else:
+            if slot.state is not GradientState.SETTLED:
                 slot.settle(presence.codes[slot.index], parts.get(slot.index, ()))
 
 

@@ -18,7 +18,6 @@ from ringcomm.torch.backward.autograd_hooks import has_other_hooks
 from ringcomm.torch.backward.gradient_origin import GradientHistory, Origin
 from ringcomm.torch.backward.parameter_hooks import Slot
 from ringcomm.torch.backward.watched_tensors import (
-    Mark,
     address_of,
     can_hold,
     is_held_elsewhere,
@@ -69,15 +68,14 @@ class GradientSlot(Slot):
         self.was_sparse = self.is_sparse_in_step = False
         self.complaint: str | None = None
         self.takes_mean = takes_mean
-        self.history = GradientHistory(is_left_unclear=takes_mean)
+        self.history = GradientHistory()
         self.part = OwnPart(name, parameter)
         self._view: torch.Tensor | None = None  # this gradient in the bucket
         # During backward():
         self._before: torch.Tensor | None = None  # .grad before backward(); it gets the result
         self._base: torch.Tensor | None = None  # what an earlier reduction left, added at the end
         self._has_left = False  # .grad contains the mean of an earlier step, to be reduced again
-        self._with_base: Mark | None = None  # .grad with the base in it: the program must see both
-        self._n_arrived = 0  # gradients that autograd has added
+        self._is_base_inside = False  # .grad contains the base, because the program must see both
         self._packed: torch.Tensor | None = None  # see pack()
         self._is_packed = False
         self._version = 0  # of `_packed` when it was packed
@@ -101,13 +99,12 @@ class GradientSlot(Slot):
     # --- before the reduction ---------------------------------------------------------------------
     def expect_gradient(self, *, is_seen: bool) -> None:
         """Prepare for a gradient of autograd; is_seen: the program sees .grad before it is sent."""
-        self._n_arrived += 1
         if self.state is GradientState.SENT:
             self._expect_late()
         self.take_part(is_seen=is_seen)
 
-    def take_part(self, *, is_seen: bool = False) -> None:
-        """Prepare for a reduction in which any rank may have a gradient."""
+    def take_part(self, *, is_seen: bool | None = None) -> None:
+        """Prepare for a reduction; is_seen: see expect_gradient(); None: there is no gradient."""
         if self.state is GradientState.SETTLED:
             if self.part.place is not None:
                 self.part.require_unmoved()
@@ -122,7 +119,7 @@ class GradientSlot(Slot):
         if self.state is not GradientState.SETTLED or gradient is None:
             return False
         origin = self.history.origin_of(gradient)
-        if origin is Origin.NOBODY or (origin is Origin.UNCLEAR and not self.takes_mean):
+        if origin is Origin.NOBODY or (origin is Origin.LEFT and not self.takes_mean):
             return bool(gradient.any())  # zeros may have been written to through .data
         return origin is not Origin.REDUCTION
 
@@ -138,25 +135,34 @@ class GradientSlot(Slot):
         if self.part.place is not None:
             self.part.forget()
 
-    def _keep(self, gradient: torch.Tensor, *, is_seen: bool) -> None:
+    def _keep(self, gradient: torch.Tensor, *, is_seen: bool | None) -> None:
         """Keep the .grad that is there before backward(): the result is written to it."""
         self._before = gradient
         origin = self.history.origin_of(gradient)
-        if origin is Origin.UNCLEAR and not self.takes_mean and bool(gradient.any()):
+        if origin is Origin.LEFT and self.takes_mean:
+            self._has_left = True
+        elif origin is Origin.LEFT and gradient.any():
             self._complain(
-                "was changed after step(), and is either what the last reduction left, or this "
-                "rank's own gradient. Call optimizer.zero_grad() before you set it, or assign a "
-                "new tensor to .grad"
+                "is of an earlier step, and perhaps changed. With op=SUM or shard_state=1 nobody "
+                "can tell whether it is this rank's own: call optimizer.zero_grad() after step(), "
+                "or assign a new tensor to .grad. To make another step with the same gradients, "
+                "call step() within `with optimizer.skip_synchronize():`"
             )
-        self._has_left = self.takes_mean and self.history.is_left(gradient)
         if origin is not Origin.REDUCTION:
             return
-        is_seen |= has_other_hooks(self.parameter)
+        if is_seen is not None:
+            is_seen = is_seen or has_other_hooks(self.parameter)
+        if is_seen and not self.takes_mean:
+            self._complain(
+                "contains the result of an earlier backward(), which hooks of the program would "
+                "change once on each rank. With op=SUM or shard_state=1 call "
+                "optimizer.zero_grad() or step() between two backward()"
+            )
         self._base = gradient.detach()
         if is_seen or self.is_in_bucket:
             self._base = self._base.clone()
         if is_seen and gradient.layout is torch.strided:
-            self._with_base = Mark(gradient)
+            self._is_base_inside = True
         else:
             self.parameter.grad = None
 
@@ -254,19 +260,8 @@ class GradientSlot(Slot):
                 "was changed within backward() after it had been sent. Change it in a hook of the "
                 "parameter itself, or after backward()"
             )
-        if self._with_base is not None and self.parameter.grad is None:
-            self._base = self._with_base = None  # the program has dropped both
-        if self._with_base is None or self.takes_mean:
-            return
-        n_writes = self._with_base.n_writes(
-            self.parameter.grad
-        )  # autograd writes once for each gradient
-        if n_writes is None or n_writes > self._n_arrived:
-            self._complain(
-                "contains what an earlier reduction left, and was changed before this one. With "
-                "op=SUM or shard_state=1 that would change the earlier part on each rank: call "
-                "optimizer.zero_grad() before backward()"
-            )
+        if self._is_base_inside and self.parameter.grad is None:
+            self._base, self._is_base_inside = None, False  # the program has dropped both
 
     def pack_extra(self, target: torch.Tensor) -> None:
         """Fill `target` with the gradient if this step's bucket lacks it, else with zeros."""
@@ -296,8 +291,8 @@ class GradientSlot(Slot):
             self.part.zero_others(parts[0])
         for total in parts:
             self._give(total)
+            self.history.is_final = True
         self._close()
-        self.history.note_final(self.parameter.grad)
         self.is_sparse_in_step = bool(code & WAS_SPARSE)
         if self.part.place is not None:
             self.part.accept()
@@ -305,13 +300,13 @@ class GradientSlot(Slot):
     def _write_own_part(self, gradient: torch.Tensor, target: torch.Tensor) -> None:
         """Write to `target` what this rank adds to the base."""
         _copy(target, _strided(gradient))
-        if self._with_base is not None and self._base is not None:
+        if self._is_base_inside and self._base is not None:
             target.sub_(self._base)
 
     @property
     def _is_stashed(self) -> bool:
         """True if the earlier .grad was taken away, so that autograd makes a new one."""
-        is_aside = self._base is not None and self._with_base is None
+        is_aside = self._base is not None and not self._is_base_inside
         return is_aside or (self.state is GradientState.LATE and self._sent is None)
 
     def _give(self, total: torch.Tensor) -> None:
@@ -332,15 +327,15 @@ class GradientSlot(Slot):
     def _close(self) -> None:
         self.state = GradientState.SETTLED
         self.was_sparse = self.is_sparse_in_step = False
-        self._before = self._base = self._with_base = self._sent = None
-        self._n_arrived, self._is_packed, self._has_left = 0, False, False
+        self._before = self._base = self._sent = None
+        self._is_base_inside = self._is_packed = self._has_left = False
         if not self._is_large or _is_at(self._packed, self._view):
             self._packed = None
 
     @property
     def needs_own_memory(self) -> bool:
         """True if the program may write to .grad when the bucket is under way."""
-        return self._with_base is not None or has_other_hooks(self.parameter)
+        return self._is_base_inside or has_other_hooks(self.parameter)
 
     @property
     def is_in_bucket(self) -> bool:

@@ -250,8 +250,7 @@ class GradientReducer:
             for slot in self.slots:
                 slot.part.require_unmoved()
             yield from self._agreement.reach()
-            has_run = self._n_passes > 0
-            presence = yield from Exchange(self.plan, self._scaling, self.step, has_run).run()
+            presence = yield from Exchange(self.plan, self._scaling, self.step).run()
             group, suffix = self.options.group, self.plan.suffix
             yield from self._agreement.weights.make_alike(self.named, group, suffix)
             self._is_synchronized = self._are_samples_used = True
