@@ -218,7 +218,7 @@ CHANGES = [
         "mark.is_of(self.parameter) and sample.is_of(self.parameter)",
         "mark.is_of(self.parameter)",
         "weights that are clipped through .data are not clipped on the servers",
-        _PROGRAMS,
+        ("with_torch/test_ps_changes_of_grad.py",),
     ),
     Mutation(
         "served-parameters-are-exchanged",
