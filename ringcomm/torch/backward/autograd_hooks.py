@@ -68,18 +68,20 @@ class Hooks:
 
         def after(tensor: torch.Tensor) -> None:
             listener = ref()
+            if index in announced:
+                if index not in others and listener is not None:
+                    announced.discard(index)
+                    listener.after_gradient(index)
+                return
             if listener is None or os.getpid() != pid:
                 return
-            is_silent = index not in announced
-            if is_silent and get_gradient_edge(tensor).node is nodes.get(index):
+            if get_gradient_edge(tensor).node is nodes.get(index):
                 raise RingcommError(_LOST_HOOK.format(torch.__version__, index))
-            if is_silent or index not in others:
-                announced.discard(index)
-                listener.after_gradient(index)
+            listener.after_gradient(index)
 
         def after_others(*_: object) -> None:
             listener = ref()
-            if index in announced and listener is not None and os.getpid() == pid:
+            if index in announced and listener is not None:
                 announced.discard(index)
                 listener.after_gradient(index)
 

@@ -42,6 +42,16 @@ class GradientHistory:
         """Note that zero_grad() has set .grad to zeros."""
         self._zeroed = None if gradient is None else Mark(gradient)
 
+    def move(self, gradient: torch.Tensor | None, view: torch.Tensor) -> None:
+        """Move the elements of .grad to the memory of `view`, if that has the same layout."""
+        if gradient is None or gradient.requires_grad or gradient.dtype != view.dtype:
+            return
+        if gradient.shape == view.shape and gradient.stride() == view.stride():
+            is_zeroed = self._zeroed is not None and self._zeroed.is_of(gradient)
+            view.copy_(gradient)
+            gradient.data = view.data
+            self.note_zeroed(gradient if is_zeroed else None)
+
     def begin_step(self, left: torch.Tensor | None) -> None:
         """Note what step() leaves in .grad; None: nothing, or zero_grad() clears it."""
         self.is_final, self._zeroed, self._left = False, None, left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from ctypes import string_at
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import Final
@@ -38,27 +39,30 @@ def address_of(x: torch.Tensor) -> int:
 class Sample:
     """Elements of a tensor, to notice writes through .data, which torch does not count.
 
-    All elements of a small tensor; of a large one N_SAMPLED at equal distances, others each time.
+    All elements of a tensor of up to 16 KiB; of a larger one 16 pieces of 1 KiB at equal
+    distances, others in each `turn`.
     """
 
     def __init__(self, x: torch.Tensor, turn: int) -> None:
-        self._step = max(1, x.numel() // N_SAMPLED)
-        self._first = turn % self._step
-        self._bits = self._taken(x).clone()
+        nbytes = x.numel() * x.element_size()
+        step = max(nbytes // _N_PIECES, _PIECE)
+        first = turn * _PIECE % (step - _PIECE + 1)
+        self._pieces = [(first + k * step, _PIECE) for k in range(_N_PIECES)]
+        if nbytes <= _N_PIECES * _PIECE:
+            self._pieces = [(0, nbytes)]
+        self._bytes = self._taken(x)
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Return True if these elements of x, which has the same shape and dtype, are the same."""
-        return torch.equal(self._taken(x), self._bits)
+        return self._taken(x) == self._bytes
 
-    def _taken(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach()
-        if not x.is_contiguous():
-            x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
-        bits = x.reshape(-1).view(torch.int64 if x.itemsize == 8 else torch.int32)  # NaN, too
-        return bits[self._first :: self._step] if self._step > 1 else bits
+    def _taken(self, x: torch.Tensor) -> bytes:
+        x = x if x.is_contiguous() else x.detach().contiguous()
+        address = x.data_ptr()
+        return b"".join([string_at(address + first, n) for first, n in self._pieces])
 
 
-N_SAMPLED: Final = 1 << 14
+_N_PIECES, _PIECE = 16, 1024
 
 
 def n_storage_references(x: torch.Tensor) -> int:

@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
 from ringcomm.torch.backward.serial_numbers_and_samples import next_number
-from ringcomm.torch.optim.buckets import MIB, Bucket, Scaling, make_buckets
+from ringcomm.torch.backward.watched_tensors import n_storage_references
+from ringcomm.torch.optim.buckets import MIB, Bucket, Member, Scaling, make_buckets
 from ringcomm.torch.optim.fusion_tuner import FusionTuner
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
 from ringcomm.torch.optim.gradient_presence import SPARSE, Presence, ready_order
@@ -174,4 +176,21 @@ class BucketPlan:
         for bucket in buckets:
             for member in bucket.members:
                 self.slots[member.index].place(bucket, member)
+        if not self._options.is_sharded:
+            self._bring_along([member for bucket in buckets for member in bucket.members])
         return buckets
+
+    def _bring_along(self, members: Sequence[Member]) -> None:
+        """Move .grad into its bucket, where autograd can add to it, if no one uses its memory."""
+        by_memory: dict[int, list[tuple[GradientSlot, Member]]] = {}
+        for member in members:
+            gradient = self.slots[member.index].parameter.grad
+            if gradient is not None and gradient.layout is torch.strided:
+                place = gradient.untyped_storage().data_ptr()
+                by_memory.setdefault(place, []).append((self.slots[member.index], member))
+        for together in by_memory.values():
+            gradient = together[0][0].parameter.grad
+            if gradient is None or n_storage_references(gradient) > len(together) + 1:
+                continue
+            for slot, member in together:
+                slot.history.move(slot.parameter.grad, member.view)

@@ -140,7 +140,7 @@ class Exchange:
                 "left on some ranks, and cleared or set by hand on others: call "
                 "optimizer.zero_grad() on all of them or on none"
             )
-        is_left = any(code & LEFT for code in presence.codes)
+        is_left = any(code & LEFT for code in set(presence.codes))
         if is_left and not presence.is_of_all(self.scaling.group.size):
             return MismatchError(
                 "DistributedOptimizer: a rank is in join(), and gradients of an earlier step are "

@@ -351,6 +351,9 @@ def _is_at(gradient: torch.Tensor | None, view: torch.Tensor | None) -> bool:
 
 def _copy(view: torch.Tensor, gradient: torch.Tensor) -> None:
     """Copy a gradient to a bucket's view; if possible, a large one bypasses the CPU's caches."""
+    if view.nbytes < WORTH_KEEPING:
+        view.copy_(gradient)
+        return
     is_plain = type(gradient) is torch.Tensor and gradient.is_cpu and view.shape == gradient.shape
     is_alike = view.dtype == gradient.dtype and view.stride() == gradient.stride()
     if is_plain and is_alike and not (gradient.is_conj() or gradient.is_neg()):
@@ -361,7 +364,8 @@ def _copy(view: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _strided(gradient: torch.Tensor) -> torch.Tensor:
-    gradient = gradient.detach()
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 

@@ -71,14 +71,18 @@ def samples_fault(presence: Presence) -> Literal["partial", "empty"] | None:
 
 def sparse_ones(presence: Presence) -> list[int]:
     """Return the indices of the parameters whose gradients are all sparse."""
+    if not any(code & SPARSE for code in set(presence.codes)):
+        return []
     return [i for i, code in enumerate(presence.codes) if code & (DENSE | SPARSE) == SPARSE]
 
 
 def with_unlike_bases(presence: Presence) -> int | None:
     """Return the index of a gradient that some ranks add to an earlier .grad, and some do not."""
     both, any_ = HAS_BASE | NO_BASE, DENSE | SPARSE
-    unlike = (i for i, code in enumerate(presence.codes) if code & both == both and code & any_)
-    return next(unlike, None)
+    unlike = {code for code in set(presence.codes) if code & both == both and code & any_}
+    if not unlike:
+        return None
+    return next(i for i, code in enumerate(presence.codes) if code in unlike)
 
 
 def ready_order(fired: Sequence[int], n: int) -> list[int]:

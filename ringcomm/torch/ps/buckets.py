@@ -58,13 +58,16 @@ class ServedSlot(Slot):
         self._turn += 1
         self._fetched = Mark(self.parameter), Sample(self.parameter, self._turn)
 
-    @property
-    def are_values_changed(self) -> bool:
-        """True if the program has changed the values since they were fetched."""
+    def are_values_changed(self, *, is_thorough: bool) -> bool:
+        """Return True if the program has changed the values since they were fetched.
+
+        is_thorough: look for writes through .data, too.
+        """
         if self._fetched is None:
             return True
         mark, sample = self._fetched
-        return not (mark.is_of(self.parameter) and sample.is_of(self.parameter))
+        is_same = mark.is_of(self.parameter)
+        return not is_same or (is_thorough and not sample.is_of(self.parameter))
 
     # --- gradients --------------------------------------------------------------------------------
     def note_before_gradient(self) -> None:

@@ -124,7 +124,7 @@ class Feeder:
     def begin_pass(self) -> None:
         """Count the pass; raise RingcommError if the user has changed values."""
         self._refuse_spoiled()
-        self._refuse_changed_values()
+        self._refuse_changed_values(is_thorough=False)
         self._hooks.attach(without_hooks(self._slots))
         self._n_passes += 1
 
@@ -201,7 +201,7 @@ class Feeder:
 
     def _begin_end(self) -> None:
         self._refuse_spoiled()
-        self._refuse_changed_values()
+        self._refuse_changed_values(is_thorough=True)
         self.pusher.refuse_changed_gradients()
         if self.options.is_deferred:
             self.rows = self.rows or take(self.session)  # the same ones after an error
@@ -273,11 +273,11 @@ class Feeder:
                 )
             )
 
-    def _refuse_changed_values(self) -> None:
+    def _refuse_changed_values(self, *, is_thorough: bool) -> None:
         if self.options.class_name is None:
             return
         for slot in self._slots:
-            if slot.are_values_changed:
+            if slot.are_values_changed(is_thorough=is_thorough):
                 raise RingcommError(
                     f"{WHO}: {slot.name} was changed by hand, and the servers have other values, "
                     "which step() would bring back. Call optimizer.push_parameters() on every "
