@@ -70,7 +70,7 @@ class Supervisor:
         with _Signals() as signals, open(self._folder.path / LAUNCHER_LOG, "wb") as log:
             process = subprocess.Popen(
                 self._argv,
-                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                stdin=subprocess.DEVNULL,  # Open MPI 5.0.11 loses some of it, or hangs (measured)
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=dict(self._environ),
