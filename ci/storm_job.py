@@ -49,6 +49,8 @@ class Trainer:
         kills = dict(text.split("@") for text in args.kill)
         at, _, self.when = kills.get(str(self.me), "-1").partition(":")
         self.kill_at = int(at)
+        if self.when == "idle":
+            self.die_within(0.5)
         self.registered = rc.zeros(1 << 14, np.int64)  # made before a death, and used after it
         self.large = np.zeros(1 << 18, np.int64)  # in private memory: reduced through lanes
         self.group = None
@@ -64,6 +66,11 @@ class Trainer:
     def die(self):
         Path(f"{self.args.out}/kill.{self.me}").write_text(str(time.monotonic_ns()))
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self):
+        Path(f"{self.args.out}/kill.{self.me}").write_text(str(time.monotonic_ns()))
+        self.when = ""
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def die_within(self, seconds):
         threading.Timer(random.random() * seconds, self.die).start()
@@ -83,6 +90,8 @@ class Trainer:
         rc, is_time = self.rc, state.step == self.kill_at
         if is_time and self.when == "before":
             self.die()
+        if is_time and self.when == "hanging":
+            self.hang()
         if is_time and self.when == "inside":
             self.die_within(2e-3)
         view = rc.elastic.view()

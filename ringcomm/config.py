@@ -43,6 +43,10 @@ class Settings:
             is not set, or as many ranks as declare to be servers.
         elastic: 1 = the job goes on after it has lost ranks, see docs/elastic.md; 0 = it ends.
         elastic_losses: how many ranks an elastic job may lose; each takes two MPI communicators.
+        elastic_hang_s: deadline of every wait of an elastic job; a rank for which the others wait
+            in vain is killed, and the job goes on. 0 = it ends with timeout_s.
+        spares: number of ranks of an elastic job, its last ones, that wait for the place of a lost
+            rank; each takes two MPI communicators.
         ps_evaluators: number of evaluators that ps.init() makes by default.
         tensorboard: folder for TensorBoard's files, which rank 0 writes; "" = none.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
@@ -62,6 +66,8 @@ class Settings:
     ps_servers: int = 0
     elastic: int = 0
     elastic_losses: int = 8
+    elastic_hang_s: float = 0.0
+    spares: int = 0
     ps_evaluators: int = 0
 
     @property
@@ -97,12 +103,26 @@ class Settings:
             f"{_PREFIX}AUTOTUNE={self.autotune:g}",
             f"{_PREFIX}ELASTIC={self.elastic:g}",
             f"{_PREFIX}ELASTIC_LOSSES={self.elastic_losses:g}",
+            f"{_PREFIX}ELASTIC_HANG_S={self.elastic_hang_s:g}",
+            f"{_PREFIX}SPARES={self.spares:g}",
         )
 
     @property
+    def kills_hanging_ranks(self) -> bool:
+        """True if the job is elastic, and a wait ends by killing the ranks that do not come."""
+        return bool(self.elastic and self.elastic_hang_s)
+
+    @property
     def timeout_or_inf(self) -> float:
-        """timeout_s, or math.inf for 0."""
-        return self.timeout_s or math.inf
+        """Deadline of a wait in seconds; math.inf if it has none."""
+        limits = [self.timeout_s, self.elastic_hang_s if self.elastic else 0.0]
+        return min((each for each in limits if each), default=math.inf)
+
+    @property
+    def timeout_name(self) -> str:
+        """The variable that says when a wait ends."""
+        is_hang = self.kills_hanging_ranks and self.timeout_or_inf == self.elastic_hang_s
+        return _PREFIX + ("ELASTIC_HANG_S" if is_hang else "TIMEOUT_S")
 
     @property
     def stall_warning_or_inf(self) -> float:
@@ -171,6 +191,11 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         raise ConfigError(
             f"{_PREFIX}PS_SERVERS is 0, and ps.init() needs one server at least. Set it to 1 or "
             "more, or unset it"
+        )
+    if found.spares and not found.elastic:
+        raise ConfigError(
+            f"{_PREFIX}SPARES is {found.spares}, and {_PREFIX}ELASTIC is 0: only an elastic job "
+            f"has places for spares. Set {_PREFIX}ELASTIC=1"
         )
     _ = found.forced  # raises if RINGCOMM_ALGORITHM is wrong
     if found.gpu_transport not in ("auto", *GPU_TRANSPORTS):

@@ -7,7 +7,8 @@
     |-- PeerFailedError       a rank died, failed or left while this one needed it
     |   `-- ServerLostError   that rank held the only copy of a parameter-server shard
     |-- CodecError            a buffer is not valid for a codec; also a ValueError
-    `-- CommTimeoutError      a wait took longer than its deadline; also a TimeoutError
+    |-- CommTimeoutError      a wait took longer than its deadline; also a TimeoutError
+    `-- NewMembersInterrupt   ranks wait to join an elastic job; for elastic.run
 
 For a bad argument that is the same on every rank, functions raise TypeError or ValueError.
 """
@@ -79,6 +80,10 @@ class CommTimeoutError(RingcommError, TimeoutError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), str(self), {"missing": self.missing})
+
+
+class NewMembersInterrupt(RingcommError):
+    """Ranks wait to join the job. commit() raises it on one rank; elastic.run catches it."""
 
 
 def _rebuild(

@@ -308,7 +308,7 @@ class Guardian {
   }
 
   // Under fault tolerance only a failed rank that lingers is ended, for MPI reports no other death;
-  // and a stopped one when no other is left.
+  // and a stopped one when no other is at work.
   void end_the_rest() {
     const std::int64_t now = monotonic_ns();
     for (Watched& w : ranks_) {
@@ -353,10 +353,14 @@ class Guardian {
       usleep(kTickMs * 1000);
   }
 
+  // True if no other rank works: each is gone, is stopped, or is a spare that waits for a place.
   bool is_last(const Watched& w) const {
-    return monotonic_ns() > last_gone_ns_ + grace_ns_ &&
-           std::all_of(ranks_.begin(), ranks_.end(),
-                       [&](const Watched& other) { return &other == &w || other.is_gone; });
+    const auto is_idle = [&](const Watched& other) {
+      const bool is_spare = other.page->state.load() == State::starting;
+      return &other == &w || other.is_gone || is_spare || is_stopped(other);
+    };
+    return monotonic_ns() > last_gone_ns_ + grace_ns_ && last_gone_ns_ != 0 &&
+           std::all_of(ranks_.begin(), ranks_.end(), is_idle);
   }
 
   static bool is_stopped(const Watched& w) {

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from ringcomm.elastic.new_view import tell_listeners
 from ringcomm.elastic.state import State
-from ringcomm.engine.api.heal import finish_run, heal
-from ringcomm.engine.api.init_rank_size import init
+from ringcomm.engine.api.heal import evict, finish_run, heal, take_place
+from ringcomm.engine.api.init_rank_size import init, shutdown
 from ringcomm.engine.api.world import current
-from ringcomm.errors import PeerFailedError, ServerLostError
+from ringcomm.errors import (
+    CommTimeoutError,
+    NewMembersInterrupt,
+    PeerFailedError,
+    RingcommError,
+    ServerLostError,
+)
 
 _log = logging.getLogger("ringcomm")
 P = ParamSpec("P")
@@ -29,8 +35,13 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
     sets and handles of the old view are over. Then the listeners of on_new_view() are called, each
     rank gets the last state that any of them has committed, and `train` is called again.
 
+    Spares (RINGCOMM_SPARES) wait in here for the place of a lost rank. If the view has room for one
+    that comes later, commit() ends the view by a NewMembersInterrupt, which this catches. With
+    RINGCOMM_ELASTIC_HANG_S, ranks for which the others wait in vain are killed.
+
     When `train` has returned on all ranks, the decorated function returns its result on each of
-    them. A rank that is lost later is an error as in any other job.
+    them; in a spare that had no place, it ends the program. A rank that is lost later is an error
+    as in any other job.
 
     RINGCOMM_ELASTIC=1 must be set, and the launcher must let the others go on: `mpirun --with-ft
     ulfm`, or on one host `mpirun --runtime-options continuous`. Without RINGCOMM_ELASTIC a failure
@@ -39,7 +50,8 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
     Raises:
         PeerFailedError: a parameter server is lost, or a handle of an earlier view was waited for.
         CommTimeoutError: a rank that is not lost has not come within RINGCOMM_TIMEOUT_S.
-        RingcommError: more ranks are lost than RINGCOMM_ELASTIC_LOSSES.
+        RingcommError: more ranks are lost than RINGCOMM_ELASTIC_LOSSES, or all but spares.
+        SystemExit: this process is a spare, and the job was over without it.
     """
 
     @functools.wraps(train)
@@ -70,7 +82,9 @@ def _is_elastic() -> bool:
 
 def _run(train: Callable[[], R], state: State) -> R:
     results: list[R] = []
-    is_new_view = False
+    is_new_view = is_outside()
+    if is_new_view and not take_place():
+        raise SystemExit(0)  # what follows in the program is for the ranks of the job
     while True:
         try:
             if is_new_view:
@@ -80,8 +94,8 @@ def _run(train: Callable[[], R], state: State) -> R:
             results[:] = [train()]
             finish_run()
             break
-        except PeerFailedError as error:
-            if isinstance(error, ServerLostError) or error.view != _view_number():
+        except (CommTimeoutError, NewMembersInterrupt, PeerFailedError) as error:
+            if not _ends_the_view(error):
                 raise
             if not heal(error):
                 break
@@ -89,6 +103,38 @@ def _run(train: Callable[[], R], state: State) -> R:
     return results[0]
 
 
-def _view_number() -> int:
+def leave() -> NoReturn:
+    """Leave the job for good; the others go on without this rank. Ends this program, with code 0.
+
+    Call it after commit(), on the ranks that are to go. It returns when the others have seen that
+    this rank leaves, which is in their next operation; they go on from their last commit.
+
+    Raises:
+        RingcommError: the job is not elastic.
+        SystemExit: always, at the end.
+    """
     world = current()
-    return -1 if world is None else world.transport.view.number
+    if world is None or world.membership is None:
+        raise RingcommError(
+            "elastic.leave: the others could not go on without this rank. Set RINGCOMM_ELASTIC=1, "
+            "and call this after init()"
+        )
+    shutdown()
+    raise SystemExit(0)
+
+
+def is_outside() -> bool:
+    """Return True if this process is a spare without a place in the job."""
+    world = current()
+    return world is not None and world.is_outside
+
+
+def _ends_the_view(error: RingcommError) -> bool:
+    """Return True if the ranks that are left can go on after an error; kill those that hang."""
+    if isinstance(error, CommTimeoutError):
+        return evict(error)
+    if isinstance(error, PeerFailedError):
+        world = current()
+        is_of_now = world is not None and error.view == world.transport.view.number
+        return is_of_now and not isinstance(error, ServerLostError)
+    return True

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ringcomm.engine.api import collectives
+from ringcomm.engine.api.heal import stop_for_new_members
 from ringcomm.engine.api.init_rank_size import rank
 from ringcomm.errors import RingcommError
 
@@ -61,6 +62,7 @@ class State(ABC):
         self.save()
         self._is_saved = True
         self._n_commits = n + 1
+        stop_for_new_members()
 
     def sync(self) -> None:
         """Give all ranks the last commit of the rank that has committed most. Collective.

@@ -112,6 +112,7 @@ class MpiTransport:
         self._outbox_lock = threading.Lock()
         self._short_messages: ShortMessages | None = None
         self._n_deaths = 0  # of presence.deaths, those that poll() has returned
+        self._stopped: set[int] = set()  # members that have stopped, of which poll() has told
         self._abandoned: list[Request] = []
         if view.number and presence.is_fault_tolerant:
             for comm in (self._data, self._control):
@@ -179,7 +180,7 @@ class MpiTransport:
         self.presence.look()
         deaths = self.presence.deaths
         if self._n_deaths == len(deaths):
-            return events
+            return events + self._stops()
         events += self._received()  # messages sent before the death have arrived by now
         while self._n_deaths < len(deaths):
             died = deaths[self._n_deaths]
@@ -188,6 +189,12 @@ class MpiTransport:
             if rank is not None:
                 events.append(Died(rank, died.reason, self._rank_of.get(died.blames, rank)))
         return events
+
+    def _stops(self) -> list[Event]:
+        news = [each for each in self.presence.stopped if each.rank not in self._stopped]
+        self._stopped.update(each.rank for each in news)
+        ranks = [self._rank_of[each.rank] for each in news]
+        return [Died(r, each.reason, r) for r, each in zip(ranks, news, strict=True)]
 
     def park(self, seconds: float) -> None:
         self.presence.parking.sleep(seconds)
@@ -216,7 +223,8 @@ class MpiTransport:
             self._outbox, self._short_messages = [], None
         self.bury()
         # After a death, MPI could not free a communicator: that is collective over the dead, too.
-        self.presence.close(is_clean=is_clean and not self.view.number)
+        is_whole = not self.view.number and not self.presence.deaths
+        self.presence.close(is_clean=is_clean and is_whole)
 
     def stop(self) -> None:
         """Stop to advance operations. What is sent to this rank from now on is not received."""

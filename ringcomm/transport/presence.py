@@ -6,9 +6,11 @@ the communicators of all views that may follow: from then on point-to-point mess
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringcomm._core import NodeMemory, StatusPage
+from ringcomm.errors import ConfigError, MismatchError
 from ringcomm.launched import is_fault_tolerant
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Ward
@@ -63,21 +66,30 @@ class Presence:
         mpi: the module mpi4py.MPI.
         comm: an mpi4py communicator; None: the world.
         n_losses: how many processes the job may lose and go on; 0: its members never change.
+        n_spares: how many processes, the last ones, wait for a place.
+
+    Raises:
+        MismatchError: n_losses or n_spares differ.
+        ConfigError: all processes would be spares.
 
     Attributes:
         number, size: the number of this process, and how many there were at first.
+        n_losses: how many processes the job may lose and go on.
         places: the place of each process, see PLACE.
         page: the status page of this process.
         membership: agrees with the others on the next view; None: members never change.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
         ring_epoch: number of earlier presences of this process in the same job.
-        views: the views in which this process has worked, the last one is of now.
+        views: the views in which this process has worked, the last one is of now. That of a spare
+            without a place has all processes; nobody works in it.
         deaths: the processes that have died, in the order in which this one noticed it.
     """
 
     _control_of_world: ClassVar[tuple[MPI.Comm, int] | None] = None
 
-    def __init__(self, mpi: Any, comm: MPI.Comm | None = None, *, n_losses: int = 0) -> None:
+    def __init__(
+        self, mpi: Any, comm: MPI.Comm | None = None, *, n_losses: int = 0, n_spares: int = 0
+    ) -> None:
         self.mpi = mpi
         self.is_of_world = comm is None
         parent = mpi.COMM_WORLD if comm is None else comm
@@ -86,7 +98,9 @@ class Presence:
         self.size: int = data.size
         self.tags = agreed_tags(mpi, data)
         control, self.ring_epoch = self._make_control(comm)
-        n_more = min(n_losses, self.size - 1)
+        _agree_on_changes(data, n_losses, n_spares)
+        self.n_losses = min(n_losses, self.size - 1)
+        n_more = self.n_losses + n_spares
         later = [Line(data.Dup(), data.Dup()) for _ in range(n_more)]
         self.lines = [Line(data, control), *later]
         own = [data.Dup()] if n_more else []  # of the membership
@@ -97,9 +111,10 @@ class Presence:
         self.membership: MembershipService | None = None
         if own:
             self.membership = MembershipService(
-                mpi, own[0], is_fault_tolerant=self.is_fault_tolerant
+                mpi, own[0], self.size - n_spares, is_fault_tolerant=self.is_fault_tolerant
             )
-        self.views = [View.first(self.size)]
+        is_spare = self.number >= self.size - n_spares
+        self.views = [View.first(self.size if is_spare else self.size - n_spares)]
         self.deaths: list[Died] = []
         self._ended: set[int] = set()
         self._look_at = 0.0
@@ -275,12 +290,33 @@ class Presence:
             blames = last_words["end_code"]
         self.deaths.append(Died(number, how_it_ended(last_words), blames))
 
+    @property
+    def stopped(self) -> list[Died]:
+        """The members that have stopped, because a process that has arrived is to join them."""
+        state = None if self.membership is None else self.membership.state
+        if state is None or not state.has_room:
+            return []
+        return [Died(each, "has stopped, so that others can join", each) for each in state.stopped]
+
+    def _kill(self, number: int) -> None:
+        """Kill a process of this host that hangs."""
+        if number == self.number or number in self._ended or number not in self._neighbours:
+            return
+        pid = self._neighbours[number].offer.pid
+        _log.warning(
+            "elastic.run: rank %d at first (%s) is killed, because it hangs",
+            number,
+            self.label(number),
+        )
+        with contextlib.suppress(OSError):  # it has ended just now
+            os.kill(pid, signal.SIGKILL)  # it is watched, so the pid is its own
+
     def _hear_of_members(self, membership: MembershipService, ended: list[int]) -> None:
         """Tell the membership who has ended; note whom it knows to be lost."""
         if ended:
             membership.handle(Lost(frozenset(ended)))
         membership.poll()
-        for number in sorted(membership.state.lost - self._ended):
+        for number in sorted(membership.state.changes.lost - self._ended):
             self._ended.add(number)
             self._neighbours.unwatch(number)
             reason = "takes part no more, or died (so says another rank)"
@@ -288,6 +324,8 @@ class Presence:
         while membership.gone_on:
             number = membership.gone_on.pop()
             self.deaths.append(Died(number, "goes on without this rank, which leaves", number))
+        while membership.to_kill:
+            self._kill(membership.to_kill.pop())
 
     def close(self, *, is_clean: bool) -> None:
         """Free what lasts; a collective call if is_clean."""
@@ -304,6 +342,23 @@ class Presence:
         if self.is_of_world or self.size > DIRECT:
             return  # keep its control: ranks may still pass on news to this one
         self.lines[0].control.Free()
+
+
+def _agree_on_changes(comm: MPI.Comm, *mine: int) -> None:
+    every = comm.allgather(mine)
+    names = ("RINGCOMM_ELASTIC_LOSSES (0 without RINGCOMM_ELASTIC=1)", "RINGCOMM_SPARES")
+    for name, values in zip(names, zip(*every, strict=True), strict=True):
+        if len(set(values)) > 1:
+            odd = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise MismatchError(
+                f"init: ranks differ in {name}: rank 0 has {values[0]}, rank {odd} has "
+                f"{values[odd]}. Set it to the same value on all ranks"
+            )
+    if mine[1] >= comm.size:
+        raise ConfigError(
+            f"RINGCOMM_SPARES is {mine[1]}, and the job has {comm.size} ranks: at least one must "
+            "be no spare. Start more ranks"
+        )
 
 
 def _memory_or_none(nonce: int, n_ranks: int) -> NodeMemory | None:

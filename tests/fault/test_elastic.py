@@ -156,6 +156,110 @@ def test_a_rank_that_leaves_early_keeps_nobody_waiting(tmp_path):
     assert job.seconds < 60
 
 
+SPARES = """
+if me == 5:
+    time.sleep(1)  # it has not arrived when the first ranks die
+
+@rc.elastic.run
+def train(state):
+    while state.step < 150:
+        if (me, state.step) in ((1, 5), (2, 10)):
+            die()
+        if (me, state.step) == (3, 120):
+            rc.elastic.leave()
+        state.step += 1
+        sizes.append(rc.size())
+        state.x += rc.allreduce(np.ones(1000))
+        time.sleep(0.02)
+        state.commit()
+
+sizes = []
+try:
+    rc.allreduce(np.ones(3))
+except rc.RingcommError as error:
+    assert "is a spare, which has no place in the job" in str(error)
+    assert (me, rc.size()) in ((4, 6), (5, 6)), "a spare has the numbers of all processes"
+train(state)
+print(f"rank {me} is done: {rc.rank()} of {rc.size()}, {sorted(set(sizes))}", flush=True)
+print("state", state.x[0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", at_length(list(LAUNCHERS), ["ulfm"]))
+def test_spares_take_the_places_of_lost_ranks_and_late_ones_join_at_a_commit(launcher, tmp_path):
+    options = LAUNCHERS[launcher]
+    job = run_elastic(6, SPARES, cwd=tmp_path, options=options, RINGCOMM_SPARES="2")
+    assert "rank 4 is done: 1 of 3, [3, 4]" in job.output, job.output
+    assert "rank 5 is done: 2 of 3, [3, 4]" in job.output
+    assert "rank 0 is done: 0 of 3, [3, 4]" in job.output
+    assert len(set(re.findall(r"state .*", job.output))) == 1
+    assert "rank 3 " not in job.output, "who leaves in order is no failure"
+
+
+HANGS = """
+@rc.elastic.run
+def train(state):
+    while state.step < 20:
+        if (me, state.step) == (0, 5):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if (me, state.step) == (2, 10):
+            time.sleep(600)
+        step(state)
+
+train(state)
+print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
+"""
+
+
+def test_ranks_that_hang_are_killed_if_the_user_wants_it_and_the_others_go_on(tmp_path):
+    spare = {"RINGCOMM_ELASTIC_HANG_S": "4", "RINGCOMM_SPARES": "1"}
+    job = run_elastic(4, HANGS, cwd=tmp_path, **spare)
+    for rank in (0, 2):
+        assert f"rank {rank} at first (host" in job.output, job.output
+    assert "rank 3 is done: 0 of 2" in job.output
+    assert "rank 1 is done: 1 of 2" in job.output
+
+
+MOST_HANG = """
+@rc.elastic.run
+def train(state):
+    while state.step < 20:
+        if me != 1 and state.step == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        step(state)
+
+train(state)
+"""
+
+
+@pytest.mark.at_length
+def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job(tmp_path):
+    job = run_elastic(3, MOST_HANG, cwd=tmp_path, RINGCOMM_ELASTIC_HANG_S="2")
+    assert "half of its ranks or more do not come" in job.output, job.output
+    assert "raised CommTimeoutError" in job.output
+
+
+WRONG_SPARES = """
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"RINGCOMM_SPARES": "2"}, "the job has 2 ranks: at least one must be no spare"),
+        (
+            {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC": "0"},
+            "only an elastic job has places for spares",
+        ),
+    ],
+)
+def test_spares_that_cannot_be_are_refused(settings, text, tmp_path):
+    job = run_elastic(2, WRONG_SPARES, cwd=tmp_path, **settings)
+    assert text in job.output, job.output
+    assert "not reached" not in job.output
+
+
 LATE = """
 @rc.elastic.run
 def train(state):

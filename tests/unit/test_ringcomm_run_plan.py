@@ -34,7 +34,6 @@ FACTS = Facts(
 HERE = Surroundings(
     facts=FACTS,
     environ={"PATH": "/bin", "HOME": "/home/me"},
-    settings=frozenset({"TIMEOUT_S", "PS_SERVERS", "PS_EVALUATORS"}),
     own_names=frozenset({"here", "localhost", "127.0.0.1"}),
     free_port=29511,
     folder="/runs/1",
@@ -60,7 +59,6 @@ def planned(flags, changes):
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 ONE_NODE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}
-SPARES = {"settings": HERE.settings | {"SPARES"}}
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MPIRUN = "/v/bin/mpirun"
 PASSED = (
@@ -243,8 +241,10 @@ SITUATIONS = {
         "-H h1:8 --servers 2 train.py", with_mpi(MPICH), f"{MPIRUN} -hosts h1:8 -np 8",
         {"RINGCOMM_PS_SERVERS": "2"},
     ),
-    "spares, where there are any": (
-        "-np 7 --spares 1 train.py", SPARES, f"{MPIRUN} {FREE} -np 8", {"RINGCOMM_SPARES": "1"},
+    "spares": (
+        "-np 7 --spares 1 --elastic 6:7 train.py", {},
+        f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
+        {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC_LOSSES": "2"},
     ),
     "elastic": (
         "-np 8 --elastic 2:8 train.py", {},
@@ -314,7 +314,7 @@ REFUSALS = {
         {"environ": SLURM | {"SLURM_TASKS_PER_NODE": "4"}},
         "for 1 hosts, and SLURM_JOB_NODELIST names 2",
     ),
-    "spares": ("-np 2 --spares 1 train.py", {}, "no spare ranks"),
+    "spares": ("-np 2 --spares 1 train.py", {}, "Add --elastic MIN:MAX"),
     "elastic with more than it begins with": (
         "-np 4 --elastic 2:8 train.py",
         {},

@@ -1,32 +1,44 @@
-"""Goes on after the loss of ranks: the others agree on the next view, and begin to work in it."""
+"""Goes on after ranks are lost or come: all agree on the next view, and begin to work in it."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
 from ringcomm.engine.core.lifecycle import end_view
-from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
+from ringcomm.errors import CommTimeoutError, NewMembersInterrupt, PeerFailedError, RingcommError
+from ringcomm.status.page_enums import State
 from ringcomm.transport.group_members import ranks_text
-from ringcomm.transport.membership.machine import Cleared, Finish, Heal, Leave, Phase, Withdraw
+from ringcomm.transport.membership.machine import (
+    Arrive,
+    Cleared,
+    Evict,
+    Finish,
+    Heal,
+    Leave,
+    Phase,
+    Withdraw,
+)
 
 if TYPE_CHECKING:
     from ringcomm.transport.membership.service import MembershipService
 
 _log = logging.getLogger("ringcomm")
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
+_ORPHANED_S = 1.0  # messages of a rank that has left in order come in this time
 
 
-def heal(error: PeerFailedError) -> bool:
+def heal(error: RingcommError) -> bool:
     """Return True once this rank works in the next view, False if the run is over instead.
 
-    All live ranks of the view call this when an operation has failed with `error`. rank() and
-    size() change in here and nowhere else.
+    All live ranks of the view call this when an operation has failed with `error`, or when others
+    are to join. rank() and size() change in here and in take_place(), and nowhere else.
 
     Raises:
         CommTimeoutError: a rank has not come within RINGCOMM_TIMEOUT_S. The others go on without
@@ -35,7 +47,7 @@ def heal(error: PeerFailedError) -> bool:
     """
     world, membership = _elastic_world()
     while True:
-        run, presence = membership.state.run, world.presence
+        run = membership.state.run
         end_view(world.engine, error)
         world.transport.stop()
         _agree(world, membership)
@@ -43,20 +55,104 @@ def heal(error: PeerFailedError) -> bool:
         world.transport.bury()
         if membership.state.run > run:
             return False
-        view = membership.state.view
-        if view.number >= len(presence.lines):
-            raise RingcommError(
-                f"the job has lost {view.number} ranks, and init() was prepared for "
-                f"{len(presence.lines) - 1}: set RINGCOMM_ELASTIC_LOSSES to more. End this job"
-            )
-        presence.views.append(view)
-        world = _in_next_view(world)
+        world = _in_next_view(world, membership)
         try:
             begin_view(world)
+        except CommTimeoutError as another:
+            if not evict(another):
+                raise
+            error = another
         except PeerFailedError as another:
             error = another
         else:
             return True
+
+
+def take_place() -> bool:
+    """Return True once this process, which is a spare, works in a view; False if the job is over.
+
+    Raises RingcommError if all ranks are lost: nobody has the state of the job.
+    """
+    world, membership = _elastic_world()
+    world.transport.stop()
+    membership.handle(Arrive())
+    orphaned_at = math.inf
+    try:
+        while membership.state.phase is Phase.HEALING:
+            world.presence.look(at_once=True)
+            state = membership.state
+            if membership.must_clear:
+                _clear_memory(world, membership)
+                continue
+            if state.is_job_over:
+                return False
+            now = time.monotonic()
+            orphaned_at = min(orphaned_at, now) if state.is_orphaned else math.inf
+            if now > orphaned_at + _ORPHANED_S:
+                raise RingcommError(
+                    "elastic.run: all ranks that had the state of the job are lost, and only "
+                    "spares are left. Start the job again from a checkpoint"
+                )
+            world.presence.parking.sleep(_LONGEST_NAP_S)
+    except BaseException:
+        withdraw(world)
+        raise
+    world = _in_next_view(world, membership)
+    try:
+        begin_view(world)
+    except PeerFailedError as error:
+        return heal(error)
+    return True
+
+
+def leave_outside(world: World) -> bool:
+    """End a spare that has no place in the job; return True if MPI can be finalized."""
+    assert world.membership is not None
+    is_clean = world.membership.state.is_job_over and not world.presence.deaths
+    if not is_clean:
+        withdraw(world)
+    world.transport.close(is_clean=is_clean)
+    if not is_clean:
+        world.transport.page.set_state(State.LEFT)  # nobody waits for MPI_Finalize
+    return is_clean
+
+
+def stop_for_new_members() -> None:
+    """Raise NewMembersInterrupt if a process waits for a place in the view, on one rank of it."""
+    world = current()
+    if world is None or world.membership is None or world.transport.rank != 0:
+        return
+    if world.membership.state.has_room:
+        raise NewMembersInterrupt("elastic.run: ranks wait to join the job")
+
+
+def evict(error: CommTimeoutError) -> bool:
+    """Have the ranks killed for which an operation has waited in vain, if the user wants that.
+
+    Return False if not. It takes more than half of the ranks, or half of them and rank 0, so that
+    two parts of a job that wait for each other do not kill each other.
+    """
+    world, membership = _elastic_world()
+    view, missing = world.transport.view, set(error.missing)
+    waits_in_vain = world.engine.settings.kills_hanging_ranks and world.engine.state.is_broken
+    n_here = view.size - len(missing)
+    is_enough = 2 * n_here > view.size or (2 * n_here == view.size and 0 not in missing)
+    if not (waits_in_vain and missing) or world.transport.rank in missing:
+        return False
+    processes = frozenset(view.members[rank] for rank in missing)
+    if not is_enough:
+        _log.error("%s The job ends, because half of its ranks or more do not come.", error)
+        _await_end(world, membership, processes)
+    membership.handle(Evict(processes))
+    return is_enough
+
+
+def _await_end(world: World, membership: MembershipService, processes: frozenset[int]) -> None:
+    """Return once processes have ended, at the latest after RINGCOMM_GRACE_S."""
+    end = time.monotonic() + world.engine.settings.grace_s
+    while processes - membership.state.changes.lost and time.monotonic() < end:
+        world.presence.look(at_once=True)
+        world.presence.parking.sleep(_LONGEST_NAP_S)
 
 
 def finish_run() -> None:
@@ -80,8 +176,11 @@ def finish_run() -> None:
         return
     ranks = [world.transport.view.members.index(number) for number in state.missing]
     if not state.must_heal:
-        withdraw(world)
-        raise CommTimeoutError(_text_of_wait("is done", world, ranks, limit_s), missing=ranks)
+        if not engine.settings.kills_hanging_ranks:
+            withdraw(world)
+        raise CommTimeoutError(
+            _text_of_wait("is done", world, state.missing, limit_s), missing=ranks
+        )
     reason = engine.watch.peers.dead.get(ranks[0], "is lost")
     raise PeerFailedError(
         f"elastic.run: {world.transport.label(ranks[0])} {reason}, before it was done",
@@ -137,9 +236,16 @@ def _clear_memory(world: World, membership: MembershipService) -> None:
     membership.handle(Cleared())
 
 
-def _in_next_view(world: World) -> World:
+def _in_next_view(world: World, membership: MembershipService) -> World:
     from ringcomm.transport.mpi import MpiTransport
 
+    view, presence = membership.state.view, world.presence
+    if view.number >= len(presence.lines):
+        raise RingcommError(
+            f"the job has lost {len(membership.state.changes.lost)} ranks, and init() was prepared "
+            f"for {presence.n_losses}: set RINGCOMM_ELASTIC_LOSSES to more. End this job"
+        )
+    presence.views.append(view)
     is_native = world.transport.runner is not None
     transport = MpiTransport(world.presence, is_native=is_native)
     engine = engine_for(transport, world.engine.settings)
@@ -147,31 +253,40 @@ def _in_next_view(world: World) -> World:
 
 
 class _Patience:
-    """The wait of a rank that heals: warns once, then raises CommTimeoutError."""
+    """The wait of a rank that heals: warns once, then kills who hangs, or raises an error."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self._world = world
-        self._limit_s = settings.timeout_or_inf
+        self._settings = settings
         self._start = time.monotonic()
         self._warn_at = self._start + settings.stall_warning_or_inf
+        self._limit_at = self._start + settings.timeout_or_inf
 
     def check(self, membership: MembershipService) -> None:
         now = time.monotonic()
-        if now < min(self._warn_at, self._start + self._limit_s):
+        if now < min(self._warn_at, self._limit_at):
+            return
+        missing = membership.state.missing
+        if now >= self._limit_at and self._settings.kills_hanging_ranks and missing:
+            self._limit_at = self._start + (self._settings.timeout_s or math.inf)
+            membership.handle(Evict(frozenset(missing)))
             return
         self._warn_at = math.inf
-        ranks = [self._world.transport.view.members.index(n) for n in membership.state.missing]
-        text = _text_of_wait("heals", self._world, ranks, now - self._start)
-        if now >= self._start + self._limit_s:
-            raise CommTimeoutError(text, missing=ranks)
+        text = _text_of_wait("heals", self._world, missing, now - self._start)
+        if now >= self._limit_at:
+            ranks = [self._world.transport.view.rank_of(number) for number in missing]
+            raise CommTimeoutError(text, missing=[rank for rank in ranks if rank is not None])
         _log.warning("%s", text)
 
 
-def _text_of_wait(what: str, world: World, ranks: list[int], waited_s: float) -> str:
-    whom = f"ranks {ranks_text(ranks)} of view {world.transport.view.number}"
-    if not ranks:
-        whom = "the end of a rank that has failed"
+def _text_of_wait(what: str, world: World, missing: Iterable[int], waited_s: float) -> str:
+    view = world.transport.view
+    ranks = [number for number in missing if number in view.members]
+    spares = [number for number in missing if number not in view.members]
+    parts = [f"ranks {ranks_text([view.members.index(n) for n in ranks])} of view {view.number}"]
+    parts = (parts if ranks else []) + ([f"spares {ranks_text(spares)}"] if spares else [])
     return (
         f"elastic.run: rank {world.transport.rank} {what} and has waited {waited_s:.1f} s for "
-        f"{whom}. They may be busy, or hang; RINGCOMM_TIMEOUT_S ends this wait."
+        f"{' and '.join(parts) or 'the end of a rank that has failed'}. They may be busy, or hang; "
+        f"{world.engine.settings.timeout_name} ends this wait."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
-from ringcomm.engine.api.heal import announce_leave, withdraw
+from ringcomm.engine.api.heal import announce_leave, leave_outside, withdraw
 from ringcomm.engine.api.world import (
     World,
     begin_view,
@@ -21,6 +22,7 @@ from ringcomm.engine.api.world import (
     current,
     engine_for,
     enter,
+    stay_outside,
     tell_the_others,
 )
 from ringcomm.engine.core import current_engine
@@ -106,7 +108,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         )
     if _mpi is None:
         refuse_foreign_ranks()
-    with start_deadline(settings.timeout_or_inf):
+    with start_deadline(settings.timeout_s or math.inf):
         if _mpi is None:
             _mpi = start_mpi()
             atexit.register(_at_exit)  # calls MPI_Finalize, or prevents it
@@ -114,14 +116,16 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         refuse_late_settings(_mpi, is_fault_tolerant=is_fault_tolerant())
         _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all ranks have started
         n_losses = settings.elastic_losses if settings.elastic else 0
-        transport = MpiTransport(Presence(_mpi.mpi, comm, n_losses=n_losses))
+        presence = Presence(_mpi.mpi, comm, n_losses=n_losses, n_spares=settings.spares)
+        transport = MpiTransport(presence)
     engine = engine_for(transport, settings)
     words = LastWords(transport.page, tell_the_others, blamed)
     guardian = _start_guardian(transport, settings)
-    transport.presence.close_handed()
+    presence.close_handed()
     mark_children_of_this_rank()
+    world = World(engine, transport, words, guardian, partial(start, read, comm))
     try:
-        begin_view(World(engine, transport, words, guardian, partial(start, read, comm)))
+        stay_outside(world) if world.is_outside else begin_view(world)
     except BaseException:
         enter(None)
         raise
@@ -152,8 +156,7 @@ def shutdown() -> None:
     if world is None:
         return
     enter(None)
-    announce_leave(world)
-    is_clean = leave(world.engine, "called shutdown()", keeps_wire=True)
+    is_clean = _leave(world, "called shutdown()", keeps_wire=True)
     _note_end(world, is_clean=is_clean)
     error = world.engine.state.broke_while_leaving
     if world.engine.state.has_waited_in_vain:
@@ -252,7 +255,7 @@ def _start_guardian(transport: MpiTransport, settings: Settings) -> Guardian | N
     from ringcomm.status.guardian import Guardian
 
     presence = transport.presence
-    if transport.nodes[transport.rank] != transport.rank or transport.size == 1:
+    if transport.nodes[transport.rank] != transport.rank or presence.size == 1:
         return None
     try:
         return Guardian(
@@ -316,8 +319,7 @@ def _leave_job(world: World) -> Failure | None:
     world.words.notice_unseen_exception()
     failure = world.words.failure
     if failure is None:
-        announce_leave(world)
-        is_clean = leave(world.engine, PROGRAM_ENDED)
+        is_clean = _leave(world, PROGRAM_ENDED)
         dead = world.engine.watch.peers.dead
         if world.engine.state.broke_while_leaving is not None:
             world.words.end_with(world.engine.state.broke_while_leaving)
@@ -337,6 +339,14 @@ def _leave_job(world: World) -> Failure | None:
     if world.guardian is not None:
         world.guardian.disown()
     return failure
+
+
+def _leave(world: World, how: str, *, keeps_wire: bool = False) -> bool:
+    """Leave the job in order; return True if no process of it has failed."""
+    if world.is_outside:
+        return leave_outside(world)
+    announce_leave(world)
+    return leave(world.engine, how, keeps_wire=keeps_wire) and not world.presence.deaths
 
 
 def _note_end(world: World, *, is_clean: bool) -> None:

@@ -11,8 +11,8 @@ from ringcomm.config import Settings
 from ringcomm.engine.core import current_engine
 from ringcomm.engine.core.context import Topology
 from ringcomm.engine.core.engine import Engine
-from ringcomm.engine.core.lifecycle import meet
-from ringcomm.errors import PeerFailedError
+from ringcomm.engine.core.lifecycle import end_view, meet
+from ringcomm.errors import PeerFailedError, RingcommError
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
 
@@ -44,6 +44,11 @@ class World:
     def membership(self) -> MembershipService | None:
         """The agreement on the members; None if the job ends when a rank is lost."""
         return self.presence.membership
+
+    @property
+    def is_outside(self) -> bool:
+        """True if this process is a spare, or a spare that was, which has no place in the job."""
+        return self.membership is not None and not self.membership.state.is_member
 
     @property
     def survives_deaths(self) -> bool:
@@ -82,6 +87,17 @@ def begin_view(world: World) -> None:
     meet(engine, __version__, table)
     engine.progress.work_in_background()
     world.transport.page.set_state(State.RUNNING)
+
+
+def stay_outside(world: World) -> None:
+    """Enter a world in which this process, a spare, has no place yet: its operations are errors."""
+    enter(world)
+    error = RingcommError(
+        f"this process (number {world.presence.number} of the job) is a spare, which has no place "
+        "in the job: only in a function with @rc.elastic.run it may get one. Move collective calls "
+        "that come before it into that function"
+    )
+    end_view(world.engine, error)  # its page says STARTING, until it has a place
 
 
 def topology_of(places: NDArray[Any], rank: int) -> Topology:

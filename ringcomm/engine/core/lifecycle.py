@@ -121,7 +121,7 @@ def _drop_references(engine: Engine) -> None:
     engine.progress.close()
 
 
-def end_view(engine: Engine, error: PeerFailedError) -> None:
+def end_view(engine: Engine, error: RingcommError) -> None:
     """End an engine whose view is over, without a message to others; its wire stays open.
 
     `error` ends the operations that are under way, and is the error of all later ones. When this

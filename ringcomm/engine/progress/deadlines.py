@@ -60,6 +60,7 @@ class Patience:
         self._may_warn = may_warn
         self._task = task
         self._watch = watch
+        self._settings = settings
         self._timeout_s = settings.timeout_or_inf if task.timeout_s is None else task.timeout_s
         self._start = start
         self._ask_at = start + settings.stall_warning_or_inf
@@ -84,7 +85,8 @@ class Patience:
         if now >= self._give_up_at:
             self._give_up_at = math.inf
             own = f"of {self._timeout_s:g} s"
-            limit = own if self._task.timeout_s else f"RINGCOMM_TIMEOUT_S={self._timeout_s:g}"
+            name = self._settings.timeout_name
+            limit = own if self._task.timeout_s else f"{name}={self._timeout_s:g}"
             message = (
                 f"{self._text(now)} The timeout {limit} is over. "
                 "The engine cannot be used any more; end this job, or raise the limit. If all "

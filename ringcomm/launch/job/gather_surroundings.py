@@ -6,10 +6,8 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 
-from ringcomm.config import Settings
 from ringcomm.errors import ConfigError
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.child_process import run_child
@@ -30,7 +28,6 @@ def gather_surroundings(
     return Surroundings(
         facts=gather(environ, with_gpu=False),
         environ=environ,
-        settings=frozenset(each.name.upper() for each in fields(Settings)),
         own_names=_own_names(),
         rank_of=launching_variable(environ) or "",
         node_file=_node_file(environ),

@@ -50,8 +50,10 @@ def _refuse_what_is_missing(request: Request, here: Surroundings) -> None:
             f"this process is a rank of a job already ({here.rank_of} is set), so there would be a "
             "job for each rank. Call `ringcomm run` once, without mpirun or srun before it"
         )
-    if request.spares and "SPARES" not in here.settings:
-        raise ConfigError("--spares: this version of ringcomm has no spare ranks. Leave it out")
+    if request.spares and not request.elastic:
+        raise ConfigError(
+            "--spares: only an elastic job has places for spares. Add --elastic MIN:MAX"
+        )
     findings = judge(here.facts)
     if request.launcher == "srun":
         findings = [each for each in findings if each.subject != "mpirun"]
@@ -170,7 +172,7 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
                 f"join it later. Write --elastic {min(low, workers)}:{workers}"
             )
         made["RINGCOMM_ELASTIC"] = "1"
-        made["RINGCOMM_ELASTIC_LOSSES"] = str(workers - low)
+        made["RINGCOMM_ELASTIC_LOSSES"] = str(workers - low + request.spares)
     if request.timeline is not None:
         made["RINGCOMM_TIMELINE"] = request.timeline or f"{here.folder}/timeline"
     return made

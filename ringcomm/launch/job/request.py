@@ -60,7 +60,6 @@ class Surroundings:
     Attributes:
         facts: about the installation.
         environ: the environment of this process.
-        settings: the names of ringcomm's settings, "TIMEOUT_S" and so on.
         own_names: names of this host.
         rank_of: the variable by which this process is a rank of a job already; "": it is none.
         node_file: text of PBS's $PBS_NODEFILE; None: not under PBS.
@@ -72,7 +71,6 @@ class Surroundings:
 
     facts: Facts
     environ: Mapping[str, str]
-    settings: frozenset[str]
     own_names: frozenset[str]
     rank_of: str = ""
     node_file: str | None = None

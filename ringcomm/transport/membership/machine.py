@@ -1,21 +1,29 @@
-"""The decisions of one rank about the members of its job. Pure.
+"""The decisions of one process about the members of its job. Pure.
 
     state, actions = handle(state, event)
 
-A rank that has lost another stops its operations, and begins to heal: it sends the set of all lost
-processes that it knows of to those that it takes for alive. A set only grows. Once every live
-process has sent exactly the set of this rank, the set is agreed on, and no live process works in
-the old view any more. Then each rank clears its shared memory and says so. Once all have, each of
-them installs the next view: the members that are not in the set. A loss in between restarts the
-exchange with a larger set.
+A rank that has lost another stops its operations, and begins to heal: it sends all changes that it
+knows of to those that it takes for alive. Changes only grow. Once every live process has sent
+exactly the changes of this one, they are agreed on, and no live process works in the old view any
+more. Then each process clears its shared memory and says so. Once all have, each of them installs
+the next view, which the changes and the view before it determine. A change in between restarts the
+exchange.
 
-Two agreed sets are never crosswise. Suppose D1 has x but not y, and D2 has y but not x. y has sent
-D1, so x was lost before y was; and x has sent D2, so y was lost before x was. So all agreed sets
-are a chain, and the number of lost processes names a view. This needs that a process counts as lost
-only when it has ended, or has said itself that it takes part no more (GONE).
+Two agreed sets of changes are never crosswise: one has all of the other, so the number of changes
+names a view. A process that has sent both has sent the smaller one first. If none has sent both,
+each sender of one is lost according to the other, and both had senders x and y that were members of
+the first view: y has sent "x is lost", so x was lost before y was; and x has sent "y is lost". This
+needs that a process counts as lost only when it has ended, or has said itself that it takes part no
+more (GONE), and that members go on only with one of them that lives.
 
-An agreement must be larger than the set before it. A rank that has raised an exception is known to
-have failed, and is lost only when its process ends or says GONE.
+The view before an agreement is the latest in which one of the live processes has worked: all of
+them send the view in which they were, and one that was in an earlier view, because it had heard of
+another change before it could install the later one, first goes over to that (AGREED). A rank that
+has raised an exception is known to have failed, and is lost only when its process ends or says
+GONE.
+
+Processes that are no members may have arrived: they have nothing to stop, and take part in the
+agreements of the first run. A later view makes members of them if it has room.
 
 The end of a run is agreed on, too. A rank that is done sends DONE, and its run is over once all
 members have sent it; before it goes on, it sends OVER to all. So if the run is over for one rank
@@ -24,51 +32,24 @@ and a member dies, the others learn from OVER that their run, which was done, is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
-from ringcomm.transport.membership.view import View
+from ringcomm.transport.membership.messages import Kind, Message
+from ringcomm.transport.membership.view import Changes, View
 
 
 class Phase(IntEnum):
-    """What this rank does."""
+    """What this process does."""
 
     WORKING = 0  # in its view
     FINISHING = 1  # its run is done, and waits for the others
-    HEALING = 2  # has stopped working; waits for the next view
+    HEALING = 2  # does not work; waits for the next view
     LEAVING = 3  # will work no more, and waits for others that may do so
     GONE = 4  # has said that it takes part no more
-
-
-class Kind(IntEnum):
-    """Kinds of messages."""
-
-    LOST = 1  # the sender has stopped working; `lost` are all lost processes that it knows
-    CLEARED = 2  # all have sent LOST with `lost`, and the sender has cleared its shared memory
-    DONE = 3  # run number `run` is done, in view `view`
-    OVER = 4  # that run is over
-    GONE = 5  # the sender takes part no more
-
-
-class Message(NamedTuple):
-    """A message to another rank."""
-
-    kind: Kind
-    view: int = 0  # number of the sender's view
-    run: int = 0  # number of the sender's runs that are over
-    lost: frozenset[int] = frozenset()
-
-    def numbers(self) -> list[int]:
-        """Return the wire form."""
-        return [self.kind, self.view, self.run, *sorted(self.lost)]
-
-    @classmethod
-    def of(cls, numbers: list[int]) -> Message:
-        """Read the wire form."""
-        kind, view, run, *lost = numbers
-        return cls(Kind(kind), view, run, frozenset(lost))
+    OUTSIDE = 5  # has not arrived
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -85,12 +66,16 @@ class Heard(NamedTuple):
     message: Message
 
 
+class Arrive(NamedTuple):
+    """This process, which was outside, may become a member."""
+
+
 class Heal(NamedTuple):
-    """This rank has stopped its operations, as one of them had failed."""
+    """This rank has stopped its operations, as one of them had failed or others want to join."""
 
 
 class Cleared(NamedTuple):
-    """This rank has done what the action Clear asks for."""
+    """This process has done what the action Clear asks for."""
 
 
 class Finish(NamedTuple):
@@ -102,10 +87,16 @@ class Leave(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """This rank takes part no more: it gives up, or ends."""
+    """This process takes part no more: it gives up, or ends."""
 
 
-Event = Lost | Heard | Heal | Cleared | Finish | Leave | Withdraw
+class Evict(NamedTuple):
+    """These processes hang, and must be killed."""
+
+    processes: frozenset[int]
+
+
+Event = Lost | Heard | Arrive | Heal | Cleared | Finish | Leave | Withdraw | Evict
 
 
 # --- actions --------------------------------------------------------------------------------------
@@ -117,7 +108,7 @@ class Send(NamedTuple):
 
 
 class Clear(NamedTuple):
-    """Clear the shared memory of this rank, then report Cleared."""
+    """Clear the shared memory of this process, then report Cleared."""
 
 
 class Install(NamedTuple):
@@ -136,68 +127,150 @@ class GoneOn(NamedTuple):
     process: int
 
 
-Action = Send | Clear | Install | EndRun | GoneOn
+class KillHere(NamedTuple):
+    """Kill those of these processes that are on this host."""
+
+    processes: frozenset[int]
+
+
+Action = Send | Clear | Install | EndRun | GoneOn | KillHere
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The knowledge of one rank; see handle().
+    """The knowledge of one process; see handle().
 
     Attributes:
         me: this process.
-        view: the view in which it works, or has worked last.
+        view: the view in which it works, or has worked last; of a process that is no member, the
+            latest that it knows.
+        size: how many members a view may have.
+        outside: the processes that were no members of the first view.
         phase: what it does.
-        lost: all processes that are lost, as far as it knows.
+        changes: all that has happened to the processes, as far as it knows.
         run: number of its runs that are over.
         is_done: it has sent DONE for this run, in this view.
     """
 
     me: int
     view: View
+    size: int
+    outside: tuple[int, ...] = ()
     phase: Phase = Phase.WORKING
-    lost: frozenset[int] = frozenset()
+    changes: Changes = field(default_factory=Changes)
     run: int = 0
     is_done: bool = False
-    _told: frozenset[int] | None = None  # the set of its last LOST, since it began to heal
-    _asked: frozenset[int] | None = None  # the set for which it was asked to clear its memory
-    _cleared: frozenset[int] | None = None  # the set of its last CLEARED, since it began to heal
-    _lost_of: Mapping[int, frozenset[int]] = field(default_factory=dict)  # by source
-    _left_view: Mapping[int, int] = field(default_factory=dict)  # source -> view of its last LOST
-    _cleared_of: Mapping[int, frozenset[int]] = field(default_factory=dict)  # by source
+    _told: tuple[Changes, int] | None = None  # changes and view of its last STOPPED, when healing
+    _asked: Changes | None = None  # the changes for which it was asked to clear its memory
+    _cleared: Changes | None = None  # the changes of its last CLEARED, since it began to heal
+    _changes_of: Mapping[int, Changes] = field(default_factory=dict)  # of the last STOPPED
+    _view_of: Mapping[int, View] = field(default_factory=dict)  # of the last STOPPED
+    _cleared_of: Mapping[int, Changes] = field(default_factory=dict)  # of the last CLEARED
     _done: frozenset[tuple[int, int, int]] = frozenset()  # (source, view, run)
+    _leaving: frozenset[int] = frozenset()  # those that have sent LEAVES
+
+    @classmethod
+    def first(cls, me: int, n_members: int, n_processes: int) -> Membership:
+        """Return the state with which a job begins; its last processes are outside."""
+        outside = tuple(range(n_members, n_processes))
+        phase = Phase.OUTSIDE if me in outside else Phase.WORKING
+        return cls(me, View.first(n_members), n_members, outside, phase)
+
+    @property
+    def is_member(self) -> bool:
+        """True if this process is in the view."""
+        return self.me in self.view.members
+
+    @property
+    def colleagues(self) -> tuple[int, ...]:
+        """The other members that are not known to be lost."""
+        lost = self.changes.lost
+        return tuple(m for m in self.view.members if m != self.me and m not in lost)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The processes that are no members, and may become members in this run."""
+        if self.run:
+            return ()
+        return tuple(sorted(self.changes.arrived - self.changes.lost - {*self.view.members}))
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The other members that are not known to be lost."""
-        return tuple(m for m in self.view.members if m != self.me and m not in self.lost)
+        """The other processes that take part in an agreement."""
+        return (*self.colleagues, *(each for each in self.waiting if each != self.me))
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """The other processes that are not known to be lost."""
+        more = set(self.outside) - self.changes.lost - {self.me, *self.view.members}
+        return (*self.colleagues, *sorted(more))
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The members for which this rank waits."""
+        """The processes for which this one waits."""
         if self.phase is Phase.FINISHING:
             return tuple(m for m in self.view.members if not self._is_done(m))
-        told = [m for m in self.others if self._lost_of.get(m) != self._told]
-        return tuple(told or [m for m in self.others if self._cleared_of.get(m) != self._told])
+        to_stop = [m for m in self.others if not self._has_stopped(m)]
+        return tuple(to_stop or [m for m in self.others if not self._has_cleared(m)])
 
     @property
     def must_heal(self) -> bool:
         """True if a run that is done cannot end: a member is lost, or heals, and was not done."""
         is_finishing = self.phase is Phase.FINISHING
-        return is_finishing and any(m in self.lost or self._heals(m) for m in self.missing)
+        return is_finishing and any(m in self.changes.lost or self._heals(m) for m in self.missing)
 
     @property
     def has_new_loss(self) -> bool:
         """True if a member of the view is lost."""
-        return any(m in self.lost for m in self.view.members)
+        return any(m in self.changes.lost for m in self.view.members)
+
+    @property
+    def has_room(self) -> bool:
+        """True if a process waits, and the view has room for it."""
+        return self.view.size < self.size and bool(self.waiting)
+
+    @property
+    def needs_view(self) -> bool:
+        """True if the changes make another view."""
+        return self._next_view() != self.view
+
+    @property
+    def stopped(self) -> tuple[int, ...]:
+        """The members that have left the view of this rank, to make the next one."""
+        return tuple(m for m in self.colleagues if self._heals(m))
+
+    @property
+    def is_orphaned(self) -> bool:
+        """True if all members were lost before they left, so that nobody has the job's state."""
+        has_left = any(m in self._leaving for m in self.view.members)
+        return not self.is_member and not self.colleagues and not has_left
+
+    @property
+    def is_job_over(self) -> bool:
+        """True if no member will work any more. Only a process that is no member knows this."""
+        has_left = any(m in self._leaving for m in self.view.members)
+        return has_left and all(m in self._leaving for m in self.colleagues)
 
     def _heals(self, member: int) -> bool:
-        """Return True if a member has stopped working in this rank's view, and heals."""
-        return self._left_view.get(member) == self.view.number
+        """Return True if a member has stopped working in this process's view, and heals."""
+        view = self._view_of.get(member)
+        return view is not None and view.number == self.view.number
 
     def _is_done(self, member: int) -> bool:
         if member == self.me:
             return self.is_done
         return (member, self.view.number, self.run) in self._done
+
+    def _has_stopped(self, other: int) -> bool:
+        """Return True if another process has sent STOPPED with these changes, in this view."""
+        is_here = other not in self.view.members or self._heals(other)
+        return is_here and self._changes_of.get(other) == self.changes
+
+    def _has_cleared(self, other: int) -> bool:
+        return self._cleared_of.get(other) == self.changes
+
+    def _next_view(self) -> View:
+        return self.view.after(self.changes, self.waiting, self.size)
 
 
 _Result = tuple[Membership, list[Action]]
@@ -209,112 +282,152 @@ def handle(state: Membership, event: Event) -> _Result:  # noqa: PLR0911 - one p
         return state, []
     match event:
         case Lost(processes):
-            return _go_on(replace(state, lost=state.lost | (processes - {state.me})))
+            return _go_on(_changed(state, Changes(lost=processes)))
         case Heard(source, message):
             return _hear(state, source, message)
+        case Arrive():
+            came = _changed(state, Changes(arrived=frozenset({state.me})))
+            return _go_on(replace(came, phase=Phase.HEALING))
         case Heal():
             return _go_on(replace(state, phase=Phase.HEALING))
         case Cleared():
             return _say_cleared(state)
         case Finish():
             done = replace(state, phase=Phase.FINISHING, is_done=True)
-            message = Message(Kind.DONE, state.view.number, state.run)
-            return _and_then([Send(state.others, message)], _go_on(done))
+            return _and_then([Send(state.colleagues, _message(state, Kind.DONE))], _go_on(done))
         case Leave():
-            return _refuse_others(replace(state, phase=Phase.LEAVING))
+            outsiders = tuple(m for m in state.everyone if m not in state.view.members)
+            told = [Send(outsiders, _message(state, Kind.LEAVES))] if outsiders else []
+            return _and_then([*told], _refuse_others(replace(state, phase=Phase.LEAVING)))
         case Withdraw():
             return _withdraw(state)
+        case Evict(processes):
+            order = Message(Kind.KILL, state.view, state.run, Changes(lost=processes))
+            return state, [KillHere(processes), Send(state.colleagues, order)]
 
 
-def _hear(state: Membership, source: int, message: Message) -> _Result:
-    kind, lost = message.kind, state.lost
-    if kind is Kind.GONE:
-        return _go_on(replace(state, lost=lost | {source}))
+def _message(state: Membership, kind: Kind) -> Message:
+    return Message(kind, state.view, state.run, state.changes)
+
+
+def _changed(state: Membership, changes: Changes) -> Membership:
+    others = Changes(changes.lost - {state.me}, changes.arrived)
+    return replace(state, changes=state.changes | others)
+
+
+def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa: PLR0911 - kinds
+    kind, view = message.kind, message.view
+    if state._told is not None and source in state._told[0].lost:
+        return state, []  # the others rely on it that this process goes on without the source
+    if kind is Kind.KILL:
+        return state, [KillHere(message.changes.lost)]
+    if state.me not in (*state.view.members, *view.members) and view.number > state.view.number:
+        state = replace(state, view=view)
+    if kind is Kind.AGREED:
+        return _go_over(state, view)
+    if kind is Kind.LEAVES:
+        return replace(state, _leaving=state._leaving | {source}), []
     if kind is Kind.OVER:
-        is_ours = (message.view, message.run) == (state.view.number, state.run)
-        return _end_run(state) if is_ours and state.is_done else (state, [])
+        return _hear_over(state, message)
     if kind is Kind.DONE:
-        state = replace(state, _done=state._done | {(source, message.view, message.run)})
+        state = replace(state, _done=state._done | {(source, view.number, message.run)})
         return _refuse_others(state) if state.phase is Phase.LEAVING else _go_on(state)
-    lost |= message.lost - {state.me}
+    if kind is Kind.GONE:
+        return _go_on(_changed(state, Changes(lost=frozenset({source}))))
+    state = _changed(state, message.changes)
     if kind is Kind.CLEARED:
-        known = {**state._cleared_of, source: message.lost}
-        return _go_on(replace(state, lost=lost, _cleared_of=known))
+        known = {**state._cleared_of, source: message.changes}
+        return _go_on(replace(state, _cleared_of=known))
     state = replace(
         state,
-        lost=lost,
-        _lost_of={**state._lost_of, source: message.lost},
-        _left_view={**state._left_view, source: message.view},
+        _changes_of={**state._changes_of, source: message.changes},
+        _view_of={**state._view_of, source: view},
     )
-    return _refuse_others(state) if state.phase is Phase.LEAVING else _go_on(state)
+    actions: list[Action] = []
+    is_behind = source in state.view.members and view.number < state.view.number
+    if is_behind and state.phase is not Phase.HEALING:
+        actions.append(Send((source,), _message(state, Kind.AGREED)))
+    is_leaving = state.phase is Phase.LEAVING
+    return _and_then(actions, _refuse_others(state) if is_leaving else _go_on(state))
+
+
+def _go_over(state: Membership, view: View) -> _Result:
+    """Install a view on which the others have agreed with this process."""
+    is_behind = state.phase is Phase.HEALING and view.number > state.view.number
+    if not is_behind or state.me not in view.members:
+        return state, []
+    return replace(_at_work(state), view=view, is_done=False), [Install(view)]
+
+
+def _hear_over(state: Membership, message: Message) -> _Result:
+    if not state.is_member:
+        is_news = message.run >= state.run
+        return (replace(state, run=message.run + 1), [EndRun()]) if is_news else (state, [])
+    is_ours = (message.view.number, message.run) == (state.view.number, state.run)
+    return _end_run(state) if is_ours and state.is_done else (state, [])
 
 
 def _refuse_others(state: Membership) -> _Result:
     """Take part no more if others heal, or are done: they must not wait for this rank."""
-    waiting = [m for m in state.others if state._heals(m) or state._is_done(m)]
+    waiting = [m for m in state.colleagues if state._heals(m) or state._is_done(m)]
     if not waiting:
         return state, []
     return _and_then([GoneOn(m) for m in waiting], _withdraw(state))
 
 
 def _go_on(state: Membership) -> _Result:
-    """Take the steps for which this rank waited."""
+    """Take the steps for which this process waited."""
     if state.phase is Phase.FINISHING and not state.missing:
         return _end_run(state)
     if state.phase is not Phase.HEALING:
         return state, []
+    views = (state._view_of[m] for m in state.others if m in state._view_of)
+    latest = max((state.view, *views), key=lambda view: view.number)
     actions: list[Action] = []
-    if state._told != state.lost:
-        state = replace(state, _told=state.lost)
-        message = Message(Kind.LOST, state.view.number, state.run, state.lost)
-        actions.append(Send(state.others, message))
-    if not (state.has_new_loss and _all_have(state._lost_of, state)):
+    if latest.number > state.view.number:
+        state = replace(state, view=latest, is_done=False)
+    if state._told != (state.changes, state.view.number):
+        state = replace(state, _told=(state.changes, state.view.number))
+        actions.append(Send(state.others, _message(state, Kind.STOPPED)))
+    is_agreed = state.needs_view and all(state._has_stopped(m) for m in state.others)
+    if state.is_orphaned or not is_agreed:
         return state, actions
-    if state._asked != state.lost:
-        return replace(state, _asked=state.lost), [*actions, Clear()]
-    if state._cleared != state.lost or not _all_have(state._cleared_of, state):
+    if state._asked != state.changes:
+        return replace(state, _asked=state.changes), [*actions, Clear()]
+    is_clear = state._cleared == state.changes and all(state._has_cleared(m) for m in state.others)
+    if not is_clear:
         return state, actions
-    state = replace(
-        state,
-        view=state.view.without(state.lost),
-        phase=Phase.WORKING,
-        is_done=False,
-        _told=None,
-        _asked=None,
-        _cleared=None,
-    )
-    return state, [*actions, Install(state.view)]
+    state = replace(state, view=state._next_view(), is_done=False)
+    if state.is_member:
+        state = _at_work(state)
+        actions.append(Install(state.view))
+    return state, actions
 
 
 def _say_cleared(state: Membership) -> _Result:
-    if state.phase is not Phase.HEALING or state._asked != state.lost:
-        return state, []  # another process was lost meanwhile
-    message = Message(Kind.CLEARED, state.view.number, state.run, state.lost)
-    said = replace(state, _cleared=state.lost)
-    return _and_then([Send(state.others, message)], _go_on(said))
-
-
-def _all_have(sets: Mapping[int, Collection[int]], state: Membership) -> bool:
-    return all(sets.get(m) == state.lost for m in state.others)
+    if state.phase is not Phase.HEALING or state._asked != state.changes:
+        return state, []  # there was another change meanwhile
+    said = replace(state, _cleared=state.changes)
+    return _and_then([Send(state.others, _message(state, Kind.CLEARED))], _go_on(said))
 
 
 def _end_run(state: Membership) -> _Result:
-    message = Message(Kind.OVER, state.view.number, state.run)
     over = replace(
-        state,
-        phase=Phase.WORKING,
+        _at_work(state),
         run=state.run + 1,
         is_done=False,
-        _told=None,
-        _asked=None,
-        _cleared=None,
         _done=frozenset(each for each in state._done if each[2] > state.run),
     )
-    return over, [Send(state.others, message), EndRun()]
+    return over, [Send(state.everyone, _message(state, Kind.OVER)), EndRun()]
+
+
+def _at_work(state: Membership) -> Membership:
+    return replace(state, phase=Phase.WORKING, _told=None, _asked=None, _cleared=None)
 
 
 def _withdraw(state: Membership) -> _Result:
-    return replace(state, phase=Phase.GONE), [Send(state.others, Message(Kind.GONE))]
+    gone = replace(state, phase=Phase.GONE)
+    return gone, [Send(state.everyone, _message(state, Kind.GONE))]
 
 
 def _and_then(actions: list[Action], result: _Result) -> _Result:

@@ -15,12 +15,12 @@ from ringcomm.transport.membership.machine import (
     GoneOn,
     Heard,
     Install,
+    KillHere,
     Membership,
-    Message,
     Send,
     handle,
 )
-from ringcomm.transport.membership.view import View
+from ringcomm.transport.membership.messages import Message
 
 if TYPE_CHECKING:
     from ringcomm.transport.start_mpi import MPI
@@ -34,18 +34,22 @@ class MembershipService:
     Attributes:
         must_clear: the next view needs that this rank clears its shared memory and reports Cleared.
         gone_on: processes that go on without this one.
+        to_kill: processes that hang, and must be killed if they are on this host.
     """
 
-    def __init__(self, mpi: Any, comm: MPI.Comm, *, is_fault_tolerant: bool) -> None:
+    def __init__(
+        self, mpi: Any, comm: MPI.Comm, n_members: int, *, is_fault_tolerant: bool
+    ) -> None:
         self._mpi = mpi
         self._comm = comm
         self._is_fault_tolerant = is_fault_tolerant
-        self._state = Membership(comm.rank, View.first(comm.size))
+        self._state = Membership.first(comm.rank, n_members, comm.size)
         self._lock = threading.Lock()
         self._status = mpi.Status()
         self._unsent: list[tuple[MPI.Request, NDArray[np.int32]]] = []
         self.must_clear = False
         self.gone_on: list[int] = []
+        self.to_kill: set[int] = set()
 
     @property
     def state(self) -> Membership:
@@ -74,8 +78,10 @@ class MembershipService:
                     self.must_clear = True
                 case GoneOn(process):
                     self.gone_on.append(process)
-                case Install() | EndRun():
-                    pass  # `state` shows it
+                case KillHere(processes):
+                    self.to_kill |= processes
+                case Install() | EndRun():  # `state` shows it
+                    self.must_clear = False
 
     def _send(self, process: int, message: Message) -> None:
         buffer = np.array(message.numbers(), np.int32)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from itertools import islice
+from typing import NamedTuple, Self
+
+
+class Changes(NamedTuple):
+    """All that has happened to the processes of a job since its first view; sets only grow.
+
+    lost: processes that have ended, or take part no more. arrived: those that have come since, and
+    may be members.
+    """
+
+    lost: frozenset[int] = frozenset()
+    arrived: frozenset[int] = frozenset()
+
+    def __or__(self, other: Changes) -> Changes:
+        return Changes(self.lost | other.lost, self.arrived | other.arrived)
+
+    @property
+    def number(self) -> int:
+        """How many changes these are."""
+        return len(self.lost) + len(self.arrived)
 
 
 @dataclass(frozen=True)
@@ -12,8 +32,8 @@ class View:
     """The members of a job at one time. Rank r of the view is the process members[r].
 
     Attributes:
-        number: how many members the job has lost before; so it only grows.
-        members: the processes, by their ranks in the first view. These numbers are never reused.
+        number: how many processes the job has lost, and how many have arrived; so it only grows.
+        members: the processes, by the ranks that they had at first. These numbers are never reused.
         incarnations: of each member, how many times it was started again.
     """
 
@@ -26,13 +46,22 @@ class View:
         """Return the view with which a job of `size` ranks begins."""
         return cls(0, tuple(range(size)), (0,) * size)
 
-    def without(self, lost: Collection[int]) -> View:
-        """Return the next view; `lost` may hold processes that are no members."""
-        left = [
-            (m, i) for m, i in zip(self.members, self.incarnations, strict=True) if m not in lost
-        ]
-        number = self.number + len(self.members) - len(left)
-        return View(number, tuple(m for m, _ in left), tuple(i for _, i in left))
+    def after(self, changes: Changes, waiting: Iterable[int], size: int) -> View:
+        """Return the view after changes, with at most `size` members.
+
+        A process of those that wait takes the place of a lost one, whose rank it gets. If too few
+        wait, the ranks behind a lost one move up; if more do, they become the last ranks.
+        """
+        left = iter(sorted(set(waiting) - set(self.members)))
+        members: list[tuple[int, int]] = []
+        for member, incarnation in zip(self.members, self.incarnations, strict=True):
+            if member not in changes.lost:
+                members.append((member, incarnation))
+            elif (substitute := next(left, None)) is not None:
+                members.append((substitute, 0))
+        members += [(each, 0) for each in islice(left, max(0, size - len(members)))]
+        numbers, incarnations = zip(*members, strict=True) if members else ((), ())
+        return self if numbers == self.members else View(changes.number, numbers, incarnations)
 
     @property
     def size(self) -> int:
