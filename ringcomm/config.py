@@ -45,8 +45,11 @@ class Settings:
         elastic_losses: how many ranks an elastic job may lose; each takes two MPI communicators.
         elastic_hang_s: deadline of every wait of an elastic job; a rank for which the others wait
             in vain is killed, and the job goes on. 0 = it ends with timeout_s.
-        spares: number of ranks of an elastic job, its last ones, that wait for the place of a lost
-            rank; each takes two MPI communicators.
+        elastic_min: an elastic job with fewer ranks waits for others, and ends with code 75 if none
+            come.
+        spares: number of processes of an elastic job, after its ranks, that load the program and
+            wait for the place of a lost rank; each takes two MPI communicators.
+        reserves: number of processes, after the spares, that sleep in init() until they are needed.
         ps_evaluators: number of evaluators that ps.init() makes by default.
         tensorboard: folder for TensorBoard's files, which rank 0 writes; "" = none.
         tuning: folder of the tables that `ringcomm tune` writes; "" = in the user's cache.
@@ -67,7 +70,9 @@ class Settings:
     elastic: int = 0
     elastic_losses: int = 8
     elastic_hang_s: float = 0.0
+    elastic_min: int = 1
     spares: int = 0
+    reserves: int = 0
     ps_evaluators: int = 0
 
     @property
@@ -104,7 +109,9 @@ class Settings:
             f"{_PREFIX}ELASTIC={self.elastic:g}",
             f"{_PREFIX}ELASTIC_LOSSES={self.elastic_losses:g}",
             f"{_PREFIX}ELASTIC_HANG_S={self.elastic_hang_s:g}",
+            f"{_PREFIX}ELASTIC_MIN={self.elastic_min:g}",
             f"{_PREFIX}SPARES={self.spares:g}",
+            f"{_PREFIX}RESERVES={self.reserves:g}",
         )
 
     @property
@@ -192,11 +199,12 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             f"{_PREFIX}PS_SERVERS is 0, and ps.init() needs one server at least. Set it to 1 or "
             "more, or unset it"
         )
-    if found.spares and not found.elastic:
-        raise ConfigError(
-            f"{_PREFIX}SPARES is {found.spares}, and {_PREFIX}ELASTIC is 0: only an elastic job "
-            f"has places for spares. Set {_PREFIX}ELASTIC=1"
-        )
+    for name in ("SPARES", "RESERVES"):
+        if values.get(name.lower()) and not found.elastic:
+            raise ConfigError(
+                f"{_PREFIX}{name} is {values[name.lower()]}, and {_PREFIX}ELASTIC is 0: only an "
+                f"elastic job has places for other ranks. Set {_PREFIX}ELASTIC=1"
+            )
     _ = found.forced  # raises if RINGCOMM_ALGORITHM is wrong
     if found.gpu_transport not in ("auto", *GPU_TRANSPORTS):
         raise ConfigError(

@@ -8,7 +8,7 @@
     |   `-- ServerLostError   that rank held the only copy of a parameter-server shard
     |-- CodecError            a buffer is not valid for a codec; also a ValueError
     |-- CommTimeoutError      a wait took longer than its deadline; also a TimeoutError
-    `-- NewMembersInterrupt   ranks wait to join an elastic job; for elastic.run
+    `-- NewViewInterrupt      ranks are to join an elastic job, or to leave; for elastic.run
 
 For a bad argument that is the same on every rank, functions raise TypeError or ValueError.
 """
@@ -82,8 +82,8 @@ class CommTimeoutError(RingcommError, TimeoutError):
         return _rebuild, (type(self), str(self), {"missing": self.missing})
 
 
-class NewMembersInterrupt(RingcommError):
-    """Ranks wait to join the job. commit() raises it on one rank; elastic.run catches it."""
+class NewViewInterrupt(RingcommError):
+    """Ranks are to join the job, or to leave it. commit() raises this; elastic.run catches it."""
 
 
 def _rebuild(

@@ -7,8 +7,18 @@ train(rc.elastic.ArrayState(step=0, weights=weights))
 """
 
 from ringcomm.elastic.new_view import on_new_view, view
-from ringcomm.elastic.run import leave, run
+from ringcomm.elastic.run import leave, request_scale, run
 from ringcomm.elastic.state import ArrayState, ObjectState, State
 from ringcomm.transport.membership.view import View
 
-__all__ = ["ArrayState", "ObjectState", "State", "View", "leave", "on_new_view", "run", "view"]
+__all__ = [
+    "ArrayState",
+    "ObjectState",
+    "State",
+    "View",
+    "leave",
+    "on_new_view",
+    "request_scale",
+    "run",
+    "view",
+]

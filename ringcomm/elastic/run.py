@@ -5,22 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Concatenate, NoReturn, ParamSpec, TypeVar, cast
+from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
+from ringcomm.elastic.enough_ranks import await_enough_ranks
 from ringcomm.elastic.new_view import tell_listeners
 from ringcomm.elastic.state import State
-from ringcomm.engine.api.heal import evict, finish_run, heal, take_place
+from ringcomm.engine.api.heal import evict, finish_run, heal
 from ringcomm.engine.api.init_rank_size import init, shutdown
+from ringcomm.engine.api.outside import request_size, take_place
 from ringcomm.engine.api.world import current
 from ringcomm.errors import (
     CommTimeoutError,
-    NewMembersInterrupt,
+    NewViewInterrupt,
     PeerFailedError,
     RingcommError,
     ServerLostError,
 )
 
 _log = logging.getLogger("ringcomm")
+TOO_FEW: Final = 75  # EX_TEMPFAIL: start the job again to go on
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
@@ -36,12 +39,13 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
     rank gets the last state that any of them has committed, and `train` is called again.
 
     Spares (RINGCOMM_SPARES) wait in here for the place of a lost rank. If the view has room for one
-    that comes later, commit() ends the view by a NewMembersInterrupt, which this catches. With
+    that comes later, or is to have another size, commit() ends the view by a NewViewInterrupt,
+    which this catches. A rank that is one too many then waits in here, as spares do. With
     RINGCOMM_ELASTIC_HANG_S, ranks for which the others wait in vain are killed.
 
     When `train` has returned on all ranks, the decorated function returns its result on each of
-    them; in a spare that had no place, it ends the program. A rank that is lost later is an error
-    as in any other job.
+    them; in a process that has no place then, it ends the program. A rank that is lost later is an
+    error as in any other job.
 
     RINGCOMM_ELASTIC=1 must be set, and the launcher must let the others go on: `mpirun --with-ft
     ulfm`, or on one host `mpirun --runtime-options continuous`. Without RINGCOMM_ELASTIC a failure
@@ -51,7 +55,8 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
         PeerFailedError: a parameter server is lost, or a handle of an earlier view was waited for.
         CommTimeoutError: a rank that is not lost has not come within RINGCOMM_TIMEOUT_S.
         RingcommError: more ranks are lost than RINGCOMM_ELASTIC_LOSSES, or all but spares.
-        SystemExit: this process is a spare, and the job was over without it.
+        SystemExit: this process has no place, and the job is over; or, with code 75, fewer than
+            RINGCOMM_ELASTIC_MIN ranks are left, and no others come within RINGCOMM_TIMEOUT_S.
     """
 
     @functools.wraps(train)
@@ -82,19 +87,24 @@ def _is_elastic() -> bool:
 
 def _run(train: Callable[[], R], state: State) -> R:
     results: list[R] = []
-    is_new_view = is_outside()
-    if is_new_view and not take_place():
-        raise SystemExit(0)  # what follows in the program is for the ranks of the job
+    is_new_view = False
     while True:
         try:
+            if is_outside():
+                if not take_place():
+                    raise SystemExit(0)  # what follows in the program is for the ranks of the job
+                is_new_view = True
+            has_enough = not is_new_view or await_enough_ranks()
             if is_new_view:
                 tell_listeners()
                 state.on_reset()
             state.sync()
+            if not has_enough:
+                raise SystemExit(TOO_FEW)
             results[:] = [train()]
             finish_run()
             break
-        except (CommTimeoutError, NewMembersInterrupt, PeerFailedError) as error:
+        except (CommTimeoutError, NewViewInterrupt, PeerFailedError) as error:
             if not _ends_the_view(error):
                 raise
             if not heal(error):
@@ -123,8 +133,23 @@ def leave() -> NoReturn:
     raise SystemExit(0)
 
 
+def request_scale(n: int) -> None:
+    """Have the job go on with n ranks, from the next commit of rank 0 on; any rank may call this.
+
+    More ranks come from the reserves (RINGCOMM_RESERVES), which run the program up to elastic.run
+    first, while the others train on. If there are to be fewer, the last ranks wait in elastic.run,
+    and may come back.
+
+    Raises:
+        ValueError: n is more than the processes of the job, or less than RINGCOMM_ELASTIC_MIN.
+        ConfigError: the job has had as many changes as init() has prepared for.
+        RingcommError: the job is not elastic.
+    """
+    request_size(n)
+
+
 def is_outside() -> bool:
-    """Return True if this process is a spare without a place in the job."""
+    """Return True if this process has no place in the job."""
     world = current()
     return world is not None and world.is_outside
 

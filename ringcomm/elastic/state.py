@@ -9,10 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from ringcomm.elastic.checksum import checksum_of
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.heal import stop_for_new_members
+from ringcomm.engine.api.heal import stop_for_another_size
 from ringcomm.engine.api.init_rank_size import rank
-from ringcomm.errors import RingcommError
+from ringcomm.errors import MismatchError, RingcommError
 
 
 @runtime_checkable
@@ -62,7 +63,7 @@ class State(ABC):
         self.save()
         self._is_saved = True
         self._n_commits = n + 1
-        stop_for_new_members()
+        stop_for_another_size()
 
     def sync(self) -> None:
         """Give all ranks the last commit of the rank that has committed most. Collective.
@@ -70,8 +71,11 @@ class State(ABC):
         Before the first commit, all ranks get the values of rank 0. If all ranks have committed
         equally often, each restores its own commit, and nothing is sent.
 
+        What a rank has received is compared with what the others have; see verify().
+
         Raises:
             RingcommError: no rank has a whole commit.
+            MismatchError: the commits differ.
         """
         mine = np.array([[self._n_commits, self._is_saved]], np.int64)
         all_ranks: list[list[int]] = collectives.allgather(mine, name="elastic commits").tolist()
@@ -89,8 +93,31 @@ class State(ABC):
             self.receive(
                 root, is_new=rank() != root and (all_ranks[rank()] != best or not is_saved)
             )
+            self.verify()
         self._n_commits, self._is_saved = n_commits, True
         self.restore()
+
+    def verify(self) -> None:
+        """Compare the last commit of all ranks by a checksum. Collective; reads all values once.
+
+        Call it after commit() to be sure that all ranks train on the same values.
+
+        Raises:
+            MismatchError: the commits differ; the text names the ranks.
+        """
+        mine = np.array([self.checksum()], np.int64)
+        sums = collectives.allgather(mine, name="elastic checksums").tolist()
+        odd = [each for each, total in enumerate(sums) if total != sums[0]]
+        if odd:
+            raise MismatchError(
+                f"elastic: the commit of rank 0 has the checksum {sums[0]:08x}, and rank "
+                f"{odd[0]}'s has {sums[odd[0]]:08x}; {len(odd)} ranks differ from rank 0. Find out "
+                "which value of the state is not the same on all ranks, or not set in each step"
+            )
+
+    def checksum(self) -> int:
+        """Return a checksum of the last commit; 0 if the class does not compare values."""
+        return 0
 
     @abstractmethod
     def save(self) -> None:
@@ -137,6 +164,10 @@ class ObjectState(State):
                 value.set_elastic_position(saved)
             else:
                 setattr(self, name, copy.deepcopy(saved))
+
+    def checksum(self) -> int:
+        """Return a checksum of numbers, texts and arrays; other objects are not compared."""
+        return checksum_of(self._saved)
 
     def receive(self, root: int, *, is_new: bool) -> None:
         """See State.receive()."""
@@ -190,6 +221,10 @@ class ArrayState(ObjectState):
         for name, array in self._arrays.items():
             np.copyto(array, self._copies[name])
             setattr(self, name, array)
+
+    def checksum(self) -> int:
+        """See ObjectState.checksum()."""
+        return checksum_of(self._copies, super().checksum())
 
     def receive(self, root: int, *, is_new: bool) -> None:
         """See State.receive()."""

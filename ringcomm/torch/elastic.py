@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from ringcomm.elastic import ObjectState, State, run
+from ringcomm.elastic.checksum import checksum_of
 from ringcomm.errors import ConfigError
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer, StateSharding
 from ringcomm.torch.training.broadcast_states import broadcast_tree
@@ -93,6 +95,10 @@ class TorchState(ObjectState):
             if isinstance(each, AveragingOptimizer) and each.n_steps != saved["n_steps"]:
                 each.go_on_from(saved["n_steps"])
 
+    def checksum(self) -> int:
+        """See ObjectState.checksum(); models and optimizers are compared, too."""
+        return checksum_of(self._copies, super().checksum(), array_of=_bytes_of)
+
     def receive(self, root: int, *, is_new: bool) -> None:
         """See State.receive()."""
         received = broadcast_tree(self._copies, root, name="elastic state")
@@ -107,6 +113,13 @@ class ElasticSampler(State):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         _refuse(f"elastic.{type(self).__name__}")
+
+
+def _bytes_of(value: Any) -> np.ndarray[Any, Any] | None:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
 def _tree(holder: torch.nn.Module | Optimizer) -> dict[str, Any]:

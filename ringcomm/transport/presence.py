@@ -27,7 +27,9 @@ from ringcomm.status.guardian import Ward
 from ringcomm.status.page_enums import Ending, State
 from ringcomm.transport.base import Died
 from ringcomm.transport.failure_news import DIRECT
-from ringcomm.transport.membership.machine import Lost
+from ringcomm.transport.membership.events import (
+    Lost,
+)
 from ringcomm.transport.membership.service import MembershipService
 from ringcomm.transport.membership.view import View
 from ringcomm.transport.node.interruptible_sleep import Parking
@@ -66,11 +68,11 @@ class Presence:
         mpi: the module mpi4py.MPI.
         comm: an mpi4py communicator; None: the world.
         n_losses: how many processes the job may lose and go on; 0: its members never change.
-        n_spares: how many processes, the last ones, wait for a place.
+        n_spares, n_reserves: how many processes wait for a place, and how many sleep.
 
     Raises:
-        MismatchError: n_losses or n_spares differ.
-        ConfigError: all processes would be spares.
+        MismatchError: these numbers differ.
+        ConfigError: no process would be left.
 
     Attributes:
         number, size: the number of this process, and how many there were at first.
@@ -80,15 +82,21 @@ class Presence:
         membership: agrees with the others on the next view; None: members never change.
         is_fault_tolerant: MPI survives the death of a rank (ULFM).
         ring_epoch: number of earlier presences of this process in the same job.
-        views: the views in which this process has worked, the last one is of now. That of a spare
-            without a place has all processes; nobody works in it.
+        views: the views in which this process has worked, the last one is of now. That of a process
+            which has had no place has all processes; nobody works in it.
         deaths: the processes that have died, in the order in which this one noticed it.
     """
 
     _control_of_world: ClassVar[tuple[MPI.Comm, int] | None] = None
 
     def __init__(
-        self, mpi: Any, comm: MPI.Comm | None = None, *, n_losses: int = 0, n_spares: int = 0
+        self,
+        mpi: Any,
+        comm: MPI.Comm | None = None,
+        *,
+        n_losses: int = 0,
+        n_spares: int = 0,
+        n_reserves: int = 0,
     ) -> None:
         self.mpi = mpi
         self.is_of_world = comm is None
@@ -98,9 +106,10 @@ class Presence:
         self.size: int = data.size
         self.tags = agreed_tags(mpi, data)
         control, self.ring_epoch = self._make_control(comm)
-        _agree_on_changes(data, n_losses, n_spares)
+        _agree_on_changes(data, n_losses, n_spares, n_reserves)
+        n_members = self.size - n_spares - n_reserves
         self.n_losses = min(n_losses, self.size - 1)
-        n_more = self.n_losses + n_spares
+        n_more = self.n_losses + n_spares + n_reserves
         later = [Line(data.Dup(), data.Dup()) for _ in range(n_more)]
         self.lines = [Line(data, control), *later]
         own = [data.Dup()] if n_more else []  # of the membership
@@ -111,10 +120,9 @@ class Presence:
         self.membership: MembershipService | None = None
         if own:
             self.membership = MembershipService(
-                mpi, own[0], self.size - n_spares, is_fault_tolerant=self.is_fault_tolerant
+                mpi, own[0], n_spares, n_reserves, is_fault_tolerant=self.is_fault_tolerant
             )
-        is_spare = self.number >= self.size - n_spares
-        self.views = [View.first(self.size if is_spare else self.size - n_spares)]
+        self.views = [View.first(n_members if self.number < n_members else self.size)]
         self.deaths: list[Died] = []
         self._ended: set[int] = set()
         self._look_at = 0.0
@@ -292,11 +300,12 @@ class Presence:
 
     @property
     def stopped(self) -> list[Died]:
-        """The members that have stopped, because a process that has arrived is to join them."""
+        """The members that have stopped, because the view is to have another size."""
         state = None if self.membership is None else self.membership.state
-        if state is None or not state.has_room:
+        if state is None or not state.wants_another_size:
             return []
-        return [Died(each, "has stopped, so that others can join", each) for each in state.stopped]
+        reason = "has stopped, so that ranks can join or leave"
+        return [Died(each, reason, each) for each in state.stopped]
 
     def _kill(self, number: int) -> None:
         """Kill a process of this host that hangs."""
@@ -346,7 +355,11 @@ class Presence:
 
 def _agree_on_changes(comm: MPI.Comm, *mine: int) -> None:
     every = comm.allgather(mine)
-    names = ("RINGCOMM_ELASTIC_LOSSES (0 without RINGCOMM_ELASTIC=1)", "RINGCOMM_SPARES")
+    names = (
+        "RINGCOMM_ELASTIC_LOSSES (0 without RINGCOMM_ELASTIC=1)",
+        "RINGCOMM_SPARES",
+        "RINGCOMM_RESERVES",
+    )
     for name, values in zip(names, zip(*every, strict=True), strict=True):
         if len(set(values)) > 1:
             odd = next(rank for rank, value in enumerate(values) if value != values[0])
@@ -354,10 +367,11 @@ def _agree_on_changes(comm: MPI.Comm, *mine: int) -> None:
                 f"init: ranks differ in {name}: rank 0 has {values[0]}, rank {odd} has "
                 f"{values[odd]}. Set it to the same value on all ranks"
             )
-    if mine[1] >= comm.size:
+    _, n_spares, n_reserves = mine
+    if n_spares + n_reserves >= comm.size:
         raise ConfigError(
-            f"RINGCOMM_SPARES is {mine[1]}, and the job has {comm.size} ranks: at least one must "
-            "be no spare. Start more ranks"
+            f"RINGCOMM_SPARES is {n_spares}, RINGCOMM_RESERVES is {n_reserves}, and the job has "
+            f"{comm.size} processes: at least one must be neither. Start more"
         )
 
 

@@ -177,7 +177,7 @@ sizes = []
 try:
     rc.allreduce(np.ones(3))
 except rc.RingcommError as error:
-    assert "is a spare, which has no place in the job" in str(error)
+    assert "has no place in the job, because it is a spare" in str(error)
     assert (me, rc.size()) in ((4, 6), (5, 6)), "a spare has the numbers of all processes"
 train(state)
 print(f"rank {me} is done: {rc.rank()} of {rc.size()}, {sorted(set(sizes))}", flush=True)
@@ -239,6 +239,65 @@ def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job(tmp_path):
     assert "raised CommTimeoutError" in job.output
 
 
+GROWS = """
+@rc.elastic.run
+def train(state):
+    while state.step < 400:
+        if (me, state.step) == (1, 5):
+            die()
+        if state.step == 50 and rc.rank() == 1:
+            rc.elastic.request_scale(4)
+        if state.step == 150:
+            rc.elastic.request_scale(2)
+        if state.step == 250:
+            rc.elastic.request_scale(3)
+        state.step += 1
+        sizes.append(rc.size())
+        state.x += rc.allreduce(np.ones(1000))
+        time.sleep(0.01)
+        state.commit()
+
+sizes = []
+if me == 0:
+    try:
+        rc.elastic.request_scale(7)
+    except ValueError as error:
+        assert "it must be 1 (RINGCOMM_ELASTIC_MIN) to 5" in str(error), error
+train(state)
+print(f"rank {me} of {rc.size()} is done, {sorted(set(sizes))}, {state.x[0]:g}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", at_length(list(LAUNCHERS), ["continuous"]))
+def test_reserves_replace_lost_ranks_and_the_job_grows_and_shrinks(launcher, tmp_path):
+    options = LAUNCHERS[launcher]
+    job = run_elastic(5, GROWS, cwd=tmp_path, options=options, RINGCOMM_RESERVES="2")
+    assert job.output.count("of 3 is done") == 3, job.output
+    assert len(set(re.findall(r", (\d+)$", job.output, re.MULTILINE))) == 1, job.output
+    assert "rank 0 of 3 is done, [2, 3, 4]" in job.output
+
+
+TOO_FEW = """
+@rc.elastic.run
+def train(state):
+    while state.step < 20:
+        if (me, state.step) in ((1, 5), (2, 10)):
+            die()
+        step(state)
+
+train(state)
+print("not reached", flush=True)
+"""
+
+
+def test_a_job_with_too_few_ranks_ends_with_code_75(tmp_path):
+    job = run_elastic(3, TOO_FEW, cwd=tmp_path, RINGCOMM_ELASTIC_MIN="2")
+    text = "1 ranks are left, and RINGCOMM_ELASTIC_MIN is 2"
+    assert f"{text}; no others have come" in job.output, job.output
+    assert "exit 75" in job.output, job.output
+    assert "not reached" not in job.output
+
+
 WRONG_SPARES = """
 print("not reached")
 """
@@ -247,10 +306,10 @@ print("not reached")
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"RINGCOMM_SPARES": "2"}, "the job has 2 ranks: at least one must be no spare"),
+        ({"RINGCOMM_SPARES": "2"}, "the job has 2 processes: at least one must be neither"),
         (
             {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC": "0"},
-            "only an elastic job has places for spares",
+            "only an elastic job has places for other ranks",
         ),
     ],
 )

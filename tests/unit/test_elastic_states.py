@@ -8,6 +8,7 @@ from harness import run_ranks
 
 import ringcomm as rc
 from ringcomm.elastic import ArrayState, ObjectState
+from ringcomm.elastic.checksum import checksum_of
 
 
 def both(**values):
@@ -145,3 +146,38 @@ def test_listeners_of_new_views_live_as_long_as_their_objects():
     del dropped, each
     tell_listeners()
     assert seen == ["kept"]
+
+
+def test_what_a_rank_has_received_is_compared_and_so_is_a_commit_on_demand():
+    class Forgetful(ArrayState):
+        def receive(self, root, *, is_new):
+            super().receive(root, is_new=is_new)
+            if is_new:
+                self._copies["x"][2] += 1
+
+    def body(rank):
+        state = ArrayState(step=0, x=np.zeros(3), names=["a", {"b": 1.5}])
+        state.sync()
+        state.x += 1
+        state.commit()
+        state.verify()
+        state.x[1] += rank  # a rank adds something of its own
+        state.commit()
+        with pytest.raises(rc.MismatchError, match=r"rank 1's has .*; 2 ranks differ"):
+            state.verify()
+        with pytest.raises(rc.MismatchError, match="2 ranks differ from rank 0"):
+            Forgetful(x=np.zeros(3)).sync()
+
+    run_ranks(3, body)
+
+
+def test_a_checksum_sees_each_value_its_type_and_its_place():
+    values = [
+        1, 1.0, True, "1", b"1", None, [], [1], [[1]], (1, 1), {"a": 1}, {"b": 1}, {"a": 1, "b": 1},
+        np.zeros(2), np.zeros(2, np.float32), np.zeros((1, 2)), np.array([0.0, -0.0]),
+    ]  # fmt: skip
+    assert len({checksum_of(each) for each in values}) == len(values)
+    assert checksum_of([1, 2]) != checksum_of([2, 1])
+    assert checksum_of({"x": np.arange(3.0)}) == checksum_of({"x": np.arange(6.0)[:3].copy()})
+    assert checksum_of(np.arange(6.0)[::2]) == checksum_of(np.array([0.0, 2.0, 4.0]))
+    assert checksum_of(object()) == checksum_of(object())

@@ -7,7 +7,7 @@ from harness import at_length
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringcomm.transport.membership.machine import (
+from ringcomm.transport.membership.events import (
     Arrive,
     Clear,
     Cleared,
@@ -21,12 +21,11 @@ from ringcomm.transport.membership.machine import (
     KillHere,
     Leave,
     Lost,
-    Membership,
-    Phase,
+    Resize,
     Send,
     Withdraw,
-    handle,
 )
+from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Kind, Message
 from ringcomm.transport.membership.view import Changes, View
 
@@ -40,7 +39,7 @@ class Job:
     def __init__(self, size, n_spares=0):
         self.size = size
         n_members = size - n_spares
-        self.states = [Membership.first(me, n_members, size) for me in range(size)]
+        self.states = [Membership.first(me, size, n_spares) for me in range(size)]
         self.dead = set()
         self.seen = defaultdict(set)  # deaths that a rank has seen
         self.queues = defaultdict(deque)  # (source, dest) -> messages
@@ -104,7 +103,7 @@ class Job:
                 assert (other.number == view.number) == (other == view)
         first = set(self.views[0][0].members)
         gone = first - set(view.members) - self.dead - self.is_leaving
-        assert not gone, "a member that lives stays"
+        assert not gone or self.states[rank].changes.requests, "a member that lives stays"
 
     def deliver(self, source, dest):
         message = self.queues[source, dest].popleft()
@@ -130,7 +129,7 @@ class Job:
                 can.append((self.clear, rank))
             state = self.states[rank]
             is_at_work = state.phase is Phase.WORKING and not self.over[rank]
-            sees_a_reason = state.has_new_loss or (state.has_room and state.stopped)
+            sees_a_reason = state.has_new_loss or (state.wants_another_size and state.stopped)
             is_needed = (is_at_work and sees_a_reason) or state.must_heal
             if is_needed and rank not in self.is_leaving:
                 can.append((self.handle, rank, Heal()))
@@ -152,7 +151,7 @@ class Job:
 
     def can_heal(self, rank):
         state = self.states[rank]
-        grows = state.has_room and rank == state.view.members[0]
+        grows = state.wants_another_size and rank == state.view.members[0]
         return self.can_finish(rank) and (state.has_new_loss or grows)
 
     def can_finish(self, rank):
@@ -174,6 +173,8 @@ def steps(job, data):
             job.handle(rank, Finish(), n)
         elif chosen == 2 and len(live) > 1 and job.can_heal(rank):
             job.handle(rank, Heal(), data.draw(st.none() | st.integers(0, job.size)))
+        elif chosen == 4 and job.can_finish(rank) and data.draw(st.booleans()):
+            job.handle(rank, Resize(data.draw(st.integers(1, job.size))))
         elif chosen == 3 and job.states[rank].phase is Phase.OUTSIDE:
             n = data.draw(st.none() | st.integers(0, job.size)) if len(live) > 1 else None
             job.handle(rank, Arrive(), n)
@@ -200,8 +201,9 @@ def test_after_any_changes_the_members_that_live_are_in_one_view_and_finish_toge
     ends = {job.states[r].view for r in live if job.states[r].is_member}
     assert len(ends) == 1, "the run is over in one view"
     view = ends.pop()
-    assert set(live) & set(range(n_members)) <= set(view.members)
-    assert view.size <= n_members
+    if not any(job.states[r].changes.requests for r in live):
+        assert set(live) & set(range(n_members)) <= set(view.members)
+        assert view.size <= n_members
 
 
 @settings(max_examples=at_length(3_000, 150), deadline=None)
@@ -287,7 +289,8 @@ def test_a_rank_that_leaves_tells_those_that_heal_and_learns_that_they_go_on(whe
 @pytest.mark.parametrize("kind", Kind)
 def test_messages_are_read_as_they_were_written(kind):
     view = View(3, (4, 0, 9), (0, 2, 1))
-    message = Message(kind, view, 1, Changes(frozenset({7, 2}), frozenset({9})))
+    changes = Changes(frozenset({7, 2}), frozenset({9}), frozenset({(2, 5), (1, 3)}))
+    message = Message(kind, view, 1, changes)
     assert Message.of(message.numbers()) == message
 
 
@@ -320,10 +323,10 @@ def test_a_spare_that_has_not_arrived_is_not_waited_for_and_joins_later():
     job.dead.add(1)
     rest(job)
     assert job.states[0].view.members == (0,)
-    assert not job.states[0].has_room
+    assert not job.states[0].wants_another_size
     job.handle(2, Arrive())
     rest(job)
-    assert job.states[0].has_room, "and nobody stops for it before a rank decides to"
+    assert job.states[0].wants_another_size, "and nobody stops for it before a rank decides to"
     assert job.states[0].phase is Phase.WORKING
     job.handle(0, Heal())
     rest(job)
@@ -372,3 +375,32 @@ def test_ranks_on_the_host_of_one_that_hangs_are_asked_to_kill_it():
     assert kill == KillHere(frozenset({2}))
     assert send.to == (1, 2)
     assert handle(job.states[1], Heard(0, send.message))[1] == [KillHere(frozenset({2}))]
+
+
+def test_a_member_that_is_too_many_leaves_the_view_and_comes_back():
+    job = Job(3)
+    job.handle(1, Resize(2))
+    rest(job)
+    assert all(job.states[r].wants_another_size for r in range(3))
+    job.handle(0, Heal())
+    rest(job)
+    assert {job.states[r].view for r in range(3)} == {View(1, (0, 1), (0, 0))}
+    assert job.states[2].phase is Phase.HEALING
+    job.handle(0, Resize(3))
+    rest(job)
+    job.handle(0, Heal())
+    rest(job)
+    assert {job.states[r].view for r in range(3)} == {View(2, (0, 1, 2), (0, 0, 0))}
+    job.finish()
+    assert job.over == [1, 1, 1]
+
+
+def test_a_reserve_is_needed_when_too_few_processes_before_it_live():
+    state = Membership.first(4, 6, 1, 2)  # members 0 to 2, spare 3, reserves 4 and 5
+    assert not state.is_needed
+    state, _ = handle(state, Lost(frozenset({3})))
+    assert state.is_needed
+    other, _ = handle(Membership.first(5, 6, 1, 2), Lost(frozenset({3})))
+    assert not other.is_needed
+    other, _ = handle(other, Resize(4))
+    assert other.is_needed

@@ -244,7 +244,17 @@ SITUATIONS = {
     "spares": (
         "-np 7 --spares 1 --elastic 6:7 train.py", {},
         f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
-        {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC_LOSSES": "2"},
+        {"RINGCOMM_SPARES": "1", "RINGCOMM_ELASTIC_LOSSES": "2", "RINGCOMM_ELASTIC_MIN": "6"},
+    ),
+    "reserves up to the highest number of workers, and more": (
+        "-np 4 --reserves 1 --elastic 2:7 train.py", {},
+        f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 8",
+        {"RINGCOMM_RESERVES": "4", "RINGCOMM_ELASTIC_LOSSES": "6"},
+    ),
+    "no more workers than the highest number": (
+        "-H here:8 --elastic 2:6 train.py", {},
+        f"{MPIRUN} --with-ft ulfm --runtime-options error-nonzero-status=0 {FREE} -np 6",
+        {"RINGCOMM_ELASTIC_MIN": "2"},
     ),
     "elastic": (
         "-np 8 --elastic 2:8 train.py", {},
@@ -315,15 +325,10 @@ REFUSALS = {
         "for 1 hosts, and SLURM_JOB_NODELIST names 2",
     ),
     "spares": ("-np 2 --spares 1 train.py", {}, "Add --elastic MIN:MAX"),
-    "elastic with more than it begins with": (
-        "-np 4 --elastic 2:8 train.py",
-        {},
-        "begins with 4 workers.* Write --elastic 2:4",
-    ),
     "elastic with fewer hosts' places": (
         "-H here:2 --elastic 4:8 train.py",
         {},
-        "begins with 2 workers.* Write --elastic 2:2",
+        "there are 2 workers, fewer than 4",
     ),
     "elastic with MPICH": (
         "-np 2 --elastic 1:2 train.py",

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 from ringcomm.config import Settings
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
 from ringcomm.engine.core.lifecycle import end_view
-from ringcomm.errors import CommTimeoutError, NewMembersInterrupt, PeerFailedError, RingcommError
-from ringcomm.status.page_enums import State
+from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
 from ringcomm.transport.group_members import ranks_text
-from ringcomm.transport.membership.machine import (
-    Arrive,
+from ringcomm.transport.membership.events import (
     Cleared,
     Evict,
     Finish,
     Heal,
     Leave,
-    Phase,
     Withdraw,
 )
+from ringcomm.transport.membership.machine import Phase
 
 if TYPE_CHECKING:
     from ringcomm.transport.membership.service import MembershipService
@@ -35,17 +33,18 @@ _ORPHANED_S = 1.0  # messages of a rank that has left in order come in this time
 
 
 def heal(error: RingcommError) -> bool:
-    """Return True once this rank works in the next view, False if the run is over instead.
+    """Return False if the run is over; else True, once this rank works in the next view.
 
-    All live ranks of the view call this when an operation has failed with `error`, or when others
-    are to join. rank() and size() change in here and in take_place(), and nowhere else.
+    All live ranks of the view call this when an operation has failed with `error`, or when ranks
+    are to join or to leave; it returns True, too, if the next view has no place for this rank.
+    rank() and size() change in here and in take_place(), and nowhere else.
 
     Raises:
         CommTimeoutError: a rank has not come within RINGCOMM_TIMEOUT_S. The others go on without
             this rank, which must end.
         RingcommError: more ranks are lost than init() has prepared for.
     """
-    world, membership = _elastic_world()
+    world, membership = elastic_world()
     while True:
         run = membership.state.run
         end_view(world.engine, error)
@@ -55,7 +54,9 @@ def heal(error: RingcommError) -> bool:
         world.transport.bury()
         if membership.state.run > run:
             return False
-        world = _in_next_view(world, membership)
+        if not membership.state.is_member:
+            return True
+        world = in_next_view(world, membership)
         try:
             begin_view(world)
         except CommTimeoutError as another:
@@ -68,62 +69,14 @@ def heal(error: RingcommError) -> bool:
             return True
 
 
-def take_place() -> bool:
-    """Return True once this process, which is a spare, works in a view; False if the job is over.
-
-    Raises RingcommError if all ranks are lost: nobody has the state of the job.
-    """
-    world, membership = _elastic_world()
-    world.transport.stop()
-    membership.handle(Arrive())
-    orphaned_at = math.inf
-    try:
-        while membership.state.phase is Phase.HEALING:
-            world.presence.look(at_once=True)
-            state = membership.state
-            if membership.must_clear:
-                _clear_memory(world, membership)
-                continue
-            if state.is_job_over:
-                return False
-            now = time.monotonic()
-            orphaned_at = min(orphaned_at, now) if state.is_orphaned else math.inf
-            if now > orphaned_at + _ORPHANED_S:
-                raise RingcommError(
-                    "elastic.run: all ranks that had the state of the job are lost, and only "
-                    "spares are left. Start the job again from a checkpoint"
-                )
-            world.presence.parking.sleep(_LONGEST_NAP_S)
-    except BaseException:
-        withdraw(world)
-        raise
-    world = _in_next_view(world, membership)
-    try:
-        begin_view(world)
-    except PeerFailedError as error:
-        return heal(error)
-    return True
-
-
-def leave_outside(world: World) -> bool:
-    """End a spare that has no place in the job; return True if MPI can be finalized."""
-    assert world.membership is not None
-    is_clean = world.membership.state.is_job_over and not world.presence.deaths
-    if not is_clean:
-        withdraw(world)
-    world.transport.close(is_clean=is_clean)
-    if not is_clean:
-        world.transport.page.set_state(State.LEFT)  # nobody waits for MPI_Finalize
-    return is_clean
-
-
-def stop_for_new_members() -> None:
-    """Raise NewMembersInterrupt if a process waits for a place in the view, on one rank of it."""
+def stop_for_another_size() -> None:
+    """Raise NewViewInterrupt on rank 0 if ranks are to join the view, or to leave it."""
     world = current()
     if world is None or world.membership is None or world.transport.rank != 0:
         return
-    if world.membership.state.has_room:
-        raise NewMembersInterrupt("elastic.run: ranks wait to join the job")
+    state = world.membership.state
+    if state.wants_another_size and state.is_member:
+        raise NewViewInterrupt("elastic.run: ranks are to join the job, or to leave it")
 
 
 def evict(error: CommTimeoutError) -> bool:
@@ -132,7 +85,7 @@ def evict(error: CommTimeoutError) -> bool:
     Return False if not. It takes more than half of the ranks, or half of them and rank 0, so that
     two parts of a job that wait for each other do not kill each other.
     """
-    world, membership = _elastic_world()
+    world, membership = elastic_world()
     view, missing = world.transport.view, set(error.missing)
     waits_in_vain = world.engine.settings.kills_hanging_ranks and world.engine.state.is_broken
     n_here = view.size - len(missing)
@@ -161,7 +114,7 @@ def finish_run() -> None:
     If one rank returns, all others that live do. Raises PeerFailedError if a rank is lost before
     it is done, and CommTimeoutError after RINGCOMM_TIMEOUT_S.
     """
-    world, membership = _elastic_world()
+    world, membership = elastic_world()
     engine, run = world.engine, membership.state.run
     membership.handle(Finish())
 
@@ -202,7 +155,8 @@ def withdraw(world: World) -> None:
         world.membership.handle(Withdraw())
 
 
-def _elastic_world() -> tuple[World, MembershipService]:
+def elastic_world() -> tuple[World, MembershipService]:
+    """Return the world of this process, which is elastic."""
     world = current()
     assert world is not None
     assert world.membership is not None
@@ -216,10 +170,10 @@ def _agree(world: World, membership: MembershipService) -> None:
     try:
         patience = _Patience(world, settings)
         nap_s = _NAP_S
-        while membership.state.phase is Phase.HEALING:
+        while membership.state.phase is Phase.HEALING and membership.state.is_member:
             presence.look(at_once=True)
             if membership.must_clear:
-                _clear_memory(world, membership)
+                clear_memory(world, membership)
                 continue
             patience.check(membership)
             presence.parking.sleep(nap_s)
@@ -229,21 +183,23 @@ def _agree(world: World, membership: MembershipService) -> None:
         raise
 
 
-def _clear_memory(world: World, membership: MembershipService) -> None:
+def clear_memory(world: World, membership: MembershipService) -> None:
+    """Do what the action Clear asks for."""
     membership.must_clear = False
     if world.transport.node is not None:
         world.transport.node.clear_all()
     membership.handle(Cleared())
 
 
-def _in_next_view(world: World, membership: MembershipService) -> World:
+def in_next_view(world: World, membership: MembershipService) -> World:
+    """Return the world of this rank in the view that was agreed on."""
     from ringcomm.transport.mpi import MpiTransport
 
     view, presence = membership.state.view, world.presence
     if view.number >= len(presence.lines):
         raise RingcommError(
-            f"the job has lost {len(membership.state.changes.lost)} ranks, and init() was prepared "
-            f"for {presence.n_losses}: set RINGCOMM_ELASTIC_LOSSES to more. End this job"
+            f"{membership.state.changes}, and init() was prepared for {presence.n_losses}: set "
+            "RINGCOMM_ELASTIC_LOSSES to more. End this job"
         )
     presence.views.append(view)
     is_native = world.transport.runner is not None

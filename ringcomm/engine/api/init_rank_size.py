@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
-from ringcomm.engine.api.heal import announce_leave, leave_outside, withdraw
+from ringcomm.engine.api.heal import announce_leave, withdraw
+from ringcomm.engine.api.outside import leave_outside, sleep_until_needed
 from ringcomm.engine.api.world import (
     World,
     begin_view,
@@ -116,7 +117,13 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         refuse_late_settings(_mpi, is_fault_tolerant=is_fault_tolerant())
         _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all ranks have started
         n_losses = settings.elastic_losses if settings.elastic else 0
-        presence = Presence(_mpi.mpi, comm, n_losses=n_losses, n_spares=settings.spares)
+        presence = Presence(
+            _mpi.mpi,
+            comm,
+            n_losses=n_losses,
+            n_spares=settings.spares,
+            n_reserves=settings.reserves,
+        )
         transport = MpiTransport(presence)
     engine = engine_for(transport, settings)
     words = LastWords(transport.page, tell_the_others, blamed)
@@ -125,11 +132,18 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     mark_children_of_this_rank()
     world = World(engine, transport, words, guardian, partial(start, read, comm))
     try:
-        stay_outside(world) if world.is_outside else begin_view(world)
+        if world.is_outside:
+            stay_outside(world)
+            is_needed = sleep_until_needed()
+        else:
+            begin_view(world)
+            is_needed = True
     except BaseException:
         enter(None)
         raise
     _is_mpi_broken = False
+    if not is_needed:
+        raise SystemExit(0)
     if _mpi.was_early and _mpi.settings and engine.job_rank == 0:
         _log.warning(
             "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "

@@ -47,7 +47,7 @@ class World:
 
     @property
     def is_outside(self) -> bool:
-        """True if this process is a spare, or a spare that was, which has no place in the job."""
+        """True if this process has no place in the job: a spare, or a rank that was too many."""
         return self.membership is not None and not self.membership.state.is_member
 
     @property
@@ -93,9 +93,9 @@ def stay_outside(world: World) -> None:
     """Enter a world in which this process, a spare, has no place yet: its operations are errors."""
     enter(world)
     error = RingcommError(
-        f"this process (number {world.presence.number} of the job) is a spare, which has no place "
-        "in the job: only in a function with @rc.elastic.run it may get one. Move collective calls "
-        "that come before it into that function"
+        f"this process (number {world.presence.number}) has no place in the job, because it is a "
+        "spare: only a function with @rc.elastic.run gives it one. Move collective calls that come "
+        "before it into that function"
     )
     end_view(world.engine, error)  # its page says STARTING, until it has a place
 

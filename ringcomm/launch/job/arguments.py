@@ -53,6 +53,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
         servers=args.servers,
         evaluators=args.evaluators,
         spares=args.spares,
+        reserves=args.reserves,
         elastic=_elastic(args),
         timeline=args.timeline,
         launcher=args.launcher,
@@ -99,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--servers", type=_count, default=0, metavar="N", help="parameter servers, beside -np")
     add("--evaluators", type=_count, default=0, metavar="N", help="evaluators, beside -np")
     add("--spares", type=_count, default=0, metavar="N",
-        help="ranks that replace dead ones, beside -np")
+        help="ranks that wait to replace dead ones, beside -np")
+    add("--reserves", type=_count, default=0, metavar="N",
+        help="ranks that sleep until dead ones are to be replaced, beside -np")
     add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX workers when ranks die or come")
     add = parser.add_argument_group("how the ranks are started").add_argument
     add("--launcher", choices=LAUNCHERS, default="mpirun", help="default: mpirun")

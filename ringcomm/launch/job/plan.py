@@ -50,9 +50,10 @@ def _refuse_what_is_missing(request: Request, here: Surroundings) -> None:
             f"this process is a rank of a job already ({here.rank_of} is set), so there would be a "
             "job for each rank. Call `ringcomm run` once, without mpirun or srun before it"
         )
-    if request.spares and not request.elastic:
+    if (request.spares or request.reserves) and not request.elastic:
+        flag = "--spares" if request.spares else "--reserves"
         raise ConfigError(
-            "--spares: only an elastic job has places for spares. Add --elastic MIN:MAX"
+            f"{flag}: only an elastic job has places for other ranks. Add --elastic MIN:MAX"
         )
     findings = judge(here.facts)
     if request.launcher == "srun":
@@ -120,8 +121,15 @@ def _roles(request: Request, hosts: tuple[Host, ...], origin: str) -> dict[str, 
         "server": request.servers,
         "evaluator": request.evaluators,
         "spare": request.spares,
+        "reserve": request.reserves,
     }
     np = places_of(hosts) - sum(others.values()) if request.np is None else request.np
+    if request.elastic:
+        low, high = request.elastic
+        if np < low:
+            raise ConfigError(f"--elastic {low}:{high}: there are {np} workers, fewer than {low}")
+        np = min(np, high)
+        others["reserve"] += high - np
     if np < 1:
         raise ConfigError(
             f"{origin} have {places_of(hosts)} places, and {_listed(others)} leave none for workers"
@@ -164,15 +172,12 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
     if request.spares:
         made["RINGCOMM_SPARES"] = str(request.spares)
     if request.elastic:
-        low, high = request.elastic
-        workers = where.roles["worker"]
-        if not low <= workers <= high or high > workers:
-            raise ConfigError(
-                f"--elastic {low}:{high}: the job begins with {workers} workers, and ranks cannot "
-                f"join it later. Write --elastic {min(low, workers)}:{workers}"
-            )
+        low, _ = request.elastic
         made["RINGCOMM_ELASTIC"] = "1"
-        made["RINGCOMM_ELASTIC_LOSSES"] = str(workers - low + request.spares)
+        made["RINGCOMM_ELASTIC_MIN"] = str(low)
+        made["RINGCOMM_ELASTIC_LOSSES"] = str(where.size - low)
+        if reserves := where.roles.get("reserve", 0):
+            made["RINGCOMM_RESERVES"] = str(reserves)
     if request.timeline is not None:
         made["RINGCOMM_TIMELINE"] = request.timeline or f"{here.folder}/timeline"
     return made

@@ -22,6 +22,7 @@ class Request:
         hosts: from -H or a host file; (): those of the scheduler, or this host.
         servers, evaluators: parameter servers and evaluators, in addition to the workers.
         spares: ranks that wait to take the place of a dead one, in addition to all others.
+        reserves: ranks that sleep until there are too few, in addition to all others.
         elastic: the lowest and highest number of workers; None: the number stays.
         timeline: prefix of the timeline; "": in the run folder; None: no timeline.
         launcher: what starts the ranks.
@@ -38,6 +39,7 @@ class Request:
     servers: int = 0
     evaluators: int = 0
     spares: int = 0
+    reserves: int = 0
     elastic: tuple[int, int] | None = None
     timeline: str | None = None
     launcher: Literal["mpirun", "srun"] = "mpirun"
@@ -46,11 +48,6 @@ class Request:
     variables: Mapping[str, str | None] = field(default_factory=dict)
     interfaces: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()
-
-    @property
-    def helpers(self) -> int:
-        """The number of ranks that are no workers."""
-        return self.servers + self.evaluators + self.spares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import NamedTuple
 
+from ringcomm.transport.membership.events import (
+    Action,
+    Arrive,
+    Clear,
+    Cleared,
+    EndRun,
+    Event,
+    Evict,
+    Finish,
+    GoneOn,
+    Heal,
+    Heard,
+    Install,
+    KillHere,
+    Leave,
+    Lost,
+    Resize,
+    Send,
+    Withdraw,
+)
 from ringcomm.transport.membership.messages import Kind, Message
 from ringcomm.transport.membership.view import Changes, View
 
@@ -52,90 +71,6 @@ class Phase(IntEnum):
     OUTSIDE = 5  # has not arrived
 
 
-# --- events ---------------------------------------------------------------------------------------
-class Lost(NamedTuple):
-    """Processes have ended."""
-
-    processes: frozenset[int]
-
-
-class Heard(NamedTuple):
-    """A message has come."""
-
-    source: int
-    message: Message
-
-
-class Arrive(NamedTuple):
-    """This process, which was outside, may become a member."""
-
-
-class Heal(NamedTuple):
-    """This rank has stopped its operations, as one of them had failed or others want to join."""
-
-
-class Cleared(NamedTuple):
-    """This process has done what the action Clear asks for."""
-
-
-class Finish(NamedTuple):
-    """The run of this rank is done."""
-
-
-class Leave(NamedTuple):
-    """This rank begins no operation any more."""
-
-
-class Withdraw(NamedTuple):
-    """This process takes part no more: it gives up, or ends."""
-
-
-class Evict(NamedTuple):
-    """These processes hang, and must be killed."""
-
-    processes: frozenset[int]
-
-
-Event = Lost | Heard | Arrive | Heal | Cleared | Finish | Leave | Withdraw | Evict
-
-
-# --- actions --------------------------------------------------------------------------------------
-class Send(NamedTuple):
-    """Send a message to these processes."""
-
-    to: tuple[int, ...]
-    message: Message
-
-
-class Clear(NamedTuple):
-    """Clear the shared memory of this process, then report Cleared."""
-
-
-class Install(NamedTuple):
-    """Work in this view."""
-
-    view: View
-
-
-class EndRun(NamedTuple):
-    """The run is over on all ranks."""
-
-
-class GoneOn(NamedTuple):
-    """Another rank goes on without this one."""
-
-    process: int
-
-
-class KillHere(NamedTuple):
-    """Kill those of these processes that are on this host."""
-
-    processes: frozenset[int]
-
-
-Action = Send | Clear | Install | EndRun | GoneOn | KillHere
-
-
 @dataclass(frozen=True)
 class Membership:
     """The knowledge of one process; see handle().
@@ -144,8 +79,9 @@ class Membership:
         me: this process.
         view: the view in which it works, or has worked last; of a process that is no member, the
             latest that it knows.
-        size: how many members a view may have.
+        first_size: how many members the first view had.
         outside: the processes that were no members of the first view.
+        n_spares: how many processes are to wait for a place; the others outside sleep.
         phase: what it does.
         changes: all that has happened to the processes, as far as it knows.
         run: number of its runs that are over.
@@ -154,8 +90,9 @@ class Membership:
 
     me: int
     view: View
-    size: int
+    first_size: int
     outside: tuple[int, ...] = ()
+    n_spares: int = 0
     phase: Phase = Phase.WORKING
     changes: Changes = field(default_factory=Changes)
     run: int = 0
@@ -170,11 +107,23 @@ class Membership:
     _leaving: frozenset[int] = frozenset()  # those that have sent LEAVES
 
     @classmethod
-    def first(cls, me: int, n_members: int, n_processes: int) -> Membership:
-        """Return the state with which a job begins; its last processes are outside."""
+    def first(cls, me: int, n_processes: int, n_spares: int = 0, n_reserves: int = 0) -> Membership:
+        """Return the state with which a job begins: members, then spares, then reserves."""
+        n_members = n_processes - n_spares - n_reserves
         outside = tuple(range(n_members, n_processes))
         phase = Phase.OUTSIDE if me in outside else Phase.WORKING
-        return cls(me, View.first(n_members), n_members, outside, phase)
+        return cls(me, View.first(n_members), n_members, outside, n_spares, phase)
+
+    @property
+    def size(self) -> int:
+        """How many members a view may have."""
+        return max(self.changes.requests, default=(0, self.first_size))[1]
+
+    @property
+    def is_needed(self) -> bool:
+        """True unless enough processes before this one live, so that it may sleep."""
+        before = set(range(self.me)) - self.changes.lost
+        return len(before) < self.size + self.n_spares
 
     @property
     def is_member(self) -> bool:
@@ -192,7 +141,8 @@ class Membership:
         """The processes that are no members, and may become members in this run."""
         if self.run:
             return ()
-        return tuple(sorted(self.changes.arrived - self.changes.lost - {*self.view.members}))
+        came = self.changes.arrived.union(range(self.first_size)) - self.changes.lost
+        return tuple(sorted(came.difference(self.view.members)))
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -202,8 +152,8 @@ class Membership:
     @property
     def everyone(self) -> tuple[int, ...]:
         """The other processes that are not known to be lost."""
-        more = set(self.outside) - self.changes.lost - {self.me, *self.view.members}
-        return (*self.colleagues, *sorted(more))
+        more = {*range(self.first_size), *self.outside, *self.changes.arrived}
+        return (*self.colleagues, *sorted(more - self.changes.lost - {self.me, *self.view.members}))
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -225,9 +175,10 @@ class Membership:
         return any(m in self.changes.lost for m in self.view.members)
 
     @property
-    def has_room(self) -> bool:
-        """True if a process waits, and the view has room for it."""
-        return self.view.size < self.size and bool(self.waiting)
+    def wants_another_size(self) -> bool:
+        """True if the view has room for a process that waits, or has too many members."""
+        size = self.view.size
+        return size > self.size or (size < self.size and bool(self.waiting))
 
     @property
     def needs_view(self) -> bool:
@@ -288,6 +239,10 @@ def handle(state: Membership, event: Event) -> _Result:  # noqa: PLR0911 - one p
         case Arrive():
             came = _changed(state, Changes(arrived=frozenset({state.me})))
             return _go_on(replace(came, phase=Phase.HEALING))
+        case Resize(size):
+            number = len(state.changes.requests) + 1
+            state = _changed(state, Changes(requests=frozenset({(number, size)})))
+            return _and_then([Send(state.everyone, _message(state, Kind.SIZE))], _go_on(state))
         case Heal():
             return _go_on(replace(state, phase=Phase.HEALING))
         case Cleared():
@@ -311,7 +266,7 @@ def _message(state: Membership, kind: Kind) -> Message:
 
 
 def _changed(state: Membership, changes: Changes) -> Membership:
-    others = Changes(changes.lost - {state.me}, changes.arrived)
+    others = changes._replace(lost=changes.lost - {state.me})
     return replace(state, changes=state.changes | others)
 
 
@@ -335,6 +290,8 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa:
     if kind is Kind.GONE:
         return _go_on(_changed(state, Changes(lost=frozenset({source}))))
     state = _changed(state, message.changes)
+    if kind is Kind.SIZE:
+        return _go_on(state)
     if kind is Kind.CLEARED:
         known = {**state._cleared_of, source: message.changes}
         return _go_on(replace(state, _cleared_of=known))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 from ringcomm.transport.membership.view import Changes, View
@@ -18,7 +19,8 @@ class Kind(IntEnum):
     GONE = 5  # the sender takes part no more
     LEAVES = 6  # the sender will work no more; to processes that are no members
     AGREED = 7  # the sender works in `view`, of which the receiver is a member
-    KILL = 8  # whoever is on the host of `changes.lost` must kill them
+    SIZE = 8  # somebody wants another number of members; it is among `changes`
+    KILL = 9  # whoever is on the host of `changes.lost` must kill them
 
 
 class Message(NamedTuple):
@@ -31,14 +33,17 @@ class Message(NamedTuple):
 
     def numbers(self) -> list[int]:
         """Return the wire form."""
-        view, (lost, arrived) = self.view, self.changes
-        head = [self.kind, self.run, view.number, view.size, len(lost)]
-        return [*head, *view.members, *view.incarnations, *sorted(lost), *sorted(arrived)]
+        view, (lost, arrived, requests) = self.view, self.changes
+        head = [self.kind, self.run, view.number, view.size, len(lost), len(arrived)]
+        flat = [number for request in sorted(requests) for number in request]
+        return [*head, *view.members, *view.incarnations, *sorted(lost), *sorted(arrived), *flat]
 
     @classmethod
     def of(cls, numbers: list[int]) -> Message:
         """Read the wire form."""
-        kind, run, number, size, n_lost, *rest = numbers
-        view = View(number, tuple(rest[:size]), tuple(rest[size : 2 * size]))
-        lost, arrived = rest[2 * size :][:n_lost], rest[2 * size + n_lost :]
-        return cls(Kind(kind), view, run, Changes(frozenset(lost), frozenset(arrived)))
+        kind, run, number, size, n_lost, n_arrived, *rest = numbers
+        values = iter(rest)
+        members, incarnations = tuple(islice(values, size)), tuple(islice(values, size))
+        lost, arrived = frozenset(islice(values, n_lost)), frozenset(islice(values, n_arrived))
+        changes = Changes(lost, arrived, frozenset(zip(values, values, strict=True)))
+        return cls(Kind(kind), View(number, members, incarnations), run, changes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringcomm.transport.membership.machine import (
+from ringcomm.transport.membership.events import (
     Clear,
     EndRun,
     Event,
@@ -16,10 +16,9 @@ from ringcomm.transport.membership.machine import (
     Heard,
     Install,
     KillHere,
-    Membership,
     Send,
-    handle,
 )
+from ringcomm.transport.membership.machine import Membership, handle
 from ringcomm.transport.membership.messages import Message
 
 if TYPE_CHECKING:
@@ -38,12 +37,12 @@ class MembershipService:
     """
 
     def __init__(
-        self, mpi: Any, comm: MPI.Comm, n_members: int, *, is_fault_tolerant: bool
+        self, mpi: Any, comm: MPI.Comm, n_spares: int, n_reserves: int, *, is_fault_tolerant: bool
     ) -> None:
         self._mpi = mpi
         self._comm = comm
         self._is_fault_tolerant = is_fault_tolerant
-        self._state = Membership.first(comm.rank, n_members, comm.size)
+        self._state = Membership.first(comm.rank, comm.size, n_spares, n_reserves)
         self._lock = threading.Lock()
         self._status = mpi.Status()
         self._unsent: list[tuple[MPI.Request, NDArray[np.int32]]] = []

@@ -12,19 +12,25 @@ class Changes(NamedTuple):
     """All that has happened to the processes of a job since its first view; sets only grow.
 
     lost: processes that have ended, or take part no more. arrived: those that have come since, and
-    may be members.
+    may be members. requests: the first of each is its number, the second how many members it wants.
     """
 
     lost: frozenset[int] = frozenset()
     arrived: frozenset[int] = frozenset()
+    requests: frozenset[tuple[int, int]] = frozenset()
 
     def __or__(self, other: Changes) -> Changes:
-        return Changes(self.lost | other.lost, self.arrived | other.arrived)
+        requests = self.requests | other.requests
+        return Changes(self.lost | other.lost, self.arrived | other.arrived, requests)
+
+    def __str__(self) -> str:
+        text = f"the job has lost {len(self.lost)} ranks"
+        return f"{text}, and was resized {len(self.requests)} times" if self.requests else text
 
     @property
     def number(self) -> int:
         """How many changes these are."""
-        return len(self.lost) + len(self.arrived)
+        return sum(map(len, self))
 
 
 @dataclass(frozen=True)
@@ -50,17 +56,19 @@ class View:
         """Return the view after changes, with at most `size` members.
 
         A process of those that wait takes the place of a lost one, whose rank it gets. If too few
-        wait, the ranks behind a lost one move up; if more do, they become the last ranks.
+        wait, the ranks behind a lost one move up; if more do, they become the last ranks. If there
+        are too many members, the last ones leave the view.
         """
-        left = iter(sorted(set(waiting) - set(self.members)))
+        n_live = len(set(self.members) - changes.lost)
+        left = islice(sorted(set(waiting) - set(self.members)), max(0, size - n_live))
         members: list[tuple[int, int]] = []
         for member, incarnation in zip(self.members, self.incarnations, strict=True):
             if member not in changes.lost:
                 members.append((member, incarnation))
             elif (substitute := next(left, None)) is not None:
                 members.append((substitute, 0))
-        members += [(each, 0) for each in islice(left, max(0, size - len(members)))]
-        numbers, incarnations = zip(*members, strict=True) if members else ((), ())
+        members += [(each, 0) for each in left]
+        numbers, incarnations = zip(*members[:size], strict=True) if members else ((), ())
         return self if numbers == self.members else View(changes.number, numbers, incarnations)
 
     @property

@@ -1,0 +1,119 @@
+"""Processes without a place in the job: reserves that sleep, and spares that wait for one."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from ringcomm.engine.api.heal import clear_memory, elastic_world, in_next_view, withdraw
+from ringcomm.engine.api.world import World, begin_view, current
+from ringcomm.errors import ConfigError, RingcommError
+from ringcomm.status.page_enums import State
+from ringcomm.transport.membership.events import (
+    Arrive,
+    Resize,
+)
+from ringcomm.transport.membership.machine import Membership, Phase
+
+_NAP_S, _SLEEP_S = 1e-3, 10e-3
+_LAST_WORDS_S = 1.0  # messages of a rank that has left in order come in this time
+
+
+def sleep_until_needed() -> bool:
+    """Return True once this process is to prepare for a place; False if the job is over before."""
+    world, membership = elastic_world()
+    orphans = _Orphans()
+    while not membership.state.is_needed:
+        world.presence.look(at_once=True)
+        if _is_over(membership.state):
+            return False
+        orphans.check(membership.state)
+        world.presence.parking.sleep(_SLEEP_S)
+    return True
+
+
+def take_place() -> bool:
+    """Return True once this process works in a view; False if the job is over before.
+
+    Raises:
+        RingcommError: all ranks are lost, and with them the state of the job.
+        PeerFailedError: a rank is lost as the view begins.
+    """
+    world, membership = elastic_world()
+    world.transport.stop()
+    if membership.state.phase is Phase.OUTSIDE:
+        membership.handle(Arrive())
+    orphans = _Orphans()
+    try:
+        while not membership.state.is_member:
+            world.presence.look(at_once=True)
+            if membership.must_clear:
+                clear_memory(world, membership)
+                continue
+            if _is_over(membership.state):
+                return False
+            orphans.check(membership.state)
+            world.presence.parking.sleep(_NAP_S)
+    except BaseException:
+        withdraw(world)
+        raise
+    begin_view(in_next_view(world, membership))
+    return True
+
+
+def leave_outside(world: World) -> bool:
+    """End a process that has no place in the job; return True if MPI can be finalized."""
+    assert world.membership is not None
+    is_clean = world.membership.state.is_job_over and not world.presence.deaths
+    if not is_clean:
+        withdraw(world)
+    world.transport.close(is_clean=is_clean)
+    if not is_clean:
+        world.transport.page.set_state(State.LEFT)  # nobody waits for MPI_Finalize
+    return is_clean
+
+
+def request_size(n: int) -> None:
+    """Have the job go on with n ranks, from a commit on."""
+    world = current()
+    if world is None or world.membership is None:
+        raise RingcommError(
+            "elastic.request_scale: the number of ranks cannot change. Set RINGCOMM_ELASTIC=1, "
+            "and call this after init()"
+        )
+    state, presence = world.membership.state, world.presence
+    n_live = presence.size - len(state.changes.lost)
+    least = world.engine.settings.elastic_min
+    if not least <= n <= n_live:
+        raise ValueError(
+            f"elastic.request_scale({n}): it must be {least} (RINGCOMM_ELASTIC_MIN) to {n_live}, "
+            "which is how many processes the job has. Start it with more RINGCOMM_RESERVES"
+        )
+    if state.changes.number + 1 >= len(presence.lines):
+        raise ConfigError(
+            f"elastic.request_scale({n}): {state.changes}, and init() was prepared for "
+            f"{presence.n_losses}: set RINGCOMM_ELASTIC_LOSSES to more"
+        )
+    if n != state.size:
+        world.membership.handle(Resize(n))
+
+
+def _is_over(state: Membership) -> bool:
+    return state.is_job_over or (state.run > 0 and state.phase is Phase.OUTSIDE)
+
+
+class _Orphans:
+    """Ends the wait of a process that waits for ranks which are all lost."""
+
+    def __init__(self) -> None:
+        self._since = math.inf
+
+    def check(self, state: Membership) -> None:
+        """Raise RingcommError if all ranks are lost for a while, and have not left in order."""
+        now = time.monotonic()
+        self._since = min(self._since, now) if state.is_orphaned else math.inf
+        if now > self._since + _LAST_WORDS_S:
+            raise RingcommError(
+                "elastic.run: all ranks that had the state of the job are lost, and only spares "
+                "are left. Start the job again from a checkpoint"
+            )
