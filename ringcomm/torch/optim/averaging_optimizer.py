@@ -58,7 +58,7 @@ class AveragingOptimizer(Optimizer):
         """Update the parameters. If this rank has run no backward(), take part in the reduction."""
         if self._has_synchronized and not self._is_skipping and not self._has_warned:
             self._has_warned = True
-            warnings.warn(_STEP_AFTER_SYNCHRONIZE, stacklevel=2)
+            warnings.warn(_STEP_AFTER_SYNCHRONIZE, stacklevel=3)
         self._has_synchronized = False
         if closure is None:
             self._finish_gradients()

@@ -22,6 +22,7 @@ class OwnPart:
         self.place: slice | None = None
         self._reduced: Mark | None = None  # .grad as the reduction has left it
         self._displaced: Mark | None = None  # .grad of a step in which `place` was different
+        self._weights: Mark | None = None  # the parameter, since .grad has been this part
 
     def move(self, member: Member | None, *, is_scattered: bool, is_settled: bool) -> None:
         """Use another bucket's member from now on; is_settled: .grad is of an earlier step."""
@@ -41,6 +42,20 @@ class OwnPart:
                 f"DistributedOptimizer: {self._name}.grad is of an earlier step. With "
                 "shard_state=1 it holds this rank's part of the gradient, and since then ranks "
                 "have other parts: call optimizer.zero_grad() between step() and backward()"
+            )
+
+    def require_equal_weights(self) -> None:
+        """Raise RingcommError if the weights have changed since .grad has been this rank's part.
+
+        The program drops .grad now, and seems to have used it for that, as SAM does: weights would
+        differ between the ranks. Writes through .data are not noticed.
+        """
+        if self._weights is not None and not self._weights.is_of(self._parameter):
+            raise RingcommError(
+                f"DistributedOptimizer: {self._name} was changed between backward() and "
+                "zero_grad(). With shard_state=1 .grad is then this rank's part of the mean, and "
+                "weights that are computed from it differ between the ranks. Pass shard_state=0, "
+                "or change weights after step()"
             )
 
     def gradient(self) -> torch.Tensor | None:
@@ -72,10 +87,12 @@ class OwnPart:
         """Accept the changes of .grad up to now: is_changed is then False until the next change."""
         gradient = self._parameter.grad
         self._reduced = None if gradient is None else Mark(gradient)
+        if gradient is not None and self._weights is None:
+            self._weights = Mark(self._parameter)
 
     def forget(self) -> None:
         """Expect another gradient."""
-        self._reduced = None
+        self._reduced = self._weights = None
 
     @property
     def is_changed(self) -> bool:

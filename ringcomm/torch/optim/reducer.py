@@ -129,6 +129,8 @@ class GradientReducer:
         """Restart the step, before zero_grad(); complete the buckets of a failed backward()."""
         if any(bucket.is_under_way for bucket in self.plan.buckets or ()):
             self._spoiling(self._drain)
+        for slot in self.slots:
+            slot.part.require_equal_weights()
         self._is_spoiled = False
         self._begin_step(is_zeroed=True)
 

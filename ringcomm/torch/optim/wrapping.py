@@ -17,18 +17,16 @@ Settings = dict[str, Any]  # a param_group without its parameters
 def derive(optimizer: T, part: type[Optimizer], **attributes: Any) -> T:
     """Return an optimizer of a new class that inherits from `part` and from the optimizer's class.
 
-    It has the given attributes, and shares the original's state, param_groups and hooks.
-    Schedulers that were made earlier notice its steps.
+    It has the given attributes, and shares everything with the original, whose step() is now that
+    of the result. Schedulers of either one notice these steps.
     """
     part.step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap step() to run hooks
     base = type(optimizer)
     kind: type[T] = type(base.__name__, (part, base), {"__doc__": base.__doc__})
     wrapped = object.__new__(kind)
-    earlier_step = optimizer.__dict__.pop("step", None)
     wrapped.__dict__ = optimizer.__dict__
     wrapped.__dict__.update(attributes)
-    if hasattr(earlier_step, "_wrapped_by_lr_sched"):
-        _show_steps_to_scheduler(wrapped)
+    _share_step(wrapped, optimizer)
     return wrapped
 
 
@@ -109,16 +107,25 @@ def named_in_order(
     return [(name_of[p], p) for p in parameters]
 
 
-def _show_steps_to_scheduler(wrapped: Optimizer) -> None:
-    """Set the attribute by which a scheduler that was made earlier notices calls of step()."""
-    ref = weakref.ref(wrapped)  # a cycle would keep a dropped optimizer, and its hooks, alive
+def _share_step(wrapped: Optimizer, original: Optimizer) -> None:
+    """Set the attribute by which both objects have one step(), and schedulers notice its calls.
 
-    @functools.wraps(type(wrapped).step)
+    Both have one __dict__. A program may keep either one, or both.
+    """
+    kind = type(wrapped)
+    # A cycle would keep a dropped optimizer, and its hooks, alive.
+    of_wrapped, of_original = weakref.ref(wrapped), weakref.ref(original)
+
+    @functools.wraps(kind.step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = ref()
-        assert optimizer is not None
+        optimizer = of_wrapped()
+        if optimizer is None:
+            kept = of_original()
+            assert kept is not None
+            optimizer = object.__new__(kind)
+            optimizer.__dict__ = kept.__dict__
         optimizer.__dict__["_opt_called"] = True
-        return type(optimizer).step(optimizer, *args, **kwargs)
+        return kind.step(optimizer, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     wrapped.step = step  # type: ignore[method-assign]

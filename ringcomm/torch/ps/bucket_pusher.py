@@ -154,6 +154,19 @@ class BucketPusher:
                 bucket.land()
         return outcomes
 
+    def refuse_update_by_hand(self) -> None:
+        """Raise RingcommError if weights have changed since backward(), which was not pushed.
+
+        The program drops .grad now, and seems to have used it for that, as SAM does.
+        """
+        for slot in (each for bucket in self.buckets for each in bucket.slots):
+            if slot.are_weights_changed:
+                raise RingcommError(
+                    f"{WHO}: {slot.name} was changed between backward() and zero_grad(), while "
+                    ".grad is this worker's own gradient: weights that are computed from it differ "
+                    "between the workers. Change weights after step(), or use hybrid='ring'"
+                )
+
     def refuse_changed_gradients(self) -> None:
         """Raise RingcommError if .grad or a hyper-parameter has changed since the push."""
         for slot in (each for bucket in self.buckets for each in bucket.slots):

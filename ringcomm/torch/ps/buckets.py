@@ -51,6 +51,7 @@ class ServedSlot(Slot):
         self.is_pushed = False
         self._pushed: tuple[Mark, Sample | None] | None = None  # None: there is no gradient
         self._before: torch.Tensor | None = None  # .grad before backward(), which adds to it
+        self._weights: Mark | None = None  # the parameter before backward()
 
     # --- values -----------------------------------------------------------------------------------
     def note_fetched(self) -> None:
@@ -71,9 +72,16 @@ class ServedSlot(Slot):
 
     # --- gradients --------------------------------------------------------------------------------
     def note_before_gradient(self) -> None:
-        """Note .grad before autograd adds to it."""
+        """Note .grad before autograd adds to it, and the weights."""
         if self._before is None:
             self._before = self.parameter.grad
+        if self._weights is None:
+            self._weights = Mark(self.parameter)
+
+    @property
+    def are_weights_changed(self) -> bool:
+        """True if the weights have changed since backward(), except through .data."""
+        return self._weights is not None and not self._weights.is_of(self.parameter)
 
     def note_pushed(self, *, is_early: bool) -> None:
         """Note that .grad is pushed as it is; is_early: the program may change it before step()."""

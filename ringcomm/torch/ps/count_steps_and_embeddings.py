@@ -6,6 +6,10 @@ import weakref
 from typing import Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from ringcomm.collectives.operators import MAX
+from ringcomm.engine.api import collectives
 from ringcomm.ps.session import Session, session
 
 _counting: Final[WeakKeyDictionary[Session, weakref.ref[object]]] = WeakKeyDictionary()
@@ -20,6 +24,18 @@ def count_step(session: Session, optimizer: object) -> None:
         _counting[session] = weakref.ref(optimizer)
     if counting is None or counting is optimizer:
         session.tick()
+
+
+def catch_up(session: Session, name: str) -> None:
+    """Count as many steps as the worker that has made most. Collective; `name` is of the message.
+
+    Workers may have made unequal numbers of steps with earlier optimizers. If one waited for
+    another's steps within a collective call, it would wait for ever.
+    """
+    mine = np.array([session.clock])
+    most = int(collectives.allreduce(mine, MAX, name=name, group=session.group)[0])
+    if most > session.clock:
+        session.tick(most)
 
 
 def enrol_embedding() -> None:

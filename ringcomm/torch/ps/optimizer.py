@@ -26,6 +26,7 @@ from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_i
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_something_served
 from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
+from ringcomm.torch.ps.parts_of_optimizer import Parts
 from ringcomm.torch.ps.push_during_backward import Feeder
 from ringcomm.torch.ps.server_state import gather_state, pull_values, push_state, push_values
 
@@ -130,7 +131,7 @@ def DistributedOptimizer(
     if options.class_name is not None:
         push_state(feeder, optimizer.state)
         optimizer.state.clear()
-    return derive(optimizer, _Served, _feeder=feeder)
+    return derive(optimizer, _Served, _feeder=feeder, _parts=Parts(optimizer))
 
 
 _OF_RING: Final[dict[Any, Any]] = {
@@ -205,6 +206,7 @@ class _Served(Optimizer):
     """First base class of the wrapped optimizer; the second is the optimizer's own class."""
 
     _feeder: Feeder
+    _parts: Parts
 
     @Optimizer.profile_hook_step  # it runs the hooks of a step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -229,10 +231,11 @@ class _Served(Optimizer):
     def _step_here(self, closure: Callable[[], Any] | None) -> Any:
         step = plain_step(type(self).__bases__[1])
         if closure is not None:
-            return step(self, functools.partial(self._evaluate, closure))
+            with self._parts.allowed():
+                return step(self, functools.partial(self._evaluate, closure))
         if not self._take_mean():
             return None
-        with self._unscaled():
+        with self._unscaled(), self._parts.allowed():
             return step(self)
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import ServedBucket, ServedSlot, plan
 from ringcomm.torch.ps.clip_and_scale import is_on
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
-from ringcomm.torch.ps.count_steps_and_embeddings import count_step
+from ringcomm.torch.ps.count_steps_and_embeddings import catch_up, count_step
 from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 from ringcomm.torch.ps.rows_until_step import NO_ROWS, RowGradients, let_rows_wait, take
 
@@ -84,15 +84,24 @@ class Feeder:
         self._hooks.attach(without_hooks(new))
         self._slots += new
         self.pusher.add(buckets)
+        if self.options.mode.name == "ssp":
+            catch_up(self.session, f"steps (ps optimizer {self.number})")
         self.pusher.fetch_values(buckets)
 
     def require_known(self, groups: Groups) -> None:
         """Raise RingcommError if param_groups have other parameters than the servers."""
-        ids = {id(p) for group in groups for p in group["params"]}
-        if ids != {id(slot.parameter) for slot in self._slots}:
+        group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+        if group_of.keys() != {id(slot.parameter) for slot in self._slots}:
             raise RingcommError(
                 f"{WHO}: param_groups have other parameters than the servers. Wrap a new optimizer "
                 "to exchange parameters, or add some by optimizer.add_param_group()"
+            )
+        moved = [each for each in self._slots if group_of[id(each.parameter)] != each.group]
+        if moved and self.options.class_name is not None:
+            name, group = moved[0].name, group_of[id(moved[0].parameter)]
+            raise RingcommError(
+                f"{WHO}: {name} is in param_groups[{group}] now, and the servers know it in group "
+                f"{moved[0].group}. To give parameters other groups, wrap a new optimizer"
             )
 
     def _require_alike(self, what: str, mine: OptimizerSummary) -> None:
@@ -240,6 +249,8 @@ class Feeder:
                 "gradients after backward() pass overlap=False, to skip steps whose gradients are "
                 "not finite scaler=, to clip max_grad_norm="
             )
+        if self.options.class_name is None and not self.pusher.n_pushed:
+            self.pusher.refuse_update_by_hand()
         self._is_spoiled = False
         if self.options.is_deferred:
             take(self.session)

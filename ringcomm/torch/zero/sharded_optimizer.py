@@ -227,7 +227,7 @@ class ShardedOptimizer(AveragingOptimizer):
             "part of the gradient, so torch.nn.utils.clip_grad_norm_ would scale each part by "
             "another factor: use optimizer.clip_grad_norm_(). Changes of each element by itself "
             "are right",
-            stacklevel=6,
+            stacklevel=7,
         )
 
     def _restore_wide(self, state_dict: dict[str, Any]) -> None:
