@@ -3,7 +3,8 @@
     RINGCOMM_ELASTIC=1 mpirun --with-ft ulfm -np 4 python examples/elastic.py
 
 While it runs, kill any of its processes, rank 0 too: kill -9 PID. With `--kill 2@30 --kill 0@60`
-rank 2 kills itself in step 30, and rank 0 in step 60. The others go on in the step that failed.
+rank 2 kills itself in step 30, and rank 0 in step 60. The others go on in the step that failed,
+with the samples of the lost rank, too: the last line shows the same loss, whoever dies.
 """
 
 import argparse
@@ -14,39 +15,34 @@ import numpy as np
 
 import ringcomm as rc
 
-STEPS, BATCH, WIDTH, RATE = 100, 64, 20, 0.5
-WANTED = np.random.default_rng(1).normal(size=WIDTH)
+N, BATCH, EPOCHS, RATE = 6400, 64, 4, 0.5
+random = np.random.default_rng(1)
+X = random.normal(size=(N, 20))
+Y = (X @ random.normal(size=20) > 0).astype(float)
 
 
-def batch(step, member):
-    """Return examples and labels. `member` is a process, so each has examples of its own."""
-    random = np.random.default_rng([step, member])
-    x = random.normal(size=(BATCH, WIDTH))
-    return x, (x @ WANTED > 0).astype(float)
-
-
-def loss_and_gradient(weights, x, y):
+def sums(weights, x, y):
+    """Return the sums of gradient and loss over the samples, and the number of samples."""
     p = 1 / (1 + np.exp(-x @ weights))
-    loss = -np.mean(np.log(np.where(y > 0, p, 1 - p) + 1e-12))
-    return loss, x.T @ (p - y) / len(y)
+    loss = -np.log(np.where(y > 0, p, 1 - p) + 1e-12).sum()
+    return np.concatenate([x.T @ (p - y), [loss, len(y)]])
 
 
 @rc.elastic.run
 def train(state, kill_at):
     """Called again in each new view, with the last state that any rank has committed."""
-    while state.step < STEPS:
-        view = rc.elastic.view()
-        me = view.members[rc.rank()]  # the rank that this process had at first
-        if (me, state.step) in kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss, gradient = loss_and_gradient(state.weights, *batch(state.step, me))
-        mean = rc.allreduce(np.append(gradient, loss), rc.AVERAGE)
-        state.weights -= RATE * mean[:-1]
-        state.loss = mean[-1]
-        state.step += 1
-        state.commit()
-        if rc.rank() == 0 and state.step % 20 == 0:
-            print(f"step {state.step}: loss {state.loss:.4f} on {rc.size()} ranks", flush=True)
+    me = rc.elastic.view().members[rc.rank()]  # the rank that this process had at first
+    for _ in range(state.loader.sampler.epoch, EPOCHS):
+        for x, y in state.loader:
+            if (me, state.step) in kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            *gradient, loss, n = rc.allreduce(sums(state.weights, x, y))
+            state.weights -= RATE * np.array(gradient) / n
+            state.loss = loss / n
+            state.step += 1
+            state.commit()
+            if rc.rank() == 0 and state.step % 20 == 0:
+                print(f"step {state.step}: loss {state.loss:.4f} on {rc.size()} ranks", flush=True)
 
 
 def main():
@@ -55,7 +51,8 @@ def main():
     args = parser.parse_args()
     kill_at = {tuple(map(int, text.split("@"))) for text in args.kill}
     rc.init()
-    state = rc.elastic.ArrayState(step=0, weights=np.zeros(WIDTH), loss=np.inf)
+    loader = rc.data.Loader((X, Y), BATCH, sampler=rc.data.ShardedSampler(N, remainder="uneven"))
+    state = rc.elastic.ArrayState(step=0, weights=np.zeros(20), loss=np.inf, loader=loader)
     train(state, kill_at)
     if rc.rank() == 0:
         print(f"done: {state.step} steps, loss {state.loss:.4f}, ranks left: {rc.size()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -71,15 +72,21 @@ def share_length(n_left: int, rank: int, size: int, remainder: Remainder) -> int
     return n_left // size if remainder == "drop" else -(-n_left // size)
 
 
-def batch_lengths(mine: int, longest: int, batch_size: int) -> list[int]:
+def n_dealt(n_left: int, size: int, remainder: Remainder) -> int:
+    """Return how many samples all ranks together get if n_left are left."""
+    return sum(share_length(n_left, rank, size, remainder) for rank in range(size))
+
+
+def batch_lengths(n: int, rank: int, size: int, per_step: int) -> list[int]:
     """Return the lengths of a rank's batches, the same number for every rank.
 
-    `mine` is the number of this rank's samples, `longest` the largest number of any rank. If this
-    rank has no sample left for the last batch, a sample of the batch before moves there, so that no
-    batch is empty.
+    n samples are dealt out to the ranks one by one; each step takes the next `per_step` of them,
+    over all ranks. If this rank has no sample left for the last batch, a sample of the batch before
+    moves there, so that no batch is empty.
     """
-    n_batches = -(-longest // batch_size)
-    lengths = [min(batch_size, max(mine - b * batch_size, 0)) for b in range(n_batches)]
-    if lengths and lengths[-1] == 0 and n_batches > 1 and batch_size > 1:
-        lengths[-2:] = [batch_size - 1, 1]
+    ends = [*range(per_step, n, per_step), *([n] if n else [])]
+    taken = [0, *(dealt(end, rank, size) for end in ends)]
+    lengths = [after - before for before, after in pairwise(taken)]
+    if len(lengths) > 1 and lengths[-1] == 0 and lengths[-2] > 1:
+        lengths[-2:] = [lengths[-2] - 1, 1]
     return lengths

@@ -14,7 +14,8 @@ import numpy as np
 from ringcomm.config import read_settings
 from ringcomm.data.collate import map_arrays, stack
 from ringcomm.data.prefetch import LateError, prefetched
-from ringcomm.data.sampler import Batches, ShardedSampler, State, require_sampler
+from ringcomm.data.sampler import Batches, Constant, ShardedSampler, require_sampler
+from ringcomm.data.sampler_state import State
 
 _NAMED = 8  # samples that an error names
 
@@ -40,7 +41,9 @@ class Loader:
         collate: function that makes a batch of a list of samples of a dataset; by default, numbers
             and arrays are stacked.
         prefetch: number of batches to load ahead; with 0 there is no thread.
-        drop_last: leave out batches that are smaller than batch_size.
+        drop_last: leave out a last step with fewer samples than the others.
+        constant: what stays the same in an elastic job when the number of ranks changes: "global",
+            the samples of a step, or "local", batch_size; see Batches.
 
     Attributes:
         sampler: the ShardedSampler.
@@ -65,6 +68,7 @@ class Loader:
         collate: Callable[[list[Any]], Any] | None = None,
         prefetch: int = 2,
         drop_last: bool = False,
+        constant: Constant = "global",
     ) -> None:
         n = _length(data)
         self.sampler = ShardedSampler(n) if sampler is None else sampler
@@ -80,7 +84,7 @@ class Loader:
             raise TypeError(f"Loader: collate must be a function, not {collate!r}")
         if operator.index(prefetch) < 0:
             raise ValueError(f"Loader: prefetch is at least 0, not {prefetch}")
-        self.batches = Batches(self.sampler, batch_size, drop_last=drop_last)
+        self.batches = Batches(self.sampler, batch_size, drop_last=drop_last, constant=constant)
         self._data, self._optimizer, self._prefetch = data, optimizer, prefetch
         self._collate = stack if collate is None else collate
         self._consumed: int | None = None  # samples, in the epoch under way
@@ -102,6 +106,12 @@ class Loader:
     def __len__(self) -> int:
         """Return the number of batches of the epoch under way, or else of the next epoch."""
         return len(self.batches)
+
+    @property
+    def needs_weights(self) -> bool:
+        """True if batches of the ranks are unequal, and no optimizer is told how they are."""
+        is_unequal = self.batches.samples_per_step % self.sampler.size > 0
+        return is_unequal and self._optimizer is None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iter(); see ShardedSampler.set_epoch()."""

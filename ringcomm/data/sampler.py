@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, Final, Literal, get_args
 
 from ringcomm.data.epoch_order import (
     REMAINDERS,
-    Indices,
     Phases,
     Remainder,
     batch_lengths,
     epoch_order,
+    n_dealt,
     n_remaining,
     remaining,
     share_length,
     share_of,
 )
+from ringcomm.data.epoch_share import EpochShare
+from ringcomm.data.sampler_state import State, natural, require_complete, whole_state
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import engine, is_initialized
 from ringcomm.errors import MismatchError
 
-State = dict[str, Any]
+Constant = Literal["global", "local"]
+_NO_BATCHES: Final = {"batch_size": 0, "drop_last": False, "constant": "global"}
 _SHOWN: Final = 60  # characters of an argument in an error
 
 
@@ -54,6 +56,7 @@ class ShardedSampler:
 
     Attributes:
         epoch: the epoch under way, or else the next.
+        first_size: number of ranks with which the training began, in an elastic job.
 
     Raises:
         ValueError: remainder is not known, a number is negative, or rank is not below size.
@@ -91,6 +94,7 @@ class ShardedSampler:
         self._phases: Phases = ()
         self._run: EpochShare | None = None
         self._is_compared = False
+        self.first_size = self.size
 
     @property
     def epoch(self) -> int:
@@ -110,16 +114,18 @@ class ShardedSampler:
             return len(run.share)
         return self.length_of(self.rank)
 
-    def batches(self, batch_size: int, *, drop_last: bool = False) -> Batches:
+    def batches(
+        self, batch_size: int, *, drop_last: bool = False, constant: Constant = "global"
+    ) -> Batches:
         """Return an iterable of this rank's samples in batches, each a list of indices."""
-        return Batches(self, batch_size, drop_last=drop_last)
+        return Batches(self, batch_size, drop_last=drop_last, constant=constant)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iter(). Not needed if epochs follow each other.
 
         The epoch starts at its beginning, unless load_state_dict() has just resumed it.
         """
-        epoch = _natural("epoch", epoch)
+        epoch = natural("epoch", epoch)
         if self._run is not None or epoch != self._epoch:
             self._set(epoch, ())
 
@@ -164,9 +170,9 @@ class ShardedSampler:
             ValueError: the state is for other data, seed or shuffling, or not from state_dict(), or
                 states are missing.
         """
-        states = [_whole(each) for each in ([state] if isinstance(state, Mapping) else state)]
+        states = [whole_state(each) for each in ([state] if isinstance(state, Mapping) else state)]
         if not isinstance(state, Mapping):
-            _require_complete(states)
+            require_complete(states)
         first = states[0]
         for what, value in self._arguments_of_order.items():
             if first[what] != value:
@@ -190,18 +196,21 @@ class ShardedSampler:
         n_batches: how many, in the epoch under way; None: all that the sampler has dealt out.
         """
         run = self._run
-        if run is None:
-            return {"epoch": self._epoch, "phases": self._phases}
-        n = run.n_dealt if n_batches is None else n_batches
-        if n >= run.n_batches and (n or run.is_over):
-            return {"epoch": run.epoch + 1, "phases": ()}
-        counts = tuple(sum(run.lengths_of(rank)[:n]) for rank in range(self.size))
-        return {"epoch": run.epoch, "phases": (*self._phases, counts) if n else self._phases}
+        epoch, phases = self._epoch, self._phases
+        if run is not None:
+            n = run.n_dealt if n_batches is None else n_batches
+            if n >= run.n_batches and (n or run.is_over):
+                epoch, phases = run.epoch + 1, ()
+            elif n:
+                counts = tuple(sum(run.lengths_of(rank)[:n]) for rank in range(self.size))
+                phases = (*phases, counts)
+        return {"epoch": epoch, "phases": phases, "first_size": self.first_size}
 
     def set_elastic_position(self, position: Mapping[str, Any]) -> None:
         """Go on from an elastic_position(): the ranks of today share what is left of its epoch."""
         if self._is_for_job:
             self.rank, self.size = engine().rank, engine().size
+        self.first_size = position["first_size"]
         self._set(position["epoch"], position["phases"])
         self._is_compared = False
         if self._phases and self.longest() == 0:
@@ -217,13 +226,13 @@ class ShardedSampler:
         """True if some, but not all, samples of an epoch have been dealt out."""
         return self._run is not None and self._run.taken > 0 and not self._run.is_over
 
-    def begin(self, *, batch_size: int = 0, drop_last: bool = False) -> EpochShare:
+    def begin(self, batching: Mapping[str, Any] = _NO_BATCHES) -> EpochShare:
         """Begin the next epoch, and return this rank's share of it. Collective the first time.
 
-        Ranks compare the arguments, which are those of Batches; without batches, batch_size is 0.
+        Ranks compare `batching`, the arguments of Batches.
         """
         if not self._is_compared:
-            self._compare({"batch_size": batch_size, "drop_last": drop_last})
+            self._compare(batching)
             self._is_compared = True
         if self._run is not None:
             self._set(self._run.epoch + 1, ())
@@ -239,9 +248,16 @@ class ShardedSampler:
 
     def length_of(self, rank: int) -> int:
         """Return the number of a rank's samples in the epoch under way, or else in the next."""
+        return share_length(self._n_left, rank, self.size, self.remainder)
+
+    def n_dealt(self) -> int:
+        """Return the number of samples of all ranks in the epoch under way, or else in the next."""
+        return n_dealt(self._n_left, self.size, self.remainder)
+
+    @property
+    def _n_left(self) -> int:
         is_over = self._run is not None and self._run.is_over
-        left = n_remaining(self.n, () if is_over else self._phases)
-        return share_length(left, rank, self.size, self.remainder)
+        return n_remaining(self.n, () if is_over else self._phases)
 
     @property
     def _arguments_of_order(self) -> dict[str, Any]:
@@ -280,7 +296,7 @@ class ShardedSampler:
 
     def _refuse_bad_arguments(self) -> None:
         for what, value in (("number of samples", self.n), ("seed", self.seed)):
-            _natural(what, value)
+            natural(what, value)
         if self.remainder not in REMAINDERS:
             raise ValueError(
                 f"ShardedSampler: remainder must be {', '.join(REMAINDERS)}, not {self.remainder!r}"
@@ -289,72 +305,52 @@ class ShardedSampler:
             raise ValueError(f"ShardedSampler: rank {self.rank} is not one of {self.size} ranks")
 
 
-@dataclass(eq=False)
-class EpochShare:
-    """One iteration over a rank's share of an epoch."""
-
-    epoch: int
-    share: Indices
-    taken: int = 0  # samples that have been dealt out
-    n_dealt: int = 0  # batches that have been dealt out
-    n_batches: int = 0  # of this rank
-    is_over: bool = False
-    lengths_of: Callable[[int], list[int]] = lambda rank: []  # of the batches of any rank
-
-    def take(self, lengths_of: Callable[[int], list[int]], rank: int) -> Iterator[list[int]]:
-        """Deal out the batches of a rank; lengths_of() returns the lengths of those of any rank."""
-        lengths = lengths_of(rank)
-        self.lengths_of, self.n_batches = lengths_of, len(lengths)
-        for length in lengths:
-            start, self.taken = self.taken, self.taken + length
-            self.n_dealt += 1
-            yield self.share[start : start + length].tolist()
-        self.is_over = True
-
-    def consumed(self, said: int | None) -> int:
-        """Return `said`, the number of samples trained on; if None, the number dealt out."""
-        if said is None:
-            return len(self.share) if self.is_over else self.taken
-        if not 0 <= said <= len(self.share):
-            raise ValueError(
-                f"state_dict({said}): this rank has {len(self.share)} samples in this epoch"
-            )
-        return said
-
-
 class Batches:
     """A ShardedSampler's samples in batches: the same number on every rank, each a list of indices.
 
     Made by ShardedSampler.batches(); a `batch_sampler` for torch's DataLoader. The attributes
-    sampler, batch_size and drop_last are the arguments.
+    sampler, batch_size, drop_last and constant are the arguments.
 
     Args:
         sampler: the ShardedSampler, which deals out the samples, and counts epochs.
         batch_size: samples of each rank in a batch. The last batch may be smaller. With remainder=
             "uneven", batches of some ranks may have one sample less; a batch is empty only if its
             rank has fewer samples than there are batches, as may happen with batch_size=1.
-        drop_last: leave out batches that are smaller than batch_size.
+        drop_last: leave out a last step with fewer samples than the others.
+        constant: what stays the same in an elastic job when the number of ranks changes. "global":
+            the samples of a step, over all ranks; the ranks' batches are then unequal if the
+            number of ranks does not divide them, so weigh gradients with the lengths of batches.
+            "local": batch_size; then scale the learning rate.
 
     Raises:
-        ValueError: batch_size is less than 1.
+        ValueError: batch_size is less than 1, or constant is not known.
     """
 
     def __init__(
-        self, sampler: ShardedSampler, batch_size: int, *, drop_last: bool = False
+        self,
+        sampler: ShardedSampler,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        constant: Constant = "global",
     ) -> None:
         require_sampler("batches", sampler)
         self.sampler = sampler
         self.batch_size = operator.index(batch_size)
-        self.drop_last = drop_last
+        self.drop_last, self.constant = drop_last, constant
         if self.batch_size < 1:
             raise ValueError(f"batches: batch_size is at least 1, not {batch_size}")
+        if constant not in get_args(Constant):
+            raise ValueError(
+                f"batches: constant is {' or '.join(get_args(Constant))}, not {constant!r}"
+            )
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from self.begin()  # at the first next()
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch under way, or else of the next."""
-        return len(self._lengths(len(self.sampler)))
+        return len(self._lengths(self.sampler.rank))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iter(); see ShardedSampler.set_epoch()."""
@@ -363,86 +359,28 @@ class Batches:
     def begin(self) -> Iterator[list[int]]:
         """Begin the next epoch now, and return its batches."""
         sampler = self.sampler
-        run = sampler.begin(batch_size=self.batch_size, drop_last=self.drop_last)
-        return run.take(lambda rank: self._lengths(sampler.length_of(rank)), sampler.rank)
+        batching = {each: getattr(self, each) for each in _NO_BATCHES}
+        return sampler.begin(batching).take(self._lengths, sampler.rank)
 
-    def _lengths(self, mine: int) -> list[int]:
+    @property
+    def samples_per_step(self) -> int:
+        """Number of samples of a step, over all ranks."""
+        sampler = self.sampler
+        is_global = self.constant == "global"
+        return self.batch_size * (sampler.first_size if is_global else sampler.size)
+
+    def _lengths(self, rank: int) -> list[int]:
+        sampler, per_step = self.sampler, self.samples_per_step
+        n = sampler.n_dealt()
         if self.drop_last:
-            last_rank = self.sampler.length_of(self.sampler.size - 1)
-            return [self.batch_size] * (last_rank // self.batch_size)
-        return batch_lengths(mine, self.sampler.longest(), self.batch_size)
-
-
-_KEYS: Final = ("epoch", "phases", "taken", "rank", "size", "samples", "shuffle", "seed")
-
-
-def _whole(state: Any) -> State:
-    """Return a state with its numbers as ints; raise if it is not from state_dict()."""
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            f"ShardedSampler: load_state_dict() takes what state_dict() returned, or a list of "
-            f"such dicts, not a {type(state).__name__}"
-        )
-    missing = [key for key in _KEYS if key not in state]
-    if missing:
-        raise ValueError(
-            f"ShardedSampler: the state has no {', '.join(missing)}; it has "
-            f"{', '.join(map(str, state)) or 'nothing'}. Pass what state_dict() returned"
-        )
-    phases = state["phases"]
-    is_dealt = isinstance(phases, list | tuple) and all(
-        isinstance(counts, list | tuple) and counts and all(isinstance(n, int) for n in counts)
-        for counts in phases
-    )
-    if not is_dealt:
-        raise ValueError(
-            f"ShardedSampler: the state has phases={phases!r}; they must be lists of numbers of "
-            "samples, by rank"
-        )
-    numbers = ("epoch", "taken", "rank", "size")
-    return {**state, **{what: _natural(f"state's {what}", state[what]) for what in numbers}}
+            n = n // per_step * per_step
+        return batch_lengths(n, rank, sampler.size, per_step)
 
 
 def require_sampler(label: str, sampler: object) -> None:
     """Raise TypeError if `sampler` is not a ShardedSampler."""
     if not isinstance(sampler, ShardedSampler):
         raise TypeError(f"{label}: sampler must be a ringcomm.data.ShardedSampler, not {sampler!r}")
-
-
-def _require_complete(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if these are not the states of all ranks of one job at one moment."""
-    ranks = [each["rank"] for each in states]
-    size = states[0]["size"] if states else 1
-    if ranks != list(range(size)):
-        raise ValueError(
-            f"ShardedSampler: the list has states of ranks {ranks}, of a job of {size}: pass those "
-            "of all ranks in order, or one alone"
-        )
-    first = states[0]
-    base = min(each["epoch"] for each in states)
-    for each in states:
-        is_through = each["epoch"] == base + 1 and not each["taken"]
-        if each["epoch"] != base and not is_through:
-            raise ValueError(
-                f"ShardedSampler: rank {first['rank']} is in epoch {first['epoch']}, rank "
-                f"{each['rank']} in {each['epoch']}: the states are not of one moment"
-            )
-        for what in ("size", "samples", "shuffle", "seed"):
-            if each[what] != first[what]:
-                raise ValueError(
-                    f"ShardedSampler: rank {first['rank']} has {what}={first[what]}, rank "
-                    f"{each['rank']} {each[what]}: the states are not of one job"
-                )
-
-
-def _natural(what: str, value: int) -> int:
-    try:
-        value = operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"ShardedSampler: the {what} is an int, not {value!r}") from error
-    if value < 0:
-        raise ValueError(f"ShardedSampler: the {what} is at least 0, not {value}")
-    return value
 
 
 def _shown(what: str, value: Any) -> str:

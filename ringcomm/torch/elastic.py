@@ -6,19 +6,25 @@ The sampler of Horovod's elastic mode can be imported, so that scripts find its 
 from __future__ import annotations
 
 import copy
-from typing import Any, NoReturn
+import logging
+from typing import Any, Final, NoReturn, get_args
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.data import Loader
 from ringcomm.elastic import ObjectState, State, run
 from ringcomm.elastic.checksum import checksum_of
+from ringcomm.engine.api.init_rank_size import is_initialized, size
 from ringcomm.errors import ConfigError
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer, StateSharding
 from ringcomm.torch.training.broadcast_states import broadcast_tree
+from ringcomm.torch.training.learning_rates import Rule, rescale_rates
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
+
+_log: Final = logging.getLogger("ringcomm")
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -43,6 +49,8 @@ class TorchState(ObjectState):
     Args:
         model: a torch.nn.Module.
         optimizer: an optimizer, such as a DistributedOptimizer.
+        scale_lr: "linear" or "sqrt": when the number of ranks changes, scale learning rates by this
+            rule of scaled_lr(), for batches that keep their size on each rank; None: do not.
         values: other modules and optimizers, and values that can be pickled.
 
     Raises:
@@ -54,8 +62,14 @@ class TorchState(ObjectState):
         self,
         model: torch.nn.Module | None = None,
         optimizer: Optimizer | None = None,
+        *,
+        scale_lr: Rule | None = None,
         **values: Any,
     ) -> None:
+        if scale_lr not in (None, *get_args(Rule)):
+            rules = " or ".join(get_args(Rule))
+            raise ValueError(f"TorchState: scale_lr is {rules}, or None, not {scale_lr!r}")
+        self._rule = scale_lr
         given = {"model": model, "optimizer": optimizer, **values}
         self._holders: dict[str, torch.nn.Module | Optimizer] = {
             name: each
@@ -91,9 +105,13 @@ class TorchState(ObjectState):
                 each.load_state_dict(saved["state"])
                 continue
             each.load_state_dict(copy.deepcopy(saved["state"]))  # it may keep the tensors
+            if self._rule is not None:
+                rescale_rates(each, saved["n_ranks"], self._rule)
             each.zero_grad()
             if isinstance(each, AveragingOptimizer) and each.n_steps != saved["n_steps"]:
                 each.go_on_from(saved["n_steps"])
+
+        self._warn_of_unequal_batches()
 
     def checksum(self) -> int:
         """See ObjectState.checksum(); models and optimizers are compared, too."""
@@ -105,6 +123,20 @@ class TorchState(ObjectState):
         super().receive(root, is_new=is_new)
         if is_new:
             self._copies = received
+
+    def _warn_of_unequal_batches(self) -> None:
+        """Warn on one rank if a gradient of a small batch would count as much as of a large one."""
+        for name in self._names:
+            loader = getattr(self, name)
+            if isinstance(loader, Loader) and loader.needs_weights and loader.sampler.rank == 0:
+                _log.warning(
+                    "elastic: %s has %d samples in a step, now on %d ranks, so their batches are "
+                    "unequal, and gradients must be weighed. Pass optimizer= to the Loader, or "
+                    "constant='local' to keep the batches of each rank",
+                    name,
+                    loader.batches.samples_per_step,
+                    loader.sampler.size,
+                )
 
 
 class ElasticSampler(State):
@@ -124,7 +156,8 @@ def _bytes_of(value: Any) -> np.ndarray[Any, Any] | None:
 
 def _tree(holder: torch.nn.Module | Optimizer) -> dict[str, Any]:
     n_steps = holder.n_steps if isinstance(holder, AveragingOptimizer) else 0
-    return {"state": holder.state_dict(), "n_steps": n_steps}
+    n_ranks = size() if is_initialized() else 1
+    return {"state": holder.state_dict(), "n_steps": n_steps, "n_ranks": n_ranks}
 
 
 def _copied(tree: Any, before: Any, to: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:

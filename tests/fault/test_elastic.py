@@ -1,7 +1,6 @@
 """Elastic jobs: ranks die, fail, leave or come late, and the others go on with exact results."""
 
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -386,4 +385,5 @@ def test_the_example_goes_on_when_its_ranks_are_killed(launcher, tmp_path):
     kills = ("--kill", "2@30", "--kill", "0@60")
     job = run_job(4, example, *kills, cwd=tmp_path, options=LAUNCHERS[launcher], env=ELASTIC)
     assert "step 20: loss" in job.output
-    assert re.search(r"done: 100 steps, loss 0\.[01]\d*, ranks left: 2", job.output), job.output
+    # The loss is that of a run without deaths.
+    assert "done: 100 steps, loss 0.1576, ranks left: 2" in job.output, job.output

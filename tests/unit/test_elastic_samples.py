@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import ringcomm as rc
 from ringcomm.data import Loader, ShardedSampler
+from ringcomm.data.epoch_order import epoch_order
 from ringcomm.elastic import ObjectState
 
 
@@ -23,10 +24,13 @@ def position_of(sampler, batches, n):
     n=st.integers(1, 200),
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     batch_size=st.integers(1, 9),
+    constant=st.sampled_from(["global", "local"]),
     data=st.data(),
 )
-def test_each_sample_of_an_epoch_is_dealt_once_whoever_is_lost_and_when(n, sizes, batch_size, data):
-    seen, position = [], {"epoch": 0, "phases": ()}
+def test_each_sample_of_an_epoch_is_dealt_once_whoever_is_lost_and_when(
+    n, sizes, batch_size, constant, data
+):
+    seen, position = [], {"epoch": 0, "phases": (), "first_size": sizes[0]}
     for size in sizes:
         samplers = [
             ShardedSampler(n, seed=3, remainder="uneven", rank=r, size=size) for r in range(size)
@@ -36,7 +40,7 @@ def test_each_sample_of_an_epoch_is_dealt_once_whoever_is_lost_and_when(n, sizes
         if samplers[0].epoch:
             break
         is_last = size is sizes[-1]
-        batches = [sampler.batches(batch_size) for sampler in samplers]
+        batches = [sampler.batches(batch_size, constant=constant) for sampler in samplers]
         n_batches = len(batches[0])
         k = n_batches if is_last else data.draw(st.integers(0, n_batches))
         positions = []
@@ -49,6 +53,39 @@ def test_each_sample_of_an_epoch_is_dealt_once_whoever_is_lost_and_when(n, sizes
     if position["epoch"] == 1:
         assert sorted(seen) == list(range(n))
     assert len(set(seen)) == len(seen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 200),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    batch_size=st.integers(1, 9),
+    data=st.data(),
+)
+def test_a_step_has_the_samples_that_it_would_have_without_a_loss(n, sizes, batch_size, data):
+    per_step = batch_size * sizes[0]
+    order = epoch_order(n, seed=3, epoch=0, is_shuffled=True).tolist()
+    steps = [set(order[at : at + per_step]) for at in range(0, n, per_step)]
+    step, position = 0, {"epoch": 0, "phases": (), "first_size": sizes[0]}
+    for size in sizes:
+        ranks = [
+            ShardedSampler(n, seed=3, remainder="uneven", rank=r, size=size) for r in range(size)
+        ]
+        for sampler in ranks:
+            sampler.set_elastic_position(position)
+        k = data.draw(st.integers(0, len(steps) - step))
+        taken, at = zip(
+            *(position_of(each, each.batches(batch_size), k) for each in ranks), strict=True
+        )
+        for batches in zip(*taken, strict=True):
+            mine = [index for batch in batches for index in batch]
+            # A rank that has no sample for the last step moves one there; see Batches.
+            assert step >= len(steps) - 2 or set(mine) == steps[step]
+            assert max(map(len, batches)) - min(map(len, batches)) <= 1 or step >= len(steps) - 2
+            step += 1
+        position = at[0]
+        if position["epoch"]:
+            break
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -240,18 +240,21 @@ def test_every_rank_gets_as_many_batches_of_its_share(n, size, batch_size, remai
 
 
 @pytest.mark.parametrize(
-    ("mine", "longest", "batch_size", "lengths"),
+    ("n", "rank", "size", "per_step", "lengths"),
     [
-        (10, 10, 4, [4, 4, 2]),
-        (8, 9, 4, [4, 3, 1]),
-        (9, 9, 4, [4, 4, 1]),
-        (0, 1, 4, [0]),
-        (4, 5, 1, [1, 1, 1, 1, 0]),
-        (0, 0, 4, []),
+        (20, 0, 2, 8, [4, 4, 2]),
+        (17, 1, 2, 8, [4, 3, 1]),
+        (17, 0, 2, 8, [4, 4, 1]),
+        (1, 1, 2, 8, [0]),
+        (9, 1, 2, 2, [1, 1, 1, 1, 0]),
+        (0, 0, 2, 8, []),
+        (20, 0, 3, 8, [3, 3, 1]),  # a number of ranks that does not divide a step's samples
+        (20, 1, 3, 8, [3, 2, 2]),
+        (20, 2, 3, 8, [2, 3, 1]),
     ],
 )
-def test_lengths_of_batches(mine, longest, batch_size, lengths):
-    assert batch_lengths(mine, longest, batch_size) == lengths
+def test_lengths_of_batches(n, rank, size, per_step, lengths):
+    assert batch_lengths(n, rank, size, per_step) == lengths
 
 
 @pytest.mark.parametrize("n", [8, 9, 10, 11, 15])

@@ -1,7 +1,7 @@
 """A real model after deaths: its weights are those of the same steps without a failure."""
 
 import pytest
-from harness import IS_MPICH, at_length, run_script
+from harness import IS_MPICH, at_length, run_ranks, run_script
 from storms import LAUNCHERS
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
@@ -79,6 +79,90 @@ def test_weights_after_deaths_equal_those_of_an_unfailed_run_with_the_same_batch
     assert job.output.count("equal") == 2, job.output
 
 
+BATCHES = """
+import os, signal, sys
+import torch
+import ringcomm as rc
+import ringcomm.torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+N, BATCH, EPOCHS, RATE, me, constant = 230, 4, 2, 0.05, hvd.rank(), sys.argv[1]
+KILLS = {(0, 6, "after backward"), (3, 19, "in forward")}
+like = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
+X, Y = torch.randn(N, 16, **like), torch.randn(N, 4, **like)
+mse = torch.nn.functional.mse_loss
+
+def make():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    model = model.double()
+    return model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+
+def die_if(step, moment):
+    if (me, step, moment) in KILLS:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+model, sgd = make()
+optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+loader = rc.data.Loader(
+    (torch.arange(N), X, Y), BATCH, sampler=rc.data.ShardedSampler(N, remainder="uneven"),
+    optimizer=optimizer, constant=constant,
+)
+rule = "linear" if constant == "local" else None
+state = hvd.elastic.TorchState(model, optimizer, scale_lr=rule, loader=loader, step=0, history=[])
+
+@hvd.elastic.run
+def train(state):
+    for epoch in range(loader.sampler.epoch, EPOCHS):
+        for indices, x, y in loader:
+            optimizer.zero_grad()
+            loss = mse(model(x), y)
+            die_if(state.step, "in forward")
+            loss.backward()
+            die_if(state.step, "after backward")
+            optimizer.step()
+            all_of_step = rc.allgather_object((indices.tolist(), loss.item()))
+            state.history = [*state.history, all_of_step]
+            state.step += 1
+            state.commit()
+
+train(state)
+sizes = [len(each) for each in state.history]
+assert sizes == sorted(sizes, reverse=True) and set(sizes) == {4, 3, 2}, sizes
+plain = rc.data.ShardedSampler(N, remainder="uneven", rank=0, size=1)
+expected = [set(batch) for _ in range(EPOCHS) for batch in plain.batches(4 * BATCH)]
+used = [sorted(index for part, _ in each for index in part) for each in state.history]
+assert sorted(sum(used, [])) == sorted([*range(N)] * EPOCHS)
+if constant == "global":
+    assert [set(each) for each in used] == expected
+twin, sgd = make()
+for indices, parts in zip(used, state.history, strict=True):
+    sgd.param_groups[0]["lr"] = RATE * (1 if constant == "global" else len(parts) / 4)
+    sgd.zero_grad()
+    loss = mse(twin(X[indices]), Y[indices])
+    loss.backward()
+    sgd.step()
+    mean = sum(len(part) * each for part, each in parts) / len(indices)
+    assert abs(mean - loss.item()) < 1e-10, (mean, loss.item())
+assert abs(optimizer.param_groups[0]["lr"] - sgd.param_groups[0]["lr"]) < 1e-15
+for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+    torch.testing.assert_close(mine, its, rtol=0, atol=1e-10)
+print("as without a failure", flush=True)
+"""
+
+
+@pytest.mark.parametrize("constant", at_length(["global", "local"], ["global"]))
+def test_batches_after_deaths_are_those_of_an_unfailed_run_or_the_rate_is_scaled(
+    constant, tmp_path
+):
+    job = run_script(
+        4, BATCHES, constant, cwd=tmp_path, options=LAUNCHERS["ulfm"],
+        env={"RINGCOMM_ELASTIC": "1"},
+    )  # fmt: skip
+    assert job.output.count("as without a failure") == 2, job.output
+
+
 REFUSED = """
 import torch, ringcomm.torch as hvd
 hvd.init()
@@ -124,3 +208,64 @@ def test_a_torch_state_returns_to_its_commit():
         step_again = step()
         for mine, its in zip(step_again, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_weighed", "constant", "is_warned"),
+    [
+        (2, False, "global", False),
+        (3, True, "global", False),
+        (3, False, "local", False),
+        (3, False, "global", True),
+    ],
+)
+def test_unequal_batches_without_weights_are_a_warning(
+    size, is_weighed, constant, is_warned, caplog
+):
+    torch = pytest.importorskip("torch")
+    import ringcomm.torch as hvd
+    from ringcomm.data import Loader, ShardedSampler
+
+    def body(rank):
+        model = torch.nn.Linear(3, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        told = optimizer if is_weighed else None
+        sampler = ShardedSampler(64)
+        loader = Loader(torch.ones(64), 4, sampler=sampler, optimizer=told, constant=constant)
+        state = hvd.elastic.TorchState(model, optimizer, loader=loader)
+        sampler.first_size = 4  # two ranks or one are lost
+        state.commit()
+        state.restore()
+
+    run_ranks(size, body)
+    text = "loader has 16 samples in a step, now on 3 ranks, so their batches are unequal"
+    assert [text in record.getMessage() for record in caplog.records] == [True] * is_warned
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 0.5), ("sqrt", 0.5**0.5), (None, 1.0)])
+def test_a_rate_is_scaled_from_the_ranks_of_the_commit_to_those_of_today(rule, factor):
+    torch = pytest.importorskip("torch")
+    from ringcomm.torch.elastic import TorchState
+
+    def body(rank):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([{"params": [parameter], "lr": 0.3}], lr=0.1)
+        state = TorchState(optimizer=optimizer, scale_lr=rule)
+        state.commit()
+        state._copies["optimizer"]["n_ranks"] = 4  # two are lost
+        for _ in range(2):
+            state.restore()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3 * factor, rel=1e-15)
+        state.commit()
+        state.restore()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3 * factor, rel=1e-15)
+
+    run_ranks(2, body)
+
+
+def test_an_unknown_rule_for_rates_is_an_error_at_once():
+    pytest.importorskip("torch")
+    from ringcomm.torch.elastic import TorchState
+
+    with pytest.raises(ValueError, match="scale_lr is linear or sqrt, or None, not 'cubic'"):
+        TorchState(scale_lr="cubic")

@@ -33,6 +33,21 @@ def scaled_lr(lr: float, *, passes: int = 1, rule: Rule = "linear") -> float:
     return float(lr * (size() * passes) ** _POWERS[rule])
 
 
+def rescale_rates(optimizer: Optimizer, before: int, rule: Rule = "linear") -> None:
+    """Scale an optimizer's learning rates from those for `before` ranks to those for size() ranks.
+
+    For batches that keep their size on each rank; see scaled_lr(). A schedule that computes rates
+    from their first values, such as LambdaLR, undoes it.
+
+    Raises:
+        ValueError: rule is not known.
+        NotInitializedError: init() has not run.
+    """
+    factor = scaled_lr(1.0, rule=rule) / before ** _POWERS[rule]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+
+
 class WarmupLR(LinearLR):
     """A torch scheduler that raises the learning rate from lr / size() to lr in equal steps.
 
