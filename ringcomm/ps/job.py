@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from functools import partial
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from ringcomm.config import read_settings
 from ringcomm.engine.api import init_rank_size
@@ -13,6 +13,7 @@ from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
+from ringcomm.ps.checkpoint.replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
@@ -134,6 +135,13 @@ def _start(
     dispatcher.on_stop = lambda frame: training.on_frame(
         frame.source, frame.header.option, frame.header.clock
     )
+    tables: dict[str, Any] = {}
+    replaced = Replacements(
+        me,
+        lambda to, option: link.send(to, Header(Kind.REPLACED, origin=me, option=option)),
+        lambda: [table.note_replaced() for table in [*tables.values()]],
+    )
+    dispatcher.on_replaced = lambda frame: replaced.on_frame(frame.source, frame.header.option)
     dispatcher.link, dispatcher.client = link, client.outstanding
     if me in layout.servers:
         memory = partial(memory_of, engine)
@@ -142,7 +150,9 @@ def _start(
     group = Group.of_job(of_role[layout.role_of(me)])
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)
-    return Session(engine, layout, group, dispatcher, client, training, names)
+    return Session(
+        engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
+    )
 
 
 def _connect(engine: Engine, layout: Layout) -> Pipes:

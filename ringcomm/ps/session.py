@@ -15,6 +15,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.errors import ConfigError, NotInitializedError
+from ringcomm.ps.checkpoint.replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
@@ -37,6 +38,7 @@ class Session:
         dispatcher: takes requests and replies.
         client: of this rank.
         training: when it ends.
+        replaced: how often the chief has replaced the values of tables.
         functions: names of those that are marked @ps.function, by server's rank; of this one as -1.
         clock: steps that this worker has completed.
         snapshot: number of the one that pulls read; 0: the present values.
@@ -54,6 +56,7 @@ class Session:
     dispatcher: FrameDispatcher
     client: Client
     training: EndOfTraining
+    replaced: Replacements
     functions: dict[int, tuple[str, ...]]
     clock: int = 0
     snapshot: int = 0

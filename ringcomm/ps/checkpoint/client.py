@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ringcomm._version import __version__
-from ringcomm.errors import RingcommError
+from ringcomm.errors import CommTimeoutError, RingcommError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Checkpoint
 from ringcomm.ps.client.future import Future, require_timeout
 from ringcomm.ps.client.json_requests import ask_json
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
-from ringcomm.ps.client.rows.hash_table import HashTable
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, PREPARE
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.session import Session, is_chief, session
@@ -105,9 +104,11 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
     """Restore all tables from the newest checkpoint.
 
     On the chief, once all tables are open, while nobody pushes: let the others wait in rc.barrier()
-    and pull afterwards. The number of servers and the size of blocks may differ from those of the
-    save; then a number that each block has once (its steps) is that of the slice with the most
-    steps. If a file is damaged, a warning names it, and the checkpoint before is used.
+    and pull afterwards, or call optimizer.pull_parameters() on every worker: until then, training
+    with a ps.DistributedOptimizer is an error. The number of servers and the size of blocks may
+    differ from those of the save; then a number that each block has once (its steps) is that of the
+    slice with the most steps. If a file is damaged, a warning names it, and the checkpoint before
+    is used.
 
     Args:
         path: as given to save().
@@ -122,7 +123,8 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
         ValueError: a table of the checkpoint is not open, or has another shape, dtype or updater;
             nothing was changed.
         BrokenFileError: no checkpoint can be used; nothing was changed.
-        CommTimeoutError: a disk, or a server, takes longer; nothing was changed.
+        CommTimeoutError: a disk, or a server, takes longer; nothing was changed. Or a worker does
+            not answer, and may go on with the values before.
         RingcommError: this is not the chief.
     """
     current = _require_chief("ps.restore")
@@ -214,12 +216,29 @@ def _restore(
 
     try:
         job = pause(client, number).job  # and nothing moves while servers read
-        return files.first_usable(root, label, attempt)
+        manifest = files.first_usable(root, label, attempt)
     finally:
         release(client, number)
-        for table in current.tables.values():
-            if isinstance(table, HashTable):
-                table.note_replaced()
+    if manifest is not None:
+        _tell_workers(current, label, limit_s)
+    return manifest
+
+
+def _tell_workers(current: Session, label: str, limit_s: float) -> None:
+    """Return once all workers know that what they have fetched is stale."""
+    engine, replaced = current.engine, current.replaced
+    left = engine.watch.peers.left
+    replaced.begin([rank for rank in current.layout.workers if rank not in left])
+    engine.nudge()
+    if not current.client.drive_until(lambda: not replaced.unaware(left), label, limit_s):
+        unaware = replaced.unaware(left)
+        names = ", ".join(map(engine.transport.label, unaware))
+        raise CommTimeoutError(
+            f"{label}: the servers have the values of the checkpoint, but {names} did not answer "
+            f"within {limit_s:g} s, and may compute with the ones before. Let the other workers "
+            f"wait in rc.barrier() while the chief calls {label}()",
+            missing=unaware,
+        )
 
 
 def _limit_of(current: Session, timeout_s: float | None) -> float:

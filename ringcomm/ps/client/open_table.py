@@ -43,6 +43,9 @@ class TableBase:
         """Raise MismatchError if this process opens it again with something else."""
         self._spec.require_same(spec, self.client.rank)
 
+    def note_replaced(self) -> None:
+        """Take note that a checkpoint may have replaced all values."""
+
     @property
     def updater(self) -> Updater:
         """The updater, whose hyper-parameters travel with every push; set it to change them.

@@ -24,11 +24,13 @@ class FrameDispatcher:
         server: likewise.
         reports: of evaluators; for the chief.
         on_stop: takes frames of Kind.STOP; set before the first poll.
+        on_replaced: takes frames of Kind.REPLACED; likewise.
         link: the wire; set before the first poll.
     """
 
     link: Link
     on_stop: Callable[[Delivery], None]
+    on_replaced: Callable[[Delivery], None]
 
     def __init__(self) -> None:
         self.client: Outstanding | None = None
@@ -69,6 +71,8 @@ class FrameDispatcher:
                 self.client.on_notice(delivery)
             elif delivery.header.kind == Kind.STOP:
                 self.on_stop(delivery)
+            elif delivery.header.kind == Kind.REPLACED:
+                self.on_replaced(delivery)
             elif delivery.header.kind == Kind.REPORT:
                 self.reports.append(delivery)
             else:

@@ -49,6 +49,7 @@ class Kind(IntEnum):
     ENTER = 20  # rounds of ps.FirstOf(k), see ringcomm.ps.client.rounds_of_first_k_workers
     PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
     MISSING = 22  # for which workers do requests of the sender wait?
+    REPLACED = 23  # see ringcomm.ps.checkpoint.replaced_values
 
 
 class Step(IntEnum):
@@ -153,7 +154,7 @@ def is_one_way(header: Header) -> bool:
     """Return True if a frame has no reply."""
     if header.kind == Kind.MOVE:
         return header.option not in (Step.ASK, Step.SETTLE)
-    return header.kind in (Kind.VIEW, Kind.REPORT, Kind.STOP)
+    return header.kind in (Kind.VIEW, Kind.REPORT, Kind.STOP, Kind.REPLACED)
 
 
 def packed(header: Header, meta: bytes = b"", inline: bytes | memoryview = b"") -> bytes:

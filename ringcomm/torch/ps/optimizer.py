@@ -334,8 +334,17 @@ class _Served(Optimizer):
         """Set the parameters to the servers' current values, or to those of this rank's snapshot.
 
         Evaluators wrap the same model and optimizer once, and call this for each evaluation.
-        Workers may call it between two steps.
+        Workers may call it between two steps, and must after ps.restore() or ps.load().
+
+        Raises:
+            RingcommError: with apply="worker", where servers have no parameters.
         """
+        if self._feeder.options.class_name is None:
+            raise RingcommError(
+                "ps.DistributedOptimizer: pull_parameters() with apply='worker': the servers take "
+                "means of gradients only, and the workers have the parameters. Save and load those "
+                "with torch, and call push_parameters() afterwards"
+            )
         pull_values(self._feeder)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

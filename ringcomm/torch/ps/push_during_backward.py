@@ -57,6 +57,7 @@ class Feeder:
         self._passes = Passes()
         self._n_passes = 0
         self._is_spoiled = self._has_ticked = False
+        self.note_fetching()
         self._is_weighed: bool | None = None
         self.rows: RowGradients = NO_ROWS
         self.number = next_number(self.session.group)
@@ -263,6 +264,10 @@ class Feeder:
         self._n_passes = 0
         self.pusher.begin_step()
 
+    def note_fetching(self) -> None:
+        """Note that all values are about to be fetched: those of any checkpoint by now."""
+        self._n_replaced = self.session.replaced.count
+
     # --- failures -------------------------------------------------------------------------------
     def _spoiling(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -287,6 +292,12 @@ class Feeder:
     def _refuse_changed_values(self, *, is_thorough: bool) -> None:
         if self.options.class_name is None:
             return
+        if self._n_replaced != self.session.replaced.count:
+            raise RingcommError(
+                f"{WHO}: the chief has loaded a checkpoint since this worker fetched the "
+                "parameters, and the model still has those before. Call "
+                "optimizer.pull_parameters() on every worker after ps.restore() or ps.load()"
+            )
         for slot in self._slots:
             if slot.are_values_changed(is_thorough=is_thorough):
                 raise RingcommError(

@@ -28,6 +28,7 @@ def push_values(feeder: Feeder) -> None:
 def pull_values(feeder: Feeder) -> None:
     """Fetch the servers' values, between two steps."""
     feeder.begin_step()
+    feeder.note_fetching()
     feeder.pusher.fetch_values(feeder.pusher.buckets)
 
 

@@ -341,7 +341,7 @@ class HashTable(TableBase):
         return self._maintenance.n_rows()
 
     def note_replaced(self) -> None:
-        """Take note that all rows may have been replaced, by a checkpoint."""
+        """Take note that a checkpoint may have replaced all rows."""
         self._pushes.note_used(None)
 
     def __len__(self) -> int:
