@@ -22,6 +22,7 @@ from ringcomm.ps.update_modes import Mode, mode_of
 from ringcomm.torch.compression import Compression
 from ringcomm.torch.optim.wrapping import derive, name_last_group, named_in_order, plain_step
 from ringcomm.torch.optimizer import DistributedOptimizer as RingOptimizer
+from ringcomm.torch.ps.buffers import buffers_of
 from ringcomm.torch.ps.clip_and_scale import clip_gradients, is_on, note_found_inf
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_something_served
@@ -46,6 +47,7 @@ def DistributedOptimizer(
     max_grad_norm: float | None = None,
     scaler: Any = None,
     overlap: bool = True,
+    buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
 ) -> T:
     """Return `optimizer` with its parameters on the servers, which make the updates.
 
@@ -58,7 +60,8 @@ def DistributedOptimizer(
 
     - set_samples(n): weigh this worker's gradient of this step by n, for example its batch size.
     - push_parameters(): call it on every worker after parameters were changed by hand.
-    - pull_parameters(): fetch the servers' values; for evaluators.
+    - pull_parameters(): fetch the servers' values, also of buffers; for evaluators, and after
+      ps.restore().
     - was_applied: False if this worker was late in a round of FirstOf(k), so that its last gradient
       does not count, or if a scaler skipped the round.
 
@@ -95,6 +98,9 @@ def DistributedOptimizer(
             worker. In FirstOf(k), gradients of the k workers count, and scales may differ; a late
             worker checks its own gradient.
         overlap: False: step() pushes, so that .grad may be changed or dropped before, as in torch.
+        buffers: model.named_buffers(): step() sends the chief's to the servers, for evaluators and
+            checkpoints. None: those in state_dict() of the model whose named_parameters() is
+            passed. If a list is passed, the model is not known, and None means none. (): none.
 
     Raises:
         NotInitializedError: ps.init() has not run.
@@ -108,6 +114,7 @@ def DistributedOptimizer(
     session()
     if isinstance(optimizer, _Served):
         raise ValueError("the optimizer is a ps.DistributedOptimizer already: wrap it once")
+    served_buffers = buffers_of(named_parameters, buffers)
     named = named_in_order(optimizer, named_parameters)
     compression = _compression(compression)
     if hybrid is not None:
@@ -127,7 +134,11 @@ def DistributedOptimizer(
     when = mode_of(mode)
     class_name = _class_on_servers(optimizer, apply, when)
     options = ServerOptions(when, class_name, compression, max_grad_norm, scaler, overlap)
-    feeder = Feeder(named, optimizer.param_groups, options, backward_passes_per_step)
+    if class_name is None:
+        served_buffers = []  # the workers have the parameters, too
+    feeder = Feeder(
+        named, optimizer.param_groups, options, backward_passes_per_step, served_buffers
+    )
     if options.class_name is not None:
         push_state(feeder, optimizer.state)
         optimizer.state.clear()

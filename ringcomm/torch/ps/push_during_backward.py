@@ -7,13 +7,13 @@ step() pushes (clip_or_skip_server_step.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
 import torch
 
 from ringcomm.errors import RingcommError
-from ringcomm.ps.session import session
+from ringcomm.ps.session import is_chief, session
 from ringcomm.torch.backward.begin_and_end import Passes
 from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
@@ -26,6 +26,7 @@ from ringcomm.torch.backward.serial_numbers_and_samples import (
 from ringcomm.torch.optim.options import require_passes
 from ringcomm.torch.ps.bucket_pusher import BucketPusher, Groups
 from ringcomm.torch.ps.buckets import ServedBucket, ServedSlot, plan
+from ringcomm.torch.ps.buffers import Buffer, ServedBuffers
 from ringcomm.torch.ps.clip_and_scale import is_on
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
 from ringcomm.torch.ps.count_steps_and_embeddings import catch_up, count_step
@@ -41,11 +42,13 @@ class Feeder:
     Attributes:
         was_applied: this worker's last gradients are part of the parameters.
         rows: gradients of embeddings that belong to this step; set when the step begins to end.
+        buffers: of the model.
     """
 
     def __init__(
-        self, named_parameters: Named, groups: Groups, options: ServerOptions, passes_per_step: int
-    ) -> None:
+        self, named_parameters: Named, groups: Groups, options: ServerOptions, passes_per_step: int,
+        buffers: Sequence[Buffer] = (),
+    ) -> None:  # fmt: skip
         require_passes(passes_per_step)
         self.options, self._passes_per_step = options, passes_per_step
         self.step = 0
@@ -61,7 +64,10 @@ class Feeder:
         self._is_weighed: bool | None = None
         self.rows: RowGradients = NO_ROWS
         self.number = next_number(self.session.group)
+        self._suffix = f" (optimizer {self.number})"  # of names of tables
         self.extend(named_parameters)
+        self.buffers = ServedBuffers(buffers, self._suffix)
+        self.buffers.fetch()
         let_rows_wait(self, self.session)
 
     def extend(self, named_parameters: Named) -> None:
@@ -76,8 +82,8 @@ class Feeder:
         )
         settings = _settings(self.options, self._passes_per_step)
         self._require_alike("parameters", OptimizerSummary(parameters, settings))
-        suffix = f" (optimizer {self.number})"
         mode, groups, codec = self.options.mode, self.pusher.groups, self.options.compression
+        suffix = self._suffix
         buckets = [
             ServedBucket(slots, suffix, self.options.updater(groups[slots[0].group]), mode, codec)
             for slots in plan(new)
@@ -206,6 +212,8 @@ class Feeder:
     def _tick(self) -> None:
         """Count the step once, also if step() is called again after an error."""
         if not self._has_ticked:
+            if is_chief():
+                self.buffers.push()
             count_step(self.session, self)
         self._has_ticked = True
 

@@ -30,6 +30,7 @@ def pull_values(feeder: Feeder) -> None:
     feeder.begin_step()
     feeder.note_fetching()
     feeder.pusher.fetch_values(feeder.pusher.buckets)
+    feeder.buffers.fetch()
 
 
 def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
@@ -54,6 +55,9 @@ def _from_chief(feeder: Feeder, push: Callable[[ServedBucket], object]) -> None:
         bucket.table.forget_residual()
         if is_chief():
             push(bucket)
+    if is_chief():
+        feeder.buffers.push()
+        feeder.buffers.wait()
     collectives.barrier(name=f"values (ps optimizer {feeder.number})", group=feeder.session.group)
     pull_values(feeder)
 
