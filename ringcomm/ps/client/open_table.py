@@ -43,6 +43,13 @@ class TableBase:
         """Raise MismatchError if this process opens it again with something else."""
         self._spec.require_same(spec, self.client.rank)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = "table" if self._spec.kind == "dense" else "hashtable"
+        raise TypeError(
+            f"{kind}[{self.name}]: it cannot be copied or pickled, because its values are on the "
+            "servers: pull() fetches them, and ps.save() saves them"
+        )
+
     def note_replaced(self) -> None:
         """Take note that a checkpoint may have replaced all values."""
 

@@ -7,9 +7,11 @@ But a ps.DistributedOptimizer that clips or unscales gradients includes those of
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -27,6 +29,9 @@ from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.ps.count_steps_and_embeddings import enrol_embedding
 from ringcomm.torch.ps.rows_until_step import submit
 
+_HANDLE_KEY: Final = "_extra_state"  # as torch names what is in a state_dict beside parameters
+_log: Final = logging.getLogger("ringcomm")
+
 
 class _Rows(nn.Module):
     """Base of Embedding and EmbeddingBag.
@@ -39,7 +44,8 @@ class _Rows(nn.Module):
             of an optimizer with max_grad_norm= or scaler=.
         given: ids of the next forward(), what distinct() returns of them, and their rows; or None.
         is_in_state_dict: state_dict() fetches all rows from the servers as "weight", and
-            load_state_dict() loads them. ps.convert() sets it. It needs num_embeddings.
+            load_state_dict() loads them. ps.convert() sets it. It needs num_embeddings. If False,
+            state_dict() has a handle, "_extra_state": the name of the table as a tensor.
     """
 
     def __init__(
@@ -135,6 +141,8 @@ class _Rows(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_in_state_dict:
             destination[f"{prefix}weight"] = self.weight_now()
+        else:
+            destination[prefix + _HANDLE_KEY] = _handle(self.table)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         """On the chief, send "weight" to the servers; see nn.Module."""
@@ -148,8 +156,41 @@ class _Rows(nn.Module):
                     self.load(state_dict[key])
                 except ValueError as error:
                     error_msgs.append(str(error))
-            state_dict = {name: value for name, value in state_dict.items() if name != key}
+        else:
+            key = prefix + _HANDLE_KEY
+            self._load_handle(state_dict, key, prefix, *more)
+        state_dict = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(state_dict, prefix, *more)
+
+    def _load_handle(self, state_dict: dict[str, Any], key: str, prefix: str, *more: Any) -> None:
+        """Check what state_dict() has instead of the rows; say that these stay as they are."""
+        _, strict, missing_keys, _, error_msgs = more
+        who = f"embedding[{self.table.name}]"
+        if strict and f"{prefix}weight" in state_dict:
+            error_msgs.append(
+                f"{who}: {prefix}weight is not loaded, for the rows are on the servers. Set "
+                "is_in_state_dict = True of the embedding, or call its load()"
+            )
+        if key not in state_dict:
+            missing_keys += [key] if strict else []
+        elif not torch.equal(state_dict[key], handle := _handle(self.table)):
+            there, here = (bytes(each.tolist()).decode() for each in (state_dict[key], handle))
+            error_msgs.append(f"{who}: its rows are {here}, and those of the state are {there}")
+        elif is_chief():
+            _log.warning(
+                "%s: load_state_dict() leaves its rows on the servers as they are. ps.restore() "
+                "and ps.load() load them from a checkpoint of ps.save(); with is_in_state_dict = "
+                "True of the embedding, state_dict() has them",
+                who,
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"embedding[{self.table.name}]: it cannot be copied or pickled, because its rows are "
+            "on the servers. Save model.state_dict() and ps.save(); copy or average the modules "
+            "beside it; copy.deepcopy(model, {id(embedding): embedding}) makes a copy that shares "
+            "the rows"
+        )
 
     def distinct(self, ids: Tensor) -> tuple[np.ndarray, Tensor]:
         """Return the distinct ids, ascending, and the index of each id among them."""
@@ -289,6 +330,12 @@ class EmbeddingBag(_Rows):
             where, rows, offsets, mode=self.bag, per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset, padding_idx=padding,
         )  # fmt: skip
+
+
+def _handle(table: HashTable) -> Tensor:
+    """Return what stands for the rows in a state_dict: a tensor, as everything else there."""
+    text = json.dumps({"on the servers, in table": table.name, "dim": table.dim})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 def _padding(index: int | None, n: int | None, name: str) -> int | None:
