@@ -2,7 +2,8 @@
 
 from ringcomm.ps import initializers, optim
 from ringcomm.ps.checkpoint.client import load, restore, save
-from ringcomm.ps.checkpoint.files import load_state_dict
+from ringcomm.ps.checkpoint.export import export_safetensors
+from ringcomm.ps.checkpoint.read_without_servers import load_state_dict
 from ringcomm.ps.client.dense.function_calls import function
 from ringcomm.ps.client.dense.table import Table, table
 from ringcomm.ps.client.future import Future, Pushed
@@ -32,6 +33,7 @@ __all__ = [
     "Table",
     "complete_step",
     "evaluator",
+    "export_safetensors",
     "function",
     "hashtable",
     "init",

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringcomm.errors import MismatchError
 from ringcomm.ps.update_modes import Mode
+
+
+class Part(NamedTuple):
+    """An array within a flat dense table, such as one of the parameters that share it.
+
+    Attributes:
+        name: of it, in a model.
+        shape: likewise.
+        order: its axes in the order in which its elements lie, the slowest first; empty: 0, 1, 2...
+        dtype: of it, as torch names it; empty: that of the table.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,8 @@ class Spec:
         compression: of pushes and pulls, see ringcomm.ps.compression; empty: none.
         segments: of a dense table: first elements of what has a gradient, or none, by itself; see
             ringcomm.ps.parameters_sharing_a_dense_table.
+        parts: of a dense table: arrays with names, one behind the other; empty: it is one array.
+        scope: whose names these are, such as "optimizer 1".
     """
 
     name: str
@@ -45,6 +64,8 @@ class Spec:
     policies: dict[str, Any] = field(default_factory=dict)
     compression: dict[str, Any] = field(default_factory=dict)
     segments: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+    scope: str = ""
 
     @cached_property
     def count(self) -> int:
@@ -60,14 +81,32 @@ class Spec:
         """Return the spec that to_json() wrote."""
         mode = Mode(**data["mode"])
         tuples = {key: tuple(data.get(key, ())) for key in ("shape", "segments")}
-        return cls(**{**data, **tuples, "mode": mode})
+        parts = tuple(
+            Part(name, tuple(shape), tuple(order), dtype)
+            for name, shape, order, dtype in data.get("parts", ())
+        )
+        return cls(**{**data, **tuples, "parts": parts, "mode": mode})
 
     def require_same(self, other: Spec, rank: int) -> None:
         """Raise MismatchError if the spec of another rank differs."""
         mine, theirs = self.to_json(), other.to_json()
         for key, value in mine.items():
-            if json.dumps(value) != json.dumps(theirs[key]):
-                raise MismatchError(
-                    f"table[{self.name}]: it has {key}={value!r}, and rank {rank} opens it with "
-                    f"{key}={theirs[key]!r}. Open it alike everywhere, or give it another name"
-                )
+            if json.dumps(value) == json.dumps(theirs[key]):
+                continue
+            what, a, b = _in_words(self.kind, key, value, theirs[key])
+            hint = " (of arrays, the chief's counts)" if what == "init" else ""
+            raise MismatchError(
+                f"table[{self.name}]: it has {what}={a}, and rank {rank} opens it with {what}={b}. "
+                f"Open it alike everywhere{hint}, or give it another name"
+            )
+
+
+def _in_words(kind: str, key: str, mine: Any, theirs: Any) -> tuple[str, str, str]:
+    """Return how an error names a field of two specs and shows both values."""
+    if key == "parts":  # perhaps thousands: the first that differ
+        pairs = itertools.zip_longest(mine, theirs)
+        mine, theirs = next((a, b) for a, b in pairs if json.dumps(a) != json.dumps(b))
+    if key == "initial" and kind == "dense":
+        mine, theirs = ("an array" if each == "chief" else repr(each) for each in (mine, theirs))
+        return "init", mine, theirs
+    return key, repr(mine), repr(theirs)

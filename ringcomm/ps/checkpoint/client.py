@@ -7,10 +7,10 @@ import operator
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ringcomm._version import __version__
-from ringcomm.errors import CommTimeoutError, RingcommError
+from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Checkpoint
 from ringcomm.ps.client.future import Future, require_timeout
@@ -21,6 +21,7 @@ from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.session import Session, is_chief, session
 
 _log = logging.getLogger("ringcomm")
+_NEWS_S: Final = 2.0  # of the wait for workers that wait in ringcomm
 
 
 def save(
@@ -123,8 +124,7 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
         ValueError: a table of the checkpoint is not open, or has another shape, dtype or updater;
             nothing was changed.
         BrokenFileError: no checkpoint can be used; nothing was changed.
-        CommTimeoutError: a disk, or a server, takes longer; nothing was changed. Or a worker does
-            not answer, and may go on with the values before.
+        CommTimeoutError: a disk, or a server, takes longer; nothing was changed.
         RingcommError: this is not the chief.
     """
     current = _require_chief("ps.restore")
@@ -132,19 +132,34 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
     return _restore(current, Path(path).resolve(), limit_s, values_only=False)
 
 
-def load(path: str | Path, *, timeout_s: float | None = None) -> dict[str, Any]:
+def load(
+    path: str | Path, *, strict: bool = True, timeout_s: float | None = None
+) -> dict[str, Any]:
     """Set tables to the values of the newest checkpoint: a pre-trained start.
 
-    As restore(), but without the updaters' state and step counts, and only for open tables that the
-    checkpoint has: their dtype and updater may differ, the shape may not.
+    As restore(), but without the updaters' state and step counts. Parameters, buffers and tables
+    are found by their names, also if others than before share a table; dtypes and updaters may
+    differ, shapes may not. Values of the checkpoint that are not open are left out.
+
+    Args:
+        path: as given to save().
+        strict: all that is open must be in the checkpoint, with the same shape. False: what is not
+            stays as it is, and a warning names it.
+        timeout_s: see restore().
+
+    Returns:
+        The manifest, and three lists: "missing", names that the checkpoint has not; "mismatched",
+        those whose shape is another one; and "unexpected", what it has besides.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: a shape is another one, or none of the tables is there; nothing was changed.
+        ValueError: what is open does not fit; nothing was changed. The text names it.
     """
     current = _require_chief("ps.load")
     limit_s = _limit_of(current, timeout_s)
-    manifest = _restore(current, Path(path).resolve(), limit_s, values_only=True)
+    manifest = _restore(
+        current, Path(path).resolve(), limit_s, values_only=True, is_strict=bool(strict)
+    )
     if manifest is None:
         raise FileNotFoundError(f"ps.load: no complete checkpoint in {path}")
     return manifest
@@ -190,7 +205,7 @@ def _finish_last(current: Session, limit_s: float) -> None:
 
 # --- restore ------------------------------------------------------------------------------------
 def _restore(
-    current: Session, root: Path, limit_s: float, *, values_only: bool
+    current: Session, root: Path, limit_s: float, *, values_only: bool, is_strict: bool = True
 ) -> dict[str, Any] | None:
     _finish_last(current, limit_s)
     client = current.client
@@ -199,7 +214,7 @@ def _restore(
     job = ""
 
     def attempt(checkpoint: Checkpoint) -> dict[str, Any]:
-        common = {"id": new_id(client), "values_only": values_only}
+        common = {"id": new_id(client), "values_only": values_only, "is_strict": is_strict}
         manifest = checkpoint.manifest
         prepare = {**common, "do": PREPARE, "folder": str(checkpoint.folder)}
         try:
@@ -207,12 +222,14 @@ def _restore(
         except BaseException:
             ask_json(client, Kind.RESTORE, {**common, "do": FORGET}).wait()
             raise
-        if answers[0]["fresh"]:
-            fresh = ", ".join(answers[0]["fresh"])
-            _log.warning("%s: %s stay as they are: %s has none", label, fresh, checkpoint.folder)
+        told = answers[0]
+        fresh = [*told["missing"], *told.get("mismatched", ())]
+        if fresh:
+            some = ", ".join(fresh)
+            _log.warning("%s: %s stay as they are: %s has none", label, some, checkpoint.folder)
         commit = {**common, "do": COMMIT, "is_same_job": manifest["job"] == job}
         ask_json(client, Kind.RESTORE, commit).wait()
-        return manifest
+        return {**manifest, **told} if values_only else manifest
 
     try:
         job = pause(client, number).job  # and nothing moves while servers read
@@ -220,25 +237,20 @@ def _restore(
     finally:
         release(client, number)
     if manifest is not None:
-        _tell_workers(current, label, limit_s)
+        _tell_workers(current, label)
     return manifest
 
 
-def _tell_workers(current: Session, label: str, limit_s: float) -> None:
-    """Return once all workers know that what they have fetched is stale."""
-    engine, replaced = current.engine, current.replaced
-    left = engine.watch.peers.left
+def _tell_workers(current: Session, label: str) -> None:
+    """Tell all workers that what they have fetched is stale.
+
+    Those that wait in ringcomm know it once this returns: a barrier could be faster than the news.
+    One that computes finds the news when it looks.
+    """
+    replaced, left = current.replaced, current.engine.watch.peers.left
     replaced.begin([rank for rank in current.layout.workers if rank not in left])
-    engine.nudge()
-    if not current.client.drive_until(lambda: not replaced.unaware(left), label, limit_s):
-        unaware = replaced.unaware(left)
-        names = ", ".join(map(engine.transport.label, unaware))
-        raise CommTimeoutError(
-            f"{label}: the servers have the values of the checkpoint, but {names} did not answer "
-            f"within {limit_s:g} s, and may compute with the ones before. Let the other workers "
-            f"wait in rc.barrier() while the chief calls {label}()",
-            missing=unaware,
-        )
+    current.engine.nudge()
+    current.client.drive_until(lambda: not replaced.unaware(left), label, _NEWS_S)
 
 
 def _limit_of(current: Session, timeout_s: float | None) -> float:

@@ -12,6 +12,7 @@ folder: each folder is complete by itself, and any may be removed.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -327,6 +328,32 @@ def cut(folder: Path, spec: Spec, records: Iterable[Record], start: int, stop: i
         raise BrokenFileError(f"{folder}: {error}") from error
 
 
+def reading(folder: Path) -> Callable[[Record], State]:
+    """Return read_state() that has the last partitions at hand: many parameters share one."""
+    return functools.lru_cache(maxsize=2)(functools.partial(read_state, folder))
+
+
+def cut_values(
+    read: Callable[[Record], State], spec: Spec, records: Iterable[Record], start: int, stop: int
+) -> NDArray[Any]:
+    """Return the values alone of elements [start, stop) of a dense table; see reading() for read.
+
+    Raises:
+        BrokenFileError: a file has changed, or has not all of them.
+    """
+    values: NDArray[Any] = np.empty(stop - start, spec.dtype)
+    n = 0
+    for record in records:
+        first, last = max(record.start, start), min(record.stop, stop)
+        if first < last:
+            found = read(record).arrays["values"]
+            values[first - start : last - start] = found[first - record.start : last - record.start]
+            n += last - first
+    if n != stop - start:
+        raise BrokenFileError(f"table[{spec.name}]: {n} of elements {start} to {stop} are there")
+    return values
+
+
 def first_usable(root: Path, label: str, attempt: Callable[[Checkpoint], T]) -> T | None:
     """Return attempt(checkpoint) of the newest checkpoint of which no file is broken.
 
@@ -354,40 +381,3 @@ def first_usable(root: Path, label: str, attempt: Callable[[Checkpoint], T]) -> 
     if problems:
         raise BrokenFileError(f"{label}: no checkpoint can be used: {'; '.join(problems)}")
     return None
-
-
-# --- without servers ----------------------------------------------------------------------------
-def load_state_dict(path: str | Path) -> dict[str, Any]:
-    """Return the values of all tables of the newest checkpoint; without servers, MPI or torch.
-
-    Args:
-        path: as given to ps.save().
-
-    Returns:
-        name -> array in the shape of the table; of a hash table, a dict of its arrays, with the
-        rows of all partitions one behind the other.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        BrokenFileError: none can be used; it names the files. If an older one can, a
-            warning says so.
-    """
-    found = first_usable(Path(path), "ps.load_state_dict", _values_of)
-    if found is None:
-        raise FileNotFoundError(f"ps.load_state_dict: no complete checkpoint in {path}")
-    return found
-
-
-def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    folder = checkpoint.folder
-    out: dict[str, Any] = {}
-    for number, spec in specs_of(checkpoint.manifest).items():
-        records = checkpoint.records[number]
-        if spec.kind == "dense":
-            state = cut(folder, spec, records, 0, spec.count)
-            out[spec.name] = state.arrays["values"].reshape(spec.shape)
-        else:
-            states = [read_state(folder, record) for record in records]
-            names = states[0].arrays if states else {}
-            out[spec.name] = {n: np.concatenate([s.arrays[n] for s in states]) for n in names}
-    return out

@@ -12,10 +12,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Record
+from ringcomm.ps.checkpoint.values_by_name import LoadPlan, plan_load
 from ringcomm.ps.optim import from_json
 from ringcomm.ps.partition_state import State
 from ringcomm.ps.protocol.frame_meta import COMMIT, PREPARE, packed_json
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.table_spec import Spec
 
 Part = DensePartition | RowsPartition
+_SHOWN: Final = 20  # names in an error
 
 
 class _Saved(NamedTuple):
@@ -71,6 +75,7 @@ class _Source(NamedTuple):
     specs: dict[int, Spec]
     records: dict[int, list[Record]]
     by_partition: dict[Partition, Record]
+    read: Callable[[Record], State]
 
 
 class Store:
@@ -185,7 +190,7 @@ class Store:
             for part, values in _partitions_of(contents)
         ]
         self._prepared.clear()  # of a restore that was given up
-        folder, is_lax = Path(content["folder"]), bool(content["values_only"])
+        folder = Path(content["folder"])
 
         def read() -> dict[str, Any]:
             if not folder.is_dir():
@@ -193,16 +198,28 @@ class Store:
             manifest = files.read_manifest(folder)
             records = files.read_records(folder, manifest)
             saved = files.specs_of(manifest)
-            origin = match(saved, specs, values_only=is_lax)
             source = _Source(folder, saved, records, {
                 record.partition: record for each in records.values() for record in each
-            })  # fmt: skip
+            }, files.reading(folder))  # fmt: skip
+            if content["values_only"]:
+                plan = plan_load(saved, specs)
+                require_values(plan, folder, is_strict=content["is_strict"])
+                found = [(each, _values_for(source, plan, each)) for each in wanted]
+                told = {
+                    "missing": plan.missing, "mismatched": plan.unlike, "unexpected": plan.unused
+                }  # fmt: skip
+            else:
+                origin = match(saved, specs)
+                found = [
+                    (each, _read(source, origin[each.partition[0]], each))
+                    for each in wanted
+                    if each.partition[0] in origin
+                ]
+                told = {"missing": sorted(specs[n].name for n in specs.keys() - origin.keys())}
             self._prepared[content["id"]] = [
-                (each, _read(source, origin[each.partition[0]], each))
-                for each in wanted
-                if each.partition[0] in origin
+                (each, state) for each, state in found if state is not None
             ]
-            return {"fresh": sorted(specs[n].name for n in specs.keys() - origin.keys())}
+            return told
 
         self._beside(request, read)
 
@@ -240,13 +257,8 @@ class Store:
         )
 
 
-def match(saved: dict[int, Spec], opened: dict[int, Spec], *, values_only: bool) -> dict[int, int]:
-    """Return which saved table fills which open one: number of the open -> of the saved.
-
-    Args:
-        saved: tables of a checkpoint, by number.
-        opened: those that are open.
-        values_only: only names and shapes need agree, and saved tables may be left over.
+def match(saved: dict[int, Spec], opened: dict[int, Spec]) -> dict[int, int]:
+    """Return which saved table ps.restore() takes for which open one, by number.
 
     Raises:
         ValueError: a table is not open, or is another one; with both values.
@@ -256,36 +268,29 @@ def match(saved: dict[int, Spec], opened: dict[int, Spec], *, values_only: bool)
     for number, spec in saved.items():
         mine = opened.get(numbers.get(spec.name, -1))
         if mine is None:
-            if values_only:
-                continue
             raise ValueError(
                 f"table {spec.name!r} of the checkpoint is not open; open are "
-                f"{sorted(numbers) or 'none'}. Open it first: ps.table({spec.name!r}, ...)"
+                f"{sorted(numbers) or 'none'}. Open it first: ps.table({spec.name!r}, ...). Of "
+                "another model, ps.load(strict=False) takes the values that have the same names"
             )
-        for what, there, here in _aspects(spec, mine, values_only=values_only):
+        for what, there, here in _aspects(spec, mine):
             if there != here:
                 raise ValueError(
                     f"table[{spec.name}]: {what} is {there} in the checkpoint, and {here} where "
                     "it is open. Nothing was changed"
                 )
         out[numbers[spec.name]] = number
-    if not out and values_only:
-        raise ValueError(
-            f"no open table is in the checkpoint: open are {sorted(numbers)}, saved are "
-            f"{sorted(spec.name for spec in saved.values())}"
-        )
     return out
 
 
-def _aspects(saved: Spec, mine: Spec, *, values_only: bool) -> list[tuple[str, object, object]]:
+def _aspects(saved: Spec, mine: Spec) -> list[tuple[str, object, object]]:
     always: list[tuple[str, object, object]] = [
         ("kind", saved.kind, mine.kind),
         ("shape", saved.shape, mine.shape),
+        ("its content", saved.parts, mine.parts),
     ]
     if saved.kind == "hash":  # keys go to partitions by their number
         always.append(("number of partitions", saved.partitions, mine.partitions))
-    if values_only:
-        return always
     a, b = from_json(saved.updater), from_json(mine.updater)
     return [
         *always,
@@ -294,6 +299,26 @@ def _aspects(saved: Spec, mine: Spec, *, values_only: bool) -> list[tuple[str, o
         ("state of the updater", a.slot_names, b.slot_names),
         *([("init", saved.initial, mine.initial)] if saved.kind == "hash" else []),
     ]
+
+
+def require_values(plan: LoadPlan, folder: Path, *, is_strict: bool) -> None:
+    """Raise ValueError if ps.load() cannot be content with what a checkpoint has."""
+    problems = [f"it has no {name}" for name in plan.missing] + plan.unlike
+    if not (plan.pieces or plan.rows):
+        raise ValueError(
+            f"ps.load: nothing that is open is in {folder}: {_some(problems)}. It has "
+            f"{_some(plan.unused) or 'nothing'}"
+        )
+    if is_strict and problems:
+        raise ValueError(
+            f"ps.load: {folder} does not fit: {_some(problems)}. Nothing was changed; strict=False "
+            "takes what is there, and leaves the rest as it is"
+        )
+
+
+def _some(texts: list[str]) -> str:
+    more = f", and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more
 
 
 def _partitions_of(contents: Contents) -> list[tuple[int, Part]]:
@@ -309,6 +334,24 @@ def _read(source: _Source, number: int, wanted: _Wanted) -> State:
         return files.cut(source.folder, spec, source.records[number], part.start, part.stop)
     record = source.by_partition.get((number, wanted.partition[1]))
     return State({}) if record is None else files.read_state(source.folder, record)
+
+
+def _values_for(source: _Source, plan: LoadPlan, wanted: _Wanted) -> State | None:
+    """Return what ps.load() takes for a partition; None: nothing."""
+    number, part = wanted.partition[0], wanted.part
+    if not isinstance(part, DensePartition):
+        return _read(source, plan.rows[number], wanted) if number in plan.rows else None
+    values, filled = np.empty(part.count, part.dtype), []
+    for piece in plan.pieces.get(number, ()):
+        first, last = max(piece.start, part.start), min(piece.stop, part.stop)
+        if first < last:
+            spec, records = source.specs[piece.table], source.records[piece.table]
+            shift = piece.source - piece.start
+            values[first - part.start : last - part.start] = files.cut_values(
+                source.read, spec, records, first + shift, last + shift
+            )
+            filled.append((first - part.start, last - part.start))
+    return State({"filled": filled}, {"values": values}) if filled else None
 
 
 def _worth_keeping(written: dict[Partition, _Saved]) -> dict[Partition, _Saved]:

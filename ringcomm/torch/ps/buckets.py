@@ -16,6 +16,7 @@ from ringcomm.ps.client.dense.table import table
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.optim import Assign, Updater
 from ringcomm.ps.parameters_sharing_a_dense_table import MOST
+from ringcomm.ps.table_spec import Part
 from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.backward.parameter_hooks import Slot
 from ringcomm.torch.backward.watched_tensors import Mark, Sample, can_hold, n_storage_references
@@ -147,7 +148,7 @@ class ServedBucket:
     """
 
     def __init__(
-        self, slots: Sequence[ServedSlot], suffix: str, updater: Updater, mode: Mode,
+        self, slots: Sequence[ServedSlot], scope: str, updater: Updater, mode: Mode,
         compression: Codec | None = None,
     ) -> None:  # fmt: skip
         self.slots = slots
@@ -158,10 +159,11 @@ class ServedBucket:
         self._gradients: torch.Tensor | None = None
         more = f"+{len(slots) - 1}" if slots[1:] else ""
         # If servers only take means, they cannot distinguish a missing gradient from zeros.
-        has_segments = len(slots) > 1 and not isinstance(updater, Assign)
+        only_means = isinstance(updater, Assign)
+        has_segments = len(slots) > 1 and not only_means
         segments = list(accumulate(self._counts[:-1], initial=0)) if has_segments else []
         self.table = table(
-            f"{slots[0].name}{more}{suffix}",
+            f"{slots[0].name}{more} ({scope})",
             sum(self._counts),
             str(self._dtype).removeprefix("torch."),
             updater=updater,
@@ -170,6 +172,8 @@ class ServedBucket:
             block_nbytes=BLOCK_NBYTES,
             compression=compression,
             segments=segments,
+            parts=() if only_means else [_part(slot.name, slot.parameter) for slot in slots],
+            scope="" if only_means else scope,
         )
         self.has_segments = bool(segments)
         self.push: Future[Pushed] | None = None
@@ -263,6 +267,17 @@ class ServedBucket:
         self.push = push
         for slot in self.slots:
             slot.note_pushed(is_early=is_early)
+
+
+def _part(name: str, parameter: torch.Tensor) -> Part:
+    """Return what checkpoints know of a parameter; its elements lie in the order of its strides."""
+    shape, strides = tuple(parameter.shape), parameter.stride()
+    order: tuple[int, ...] = ()
+    if parameter.numel() and is_dense(shape, strides):
+        axes = sorted(range(len(shape)), key=lambda k: (shape[k] == 1, -strides[k], k))
+        long = [k for k in axes if shape[k] > 1]
+        order = () if long == sorted(long) else tuple(axes)
+    return Part(name, shape, order, str(parameter.dtype).removeprefix("torch."))
 
 
 def _fitting(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ringcomm.ps.client.dense.table import Table, table
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.optim import Assign
+from ringcomm.ps.table_spec import Part
 from ringcomm.torch.ps.distributed_optimizer_options import WHO
 
 Named = Iterable[tuple[str, Tensor]]
@@ -91,10 +92,10 @@ class ServedBuffers:
 
     Args:
         buffers: of the model.
-        suffix: of the names of tables.
+        scope: whose buffers they are, for the names of tables.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], suffix: str) -> None:
+    def __init__(self, buffers: Sequence[Buffer], scope: str) -> None:
         in32 = [each for each in buffers if each.value.dtype in _IN_FLOAT32]
         in64 = [each for each in buffers if each.value.dtype in _IN_FLOAT64]
         for each in buffers:
@@ -104,7 +105,7 @@ class ServedBuffers:
                     f"{each.value.layout}. Pass buffers= without it, or buffers=() for none"
                 )
         kinds = ((in32, torch.float32), (in64, torch.float64))
-        self._tables = [_Buffers(some, dtype, suffix) for some, dtype in kinds if some]
+        self._tables = [_Buffers(some, dtype, scope) for some, dtype in kinds if some]
 
     def push(self) -> None:
         """Send those that have changed; on the chief."""
@@ -125,7 +126,7 @@ class ServedBuffers:
 class _Buffers:
     """Buffers that share a table."""
 
-    def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype, suffix: str) -> None:
+    def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype, scope: str) -> None:
         self._buffers = buffers
         self._shapes = [each.value.shape for each in buffers]
         counts = [_as_real(each.value).numel() for each in buffers]
@@ -137,8 +138,8 @@ class _Buffers:
             self._views[place].copy_(self._checked(place))
         kind = str(dtype).removeprefix("torch.")
         self._table: Table = table(
-            f"buffers in {kind}{suffix}", len(self._flat), kind, updater=Assign(),
-            init=self._flat.numpy().copy(),
+            f"buffers in {kind} ({scope})", len(self._flat), kind, updater=Assign(), scope=scope,
+            init=self._flat.numpy().copy(), parts=[_part(each) for each in buffers],
         )  # fmt: skip
 
     def _checked(self, place: int) -> Tensor:
@@ -183,6 +184,11 @@ class _Buffers:
             for buffer, view in zip(self._buffers, self._views, strict=True):
                 real = _as_real(buffer.value)
                 real.copy_(view.view(real.shape))
+
+
+def _part(buffer: Buffer) -> Part:
+    kind = str(buffer.value.dtype).removeprefix("torch.")
+    return Part(buffer.name, tuple(buffer.value.shape), dtype=kind)
 
 
 def _as_real(value: Tensor) -> Tensor:

@@ -64,9 +64,10 @@ class Feeder:
         self._is_weighed: bool | None = None
         self.rows: RowGradients = NO_ROWS
         self.number = next_number(self.session.group)
-        self._suffix = f" (optimizer {self.number})"  # of names of tables
+        means = "means of " if options.class_name is None else ""
+        self._scope = f"{means}optimizer {self.number}"  # of names of tables
         self.extend(named_parameters)
-        self.buffers = ServedBuffers(buffers, self._suffix)
+        self.buffers = ServedBuffers(buffers, self._scope)
         self.buffers.fetch()
         let_rows_wait(self, self.session)
 
@@ -83,9 +84,9 @@ class Feeder:
         settings = _settings(self.options, self._passes_per_step)
         self._require_alike("parameters", OptimizerSummary(parameters, settings))
         mode, groups, codec = self.options.mode, self.pusher.groups, self.options.compression
-        suffix = self._suffix
+        scope = self._scope
         buckets = [
-            ServedBucket(slots, suffix, self.options.updater(groups[slots[0].group]), mode, codec)
+            ServedBucket(slots, scope, self.options.updater(groups[slots[0].group]), mode, codec)
             for slots in plan(new)
         ]
         self._hooks.attach(without_hooks(new))
@@ -300,6 +301,7 @@ class Feeder:
     def _refuse_changed_values(self, *, is_thorough: bool) -> None:
         if self.options.class_name is None:
             return
+        self.session.client.listen()
         if self._n_replaced != self.session.replaced.count:
             raise RingcommError(
                 f"{WHO}: the chief has loaded a checkpoint since this worker fetched the "

@@ -36,7 +36,7 @@ from ringcomm.ps.parameters_sharing_a_dense_table import MOST
 from ringcomm.ps.placement.view import cuts
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, HOLD, INITIAL, RELEASE, SKIP
 from ringcomm.ps.session import Session, is_chief, session
-from ringcomm.ps.table_spec import Spec
+from ringcomm.ps.table_spec import Part, Spec
 from ringcomm.ps.update_modes import Mode, mode_of
 
 BLOCK_NBYTES: Final = 4 << 20
@@ -57,6 +57,8 @@ def table(
     error_feedback: bool | None = None,
     pull_compression: str | Codec | None = None,
     segments: Sequence[int] = (),
+    parts: Sequence[Part] = (),
+    scope: str = "",
 ) -> Table:
     """Open a table. The first rank to open it creates it; the others must pass the same arguments.
 
@@ -81,6 +83,9 @@ def table(
             exact.
         segments: first elements, ascending from 0, of parts that may have no gradient by
             themselves, such as parameters that share a table; see Table.push(absent=).
+        parts: arrays with names of their own that lie in a flat table, one behind the other, by
+            which checkpoints are read.
+        scope: whose names these are, such as "optimizer 1".
 
     Raises:
         MismatchError: another rank, or an earlier call, opened it with something else.
@@ -110,6 +115,8 @@ def table(
         partitions=len(cuts(count, block)) - 1,
         compression=spec_of(label, compression, pull_compression, error_feedback=error_feedback),
         segments=tuple(map(int, segments)),
+        parts=tuple(parts),
+        scope=scope,
     )
 
     def make(created: dict[str, Any]) -> Table:

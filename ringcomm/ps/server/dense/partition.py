@@ -356,9 +356,13 @@ class DensePartition(Block):
         self.is_ready = True
 
     def load_values(self, state: State) -> None:
-        """Take values alone, as a table begins with them; slots and steps stay."""
-        self._block.write(np.ascontiguousarray(state.arrays["values"], self.dtype))
-        self.is_ready = True
+        """Take values alone, as a table begins with them, where there are some; the rest stays."""
+        whole, n_filled = self.values.copy(), 0
+        for start, stop in state.meta["filled"]:
+            whole[start:stop] = state.arrays["values"][start:stop]
+            n_filled += stop - start
+        self._block.write(whole)
+        self.is_ready |= n_filled == self.count
 
 
 def _overlap(a: slice, b: slice) -> slice:

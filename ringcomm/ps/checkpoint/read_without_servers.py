@@ -1,0 +1,82 @@
+"""ps.load_state_dict(): the values of a checkpoint by name, without servers, MPI or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringcomm.ps.checkpoint.files import (
+    Checkpoint,
+    Record,
+    cut_values,
+    first_usable,
+    reading,
+    specs_of,
+)
+from ringcomm.ps.checkpoint.values_by_name import Named, array_of, labels_of, named_in
+from ringcomm.ps.partition_state import State
+
+
+def load_state_dict(path: str | Path) -> dict[str, Any]:
+    """Return the values of all tables of the newest checkpoint; without servers, MPI or torch.
+
+    Args:
+        path: as given to ps.save().
+
+    Returns:
+        name -> array. Parameters and buffers of a model have the names and shapes that they have
+        there; if another optimizer, or a table, has the same name, "name (optimizer 2)". A table of
+        ps.table() has its own name. Of a hash table, a dict of arrays with the rows of all
+        partitions one behind the other: "keys", "values", and what else a row has. Buffers of
+        bfloat16 are float32.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        BrokenFileError: none can be used; it names the files. If an older one can, a
+            warning says so.
+    """
+    found = first_usable(Path(path), "ps.load_state_dict", _values_of)
+    if found is None:
+        raise FileNotFoundError(f"ps.load_state_dict: no complete checkpoint in {path}")
+    return found
+
+
+def read_parts(path: str | Path) -> list[tuple[str, str, str, NDArray[Any]]]:
+    """Return scope, name, dtype and values of all dense values; see load_state_dict()."""
+    found = first_usable(Path(path), "ps.model_state_dict", _parts_of)
+    if found is None:
+        raise FileNotFoundError(f"ps.model_state_dict: no complete checkpoint in {path}")
+    return found
+
+
+def _parts_of(checkpoint: Checkpoint) -> list[tuple[str, str, str, NDArray[Any]]]:
+    all_named = named_in(specs_of(checkpoint.manifest))
+    read = reading(checkpoint.folder)
+    return [
+        (each.scope, each.part.name, each.part.dtype, _array(read, checkpoint, each))
+        for each in all_named
+        if each.spec.kind == "dense"
+    ]
+
+
+def _array(read: Callable[[Record], State], checkpoint: Checkpoint, named: Named) -> NDArray[Any]:
+    records = checkpoint.records[named.table]
+    return array_of(named.part, cut_values(read, named.spec, records, named.start, named.stop))
+
+
+def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    read = reading(checkpoint.folder)
+    out: dict[str, Any] = {}
+    all_named = list(named_in(specs_of(checkpoint.manifest)))
+    for label, each in zip(labels_of(all_named), all_named, strict=True):
+        if each.spec.kind == "dense":
+            out[label] = _array(read, checkpoint, each)
+        else:
+            states = [read(record) for record in checkpoint.records[each.table]]
+            names = states[0].arrays if states else {}
+            out[label] = {n: np.concatenate([s.arrays[n] for s in states]) for n in names}
+    return out
