@@ -184,6 +184,7 @@ void bind_shard(nb::module_& m) {
       .def("erase", &erase, "keys"_a.noconvert(), "stamp"_a)
       .def("metadata", &metadata, "keys"_a.noconvert(), "counts"_a.noconvert(),
            "steps"_a.noconvert(), "times"_a.noconvert())
+      .def_prop_ro("max_rows", &Shard::max_rows)
       .def("evict", &Shard::evict, "now"_a, "stamp"_a, "max_work"_a, Unlocked());
 }
 

@@ -102,57 +102,19 @@ void Rows::clear() {
   cursor_ = 0;
 }
 
-Evicted Rows::evict(double now, std::uint64_t stamp, std::size_t max_work) {
+Expired Rows::expire(double now, std::uint64_t stamp, std::size_t max_work) {
   const Writing writing(*this);
-  const Eviction& policy = spec_->eviction;
-  Evicted evicted{0, true};
-  if (policy.ttl_s == std::numeric_limits<double>::infinity() && size() <= policy.max_rows)
-    return evicted;
+  Expired expired{0, true};
   for (std::size_t work = 0; work < max_work && cursor_ < store_.end(); ++work) {
     const Row row = cursor_++;
     const RowInfo info = store_.info(row);
-    if (info.steps == RowStore::kDead) continue;
-    if (now - info.time >= policy.ttl_s) {
-      take_out(row, stamp);
-      ++evicted.n;
-    } else if (size() > policy.max_rows) {
-      const double rank = policy.order == Order::lfu ? info.count : info.time;
-      auto& round = side().round;
-      round.push_back({rank, info.time, info.key, row, info.count});
-      std::push_heap(round.begin(), round.end());
-      while (round.size() > std::min(size() - policy.max_rows, max_work)) {
-        std::pop_heap(round.begin(), round.end());
-        round.pop_back();
-      }
-    }
+    if (info.steps == RowStore::kDead || now - info.time < spec_->eviction.ttl_s) continue;
+    take_out(row, stamp);
+    ++expired.n;
   }
-  if (cursor_ < store_.end()) {
-    evicted.is_done = false;
-    return evicted;
-  }
-  cursor_ = 0;
-  evicted.n += finish_round(stamp);
-  evicted.is_done = size() <= policy.max_rows;
-  return evicted;
-}
-
-// Returns how many rows it has taken out.
-std::size_t Rows::finish_round(std::uint64_t stamp) {
-  if (side_ == nullptr) return 0;
-  std::size_t n = 0;
-  std::vector<Victim> round = std::move(side_->round);
-  side_->round = {};
-  std::sort(round.begin(), round.end());
-  for (const Victim& victim : round) {
-    if (size() <= spec_->eviction.max_rows) break;
-    const RowInfo info = store_.info(victim.row);
-    const bool is_as_seen = info.steps != RowStore::kDead && info.key == victim.key &&
-                            info.time == victim.time && info.count == victim.count;
-    if (!is_as_seen) continue;  // pushed since: no longer among the last
-    take_out(victim.row, stamp);
-    ++n;
-  }
-  return n;
+  expired.is_done = cursor_ >= store_.end();
+  if (expired.is_done) cursor_ = 0;
+  return expired;
 }
 
 Rows::Side& Rows::side() {

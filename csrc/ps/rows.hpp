@@ -37,7 +37,7 @@ enum class Order : int { lru = 0, lfu };
 
 struct Eviction {
   double ttl_s = std::numeric_limits<double>::infinity();
-  std::size_t max_rows = std::numeric_limits<std::size_t>::max();
+  std::size_t max_rows = std::numeric_limits<std::size_t>::max();  // of the table, on all servers
   Order order = Order::lru;
 };
 
@@ -96,9 +96,9 @@ struct RowArrays {
   double* times;
 };
 
-struct Evicted {
+struct Expired {
   std::size_t n;
-  bool is_done;  // nothing is left to be evicted now
+  bool is_done;  // all rows have been looked at
 };
 
 class Rows {
@@ -124,9 +124,9 @@ class Rows {
   std::uint64_t stamp() const { return stamp_; }
   void mark(std::uint64_t stamp) { stamp_ = stamp; }
 
-  // Looks at no more than `max_work` rows from where the last call stopped, takes out those that
-  // were not pushed for `ttl_s` and, at the end of a round, the last in order above `max_rows`.
-  Evicted evict(double now, std::uint64_t stamp, std::size_t max_work);
+  // Looks at no more than `max_work` rows from where the last call stopped, and takes out those that
+  // were not pushed for `ttl_s`.
+  Expired expire(double now, std::uint64_t stamp, std::size_t max_work);
 
   void clear();
 
@@ -143,20 +143,8 @@ class Rows {
   friend class Shard;
   static constexpr Row kNoRow = 0xffffffffu;
 
-  // Who may be evicted: the least is first.
-  struct Victim {
-    double rank, time;
-    std::uint64_t key;
-    Row row;
-    std::uint32_t count;
-
-    bool operator<(const Victim& other) const {
-      return std::tie(rank, time, key) < std::tie(other.rank, other.time, other.key);
-    }
-  };
   struct Side {  // what most partitions have none of
     KeyMap candidates;  // key -> count
-    std::vector<Victim> round;  // a heap of those who would be evicted, the last of them on top
   };
   // Where each of several keys belongs.
   struct Homes {
@@ -196,7 +184,6 @@ class Rows {
       snapshot->keep(store_.info(row).key, store_.values<std::byte>(row));
   }
   void halve_candidates();
-  std::size_t finish_round(std::uint64_t stamp);
   static void require_rule(const Rule& own, const Rule& rule);
   template <class T>
   void initialise(Row row, std::uint64_t key);
@@ -206,7 +193,7 @@ class Rows {
   KeyMap index_;  // key -> row + 1
   RowStore store_;
   std::unique_ptr<Side> side_;
-  Row cursor_ = 0;  // of evict()
+  Row cursor_ = 0;  // of expire()
   std::uint64_t stamp_ = 0;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -36,8 +37,13 @@ std::size_t Shard::nbytes() const {
 }
 
 std::shared_ptr<Rows> Shard::own(std::uint32_t partition) {
-  auto& part = parts_.at(partition);
-  is_owned_[partition] = true;
+  is_owned_.at(partition) = true;
+  victims_.clear();  // what comes may be older
+  return made(partition);
+}
+
+const std::shared_ptr<Rows>& Shard::made(std::uint32_t partition) {
+  auto& part = parts_[partition];
   if (part == nullptr) part = std::make_shared<Rows>(spec_, common_);
   return part;
 }
@@ -92,7 +98,7 @@ Pushed Shard::push(const Push& push) {
   std::vector<Rows*> homes(push.n);
   for (std::size_t i = 0; i < push.n; ++i) {
     Rows* const part = parts_[partitions[i]].get();
-    homes[i] = part != nullptr ? part : own(partitions[i]).get();
+    homes[i] = part != nullptr ? part : made(partitions[i]).get();
   }
   return Rows::push_to(*spec_, {homes.data()}, partitions.data(), parts_.size(), push);
 }
@@ -179,15 +185,20 @@ std::vector<std::uint64_t> Shard::n_keys() const {
 void Shard::add_keys(std::uint32_t partition, std::uint64_t n) { n_keys_.at(partition).add(n); }
 
 std::size_t Shard::evict(double now, std::uint64_t stamp, std::size_t max_work) {
-  std::size_t evicted = 0, n_left = parts_.size();
+  const bool can_expire = spec_->eviction.ttl_s != std::numeric_limits<double>::infinity();
+  return (can_expire ? expire(now, stamp, max_work) : 0) + shrink(stamp);
+}
+
+std::size_t Shard::expire(double now, std::uint64_t stamp, std::size_t max_work) {
+  std::size_t n = 0, n_left = parts_.size();
   while (max_work != 0 && n_left != 0) {
     Rows* const part = parts_[cursor_].get();
     bool is_done = true;
     std::size_t work = 1;
     if (part != nullptr && part->size() != 0) {
       work = std::min(max_work, part->size());
-      const Evicted some = part->evict(now, stamp, max_work);
-      evicted += some.n;
+      const Expired some = part->expire(now, stamp, max_work);
+      n += some.n;
       is_done = some.is_done;
     }
     max_work -= work;
@@ -195,7 +206,62 @@ std::size_t Shard::evict(double now, std::uint64_t stamp, std::size_t max_work) 
     cursor_ = (cursor_ + 1) % parts_.size();
     --n_left;
   }
-  return evicted;
+  return n;
+}
+
+std::size_t Shard::max_rows() const {
+  const std::size_t all = spec_->eviction.max_rows, n = parts_.size();
+  const auto owned = static_cast<std::size_t>(std::count(is_owned_.begin(), is_owned_.end(), true));
+  return std::max<std::size_t>(1, all / n * owned + all % n * owned / n);
+}
+
+std::size_t Shard::shrink(std::uint64_t stamp) {
+  if (spec_->eviction.max_rows == std::numeric_limits<std::size_t>::max()) return 0;
+  const Rows::Writing writing(common_->users);
+  const std::size_t most = max_rows(), before = size();
+  if (before <= most) return 0;
+  const bool is_lru = spec_->eviction.order == Order::lru;
+  const std::size_t target = is_lru || most <= kExactRows ? most : most - most / kSlack;
+  std::size_t n = before;
+  while (n > target) {
+    if (victims_.empty()) find_victims(is_lru ? std::max(n - target, n / kAhead) : n - target);
+    const Victim victim = victims_.back();
+    victims_.pop_back();
+    Rows* const part = parts_[victim.partition].get();
+    if (part == nullptr || victim.row >= part->store_.end()) continue;
+    const RowInfo& info = part->store_.info(victim.row);
+    const bool is_as_seen =
+        info.steps != RowStore::kDead && info.key == victim.key && info.time == victim.time;
+    if (!is_as_seen) continue;  // pushed since, or gone
+    part->take_out(victim.row, stamp);
+    --n;
+  }
+  if (!is_lru) victims_.clear();
+  return before - n;
+}
+
+void Shard::find_victims(std::size_t n) {
+  const bool is_lfu = spec_->eviction.order == Order::lfu;
+  victims_.reserve(n);  // a heap, the last of them on top
+  for (std::uint32_t partition = 0; partition < parts_.size(); ++partition) {
+    if (parts_[partition] == nullptr) continue;
+    const RowStore& store = parts_[partition]->store_;
+    for (Row row = 0; row < store.end(); ++row) {
+      const RowInfo& info = store.info(row);
+      if (info.steps == RowStore::kDead) continue;
+      const double rank = is_lfu ? info.count : info.time;
+      const Victim victim{rank, info.time, info.key, partition, row};
+      if (victims_.size() == n) {
+        if (!(victim < victims_.front())) continue;
+        std::pop_heap(victims_.begin(), victims_.end());
+        victims_.pop_back();
+      }
+      victims_.push_back(victim);
+      std::push_heap(victims_.begin(), victims_.end());
+    }
+  }
+  std::sort_heap(victims_.begin(), victims_.end());
+  std::reverse(victims_.begin(), victims_.end());
 }
 
 }  // namespace ringcomm::ps

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "rows.hpp"
@@ -59,11 +60,31 @@ class Shard {
   // Counts those that were, where the partition was before.
   void add_keys(std::uint32_t partition, std::uint64_t n);
 
-  // Goes on where the last call stopped, about `max_work` rows and partitions far, once around at
-  // most. Returns how many rows were evicted.
+  // Takes out rows that have expired: goes on where the last call stopped, about `max_work` rows and
+  // partitions far, once around at most. Then takes out the first in order until there are no more
+  // than max_rows(). Returns how many rows were evicted.
   std::size_t evict(double now, std::uint64_t stamp, std::size_t max_work);
+  // This shard's share of the table's max_rows: in proportion to the partitions that it owns.
+  std::size_t max_rows() const;
 
  private:
+  // To find rows to take out, all are looked at. So for lru the next ones are found, too, one of
+  // kAhead of all: rows that are pushed later are behind them. For lfu a new row may come before
+  // them; there, above kExactRows, one of kSlack more is taken out than must be.
+  static constexpr std::size_t kAhead = 16, kExactRows = 8192, kSlack = 100;
+
+  // Who is evicted: the least is first.
+  struct Victim {
+    double rank, time;
+    std::uint64_t key;
+    std::uint32_t partition;
+    Row row;
+
+    bool operator<(const Victim& other) const {
+      return std::tie(rank, time, key) < std::tie(other.rank, other.time, other.key);
+    }
+  };
+
   // Approximate if several threads gather: what is measured decides where partitions lie, no more.
   struct Count {
     std::atomic<std::uint64_t> value{0};
@@ -76,13 +97,18 @@ class Shard {
   Rows* home(std::uint64_t key) const { return parts_[partition(key)].get(); }
   std::uint32_t partition(std::uint64_t key) const;
   const Snapshot& snapshot(std::uint64_t number) const;
+  std::size_t expire(double now, std::uint64_t stamp, std::size_t max_work);
+  std::size_t shrink(std::uint64_t stamp);
+  void find_victims(std::size_t n);
+  const std::shared_ptr<Rows>& made(std::uint32_t partition);
 
   std::shared_ptr<const RowSpec> spec_;
   std::shared_ptr<Rows::Common> common_;
   std::vector<std::shared_ptr<Rows>> parts_;
   std::vector<bool> is_owned_;
   mutable std::vector<Count> n_keys_;
-  std::size_t cursor_ = 0;  // of evict()
+  std::size_t cursor_ = 0;  // of expire()
+  std::vector<Victim> victims_;  // the next one last
 };
 
 }  // namespace ringcomm::ps

@@ -237,6 +237,42 @@ def test_assign_replaces_rows_and_the_last_of_a_key_counts(n_servers):
     assert run_workers(1, body, n_servers) == [[[4, 5], [2, 3], [6, 7]]]
 
 
+@pytest.mark.parametrize(("max_rows", "n_keys"), [(1, 3), (30, 30), (100, 50), (1000, 1000)])
+def test_a_small_cap_is_exact_on_any_number_of_servers(max_rows, n_keys):
+    def body(rank):
+        evict = ps.Evict(max_rows=max_rows)
+        kv = ps.hashtable("t", 1, updater=ps.optim.Add(), evict=evict)
+        rng = np.random.default_rng(0)
+        keys = rng.choice(10**12, n_keys, replace=False)
+        for _ in range(3):
+            for some in np.array_split(rng.permutation(keys), 5):
+                kv.push(some, np.ones((len(some), 1), np.float32)).wait()
+                assert len(kv) <= max_rows
+        assert len(kv) == min(max_rows, n_keys)
+        if n_keys <= max_rows:
+            assert (kv.pull(keys).wait() == 3).all()
+            assert ps.rebalance().wait().moved == 0
+
+    run_workers(1, body, 3)
+
+
+def test_a_large_cap_is_shared_by_servers_and_holds_to_within_one_percent():
+    def body(rank):
+        most = 500_000
+        kv = ps.hashtable("t", 1, updater=ps.optim.Add(), evict=ps.Evict(max_rows=most))
+        keys = np.random.default_rng(0).choice(2**62, int(0.99 * most), replace=False)
+        for some in np.array_split(keys, 10):
+            kv.push(some, np.ones((len(some), 1), np.float32)).wait()
+        assert len(kv) == len(keys)
+        assert all(each["hashtables"]["t"]["rows"] for each in ps.stats())
+        more = np.arange(20_000)
+        kv.push(more, np.ones((len(more), 1), np.float32)).wait()
+        assert 0.99 * most <= len(kv) <= most
+        assert (kv.pull(more).wait() == 1).all()
+
+    run_workers(1, body, 3)
+
+
 def test_rows_are_evicted_by_pushes_to_others(monkeypatch):
     seconds = itertools.count()
     monkeypatch.setattr(hashed, "now", lambda: float(next(seconds)))

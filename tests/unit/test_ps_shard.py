@@ -76,7 +76,7 @@ class Sequence:
         self.rng, self.updater = np.random.default_rng(seed), updater
         self.init = initializers.normal(std=0.5, seed=seed)
         evict = policy.get("evict")
-        self.spec = row_spec(3, updater, table=9, init=self.init, n_partitions=1, **policy)
+        self.spec = row_spec(3, updater, table=9, init=self.init, **policy)
         self.rows = shard_of(self.spec)
         self.model = Model(
             3,
@@ -472,34 +472,60 @@ def test_a_key_that_comes_back_begins_as_a_new_row(updater):
 
 
 @pytest.mark.parametrize("max_work", [1, 7, 64, 5000])
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_eviction_in_slices_ends_where_eviction_at_once_does(max_work, policy):
-    rows = make(1, evict=Evict(ttl=500, max_rows=100, policy=policy))
+def test_expiry_in_slices_ends_where_expiry_at_once_does(max_work):
+    rows = make(1, evict=Evict(ttl=300))
     rng = np.random.default_rng(1)
-    model = Model(1, SGD, initializers.zeros(), ttl_s=500, max_rows=100 // 1024 or 1,
-                  is_lfu=policy == "lfu")  # fmt: skip
+    model = Model(1, SGD, initializers.zeros(), ttl_s=300)
     for now in range(60):
         keys = sorted({int(k) for k in rng.zipf(1.2, 10) % 300})
         push(rows, keys, ones(len(keys), 1), now=now * 10)
         model.push(keys, ones(len(keys), 1), SGD, now * 10)
     n, gone = len(rows), 0
     victims = model.evict(601.0)
-    for _ in range(n * (n // max_work + 1)):  # each time around takes out one at least
+    for _ in range(n // max_work + 2):
         evicted = rows.evict(601.0, 2, max_work)
-        assert evicted <= 2 * max_work
+        assert evicted <= max_work
         gone += evicted
     assert gone == len(victims)
     assert everything(rows).keys() == model.rows.keys()
 
 
-def test_a_row_that_is_pushed_between_two_slices_stays():
-    rows = make(1, evict=Evict(max_rows=1))
-    push(rows, [1, 2, 3], ones(3, 1), now=0.0)
-    assert rows.evict(1.0, 2, 2) == 0
-    push(rows, [1, 2], ones(2, 1), now=1.0)
-    while len(rows) > 1:
-        rows.evict(1.0, 2, 2)
-    assert list(everything(rows)) != [3]
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("n_partitions", [1, 7])
+def test_the_first_in_order_go_whatever_their_partition_and_no_more(policy, n_partitions):
+    spec = row_spec(1, SGD, evict=Evict(ttl=400, max_rows=40, policy=policy))
+    rows = _core.Shard(spec, np.zeros(n_partitions, np.uint32), 0)
+    rng = np.random.default_rng(1)
+    model = Model(1, SGD, initializers.zeros(), ttl_s=400, max_rows=40, is_lfu=policy == "lfu")
+    for now in range(60):
+        keys = sorted({int(k) for k in rng.zipf(1.2, 30) % 300})
+        push(rows, keys, ones(len(keys), 1), now=now * 10)
+        model.push(keys, ones(len(keys), 1), SGD, now * 10)
+        assert rows.evict(now * 10, 2, 10_000) == len(model.evict(now * 10))
+        assert len(rows) == len(model.rows) <= 40
+        assert not np.isnan(metadata(rows, [*model.rows])[2]).any()
+
+
+def test_a_shard_has_a_share_of_the_rows_by_its_partitions():
+    spec = row_spec(1, SGD, evict=Evict(max_rows=1000))
+    rows = _core.Shard(spec, np.array([0, 0, 1, 0], np.uint32), 0)
+    assert rows.max_rows == 750
+    rows.disown(0)
+    assert rows.max_rows == 500
+
+
+@pytest.mark.parametrize(("policy", "least"), [("lru", 1.0), ("lfu", 0.99)])
+def test_many_rows_are_capped_to_within_one_percent(policy, least):
+    most = 50_000
+    rows = make(1, evict=Evict(max_rows=most, policy=policy))
+    rng = np.random.default_rng(0)
+    for k in range(60):
+        keys = np.unique(rng.integers(0, 2**63, 2000))
+        push(rows, keys, ones(len(keys), 1), now=float(k))
+        rows.evict(float(k), 2, 10)
+        assert len(rows) <= most
+        assert not np.isnan(metadata(rows, keys)[2]).any()
+    assert len(rows) >= least * most
 
 
 def test_memory_of_evicted_rows_is_used_again():

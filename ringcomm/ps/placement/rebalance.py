@@ -45,7 +45,7 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
     Any worker may call it, while all go on: a partition that moves answers a little later, and no
     push is lost or doubled. Partitions move one by one; those of a hash table 64 at a time, and the
     table stands still meanwhile. Rounds go on where they were. Nothing moves while a rank is within
-    ps.snapshot().
+    ps.snapshot(). A hash table with ps.Evict(max_rows=) that is small stays where it is.
 
     Args:
         slack: a server may have this share more than the mean.
@@ -62,12 +62,13 @@ def rebalance(*, slack: float = 0.1) -> Future[Rebalanced]:
         raise RingcommError("ps.rebalance: not within ps.snapshot(), while which nothing moves")
     if slack < 0:
         raise ValueError(f"ps.rebalance: slack is {slack}; it must be 0 or more")
-    view, heat = measured(ask_json(current.client, Kind.STATS, {"keys": True}).wait())
+    answers = ask_json(current.client, Kind.STATS, {"keys": True}).wait()
+    view, heat = measured(answers)
     before = _before.get(current, {})
     _before[current] = heat
     recent = {partition: x - before.get(partition, 0.0) for partition, x in heat.items()}
     servers = current.client.servers
-    moves = plan_moves(view, recent, servers, slack)
+    moves = plan_moves(view, recent, servers, slack, pinned_in(answers))
     after = view.with_({move.partition: (move.dest,) for move in moves})
     load, load_after = shares(view, recent, servers), shares(after, recent, servers)
     return move_all(current, moves, load, load_after)
@@ -127,6 +128,17 @@ def measured(answers: Sequence[dict[str, Any]]) -> tuple[View, dict[Partition, f
                 chains[partition] = (server,)
                 heat[partition] = nbytes
     return View(1, chains), heat
+
+
+def pinned_in(answers: Sequence[dict[str, Any]]) -> set[Partition]:
+    """Return the partitions that stay, by the statistics of all servers: see row_policies.Evict."""
+    return {
+        (int(number), part)
+        for each in answers
+        for number, rows in each["keys"].items()
+        if rows["stays"]
+        for part in rows["owned"]
+    }
 
 
 def shares(view: View, heat: dict[Partition, float], servers: Sequence[int]) -> tuple[float, ...]:

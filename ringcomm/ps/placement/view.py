@@ -67,6 +67,11 @@ def place_dense(
     return owners
 
 
+def some_of(table: str, servers: Sequence[int], n: int) -> list[int]:
+    """Return n of the servers, for a table that is not to be on all: others for other tables."""
+    return sorted(sorted(servers, key=lambda server: _digest(f"{table}/{server}"))[:n])
+
+
 def place_hashed(table: str, servers: Sequence[int], n: int = HASH_PARTITIONS) -> list[int]:
     """Return the server of each partition of a hash table, by rendezvous hashing.
 

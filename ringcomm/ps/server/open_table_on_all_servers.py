@@ -21,6 +21,7 @@ from ringcomm.ps.optim import from_json
 from ringcomm.ps.placement import view
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.row_policies import Evict
 from ringcomm.ps.server.available_memory import available_nbytes
 from ringcomm.ps.server.core.actions import Close, Moved
 from ringcomm.ps.server.core.table import Table
@@ -115,7 +116,10 @@ class Catalog:
     def _place(self, spec: Spec) -> list[int]:
         servers = self._layout.server_numbers
         if spec.kind == "hash":
-            return view.place_hashed(spec.name, servers, spec.partitions)
+            evict = spec.policies["evict"]
+            n = len(servers) if evict is None else Evict(**evict).n_servers(len(servers))
+            chosen = view.some_of(spec.name, servers, n)
+            return view.place_hashed(spec.name, chosen, spec.partitions)
         bounds = view.cuts(spec.count, spec.block)
         itemsize = np.dtype(spec.dtype).itemsize
         sizes = [(b - a) * itemsize for a, b in itertools.pairwise(bounds)]

@@ -211,7 +211,11 @@ class Server:
         }
         if json.loads(request.meta).get("keys"):
             stats["keys"] = {
-                number: {"owned": shard.partitions, "nbytes": shard.heat()}
+                number: {
+                    "owned": shard.partitions,
+                    "nbytes": shard.heat(),
+                    "stays": shard.is_capped_on_few(len(self._layout.servers)),
+                }
                 for number, shard in shards.items()
             }
         self._replies.json(request, stats)

@@ -76,6 +76,7 @@ class Shard:
         self.updater: Updater = from_json(spec.updater)
         policies = spec.policies
         admit, evict = policies["admit"], policies["evict"]
+        self._evicts = None if evict is None else Evict(**evict)
         rows = row_spec(
             self.dim,
             self.updater,
@@ -83,11 +84,10 @@ class Shard:
             dtype=spec.dtype,
             init=initializer_of(spec.initial),
             admit=None if admit is None else Admit(**admit),
-            evict=None if evict is None else Evict(**evict),
-            n_partitions=spec.partitions,
+            evict=self._evicts,
         )
         self.rows = _core.Shard(rows, np.array(owners, np.uint32), index)
-        self.can_evict = evict is not None
+        self.can_evict = self._evicts is not None
         self.version = 0
         self.stamp = 0
         self.traffic = Traffic()
@@ -236,6 +236,10 @@ class Shard:
         self.traffic.pulls += 1
         self.traffic.nbytes += len(keys) * self.row_nbytes()
         return self._snapshots.get(held, self.version)
+
+    def is_capped_on_few(self, n_servers: int) -> bool:
+        """Return True if the table is to stay on few servers, so that its max_rows is exact."""
+        return self._evicts is not None and self._evicts.n_servers(n_servers) < n_servers
 
     # --- partitions that move -------------------------------------------------------------------
     def own(self, part: int, n_keys: int) -> None:

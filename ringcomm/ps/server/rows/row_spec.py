@@ -12,8 +12,6 @@ from ringcomm.ps.initializers import Initializer, zeros
 from ringcomm.ps.optim import Updater
 from ringcomm.ps.row_policies import Admit, Evict
 
-N_PARTITIONS = 1024
-
 
 def row_spec(
     dim: int,
@@ -24,7 +22,6 @@ def row_spec(
     init: Initializer | None = None,
     admit: Admit | None = None,
     evict: Evict | None = None,
-    n_partitions: int = N_PARTITIONS,
 ) -> _core.RowSpec:
     """Return the options from which `_core.Shard` makes partitions.
 
@@ -36,14 +33,12 @@ def row_spec(
         init: zeros() if not given.
         admit: every key at once if not given.
         evict: no row if not given.
-        n_partitions: that share evict.max_rows.
     """
     admission: dict[str, Any] = {} if admit is None else admit.to_json()
     init = zeros() if init is None else init
     if evict is not None:
         admission |= {"ttl_s": evict.ttl_s, "is_lfu": evict.policy == "lfu"}
-        max_rows = evict.rows_per_partition(n_partitions)
-        admission |= {} if max_rows is None else {"max_rows": max_rows}
+        admission |= {} if evict.max_rows is None else {"max_rows": evict.max_rows}
     return _core.RowSpec(
         dim=dim,
         dtype=DTYPES[np.dtype(dtype).name].kernel,
