@@ -4,6 +4,9 @@ from mutations.mutation import Mutation
 
 _MACHINE = "transport/membership/machine.py"
 _TESTS = ("unit/test_membership.py",)
+_OPTIMIZER = "torch/elastic/optimizer.py"
+_ON_FAILURE = ("with_torch/test_on_failure.py",)
+_SCRIPTS = ("with_torch/test_horovod_elastic_scripts.py",)
 
 ELASTIC = [
     Mutation(
@@ -86,5 +89,68 @@ ELASTIC = [
         'group["lr"] = group["lr"] * 1',
         "with scale_lr the rate is that of the ranks that there were before a loss",
         ("with_torch/test_elastic_training.py",),
+    ),
+    Mutation(
+        "a-rank-behind-keeps-its-weights",
+        "fault",
+        _OPTIMIZER,
+        "self._take_weights(root, is_behind=reducer.version < newest)",
+        "pass",
+        "a step is applied on some of the ranks that are left",
+        _ON_FAILURE,
+    ),
+    Mutation(
+        "a-rank-behind-keeps-its-state",
+        "fault",
+        _OPTIMIZER,
+        "self.state[p] = state",
+        "pass",
+        "a rank that gets the weights of a step gets no state of the optimizer",
+        _ON_FAILURE,
+    ),
+    Mutation(
+        "a-begun-step-is-made",
+        "fault",
+        _OPTIMIZER,
+        "is_lost = any(version == newest and has_begun for version, has_begun in of_ranks)",
+        "is_lost = all(version == newest and has_begun for version, has_begun in of_ranks)",
+        "ranks make a step whose gradients some of them have lost",
+        _ON_FAILURE,
+    ),
+    Mutation(
+        "a-lost-step-is-counted-by-versions-alone",
+        "fault",
+        _OPTIMIZER,
+        "reducer.go_on_without_updates(newest + is_lost - reducer.step)",
+        "reducer.go_on_without_updates(int(is_lost))",
+        "a rank that is behind makes a step twice",
+        _ON_FAILURE,
+    ),
+    Mutation(
+        "gradients-of-a-lost-step-stay",
+        "fault",
+        _OPTIMIZER,
+        "        if self.is_idle:\n            self.clear_gradients()\n\n    def flush",
+        "\n    def flush",
+        "after a failure .grad holds what messages have left there",
+        _ON_FAILURE,
+    ),
+    Mutation(
+        "samples-of-lost-ranks-come-again",
+        "fault",
+        "torch/elastic/sampler.py",
+        "done.append(self.recorded(first, range(first.size)))",
+        "pass",
+        "samples in a committed step of a lost rank are trained on twice",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "callbacks-before-the-state",
+        "fault",
+        "elastic/run.py",
+        "    state.resume()\n    state.on_reset()",
+        "    state.on_reset()\n    state.resume()",
+        "the learning rate that a reset callback sets is overwritten",
+        _SCRIPTS,
     ),
 ]

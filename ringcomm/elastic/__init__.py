@@ -8,11 +8,12 @@ train(rc.elastic.ArrayState(step=0, weights=weights))
 
 from ringcomm.elastic.new_view import on_new_view, view
 from ringcomm.elastic.run import leave, request_scale, run
-from ringcomm.elastic.state import ArrayState, ObjectState, State
+from ringcomm.elastic.state import ArrayState, HostsUpdatedInterrupt, ObjectState, State
 from ringcomm.transport.membership.view import View
 
 __all__ = [
     "ArrayState",
+    "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
     "View",

@@ -9,7 +9,7 @@ from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
 from ringcomm.elastic.enough_ranks import await_enough_ranks
 from ringcomm.elastic.new_view import tell_listeners
-from ringcomm.elastic.state import State
+from ringcomm.elastic.state import HostsUpdatedInterrupt, State
 from ringcomm.engine.api.heal import evict, finish_run, heal
 from ringcomm.engine.api.init_rank_size import init, shutdown
 from ringcomm.engine.api.outside import request_size, take_place
@@ -27,6 +27,7 @@ TOO_FEW: Final = 75  # EX_TEMPFAIL: start the job again to go on
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
+_n_running = 0
 
 
 def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -36,7 +37,8 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
     then calls `train`. If an operation raises PeerFailedError, the ranks that are left agree on a
     new view: rank() and size() change, arrays of rc.zeros() stay registered, and groups, process
     sets and handles of the old view are over. Then the listeners of on_new_view() are called, each
-    rank gets the last state that any of them has committed, and `train` is called again.
+    rank gets the last state that any of them has committed, the state's reset callbacks are called,
+    and so is `train`.
 
     Spares (RINGCOMM_SPARES) wait in here for the place of a lost rank. If the view has room for one
     that comes later, or is to have another size, commit() ends the view by a NewViewInterrupt,
@@ -61,56 +63,78 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
 
     @functools.wraps(train)
     def run_elastic(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        global _n_running  # noqa: PLW0603 - as many as are nested in this process
         if not isinstance(state, State):
             raise TypeError(f"elastic.run: the first argument is a State, not {state!r}")
         init()
-        if not _is_elastic():
-            state.sync()
-            return train(state, *args, **kwargs)
-        return _run(functools.partial(train, state, *args, **kwargs), state)
+        bound = functools.partial(train, state, *args, **kwargs)
+        _n_running += 1
+        try:
+            return _run(bound, state, is_elastic=warn_unless_elastic("elastic.run"))
+        finally:
+            _n_running -= 1
 
     return cast(Callable[Concatenate[S, P], R], run_elastic)
 
 
-def _is_elastic() -> bool:
+def is_running() -> bool:
+    """Return True within elastic.run: it handles the failures of this rank."""
+    return _n_running > 0
+
+
+def warn_unless_elastic(what: str) -> bool:
+    """Return True if this job goes on without lost ranks; else warn on rank 0, and return False."""
     world = current()
     assert world is not None
     if world.membership is not None:
         return True
     if world.engine.job_size > 1 and world.engine.job_rank == 0:
         _log.warning(
-            "elastic.run: a failure of a rank ends this job, because RINGCOMM_ELASTIC is not 1. "
-            "Start it with RINGCOMM_ELASTIC=1 and `mpirun --with-ft ulfm` (docs/elastic.md)"
+            "%s: a failure of a rank ends this job, because RINGCOMM_ELASTIC is not 1. "
+            "Start it with RINGCOMM_ELASTIC=1 and `mpirun --with-ft ulfm` (docs/elastic.md)",
+            what,
         )
     return False
 
 
-def _run(train: Callable[[], R], state: State) -> R:
+def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
     results: list[R] = []
-    is_new_view = False
+    begin: Callable[[], None] = state.sync
     while True:
         try:
-            if is_outside():
+            if is_elastic and is_outside():
                 if not take_place():
                     raise SystemExit(0)  # what follows in the program is for the ranks of the job
-                is_new_view = True
-            has_enough = not is_new_view or await_enough_ranks()
-            if is_new_view:
-                tell_listeners()
-                state.on_reset()
-            state.sync()
-            if not has_enough:
-                raise SystemExit(TOO_FEW)
+                begin = functools.partial(_resume, state)
+            begin()
             results[:] = [train()]
-            finish_run()
+            if is_elastic:
+                finish_run()
             break
-        except (CommTimeoutError, NewViewInterrupt, PeerFailedError) as error:
-            if not _ends_the_view(error):
+        except HostsUpdatedInterrupt as interrupt:
+            begin = functools.partial(_begin_again, state, interrupt.skip_sync)
+        except Exception as error:
+            end = _end_of_view(error) if is_elastic else None
+            if end is None:
                 raise
-            if not heal(error):
+            if not heal(end):
                 break
-            is_new_view = True
+            begin = functools.partial(_resume, state)
     return results[0]
+
+
+def _resume(state: State) -> None:
+    has_enough = await_enough_ranks()
+    tell_listeners()
+    state.resume()
+    state.on_reset()
+    if not has_enough:
+        raise SystemExit(TOO_FEW)
+
+
+def _begin_again(state: State, skip_sync: bool) -> None:
+    state.begin_again(skip_sync=skip_sync)
+    state.on_reset()
 
 
 def leave() -> NoReturn:
@@ -154,12 +178,23 @@ def is_outside() -> bool:
     return world is not None and world.is_outside
 
 
-def _ends_the_view(error: RingcommError) -> bool:
-    """Return True if the ranks that are left can go on after an error; kill those that hang."""
-    if isinstance(error, CommTimeoutError):
-        return evict(error)
-    if isinstance(error, PeerFailedError):
-        world = current()
-        is_of_now = world is not None and error.view == world.transport.view.number
-        return is_of_now and not isinstance(error, ServerLostError)
-    return True
+def _end_of_view(error: Exception) -> RingcommError | None:
+    """Return why the view of this rank ends, None if an error does not end it.
+
+    The ranks that hang are killed. DistributedDataParallel raises RuntimeError: errors that pass
+    through C++ keep only their text.
+    """
+    world = current()
+    if world is None or isinstance(error, ServerLostError):
+        return None
+    cause: Exception | None = error
+    names = (PeerFailedError.__name__, CommTimeoutError.__name__)
+    if type(error) is RuntimeError and any(name in str(error) for name in names):
+        cause = world.engine.state.error
+    if isinstance(cause, NewViewInterrupt):
+        return cause
+    if isinstance(cause, CommTimeoutError):
+        return cause if evict(cause) else None
+    if isinstance(cause, PeerFailedError) and cause.view == world.transport.view.number:
+        return cause
+    return None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ringcomm.elastic.checksum import checksum_of
 from ringcomm.engine.api import collectives
-from ringcomm.engine.api.heal import stop_for_another_size
+from ringcomm.engine.api.heal import require_all_live, stop_for_another_size
 from ringcomm.engine.api.init_rank_size import rank
 from ringcomm.errors import MismatchError, RingcommError
 
@@ -32,6 +32,21 @@ class Positioned(Protocol):
 _TORN = -1  # a commit was interrupted half-way
 
 
+class HostsUpdatedInterrupt(RuntimeError):
+    """Training is to begin again from what there is now: all ranks raise it at the same point.
+
+    elastic.run then calls the functions of register_reset_callbacks(), and `train`. ringcomm itself
+    does not raise it.
+
+    Attributes:
+        skip_sync: True if all ranks have the same state, so that none need be sent.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("training is to begin again")
+        self.skip_sync = skip_sync
+
+
 class State(ABC):
     """State that is the same on all ranks after each commit. Derived classes hold the values.
 
@@ -46,11 +61,18 @@ class State(ABC):
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Call these functions in each new view, before the state is restored."""
+        """Call these functions in each new view, on all ranks, after the state is restored.
+
+        What they change in the state, such as a learning rate, is in the next commit.
+        """
         self._reset_callbacks.extend(callbacks)
 
+    def reset(self) -> None:  # noqa: B027 - a derived class may need nothing
+        """Do what a derived class needs in each new view, before the reset callbacks."""
+
     def on_reset(self) -> None:
-        """Call the functions of register_reset_callbacks()."""
+        """Call reset() and the functions of register_reset_callbacks()."""
+        self.reset()
         for callback in self._reset_callbacks:
             callback()
 
@@ -58,12 +80,54 @@ class State(ABC):
         """Copy the values; a later restore() returns to them. All ranks commit equally often.
 
         Local: it communicates with no other rank. It costs one copy of all values.
+
+        Raises errors, after the copy, as check_host_updates() does.
         """
+        self._keep()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise an error if the ranks of the job are to change, before an operation fails. Local.
+
+        elastic.run catches it, and goes on with other ranks.
+
+        Raises:
+            PeerFailedError: this rank has heard that another one is lost.
+            NewViewInterrupt: this is rank 0, and ranks are to join the job, or to leave it.
+        """
+        require_all_live()
+        stop_for_another_size()
+
+    def begin_again(self, *, skip_sync: bool) -> None:
+        """Go on from the present values, after HostsUpdatedInterrupt; see there. Collective."""
+        self._keep()
+        if not skip_sync:
+            self._sync_from_root_if_derived()
+            self.sync()
+
+    def resume(self) -> None:
+        """Go on from the last commit, after a loss. Collective.
+
+        A class that derives sync() decides itself what all ranks get. It is called after each rank
+        has restored its own commit, and gets the values of rank 0 from the base class.
+        """
+        if type(self).sync is not State.sync:
+            self._require_whole(self._n_commits)
+            if self._is_saved:
+                self.restore()
+            self._sync_from_root_if_derived()
+        self.sync()
+
+    def _sync_from_root_if_derived(self) -> None:
+        """Make sync() send the values of rank 0, as before the first commit."""
+        if type(self).sync is not State.sync:
+            self._n_commits, self._is_saved = 0, False
+
+    def _keep(self) -> None:
         n, self._n_commits = self._n_commits, _TORN
         self.save()
         self._is_saved = True
         self._n_commits = n + 1
-        stop_for_another_size()
 
     def sync(self) -> None:
         """Give all ranks the last commit of the rank that has committed most. Collective.
@@ -82,13 +146,10 @@ class State(ABC):
         best = max(all_ranks)
         root = all_ranks.index(best)
         n_commits, is_saved = best
-        if n_commits == _TORN:
-            raise RingcommError(
-                "elastic: each rank that is left was interrupted in commit(), so there is no state "
-                "to go on from. Start the job again from a checkpoint"
-            )
-        if not is_saved and rank() == root:
+        self._require_whole(n_commits)
+        if not self._is_saved:
             self.save()
+        self.unite([each == best for each in all_ranks])
         if not is_saved or any(each != best for each in all_ranks):
             self.receive(
                 root, is_new=rank() != root and (all_ranks[rank()] != best or not is_saved)
@@ -118,6 +179,20 @@ class State(ABC):
     def checksum(self) -> int:
         """Return a checksum of the last commit; 0 if the class does not compare values."""
         return 0
+
+    def unite(self, is_newest: Sequence[bool]) -> None:  # noqa: B027 - mostly there are none
+        """Make the same of the parts of a commit that differ between ranks. Collective.
+
+        Args:
+            is_newest: by rank: its commit is the one that all ranks get.
+        """
+
+    def _require_whole(self, n_commits: int) -> None:
+        if n_commits == _TORN:
+            raise RingcommError(
+                "elastic: each rank that is left was interrupted in commit(), so there is no state "
+                "to go on from. Start the job again from a checkpoint"
+            )
 
     @abstractmethod
     def save(self) -> None:
@@ -218,8 +293,9 @@ class ArrayState(ObjectState):
     def restore(self) -> None:
         """Write the copies into the arrays, and set the other values."""
         super().restore()
-        for name, array in self._arrays.items():
-            np.copyto(array, self._copies[name])
+        for name, copied in self._copies.items():
+            array = self._arrays[name]
+            np.copyto(array, copied)
             setattr(self, name, array)
 
     def checksum(self) -> int:

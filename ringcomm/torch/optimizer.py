@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -42,6 +42,7 @@ def DistributedOptimizer(
     *,
     shard_state: int = 0,
     sync_weights: bool = True,
+    on_failure: Literal["raise", "continue"] = "raise",
 ) -> T:
     """Return `optimizer` with gradients averaged over all ranks when backward() returns.
 
@@ -90,6 +91,18 @@ def DistributedOptimizer(
             hold stay as they are, with a warning. To send buffers, too, call
             hvd.broadcast_parameters(model.state_dict()) first. False: ranks may have different
             weights.
+        on_failure: "raise": backward() and step() raise PeerFailedError if a rank is lost.
+            "continue", in an elastic job: they do not, and the ranks that are left go on. One step
+            is lost: step() makes no update on any of them, .grad is zero after backward(), and
+            the micro-batches of all ranks are not trained on. Every other step is applied on all
+            ranks that are left: if only some of them had its mean before the failure, the others
+            get their weights and optimizer state, but not what else follows from a step, such as
+            buffers or settings in param_groups. Later means are over the ranks that are left.
+            Nothing gives them the samples of lost ranks. Other operations of the program, such as
+            an allreduce of a metric, raise PeerFailedError as ever; and if a rank is lost in the
+            last step, a rank that has ended cannot give its weights to the others. step() takes no
+            closure. elastic.run avoids all that, and within it on_failure has no effect: see
+            docs/elastic.md.
 
     Raises:
         NotInitializedError: init() has not run.
@@ -115,6 +128,8 @@ def DistributedOptimizer(
             f"DistributedOptimizer wraps an optimizer of torch, not {type(optimizer).__name__}"
         )
     ProcessSet.require(process_set)
+    if on_failure not in ("raise", "continue"):
+        raise ValueError(f'on_failure is "raise" or "continue", not {on_failure!r}')
     engine()
     given = None if named_parameters is None else list(named_parameters)
     named = named_in_order(optimizer, given)
@@ -137,8 +152,15 @@ def DistributedOptimizer(
             from ringcomm.torch.zero.sharded_optimizer import require_elementwise
 
             require_elementwise(optimizer)
+        if on_failure == "continue":
+            from ringcomm.torch.elastic.optimizer import with_continuation
+
+            passes = backward_passes_per_step
+            return with_continuation(optimizer, named, options, passes, given or ())
         reducer = GradientReducer(named, options, backward_passes_per_step, given or ())
         return derive(optimizer, part, _reducer=reducer)
+    if on_failure == "continue":
+        raise ValueError('on_failure="continue" does not go with op=hvd.Adasum: use elastic.run')
     if shard_state:
         raise ValueError("op=hvd.Adasum combines updates of whole tensors: it needs shard_state=0")
     require_mean(gradient_predivide_factor, op)

@@ -1,6 +1,7 @@
 """Elastic jobs: ranks die, fail, leave or come late, and the others go on with exact results."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest

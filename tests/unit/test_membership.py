@@ -92,6 +92,7 @@ class Job:
         assert view.number > before.number
         assert rank in view.members
         assert rank not in self.is_working
+        assert view.members[0] in before.members or len(self.views[view.members[0]]) > 1
         self.views[rank].append(view)
         self.is_working.add(rank)
         # All others have stopped and cleared their memory, so nobody works in an older view.

@@ -220,7 +220,7 @@ print("fine")
 
 
 @pytest.mark.at_length
-def test_elastic_training_can_be_imported_and_its_sampler_says_that_it_is_missing(tmp_path):
+def test_elastic_training_has_horovods_names(tmp_path):
     text = r"""
 @hvd.elastic.run
 def train(state, epochs):
@@ -230,9 +230,38 @@ class MyState(hvd.elastic.TorchState):
     pass
 
 assert train.__name__ == "train" and train.__doc__ == "Trains."
-with pytest.raises(NotImplementedError, match="elastic.ElasticSampler: this version of ringc"):
-    ElasticSampler([1, 2], shuffle=False)
-state = MyState(model=torch.nn.Linear(1, 1), batch=0)
+hvd.init()
+sampler = ElasticSampler(range(10), shuffle=False)
+state = MyState(model=torch.nn.Linear(1, 1), batch=0, sampler=sampler)
+state.commit()
+assert isinstance(state, common_elastic.ObjectState) and isinstance(state, common_elastic.State)
+assert (sampler.num_replicas, sampler.rank, sampler.num_samples, len(sampler)) == (1, 0, 10, 10)
+assert list(sampler) == sampler.indices == sampler.get_indices(0, 100) == list(range(10))
+sampler.record_batch(1, 4)
+sampler.record_indices([0, 9])
+assert sampler.processed_indices == {0, 4, 5, 6, 7, 9} and len(sampler) == 10
+kept = sampler.state_dict()
+assert kept == {"epoch": 0, "processed_indices": {0, 4, 5, 6, 7, 9}}
+state.restore()
+assert sampler.processed_indices == set()
+sampler.load_state_dict(kept)
+assert list(sampler) == sampler.remaining_indices == [1, 2, 3, 8] and sampler.total_size == 4
+sampler.record_batch(0, 3)
+sampler.reset()
+assert list(sampler) == [8]
+sampler.set_epoch(1)
+assert (sampler.epoch, len(sampler), sampler.processed_indices) == (1, 10, set())
+shuffled = ElasticSampler(range(10), seed=2)
+assert sorted(shuffled) == list(range(10)) != list(shuffled)
+state.model = torch.nn.Linear(2, 2)  # a commit copies what is there now
+state.commit()
+before = state.model.weight.detach().clone()
+state.model.weight.data.zero_()
+state.restore()
+assert torch.equal(state.model.weight, before)
+again = []
+trained = common_elastic.run_fn(lambda state: again.append(state.batch), reset=None)(state)
+assert again == [0] and trained is None
 state.batch = 1
 state.commit()
 state.batch = 2

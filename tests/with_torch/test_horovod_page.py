@@ -124,7 +124,16 @@ HOROVOD = {
     "horovod.torch.compression": {
         "Compressor NoneCompressor FP16Compressor Compression": NOT_CALLED
     },
-    "horovod.torch.elastic": {"run TorchState ElasticSampler": NOT_CALLED},
+    "horovod.torch.elastic": {
+        "run": NOT_CALLED,
+        "TorchState": "model=None optimizer=None **kwargs",
+        "ElasticSampler": "dataset shuffle=True seed=0",
+    },
+    "horovod.common.elastic": {
+        "State": "bcast_object get_rank",
+        "ObjectState": "bcast_object get_rank **kwargs",
+        "run_fn": "func reset",
+    },
     "horovod.common.basics": {"HorovodBasics": NOT_CALLED},
     "horovod.common.process_sets": {**PROCESS_SETS, "global_process_set": NOT_CALLED},
     "horovod.common.exceptions": {

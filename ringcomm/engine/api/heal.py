@@ -143,6 +143,22 @@ def finish_run() -> None:
     )
 
 
+def require_all_live() -> None:
+    """Raise PeerFailedError if this rank has heard that a member of the view is lost. Local."""
+    world = current()
+    if world is None or world.membership is None or not world.membership.state.has_new_loss:
+        return
+    view, lost = world.transport.view, world.membership.state.changes.lost
+    rank = next(rank for rank, number in enumerate(view.members) if number in lost)
+    reason = world.engine.watch.peers.dead.get(rank, "is lost")
+    raise PeerFailedError(
+        f"elastic: {world.transport.label(rank)} {reason}",
+        rank=rank,
+        reason=reason,
+        view=view.number,
+    )
+
+
 def announce_leave(world: World) -> None:
     """Tell the membership that this rank begins no operation any more: others heal without it."""
     if world.membership is not None:

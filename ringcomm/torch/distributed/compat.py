@@ -169,6 +169,14 @@ def on_destroy(close: Callable[[Any], None]) -> None:
     _wrap("_shutdown_backend", shutdown_backend)
 
 
+def renumber_default_group(group: Any, size: int, store: Any) -> None:
+    """Tell torch the number of ranks in the default group, and its store, after a change."""
+    world = c10d.distributed_c10d._world
+    world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    name, _ = world.pg_map[group]
+    world.pg_map[group] = name, store
+
+
 # --- callbacks of Futures -------------------------------------------------------------------------
 @_once
 def wrap_callbacks(wrap: Callable[[Any, Any], tuple[Any, Callable[[Any], None] | None]]) -> None:

@@ -33,7 +33,7 @@ def by_mpi(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Found:
     wanted = {key: int(values[0]) for key, values in parse_qs(urlparse(url).query).items()}
     given = torch_ranks() | wanted
     start_as_rank(given.get("rank"), given.get("world_size"))
-    yield _tcp_store(timeout), rank(), size()
+    yield make_store(timeout), rank(), size()
     raise RuntimeError("mpi:// cannot bring ranks together again: start the job anew")
 
 
@@ -84,7 +84,8 @@ def start_as_rank(given_rank: int | None, given_size: int | None) -> None:
         )
 
 
-def _tcp_store(timeout: timedelta) -> Any:
+def make_store(timeout: timedelta) -> Any:
+    """Return a TCPStore that rank 0 serves on a free port. Collective."""
     own = None
     if rank() == 0:
         own = c10d.TCPStore(_addresses()[0], 0, size(), True, timeout, False)

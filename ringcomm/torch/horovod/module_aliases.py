@@ -73,11 +73,13 @@ def _modules() -> Mapping[str, dict[str, Any]]:
         "horovod.torch.optimizer": _pick(optimizer, ("DistributedOptimizer",)),
         "horovod.torch.sync_batch_norm": {"SyncBatchNorm": face.SyncBatchNorm},
         "horovod.torch.compression": _pick(compression, _COMPRESSION),
-        "horovod.torch.elastic": _pick(elastic, ("run", "TorchState", "ElasticSampler")) | states,
+        "horovod.torch.elastic": _pick(elastic, ("run", "TorchState", "ElasticSampler"))
+        | states
+        | {"run_fn": run_fn},
         "horovod.torch.elastic.state": {"TorchState": elastic.TorchState},
         "horovod.torch.elastic.sampler": {"ElasticSampler": elastic.ElasticSampler},
         "horovod.common": {},
-        "horovod.common.elastic": {"run_fn": elastic.run} | states,
+        "horovod.common.elastic": {"run_fn": run_fn} | states,
         "horovod.common.exceptions": exceptions,
         "horovod.common.util": internal_names.util(),
         "horovod.common.process_sets": _pick(face, _PROCESS_SETS),
@@ -136,6 +138,12 @@ def run(
     options = shlex.split(mpi_args or "")
     call = functools.update_wrapper(functools.partial(_call, _Alias(), func), func)
     return run_ranks(call, args, kwargs, num_proc if np is None else np, mpirun_options=options)
+
+
+def run_fn(func: Callable[..., T], reset: Any) -> Callable[..., T]:
+    """Return elastic.run(func); the ranks agree on a new view themselves, so `reset` is ignored."""
+    del reset
+    return elastic.run(func)
 
 
 class _Alias:

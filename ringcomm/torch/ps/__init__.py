@@ -6,7 +6,7 @@ from ringcomm.torch.ps.collection import EmbeddingCollection
 from ringcomm.torch.ps.convert_embeddings import convert
 from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 from ringcomm.torch.ps.optimizer import DistributedOptimizer
-from ringcomm.torch.ps.read_checkpoints import model_state_dict
+from ringcomm.torch.ps.server_state import model_state_dict
 
 __all__ = [  # noqa: PLE0604 - names of another __all__
     "DistributedOptimizer",

@@ -1,14 +1,16 @@
-"""Values and state on the servers of an optimizer: sets them to the chief's, or fetches them."""
+"""Values and state that the servers have of an optimizer: set to the chief's, or fetched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ringcomm.engine.api import collectives
+from ringcomm.ps.checkpoint.read_without_servers import read_parts
 from ringcomm.ps.client.dense.optimizer_state import TableState
 from ringcomm.ps.client.dense.optimizer_state import pull_state as pull_table_state
 from ringcomm.ps.client.dense.optimizer_state import push_state as push_table_state
@@ -133,3 +135,35 @@ def _steps(bucket: ServedBucket, entry: Mapping[str, Any]) -> int:
     if type(bucket.table.updater).__name__ in _WITHOUT_STEP:
         return int(entry.get("momentum_buffer") is not None)
     return int(entry.get("step", 0))
+
+
+def model_state_dict(path: str | Path, *, optimizer: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers in the newest checkpoint of ps.save(), without MPI.
+
+    For model.load_state_dict() of a plain model; tables of ps.table() and rows of embeddings are
+    not in it, see ps.load_state_dict().
+
+    Args:
+        path: as given to ps.save().
+        optimizer: 1 for the model whose optimizer was the first to be wrapped by
+            ps.DistributedOptimizer(), and so on; None: all.
+
+    Raises:
+        ValueError: optimizer is None, and two have other values under one name.
+        FileNotFoundError: there is no checkpoint.
+        BrokenFileError: none can be used; it names the files.
+    """
+    out: dict[str, torch.Tensor] = {}
+    scope_of: dict[str, str] = {}
+    for scope, name, dtype, array in read_parts(path):
+        if not scope or optimizer not in (None, int(scope.rpartition(" ")[2])):
+            continue
+        value = torch.from_numpy(np.array(array))
+        value = value.to(getattr(torch, dtype)) if dtype else value
+        if name in out and not torch.equal(out[name], value):
+            raise ValueError(
+                f"ps.model_state_dict: {name} is in {scope_of[name]} and in {scope}. Pass "
+                "optimizer=1 or another number"
+            )
+        out[name], scope_of[name] = value, scope
+    return out

@@ -57,7 +57,8 @@ class View:
 
         A process of those that wait takes the place of a lost one, whose rank it gets. If too few
         wait, the ranks behind a lost one move up; if more do, they become the last ranks. If there
-        are too many members, the last ones leave the view.
+        are too many members, the last ones leave the view. Rank 0 has been in the view before: what
+        programs broadcast comes from it.
         """
         n_live = len(set(self.members) - changes.lost)
         left = islice(sorted(set(waiting) - set(self.members)), max(0, size - n_live))
@@ -68,6 +69,9 @@ class View:
             elif (substitute := next(left, None)) is not None:
                 members.append((substitute, 0))
         members += [(each, 0) for each in left]
+        first = next((i for i, (each, _) in enumerate(members) if each in self.members), 0)
+        if first:
+            members[0], members[first] = members[first], members[0]
         numbers, incarnations = zip(*members[:size], strict=True) if members else ((), ())
         return self if numbers == self.members else View(changes.number, numbers, incarnations)
 

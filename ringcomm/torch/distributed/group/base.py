@@ -11,17 +11,22 @@ import torch
 
 from ringcomm.arrays.torch import TORCH
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.api.init_rank_size import size as job_size
+from ringcomm.engine.api.world import current as current_world
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
-from ringcomm.errors import NotInitializedError
-from ringcomm.torch.distributed.compat import c10d
+from ringcomm.engine.operations.barrier import plan_barrier
+from ringcomm.errors import NotInitializedError, RingcommError
+from ringcomm.torch.distributed.compat import DEFAULT_TIMEOUT, c10d, renumber_default_group
 from ringcomm.torch.distributed.group.callback_op_names import Path, is_in_callback, path_here
 from ringcomm.torch.distributed.group.calls_from_cpp import add_backend_for_cpp
 from ringcomm.torch.distributed.group.new_group_check import compare
 from ringcomm.torch.distributed.group.read_arguments import CallOptions, call_options
+from ringcomm.torch.distributed.group.reconfigure import go_on_with, own_handle
 from ringcomm.torch.distributed.group.torch_own_backends import Devices
 from ringcomm.torch.distributed.group.work import CombinedWork, Work
+from ringcomm.torch.distributed.rendezvous import make_store
 
 Tensors = Sequence[torch.Tensor]
 
@@ -35,14 +40,20 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
 
     def __init__(self, store: Any, group: Group, timeout_s: float | None) -> None:
         super().__init__(group.index, group.size)  # c10d takes no store from subclasses
-        self.group = group
-        self._store = store
         self._timeout_s = timeout_s
-        self._devices = Devices(store, group.index, group.size, timeout_s)
         self._coalesced: list[Work] | None = None
         self._is_shut_down = False
+        self._uuids: set[int] = set()  # of reconfigure()
         self._name, self._desc = "", "undefined"
+        self._set_up(store, group)
         add_backend_for_cpp(self)
+
+    def _set_up(self, store: Any, group: Group) -> None:
+        """Work with this group of the engine."""
+        self.group = group
+        self._store = store
+        self._devices = Devices(store, group.index, group.size, self._timeout_s)
+        self._view = _view_number()
         current = engine()
         self._engine = ref(current)  # the calling thread may have another engine, or none
         self._number = _n_made[current] = _n_made.get(current, 0) + 1
@@ -95,7 +106,8 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
     @property
     def _needs_engine(self) -> bool:
         """True if a blocking operation cannot take its fast path."""
-        return self._is_shut_down or self._coalesced is not None or is_in_callback()
+        is_over = self._is_shut_down or self._view != _view_number()
+        return is_over or self._coalesced is not None or is_in_callback()
 
     def _collected(self, work: Work) -> Work:
         if self._coalesced is not None:
@@ -103,10 +115,59 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         return work
 
     def _require_open(self) -> None:
+        if self._view != _view_number():
+            raise RingcommError(
+                f"process group {self.group!r} is of an earlier view of this elastic job, which "
+                "has lost ranks since. In a listener of rc.elastic.on_new_view(), call "
+                "torch.distributed.destroy_process_group() and init_process_group(), and make what "
+                "uses groups anew, such as DistributedDataParallel: docs/elastic.md"
+            )
         if self._is_shut_down:
             raise NotInitializedError(
                 f"process group {self.group!r} was destroyed: make a new one with new_group()"
             )
+
+    # --- after a loss: reconfigure, which torch has from 2.15 on ---------------------------------
+    supports_reconfigure = True
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the text that names this process, in all views of the job."""
+        return own_handle()
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Go on with the processes that live; see go_on_with(). Collective among them.
+
+        It waits until they have met, also in a new view of the elastic job: rank() and size()
+        change. Only the default group can be reconfigured; make others anew.
+
+        Args:
+            opts: c10d's ReconfigureOptions. `uuid` is a number that no earlier call had, `hints`
+                are ignored.
+        """
+        if self is not c10d.group.WORLD:
+            raise ValueError("reconfigure: only the default group goes on; make this one anew")
+        if opts.uuid in self._uuids:
+            raise ValueError(f"reconfigure: uuid {opts.uuid} was used before: pass another")
+        limit_s = self._timeout_s or engine().settings.timeout_or_inf
+        go_on_with(opts.handles, opts.timeout.total_seconds() if opts.timeout else limit_s)
+        self._uuids.add(opts.uuid)
+        if self._view != _view_number():
+            devices, group = self._devices, Group(range(job_size()))
+            self._set_up(make_store(DEFAULT_TIMEOUT), group)
+            devices.shutdown()
+            renumber_default_group(self, group.size, self._store)
+        return self.start(call_options(None), "barrier", [], plan_barrier, None)
+
+    # C++ calls getRank() and getSize().
+    def rank(self) -> int:
+        """Return the number of this rank in the group."""
+        return self.group.index
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.group.size
+
+    getRank, getSize = rank, size
 
     # --- several calls as one -------------------------------------------------------------------
     def _start_coalescing(self, device: Any) -> None:
@@ -175,3 +236,8 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
         """Refuse further operations; those under way go on."""
         self._is_shut_down = True
         self._devices.shutdown()
+
+
+def _view_number() -> int:
+    world = current_world()
+    return 0 if world is None else world.transport.view.number

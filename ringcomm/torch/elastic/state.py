@@ -1,42 +1,93 @@
-"""Elastic training with torch: run() and the states of ringcomm.elastic, and TorchState.
-
-The sampler of Horovod's elastic mode can be imported, so that scripts find its name, but not used.
-"""
+"""States for training with torch: what a job keeps when it loses ranks."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from typing import Any, Final, NoReturn, get_args
+from collections.abc import Sequence
+from typing import Any, Final, get_args
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from ringcomm import elastic
 from ringcomm.data import Loader
-from ringcomm.elastic import ObjectState, State, run
 from ringcomm.elastic.checksum import checksum_of
+from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import is_initialized, size
 from ringcomm.errors import ConfigError
+from ringcomm.torch.elastic.sampler import ElasticSampler, Position
 from ringcomm.torch.optim.averaging_optimizer import AveragingOptimizer, StateSharding
 from ringcomm.torch.training.broadcast_states import broadcast_tree
 from ringcomm.torch.training.learning_rates import Rule, rescale_rates
 
-__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
-
 _log: Final = logging.getLogger("ringcomm")
 
 
-class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts have joined or left the job. This version never raises it.
+class State(elastic.State):
+    """Base class for states of one's own, with Horovod's methods: save(), restore() and sync().
 
-    Attributes:
-        skip_sync: True if the ranks need not receive the state again.
+    sync() is called after restore(). It gives all ranks the same values, such as those of rank 0,
+    and saves them.
+
+    Args:
+        bcast_object: ignored, as is get_rank; Horovod needs them.
+        get_rank: see bcast_object.
     """
 
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("hosts have joined or left the job")
-        self.skip_sync = skip_sync
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
+        del bcast_object, get_rank
+        super().__init__()
+
+    def receive(self, root: int, *, is_new: bool) -> None:
+        """Raise NotImplementedError: a derived class has sync() of its own."""
+        del root, is_new
+        raise NotImplementedError(f"{type(self).__name__}: derive sync() from elastic.State")
+
+
+class ObjectState(elastic.ObjectState, State):
+    """State of any objects that can be pickled: ObjectState(epoch=0, sampler=sampler).
+
+    See ringcomm.elastic.ObjectState; an ElasticSampler keeps its place, too.
+
+    Args:
+        bcast_object: ignored, as is get_rank; Horovod needs them.
+        get_rank: see bcast_object.
+        kwargs: the values, which become attributes.
+    """
+
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
+        del bcast_object, get_rank
+        super().__init__(**kwargs)
+        self._sampler_names = [n for n, v in kwargs.items() if isinstance(v, ElasticSampler)]
+        self._names = tuple(name for name in self._names if name not in self._sampler_names)
+        self._positions: dict[str, Position] = {}
+
+    def save(self) -> None:
+        """Copy all values."""
+        super().save()
+        self._positions = {name: each.position for name, each in self._samplers.items()}
+
+    def restore(self) -> None:
+        """Set all attributes to copies of the saved values."""
+        super().restore()
+        for name, position in self._positions.items():
+            self._samplers[name].position = position
+
+    def unite(self, is_newest: Sequence[bool]) -> None:
+        """Join what the ranks have recorded in their samplers. Collective."""
+        if not self._sampler_names:
+            return
+        of_ranks = collectives.allgather_object(self._positions, name="elastic samplers")
+        self._positions = {
+            name: sampler.united([each[name] for each in of_ranks], is_newest)
+            for name, sampler in self._samplers.items()
+        }
+
+    @property
+    def _samplers(self) -> dict[str, ElasticSampler]:
+        return {name: getattr(self, name) for name in self._sampler_names}
 
 
 class TorchState(ObjectState):
@@ -51,7 +102,7 @@ class TorchState(ObjectState):
         optimizer: an optimizer, such as a DistributedOptimizer.
         scale_lr: "linear" or "sqrt": when the number of ranks changes, scale learning rates by this
             rule of scaled_lr(), for batches that keep their size on each rank; None: do not.
-        values: other modules and optimizers, and values that can be pickled.
+        kwargs: other modules and optimizers, samplers, and values that can be pickled.
 
     Raises:
         ConfigError: an optimizer has shard_state=1, so a lost rank takes its part of the state
@@ -64,26 +115,23 @@ class TorchState(ObjectState):
         optimizer: Optimizer | None = None,
         *,
         scale_lr: Rule | None = None,
-        **values: Any,
+        **kwargs: Any,
     ) -> None:
         if scale_lr not in (None, *get_args(Rule)):
             rules = " or ".join(get_args(Rule))
             raise ValueError(f"TorchState: scale_lr is {rules}, or None, not {scale_lr!r}")
         self._rule = scale_lr
-        given = {"model": model, "optimizer": optimizer, **values}
-        self._holders: dict[str, torch.nn.Module | Optimizer] = {
-            name: each
-            for name, each in given.items()
-            if isinstance(each, torch.nn.Module | Optimizer)
-        }
-        for name, each in self._holders.items():
+        given = {"model": model, "optimizer": optimizer, **kwargs}
+        holders = {n: v for n, v in given.items() if isinstance(v, torch.nn.Module | Optimizer)}
+        for name, each in holders.items():
             if isinstance(each, StateSharding):
                 raise ConfigError(
                     f"TorchState: {name} has shard_state=1, so each rank has a part of its state, "
                     "which is lost with the rank. Use shard_state=0 in an elastic job"
                 )
-        super().__init__(**{n: v for n, v in given.items() if v is not None})
-        self._names = tuple(name for name in self._names if name not in self._holders)
+        super().__init__(**given)
+        self._holder_names = tuple(holders)
+        self._names = tuple(name for name in self._names if name not in holders)
         self._copies: dict[str, Any] = {}
 
     def save(self) -> None:
@@ -99,8 +147,8 @@ class TorchState(ObjectState):
     def restore(self) -> None:
         """Load the copies into models and optimizers, and set the other values."""
         super().restore()
-        for name, each in self._holders.items():
-            saved = self._copies[name]
+        for name, saved in self._copies.items():
+            each = getattr(self, name)
             if isinstance(each, torch.nn.Module):
                 each.load_state_dict(saved["state"])
                 continue
@@ -116,6 +164,11 @@ class TorchState(ObjectState):
     def checksum(self) -> int:
         """See ObjectState.checksum(); models and optimizers are compared, too."""
         return checksum_of(self._copies, super().checksum(), array_of=_bytes_of)
+
+    @property
+    def _holders(self) -> dict[str, torch.nn.Module | Optimizer]:
+        """The models and optimizers; a program may have set the attributes to others."""
+        return {name: getattr(self, name) for name in self._holder_names}
 
     def receive(self, root: int, *, is_new: bool) -> None:
         """See State.receive()."""
@@ -137,14 +190,6 @@ class TorchState(ObjectState):
                     loader.batches.samples_per_step,
                     loader.sampler.size,
                 )
-
-
-class ElasticSampler(State):
-    """Sampler for elastic training, which this version does not have."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-        _refuse(f"elastic.{type(self).__name__}")
 
 
 def _bytes_of(value: Any) -> np.ndarray[Any, Any] | None:
@@ -183,10 +228,3 @@ def _copied(tree: Any, before: Any, to: list[torch.Tensor], sources: list[torch.
 
 def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.dtype, a.device, a.stride()) == (b.shape, b.dtype, b.device, b.stride())
-
-
-def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: this version of ringcomm has no elastic sampler. The samplers of ringcomm.data "
-        "go on in the middle of an epoch, also on another number of ranks"
-    )
