@@ -1,7 +1,10 @@
 // Bindings of the status page.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -55,6 +58,12 @@ nb::dict snapshot(const MappedPage& page) {
   d["n_ended_ops"] = page->n_ended_ops.load();
   d["ended_nbytes"] = page->ended_nbytes.load();
   d["busy_ns"] = page->busy_ns.load();
+  d["takes_commands"] = page->takes_commands.load() != 0;
+  d["is_paused"] = page->is_paused.load() != 0;
+  d["stacks_fd"] = page->stacks_fd.load();
+  d["stacks_signal"] = page->stacks_signal.load();
+  d["main_thread"] = page->main_thread.load();
+  d["role"] = text(page->role);
   return d;
 }
 
@@ -75,6 +84,35 @@ nb::list arrivals(const MappedPage& page) {
   nb::list found;
   for (const ArrivalView& a : page.arrivals())
     found.append(nb::make_tuple(a.sequence, text(a.name), a.nbytes, a.start_ns, a.end_ns));
+  return found;
+}
+
+// The marks of each step, and the times without a core.
+nb::list steps(const MappedPage& page) {
+  nb::list found;
+  for (const StepView& s : page.steps()) {
+    nb::list marks, no_core;
+    for (const std::int64_t mark : s.marks_ns) marks.append(mark);
+    for (const std::int64_t time : s.no_core_ns) no_core.append(time);
+    found.append(nb::make_tuple(nb::tuple(marks), nb::tuple(no_core)));
+  }
+  return found;
+}
+
+void note_step(MappedPage& page, const std::array<std::int64_t, kStepMarks>& marks_ns,
+               const std::array<std::int64_t, kStepMarks - 1>& no_core_ns) {
+  StepView step{};
+  std::copy(marks_ns.begin(), marks_ns.end(), step.marks_ns);
+  std::copy(no_core_ns.begin(), no_core_ns.end(), step.no_core_ns);
+  page.note_step(step);
+}
+
+// By server, as far as there are replies: their number, and the sum of their durations.
+nb::dict replies(const MappedPage& page) {
+  nb::dict found;
+  for (std::size_t i = 0; i < kServers; ++i)
+    if (const std::uint64_t n = page->n_replies[i].load())
+      found[nb::int_(i)] = nb::make_tuple(n, page->replies_ns[i].load());
   return found;
 }
 
@@ -118,6 +156,31 @@ void bind_status(nb::module_& m) {
       .def("note_event", &MappedPage::note_event, "text"_a)
       .def("events", &events)
       .def("arrivals", &arrivals)
+      .def_static("look_to_ask", &MappedPage::look_to_ask, "pid"_a, "fd"_a)
+      .def("take_mailbox", &MappedPage::take_mailbox, "pid"_a)
+      .def("put_command", &MappedPage::put_command, "text"_a)
+      .def("withdraw_command", &MappedPage::withdraw_command)
+      .def("give_mailbox_back", &MappedPage::give_mailbox_back)
+      .def_prop_ro("mail", [](const MappedPage& page) { return static_cast<int>(page.mail()); })
+      .def_prop_ro("answer", [](const MappedPage& page) { return text(page.answer()); })
+      .def_prop_ro("has_command", &MappedPage::has_command)
+      .def("take_command", [](MappedPage& page) { return text(page.take_command()); })
+      .def("answer_command", &MappedPage::answer_command, "text"_a)
+      .def("note_takes_commands", [](MappedPage& page) { page->takes_commands.store(1); })
+      .def("set_paused", [](MappedPage& page, bool is_paused) { page->is_paused.store(is_paused); },
+           "is_paused"_a)
+      .def("set_stacks",
+           [](MappedPage& page, int fd, int signal, std::uint64_t main_thread) {
+             page->main_thread.store(main_thread);
+             page->stacks_fd.store(fd);
+             page->stacks_signal.store(signal);
+           },
+           "fd"_a, "signal"_a, "main_thread"_a)
+      .def("set_role", &MappedPage::set_role, "role"_a)
+      .def("note_step", &note_step, "marks_ns"_a, "no_core_ns"_a)
+      .def("steps", &steps)
+      .def("count_reply", &MappedPage::count_reply, "server"_a, "duration_ns"_a)
+      .def("replies", &replies)
       .def("record_end",
            [](MappedPage& page, int kind, int code, const std::string& what,
               const std::string& where, const std::string& trace) {

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from ringcomm.engine.api.explain import explain
     from ringcomm.engine.api.init_rank_size import *
     from ringcomm.engine.api.log_metrics import log, log_to, note_event
+    from ringcomm.engine.api.params import Params, live
     from ringcomm.engine.api.point_to_point import recv, send, sendrecv
     from ringcomm.engine.api.registered_arrays import empty, node_memory, zeros
+    from ringcomm.engine.api.steps import on_checkpoint, should_stop, step
     from ringcomm.engine.core.group import Group
     from ringcomm.engine.core.handle import Handle
     from ringcomm.errors import *
@@ -29,19 +31,19 @@ if TYPE_CHECKING:
 __all__ = [
     "ANY_SOURCE", "AVERAGE", "BAND", "BOR", "BXOR", "MAX", "MIN", "PRODUCT", "SUM", "CodecError",
     "CommTimeoutError", "ConfigError", "Group", "Handle", "MismatchError", "NotInitializedError",
-    "Op", "PeerFailedError", "RingcommError", "ServerLostError", "__version__", "allgather",
-    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async", "broadcast",
-    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "codec", "cross_rank",
-    "cross_size", "data", "elastic", "empty", "explain", "gather", "gather_async",
+    "Op", "Params", "PeerFailedError", "RingcommError", "ServerLostError", "__version__",
+    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "barrier_async",
+    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "codec",
+    "cross_rank", "cross_size", "data", "elastic", "empty", "explain", "gather", "gather_async",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reduce_scatter",
-    "grouped_reduce_scatter_async", "init", "is_initialized", "join", "local_rank", "local_size",
-    "log", "log_to", "node_memory", "note_event", "rank", "recv", "reduce", "reduce_",
-    "reduce_async", "reduce_async_",
-    "reduce_scatter", "reduce_scatter_", "reduce_scatter_async", "reduce_scatter_async_", "run",
-    "scatter", "scatter_async", "send", "sendrecv", "shutdown", "size", "start_timeline",
-    "stop_timeline", "zeros",
+    "grouped_reduce_scatter_async", "init", "is_initialized", "join", "live", "local_rank",
+    "local_size", "log", "log_to", "node_memory", "note_event", "on_checkpoint", "rank", "recv",
+    "reduce", "reduce_", "reduce_async", "reduce_async_", "reduce_scatter", "reduce_scatter_",
+    "reduce_scatter_async", "reduce_scatter_async_", "run", "scatter", "scatter_async", "send",
+    "sendrecv", "should_stop", "shutdown", "size", "start_timeline", "step", "stop_timeline",
+    "zeros",
 ]  # fmt: skip
 
 # The modules of the public names. Each is imported when one of its names is first used, because
@@ -58,6 +60,8 @@ _HOMES = (
     "engine.api.registered_arrays",
     "engine.api.explain",
     "engine.api.log_metrics",
+    "engine.api.steps",
+    "engine.api.params",
     "launch.run",
 )
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _PREFIX = "RINGCOMM_"
+_PARAMETER = "RINGCOMM_PARAM_"  # of the program; see rc.Params
+PARAMETERS_FILE = "RINGCOMM_PARAMS"
 
 ALGORITHMS = ("node", "ring", "segmented", "direct", "circulant", "hierarchical")
 GPU_TRANSPORTS = ("nccl", "ipc", "staged")  # in the order in which they are tried
@@ -161,6 +163,16 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def program_parameters(environ: Mapping[str, str] = os.environ) -> tuple[str, dict[str, str]]:
+    """Return the TOML file of rc.Params ("": none), and the RINGCOMM_PARAM_ variables by name."""
+    values = {
+        variable.removeprefix(_PARAMETER): text
+        for variable, text in environ.items()
+        if variable.startswith(_PARAMETER)
+    }
+    return environ.get(PARAMETERS_FILE, ""), values
+
+
 def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of the tables of `ringcomm tune`."""
     from pathlib import Path  # takes 8 ms, which `import ringcomm` saves
@@ -181,7 +193,8 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
     values: dict[str, Any] = {}
     for variable in environ:
-        if not variable.startswith(_PREFIX) or variable in (RANK_PROCESS, RUN_FOLDER):
+        is_ours = variable.startswith(_PREFIX) and not variable.startswith(_PARAMETER)
+        if not is_ours or variable in (RANK_PROCESS, RUN_FOLDER, PARAMETERS_FILE):
             continue
         if variable not in known:
             import difflib  # for mistakes only

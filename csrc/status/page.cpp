@@ -16,33 +16,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "ring_of_entries.hpp"
 #include "run_records.hpp"
+#include "text_fields.hpp"
 
 namespace ringcomm {
 namespace {
-
-bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xc0) == 0x80; }
-
-// Texts are UTF-8 and are cut between characters, never within one.
-template <std::size_t N>
-void store_text(char (&field)[N], const std::string& text) {
-  std::size_t n = std::min(text.size(), N - 1);
-  while (n > 0 && n < text.size() && is_continuation(text[n])) --n;
-  std::memcpy(field, text.data(), n);
-  field[n] = '\0';
-}
-
-template <std::size_t N>
-void store_tail(char (&field)[N], const std::string& text) {
-  std::size_t start = text.size() < N ? 0 : text.size() - (N - 1);
-  while (start < text.size() && is_continuation(text[start])) ++start;
-  store_text(field, text.substr(start));
-}
-
-template <std::size_t N>
-std::string load_text(const char (&field)[N]) {
-  return std::string(field, strnlen(field, N));
-}
 
 Descriptor open_of(int pid, int fd, int flags) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
@@ -53,33 +32,6 @@ Descriptor open_of(int pid, int fd, int flags) {
 Page* map(int fd, int protection = PROT_READ | PROT_WRITE) {
   void* address = mmap(nullptr, sizeof(Page), protection, MAP_SHARED, fd, 0);
   return address == MAP_FAILED ? nullptr : static_cast<Page*>(address);
-}
-
-// Writes entry number n_written of a ring, and counts it.
-template <class Entry, std::size_t N, class Fill>
-void append(Entry (&ring)[N], std::atomic<std::uint64_t>& n_written, Fill fill) {
-  const std::uint64_t turn = n_written.load(std::memory_order_relaxed);
-  Entry& entry = ring[turn % N];
-  entry.turn.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
-  fill(entry);
-  entry.turn.store(turn + 1, std::memory_order_release);
-  n_written.store(turn + 1, std::memory_order_release);
-}
-
-// Returns read(entry) of the entries that are whole, the oldest first.
-template <class Entry, std::size_t N, class Read>
-auto entries(const Entry (&ring)[N], const std::atomic<std::uint64_t>& n_written, Read read) {
-  std::vector<decltype(read(ring[0]))> found;
-  const std::uint64_t n = n_written.load(std::memory_order_acquire);
-  for (std::uint64_t turn = n > N ? n - N : 0; turn < n; ++turn) {
-    const Entry& entry = ring[turn % N];
-    if (entry.turn.load(std::memory_order_acquire) != turn + 1) continue;
-    auto view = read(entry);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (entry.turn.load(std::memory_order_relaxed) == turn + 1) found.push_back(std::move(view));
-  }
-  return found;
 }
 
 bool claim(Page::End& end) {
@@ -227,8 +179,11 @@ MappedPage MappedPage::adopt(Descriptor fd, std::uint64_t nonce) {
   return MappedPage(page, std::move(fd));
 }
 
-MappedPage MappedPage::look(int pid, int fd) {
-  Descriptor descriptor = open_of(pid, fd, O_RDONLY);
+MappedPage MappedPage::look(int pid, int fd) { return found(pid, fd, false); }
+MappedPage MappedPage::look_to_ask(int pid, int fd) { return found(pid, fd, true); }
+
+MappedPage MappedPage::found(int pid, int fd, bool writes) {
+  Descriptor descriptor = open_of(pid, fd, writes ? O_RDWR : O_RDONLY);
   struct stat facts{};
   if (fstat(descriptor.get(), &facts) != 0) throw_errno("status page: fstat");
   std::uint64_t magic = 0;
@@ -238,7 +193,7 @@ MappedPage MappedPage::look(int pid, int fd) {
     throw std::runtime_error("status page: that descriptor is no page of this user");
   if (magic != kPageMagic || facts.st_size != static_cast<off_t>(sizeof(Page)))
     throw std::runtime_error("status page: it is of another version of ringcomm");
-  Page* page = map(descriptor.get(), PROT_READ);
+  Page* page = map(descriptor.get(), writes ? PROT_READ | PROT_WRITE : PROT_READ);
   if (page == nullptr) throw_errno("status page: mmap");
   return MappedPage(page, std::move(descriptor));
 }

@@ -3,7 +3,7 @@
 // its rank, so the last words of a killed process can still be read.
 //
 // Who writes: the rank itself (its Python code, its signal recorder, its on_exit handler, the thread of
-// its heart), and the guardian the three fields that say so. Every other process only reads.
+// its heart), and the guardian the three fields that say so. `ringcomm ctl` writes the mailbox. Every other process only reads.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -18,9 +18,10 @@
 namespace ringcomm {
 
 // Its last digit is the version of the layout: `ringcomm top` looks at pages of other installations.
-constexpr std::uint64_t kPageMagic = 0x72696e67636f6d32;  // "ringcom2"
+constexpr std::uint64_t kPageMagic = 0x72696e67636f6d33;  // "ringcom3"
 constexpr std::uint64_t kPageMagicOfAnyVersion = kPageMagic & ~std::uint64_t{0xff};
-constexpr std::size_t kScalars = 32, kEvents = 64, kArrivals = 256;
+constexpr std::size_t kScalars = 32, kEvents = 64, kArrivals = 256, kSteps = 128, kServers = 64;
+constexpr int kStepMarks = 5;  // of a training step; between them are its 4 phases
 
 enum class State : std::uint32_t { starting = 0, running, leaving, left };
 constexpr State last(State) { return State::left; }
@@ -40,6 +41,9 @@ enum class Ending : std::uint32_t {
   terminated,   // SIGTERM
 };
 constexpr Ending last(Ending) { return Ending::terminated; }
+
+// Of the mailbox, in this order; the rank takes and answers, `ringcomm ctl` does the rest.
+enum class Mail : std::uint32_t { free = 0, written, asked, taken, answered };
 
 struct Page {
   std::uint64_t magic;
@@ -107,6 +111,35 @@ struct Page {
   // are all taken.
   std::atomic<std::int64_t> heartbeat_ns;
 
+  // One command at a time, and what became of it.
+  struct Mailbox {
+    std::atomic<std::int32_t> owner;      // pid of the `ringcomm ctl` that uses it, or 0
+    std::atomic<Mail> mail;
+    char command[256];
+    char answer[512];                     // "ok ..." or "no ..."
+  } mailbox;
+  std::atomic<std::uint32_t> takes_commands;  // this rank has come to a step boundary
+  std::atomic<std::uint32_t> is_paused;
+
+  // Where a signal makes this process write its Python stacks; 0: nowhere. See status/stacks.py.
+  std::atomic<std::int32_t> stacks_fd, stacks_signal;
+  std::atomic<std::uint64_t> main_thread;
+
+  char role[16];                         // "", "worker", "server" or "evaluator"
+
+  // The latest training steps: when each phase began, the last mark being the end; and for how long
+  // the thread was ready in each phase, but had no core. Entries are as those of arrivals.
+  struct Step {
+    std::atomic<std::uint64_t> turn;
+    std::int64_t marks_ns[kStepMarks];
+    std::int64_t no_core_ns[kStepMarks - 1];
+  } steps[kSteps];
+  std::atomic<std::uint64_t> n_steps;
+
+  // Of a client of servers, by server: replies, and the time from each request to its reply.
+  std::atomic<std::uint64_t> n_replies[kServers];
+  std::atomic<std::int64_t> replies_ns[kServers];
+
   std::atomic<std::int64_t> leaving_ns;
   std::atomic<std::int32_t> exit_code;   // from exit(3); -1 until then
   std::atomic<std::int64_t> gone_ns;     // by the guardian: this process is no more
@@ -138,6 +171,10 @@ struct EventView {
   std::string text;
 };
 
+struct StepView {
+  std::int64_t marks_ns[kStepMarks], no_core_ns[kStepMarks - 1];
+};
+
 struct EndView {
   Ending kind = Ending::none;
   std::int64_t time_ns = 0;
@@ -157,6 +194,8 @@ class MappedPage {
   // For readers without the nonce, who may not write: a page of this user. std::runtime_error also if
   // its layout is that of another version.
   static MappedPage look(int pid, int fd);
+  // As look(), for `ringcomm ctl`, which may write the mailbox.
+  static MappedPage look_to_ask(int pid, int fd);
 
   MappedPage(MappedPage&& other) noexcept;
   MappedPage(const MappedPage&) = delete;
@@ -188,12 +227,31 @@ class MappedPage {
   std::vector<EventView> events() const;
   std::vector<ArrivalView> arrivals() const;
 
+  // --- the mailbox. ctl: takes it, unless another live process has it; puts a command into it; takes
+  // the command back, unless the rank has it; gives the mailbox back.
+  bool take_mailbox(int pid);
+  void put_command(const std::string& text);
+  bool withdraw_command();
+  void give_mailbox_back();
+  Mail mail() const { return page_->mailbox.mail.load(); }
+  std::string answer() const;
+  // The rank: takes the command; "" if there is none.
+  bool has_command() const { return mail() == Mail::asked; }
+  std::string take_command();
+  void answer_command(const std::string& text);
+
+  void set_role(const std::string& role);
+  void note_step(const StepView& step);
+  std::vector<StepView> steps() const;
+  void count_reply(std::size_t server, std::int64_t duration_ns);
+
   // False if an earlier record stands.
   bool record_end(Ending kind, int code, const std::string& what, const std::string& where,
                   const std::string& trace);
   EndView end() const;
 
  private:
+  static MappedPage found(int pid, int fd, bool writes);
   MappedPage(Page* page, Descriptor fd) : page_(page), fd_(std::move(fd)) {}
   Page* page_;
   Descriptor fd_;

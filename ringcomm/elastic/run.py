@@ -14,6 +14,8 @@ from ringcomm.engine.api.heal import evict, finish_run, heal
 from ringcomm.engine.api.init_rank_size import init, shutdown
 from ringcomm.engine.api.outside import request_size, take_place
 from ringcomm.engine.api.world import current
+from ringcomm.engine.control.missed_commands import take_missed_commands
+from ringcomm.engine.control.settings import PROGRAM
 from ringcomm.errors import (
     CommTimeoutError,
     NewViewInterrupt,
@@ -99,7 +101,7 @@ def warn_unless_elastic(what: str) -> bool:
 
 def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
     results: list[R] = []
-    begin: Callable[[], None] = state.sync
+    begin = functools.partial(_begin, state, is_elastic)
     while True:
         try:
             if is_elastic and is_outside():
@@ -123,12 +125,21 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
     return results[0]
 
 
+def _begin(state: State, is_elastic: bool) -> None:
+    if is_elastic:
+        take_missed_commands()
+    state.sync()
+
+
 def _resume(state: State) -> None:
     has_enough = await_enough_ranks()
+    take_missed_commands()
     tell_listeners()
     state.resume()
     state.on_reset()
     if not has_enough:
+        for save in PROGRAM.checkpoints:
+            save(state.n_commits)
         raise SystemExit(TOO_FEW)
 
 

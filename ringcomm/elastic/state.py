@@ -60,6 +60,11 @@ class State(ABC):
         self._is_saved = False
         self._reset_callbacks: list[Callable[[], None]] = []
 
+    @property
+    def n_commits(self) -> int:
+        """How many commits this rank has made, or has received."""
+        return self._n_commits
+
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these functions in each new view, on all ranks, after the state is restored.
 

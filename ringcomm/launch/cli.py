@@ -19,6 +19,10 @@ _COMMANDS: Final = {
         "ringcomm.launch.watch.top:main",
         "show what the ranks of live jobs do, also of jobs that hang",
     ),
+    "ctl": (
+        "ringcomm.launch.watch.ctl:main",
+        "pause, stop or change a live job, or print what its ranks execute",
+    ),
     "dashboard": (
         "ringcomm.launch.dashboard.command:main",
         "show a run, or live jobs, in a browser",

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
+from ringcomm.engine.peers.drive_until import Wait
 from ringcomm.engine.progress.deadlines import refuse_hopeless
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
-from ringcomm.ps.client.wait_for_replies import Wait
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Step, Stop
 from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, moment_number

@@ -33,3 +33,13 @@ class Ending(IntEnum):
     PEER_FAILED = 5
     INTERRUPTED = 6
     TERMINATED = 7
+
+
+class Mail(IntEnum):
+    """State of the mailbox of `ringcomm ctl`."""
+
+    FREE = 0
+    WRITTEN = 1
+    ASKED = 2
+    TAKEN = 3
+    ANSWERED = 4

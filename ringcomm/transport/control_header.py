@@ -30,6 +30,8 @@ class Kind(IntEnum):
     INVITE = 13  # to a rank in join(): operation `value` of the series `fingerprint` has begun
     # in group `about`; text: part `round` of its call, the last part if `flag`
     DROPPED = 14  # message `round` of the barrier in which the ranks drop group `key`
+    CONTROL = 15  # a command of `ringcomm ctl`: its identity `key`, a step `value`; `round`: see
+    # engine/control/rounds.py
 
 
 LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data

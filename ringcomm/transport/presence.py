@@ -25,6 +25,7 @@ from ringcomm.launched import is_fault_tolerant
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page_enums import Ending, State
+from ringcomm.status.stacks import offer_stacks
 from ringcomm.transport.base import Died
 from ringcomm.transport.failure_news import DIRECT
 from ringcomm.transport.membership.events import (
@@ -148,6 +149,7 @@ class Presence:
         host, pid, nonce = socket.gethostname(), os.getpid(), secrets.randbits(63)
         job: str = data.bcast(secrets.token_hex(4))
         self.page = StatusPage.create(job, host, self.number, self.size, candidates.rank, nonce)
+        offer_stacks(self.page)
         self._neighbours = Neighbours()
         self.parking = Parking(self._neighbours.fileno())
         memory = _memory_or_none(nonce, candidates.size) if candidates.size > 1 else None

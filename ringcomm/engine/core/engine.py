@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ringcomm._core import NodeStep, StatusPage
 from ringcomm.config import Settings
+from ringcomm.engine.control.boundary import Control
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.context import EngineContext, Topology
 from ringcomm.engine.core.engine_state import n_forks
@@ -58,6 +59,7 @@ class Engine(EngineContext):
         here = Whereabouts(watch, self.pending, self.extensions, self.groups)
         self._joined = JoinedRanks(watch, self.pending, self.groups, here, talks)
         self._routes = Routes(watch, self.selection)
+        self.control = Control(self)
 
     @property
     def rank(self) -> int:

@@ -78,6 +78,11 @@ class RunFolder:
         """Return the files of the guardians."""
         return [parse_guardian_file(data) for _, data in self._files("guardian-", "")]
 
+    @property
+    def is_stopped(self) -> bool:
+        """True if the job has taken the command `stop`; see engine/control/perform.py."""
+        return (self.path / "stopped").exists()
+
     def _files(self, prefix: str, suffix: str) -> Iterator[tuple[int, bytes]]:
         pattern = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
         for path in sorted(self.path.iterdir()):

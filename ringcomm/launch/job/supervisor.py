@@ -93,6 +93,7 @@ class Supervisor:
             launcher_text=self._all_launcher_text.decode(errors="replace"),
             asked=self._stop.signal,
             goes_on_after_deaths=self._goes_on,
+            is_stopped=self._folder.is_stopped,
         )
 
     def show_held_messages(self) -> None:

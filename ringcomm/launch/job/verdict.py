@@ -33,6 +33,7 @@ class Ending:
         launcher_text: what it printed.
         asked: the signal by which the job was asked to stop, if it was.
         goes_on_after_deaths: a dead rank is no failure of the job.
+        is_stopped: the job has taken the command `ringcomm ctl JOB stop`.
     """
 
     size: int
@@ -43,6 +44,7 @@ class Ending:
     launcher_text: str = ""
     asked: int | None = None
     goes_on_after_deaths: bool = False
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def _failed_rank(e: Ending) -> Verdict | None:
     assert first.rank is not None
     if e.asked is not None and first.code in (0, *_OBEYED):
         return None
+    if e.is_stopped and first.code == STOPPED_IN_ORDER:
+        return None
     code = first.code or _code_of_launcher(e) or 1
     return Verdict(code, f"rank {first.rank} failed", first.rank, first.text)
 
@@ -92,6 +96,8 @@ def _stopped(e: Ending) -> Verdict | None:
 
 def _completed(e: Ending) -> Verdict | None:
     """Each rank has recorded a good end: whatever the launcher says."""
+    if e.is_stopped and (_are_done(e) or STOPPED_IN_ORDER in [x.code for x in e.ends.values()]):
+        return Verdict(STOPPED_IN_ORDER, "stopped in order by `ringcomm ctl`")
     return Verdict(0, "completed") if _are_done(e) else None
 
 

@@ -22,6 +22,7 @@ class Ranks:
     def __init__(self) -> None:
         self.problems: set[str] = set()  # pages that cannot be read, as those of other versions
         self._pages: dict[tuple[str, int], StatusPage] = {}
+        self._found_at: dict[tuple[str, int], tuple[int, int]] = {}
 
     def search(self) -> None:
         """Look for ranks that have started since the last call. Takes some milliseconds."""
@@ -34,7 +35,12 @@ class Ranks:
                     self.problems.add(f"pid {pid}: {error}")
                     continue
                 facts = page.snapshot()
-                self._pages.setdefault((facts["job"], facts["rank"]), page)
+                if self._pages.setdefault((facts["job"], facts["rank"]), page) is page:
+                    self._found_at[facts["job"], facts["rank"]] = pid, fd
+
+    def page_to_ask(self, sample: RankSample) -> StatusPage:
+        """Return the page of a rank for writing. Raises OSError if it has ended."""
+        return StatusPage.look_to_ask(*self._found_at[sample.job, sample.rank])
 
     def sample(self, now_ns: int) -> list[RankSample]:
         """Return what all ranks do now, by job and rank."""

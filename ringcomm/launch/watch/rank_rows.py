@@ -152,7 +152,8 @@ def _state(now: RankSample) -> tuple[str, bool]:
     if page["heartbeat_ns"] and now.time_ns - page["heartbeat_ns"] > _LATE_NS:
         return f"stopped for {(now.time_ns - page['heartbeat_ns']) / 1e9:.0f} s", True
     if page["state"] == State.RUNNING:
-        return ("waits" if page["op_state"] == OpState.RUNNING else "computes"), False
+        doing = "waits" if page["op_state"] == OpState.RUNNING else "computes"
+        return ("paused" if page["is_paused"] else doing), False
     return State(page["state"]).name.lower(), False
 
 

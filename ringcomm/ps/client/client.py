@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.outstanding_requests import Outstanding
-from ringcomm.ps.client.wait_for_replies import Waits, drive_until
+from ringcomm.ps.client.wait_for_replies import Waits
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine

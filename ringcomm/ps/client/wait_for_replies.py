@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ringcomm.engine.progress.deadlines import ANSWER_S, refuse_hopeless
-from ringcomm.errors import CommTimeoutError, RingcommError
+from ringcomm.engine.peers.drive_until import drive_until
+from ringcomm.engine.progress.deadlines import ANSWER_S
+from ringcomm.errors import CommTimeoutError
 from ringcomm.ps.client.json_requests import Asker, ask_json
 from ringcomm.ps.protocol.frames import Kind
 from ringcomm.transport.control_header import Kind as ControlKind
@@ -28,7 +28,6 @@ _ADVICE: Final = (
     "finished leaves with rc.shutdown()."
 )
 _BUSY: Final = "It is busy, or waits for other workers."
-_LOOKS: Final = 16  # at a condition, between two looks for ranks that died
 # A text says what at most so many workers do, names so many tables of one wait, and so many waits.
 _SHOWN, _TABLES, _WAITS = 16, 3, 4
 _QUESTION: Final = 0xFFFF_FFFF << 32  # keys of questions; no operation has one of these
@@ -36,49 +35,6 @@ _questions: Final = itertools.count()
 
 IsOver = Callable[[], bool]
 Missing = dict[tuple[str, tuple[int, ...]], set[str]]  # what waits for which ranks -> its tables
-
-
-@dataclass
-class Wait:
-    """A wait as refuse_hopeless() takes it: any death ends it."""
-
-    label: str
-    members: tuple[int, ...]
-    key: int = 0
-    base: int = 0
-    number: int = 0
-    timeout_s: float | None = None
-    awaited: tuple[int, ...] = ()
-    late: tuple[int, ...] = ()
-    helps_if_data_are_unequal: str = "end all workers together, or this one with rc.shutdown()"
-
-
-def drive_until(engine: Engine, is_over: IsOver, label: str, timeout_s: float) -> bool:
-    """Drive the loop; return True once is_over(), False if that takes longer than timeout_s.
-
-    Raises:
-        PeerFailedError: a rank died.
-    """
-    wait, looks = Wait(label, tuple(range(engine.job_size))), itertools.count(1)
-    hopeless: list[RingcommError] = []
-
-    def is_enough() -> bool:
-        if is_over():
-            return True
-        if next(looks) % _LOOKS:
-            return False
-        try:
-            refuse_hopeless(wait, engine.watch)
-        except RingcommError as error:  # raised in the waiting thread, not in the driving one
-            hopeless.append(error)
-        return bool(hopeless)
-
-    engine.run_until(is_enough, is_done=is_over, timeout_s=timeout_s)
-    if is_over():
-        return True
-    if hopeless:
-        raise hopeless[0]
-    return False
 
 
 class Waits:

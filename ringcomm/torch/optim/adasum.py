@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.torch.backward.parameter_hooks import Named
 from ringcomm.torch.horovod.process_sets import ProcessSet
 from ringcomm.torch.horovod.reduce_op import Adasum
@@ -50,6 +51,7 @@ class _AdasumOptimizer(Optimizer):
     _process_set: ProcessSet
     _weights: FirstWeights
     _sync_weights: bool
+    _n_steps = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters by the Adasum of the ranks' updates."""
@@ -60,6 +62,10 @@ class _AdasumOptimizer(Optimizer):
         result = super().step() if closure is None else super().step(closure)
         if self._process_set.included():
             self._combine(starts)
+        self._n_steps += 1
+        if self._process_set.size() == engine().size:
+            engine().note_step(self._n_steps)
+            engine().control.come_to_boundary(self, self._n_steps)
         return result
 
     def synchronize(self) -> None:

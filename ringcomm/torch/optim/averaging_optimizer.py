@@ -65,8 +65,11 @@ class AveragingOptimizer(Optimizer):
             result = self._update()
         else:
             result = self._update(functools.partial(self._evaluate, closure))
-        self._reducer.complete_step()
-        engine().note_step(self._reducer.step)
+        reducer = self._reducer
+        reducer.complete_step()
+        engine().note_step(reducer.step)
+        if reducer.options.group.size == engine().size:  # else its steps are not the job's
+            engine().control.come_to_boundary(reducer, reducer.step)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

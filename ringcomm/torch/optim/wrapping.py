@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.engine.control.settings import PROGRAM
+
 T = TypeVar("T", bound=Optimizer)
 Settings = dict[str, Any]  # a param_group without its parameters
 
@@ -27,7 +29,24 @@ def derive(optimizer: T, part: type[Optimizer], **attributes: Any) -> T:
     wrapped.__dict__ = optimizer.__dict__
     wrapped.__dict__.update(attributes)
     _share_step(wrapped, optimizer)
+    PROGRAM.add_rate(functools.partial(_rate_setter, weakref.ref(wrapped)))
     return wrapped
+
+
+def _rate_setter(reference: weakref.ref[Optimizer]) -> Callable[[float], None] | None:
+    """Return the function by which commands set the learning rate; None: the optimizer is gone."""
+    optimizer = reference()
+    if optimizer is None:
+        return None
+
+    def set_rate(rate: float) -> None:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    return set_rate
 
 
 def underlying(wrapped: Optimizer, attributes: Collection[str]) -> Optimizer:

@@ -237,6 +237,7 @@ class _Served(Optimizer):
             self._report_to_scaler(is_finite=is_finite)
         feeder.complete_step()
         engine().note_step(feeder.step)
+        engine().control.come_to_boundary(feeder, feeder.step)
         return result
 
     def _step_here(self, closure: Callable[[], Any] | None) -> Any:

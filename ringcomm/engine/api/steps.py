@@ -1,0 +1,57 @@
+"""step(), should_stop() and on_checkpoint(): where commands of `ringcomm ctl` meet the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.control.settings import PROGRAM
+
+C = TypeVar("C", bound=Callable[[int], Any])
+
+
+class _Program:
+    """The program whose steps step() counts."""
+
+
+_THIS_PROGRAM: Final = _Program()
+
+
+def step() -> None:
+    """Complete a training step of this rank: commands of `ringcomm ctl` are taken here.
+
+    For programs without a DistributedOptimizer, whose step() does the same. Call it once per
+    training step on every rank; of a job with parameter servers, on every worker. It sends
+    nothing, and waits for no rank, unless there is a command.
+
+    Raises:
+        PeerFailedError: a rank died while this one waited at a command.
+        CommTimeoutError: a rank did not answer to a command.
+        NotInitializedError: init() has not run.
+        SystemExit: with code 0, after `ringcomm ctl JOB stop`, if the program has never called
+            should_stop().
+    """
+    engine().control.complete_step_of(_THIS_PROGRAM)
+
+
+def should_stop() -> bool:
+    """Return True once `ringcomm ctl JOB stop` was taken: on every rank after the same step.
+
+    A program that calls this ends by itself. Others end in their next step() after the functions of
+    on_checkpoint().
+    """
+    PROGRAM.asks_to_stop = True
+    return PROGRAM.is_stopping
+
+
+def on_checkpoint(save: C) -> C:
+    """Decorate a function that writes a checkpoint: `ringcomm ctl` calls it on every rank.
+
+    `checkpoint` and `stop` call save(step) after the same step on all ranks, so it may use
+    collectives. Its argument is the number of steps that are complete.
+    """
+    if not callable(save):
+        raise TypeError(f"on_checkpoint: {save!r} is no function")
+    PROGRAM.checkpoints.append(save)
+    return save

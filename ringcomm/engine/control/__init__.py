@@ -1,0 +1,1 @@
+"""Commands of `ringcomm ctl`, which all ranks take at the same training step."""

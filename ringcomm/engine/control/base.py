@@ -1,0 +1,26 @@
+"""What control needs of the engine."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ringcomm._core import StatusPage
+from ringcomm.config import Settings
+from ringcomm.engine.core.pending_operations import Pending
+from ringcomm.engine.peers.drive_until import Driving
+from ringcomm.engine.peers.groups import Groups
+from ringcomm.transport.base import Transport
+
+
+class ControlledEngine(Driving, Protocol):
+    """An engine whose rank takes commands; see Engine."""
+
+    job_rank: int
+    page: StatusPage | None
+    settings: Settings
+    pending: Pending
+    transport: Transport
+    groups: Groups
+
+    def note_step(self, step: int) -> None:
+        """See Engine."""

@@ -1,0 +1,212 @@
+"""The step boundary of this rank, at which commands are taken."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from ringcomm.engine.control.base import ControlledEngine
+from ringcomm.engine.control.commands import parse, split
+from ringcomm.engine.control.perform import Answer, perform, refusal
+from ringcomm.engine.control.rounds import Note, Phase, Rounds
+from ringcomm.engine.control.settings import PROGRAM, Program
+from ringcomm.engine.peers.drive_until import drive_until
+from ringcomm.errors import CommTimeoutError
+from ringcomm.transport.control_header import Header, Kind
+from ringcomm.transport.group_members import ranks_text
+
+_WAIT: Final = "a command of `ringcomm ctl`"
+
+
+class Control:
+    """Takes the commands of `ringcomm ctl`, at the same step as all other ranks.
+
+    Args:
+        engine: of this rank.
+        program: what commands may change.
+
+    Attributes:
+        is_paused: this rank waits at a step boundary until it is told to go on.
+    """
+
+    def __init__(self, engine: ControlledEngine, program: Program = PROGRAM) -> None:
+        self._engine = weakref.proxy(engine)
+        self._page = engine.page
+        self._program = program
+        self._lock = threading.Lock()
+        self._rounds = Rounds(engine.job_rank)
+        self._owner: Callable[[], object | None] = lambda: None
+        self._rivals: weakref.WeakSet[object] = weakref.WeakSet()
+        # Steps of rc.step(); of the owner; of this rank, which are as many on all ranks.
+        self._n_own_steps = self._last = self._step = 0
+        self.is_paused = False
+        engine.watch.listeners[Kind.CONTROL] = self._hear
+
+    def complete_step_of(self, program: object) -> None:
+        """Count a step of rc.step(), and come to its boundary."""
+        self._n_own_steps += 1
+        if self._owner() in (None, program):
+            self._engine.note_step(self._n_own_steps)
+        self.come_to_boundary(program, self._n_own_steps)
+
+    def come_to_boundary(self, owner: object, completed: int) -> None:
+        """Take the commands that are due; wait while ranks agree on their step, or for a pause.
+
+        Not collective: ranks send messages if there is a command, and none else.
+
+        Args:
+            owner: whose step it is.
+            completed: how many steps it has completed. More than one since the last call: this rank
+                was in join() meanwhile.
+        """
+        if not self._counts(owner):
+            return
+        self._step += max(1, completed - self._last)
+        self._last = completed
+        with self._lock:
+            self._rounds.enter(self._step)
+        while not self._leave():
+            for text, is_mine in self._take_due():
+                self._perform(text, is_mine=is_mine)
+            self._propose()
+            if self._is_waiting:
+                self._wait()
+
+    def _counts(self, owner: object) -> bool:
+        """Return True if the steps of `owner` are those of the job.
+
+        Of several optimizers it is the one that steps first, until another one steps twice in a row
+        without it.
+        """
+        if self._owner() is owner:
+            self._rivals.clear()
+            return True
+        if self._owner() is not None and owner not in self._rivals:
+            self._rivals.add(owner)
+            return False
+        self._owner, self._last = weakref.ref(owner), 1 << 62
+        self._rivals.clear()
+        if self._page is not None:
+            self._page.note_takes_commands()
+        return True
+
+    def _leave(self) -> bool:
+        """Begin the next step, unless there is something to do here."""
+        if self.is_paused or (self._page is not None and self._page.has_command):
+            return False
+        with self._lock:
+            if self._rounds.must_hold or self._rounds.has_due:
+                return False
+            self._rounds.leave()
+        return True
+
+    def _take_due(self) -> list[tuple[str, bool]]:
+        with self._lock:
+            return self._rounds.take_due()
+
+    # --- the agreement ----------------------------------------------------------------------------
+    @property
+    def _is_waiting(self) -> bool:
+        """True if only others, or a command, can change anything."""
+        with self._lock:
+            is_held = self._rounds.must_hold
+            is_idle = not self._rounds.has_due and not self._has_mail
+        return is_held or (self.is_paused and is_idle)
+
+    @property
+    def _has_mail(self) -> bool:
+        return self._page is not None and self._page.has_command
+
+    def _wait(self) -> None:
+        """Return once something may have changed; a pause has no deadline.
+
+        Raises:
+            PeerFailedError: a rank died.
+            CommTimeoutError: ranks have not answered, or the one that had the command does not go
+                on.
+        """
+        engine = self._engine
+
+        def has_changed() -> bool:
+            with self._lock:
+                self._send(self._rounds.settle(engine.watch.peers.left))
+            return not self._is_waiting
+
+        limit_s = math.inf if self.is_paused else engine.settings.timeout_or_inf
+        if not drive_until(engine, has_changed, _WAIT, limit_s):
+            raise CommTimeoutError(
+                f"{_WAIT}: ranks have not agreed on a step within RINGCOMM_TIMEOUT_S={limit_s:g}"
+                f"{_from(self._rounds.missing)}. End this job",
+                missing=self._rounds.missing,
+            )
+
+    def _propose(self) -> None:
+        """Propose the command in the mailbox to all ranks, or refuse it."""
+        if not self._has_mail:
+            return
+        assert self._page is not None
+        text = self._page.take_command()
+        if not text:
+            return
+        try:
+            why = refusal(parse(split(text)), self._program, self._engine, is_paused=self.is_paused)
+        except ValueError as error:  # written by something else than `ringcomm ctl`
+            why = str(error)
+        if why:
+            self._page.answer_command(f"no {why}")
+            return
+        with self._lock:
+            members = self._engine.groups.default.ranks
+            self._send(self._rounds.propose(text, members, self._engine.watch.peers.left))
+
+    def _hear(self, source: int, header: Header, text: str) -> None:
+        """Take a message about a command; called in the progress loop."""
+        note = Note(source, Phase(header.round), header.key, header.value, text)
+        with self._lock:
+            self._send(self._rounds.hear(source, note, self._engine.watch.peers.left))
+
+    def _send(self, notes: list[Note]) -> None:
+        for note in notes:
+            self._engine.watch.tell(
+                note.dest, Kind.CONTROL, note.text, key=note.key, value=note.step, round=note.phase
+            )
+
+    # --- what is done -----------------------------------------------------------------------------
+    def _perform(self, text: str, *, is_mine: bool) -> None:
+        self._program.taken.append(text)
+        reply = self._reply if is_mine else _ignore
+        answer = Answer(self._step, partial(self._tell, text, reply))
+        command = parse(split(text))
+        if command.word in ("pause", "resume"):
+            self._set_paused(is_paused=command.word == "pause")
+            answer.give("paused" if self.is_paused else "goes on")
+        else:
+            if command.word == "stop":
+                self._set_paused(is_paused=False)
+            perform(command, self._program, self._engine, answer)
+
+    def _set_paused(self, *, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        if self._page is not None:
+            self._page.set_paused(is_paused)
+
+    def _tell(self, text: str, reply: Callable[[str], None], answer: str) -> None:
+        if self._page is not None:
+            self._page.note_event(f"ctl {text}: {answer.partition(' ')[2]}")
+        reply(answer)
+
+    def _reply(self, answer: str) -> None:
+        if self._page is not None:
+            self._page.answer_command(answer)
+
+
+def _from(ranks: list[int]) -> str:
+    return f": no answer from {ranks_text(ranks)}" if ranks else ""
+
+
+def _ignore(_: Any) -> None:
+    """Say nothing: another rank answers."""

@@ -1,0 +1,139 @@
+"""Carries out commands on this rank; all ranks do so after the same step."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ringcomm.engine.progress.timeline import Timeline
+from ringcomm.launched import run_file
+
+if TYPE_CHECKING:
+    from ringcomm.engine.control.base import ControlledEngine
+    from ringcomm.engine.control.commands import Command
+    from ringcomm.engine.control.settings import Program
+
+_NO_GROWTH = (
+    "this version cannot change the number of ranks of a running job. Stop it, and start it again "
+    "with -np N"
+)
+_NO_CHECKPOINT = "the program has no function that @rc.on_checkpoint marks"
+STOPPED = "stopped"  # a file in the folder of the run
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where the outcome of a command goes; `step` is how many steps are complete."""
+
+    step: int
+    tell: Callable[[str], None]
+
+    def give(self, what: str) -> None:
+        """Tell that the command was taken."""
+        self.tell(f"ok {what} after step {self.step}")
+
+    def refuse(self, why: str) -> None:
+        """Tell that it could not be carried out."""
+        self.tell(f"no {why} (after step {self.step})")
+
+
+def refusal(
+    command: Command, program: Program, engine: ControlledEngine, *, is_paused: bool
+) -> str:
+    """Return why this program cannot take a command; "" if it can."""
+    has_timeline = engine.pending.timeline is not None
+    why = {
+        "pause": "the job is paused already" if is_paused else "",
+        "resume": "" if is_paused else "the job is not paused",
+        "checkpoint": "" if program.checkpoints else _NO_CHECKPOINT,
+        "scale": "" if command.word != "scale" or _request_scale() is not None else _NO_GROWTH,
+        "timeline": "" if has_timeline or command.value == "start" else "no timeline is recorded",
+    }
+    if command.word == "set":
+        try:
+            program.checked(command.name, command.value)
+        except ValueError as error:
+            return str(error)
+    return why.get(command.word, "")
+
+
+def perform(command: Command, program: Program, engine: ControlledEngine, answer: Answer) -> None:
+    """Carry out a command other than pause and resume.
+
+    Raises what the program's own functions raise; SystemExit(0) after `stop`, if the program has
+    never called rc.should_stop().
+    """
+    if command.word == "set":
+        _set(command, program, answer)
+    elif command.word == "checkpoint":
+        _save(program, answer)
+        answer.give("checkpoint written")
+    elif command.word == "stop":
+        _stop(program, engine, answer)
+    elif command.word == "scale":
+        _scale(command.n, answer)
+    else:
+        _record(command.value, engine, answer)
+
+
+def _set(command: Command, program: Program, answer: Answer) -> None:
+    try:
+        program.checked(command.name, command.value)()
+    except ValueError as error:  # this rank's program is not that of the others
+        answer.refuse(str(error))
+    else:
+        answer.give(f"{command.name} is {command.value}")
+
+
+def _save(program: Program, answer: Answer) -> None:
+    try:
+        for save in program.checkpoints:
+            save(answer.step)
+    except BaseException as error:
+        answer.refuse(f"the checkpoint failed: {type(error).__name__}: {error}")
+        raise
+
+
+def _stop(program: Program, engine: ControlledEngine, answer: Answer) -> None:
+    if engine.job_rank == 0 and (path := run_file(STOPPED)):
+        with open(path, "w") as file:
+            file.write(f"{answer.step}\n")
+    program.is_stopping = True
+    _save(program, answer)
+    answer.give("stops")
+    if not program.asks_to_stop:
+        raise SystemExit(0)
+
+
+def _request_scale() -> Callable[[int], Any] | None:
+    """Return elastic.request_scale, if this version has it."""
+    found = getattr(importlib.import_module("ringcomm.elastic"), "request_scale", None)
+    return found if callable(found) else None
+
+
+def _scale(n: int, answer: Answer) -> None:
+    request = _request_scale()
+    assert request is not None
+    try:
+        request(n)
+    except (RuntimeError, ValueError) as error:  # the same on all ranks
+        answer.refuse(str(error))
+    else:
+        answer.give(f"{n} ranks are asked for")
+
+
+def _record(value: str, engine: ControlledEngine, answer: Answer) -> None:
+    if value == "stop":
+        engine.pending.record(None)
+        answer.give("the timeline ends")
+        return
+    prefix = run_file("timeline") or "timeline"
+    try:
+        timeline = Timeline(prefix, engine.job_rank, engine.transport.view)
+    except OSError as error:
+        answer.refuse(f"{prefix}: {error.strerror}")
+        return
+    engine.pending.record(timeline)
+    answer.give(f"operations are recorded in {timeline.path}")

@@ -1,0 +1,138 @@
+"""Agrees on the training step at which all ranks take a command. Pure.
+
+The rank that gets the command proposes it to the others. Each promises not to go beyond its next
+step boundary before it hears at which step the command is taken. That is the first step that no
+rank has completed when it promised. Ranks need not be in step, no message is sent while there is no
+command, and nobody waits for data: the promises come from the progress loop, not from the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """Kinds of messages about a round."""
+
+    PROPOSED = 0  # the text is the command
+    PROMISED = 1  # `step` is the last one that the sender has completed
+    AGREED = 2  # `step` is the one after which the command is taken
+
+
+@dataclass(frozen=True)
+class Note:
+    """A message to one rank about a round."""
+
+    dest: int
+    phase: Phase
+    key: int
+    step: int = 0
+    text: str = ""
+
+
+@dataclass
+class _Round:
+    text: str
+    members: tuple[int, ...] = ()  # all that take it; of the rank that has proposed
+    target: int | None = None
+    promises: dict[int, int] = field(default_factory=dict)  # of the rank that has proposed
+
+
+class Rounds:
+    """The commands that this rank has heard of and not taken.
+
+    Args:
+        me: this rank.
+    """
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._rounds: dict[int, _Round] = {}
+        self._completed = 0
+        self._is_at_boundary = False
+        self._n_proposed = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not promised to this one."""
+        mine = [e for k, e in self._rounds.items() if k >> 32 == self._me and e.target is None]
+        return sorted({r for each in mine for r in each.members if r not in each.promises})
+
+    @property
+    def must_hold(self) -> bool:
+        """True if this rank must not leave its step boundary: a step is not agreed on."""
+        return any(each.target is None for each in self._rounds.values())
+
+    @property
+    def has_due(self) -> bool:
+        """True if take_due() would return a command."""
+        return not self.must_hold and any(
+            each.target is not None and each.target <= self._completed
+            for each in self._rounds.values()
+        )
+
+    def enter(self, completed: int) -> None:
+        """Note that this rank has completed so many steps, and stands at the boundary."""
+        self._completed, self._is_at_boundary = completed, True
+
+    def leave(self) -> None:
+        """Note that the next step begins."""
+        self._is_at_boundary = False
+
+    def propose(self, text: str, members: Sequence[int], gone: Collection[int] = ()) -> list[Note]:
+        """Begin a round of these ranks, this one included; `gone` are ranks that have left."""
+        key = self._me << 32 | self._n_proposed
+        self._n_proposed += 1
+        self._rounds[key] = _Round(text, tuple(members), promises={self._me: self._promised})
+        others = [rank for rank in members if rank != self._me and rank not in gone]
+        return [
+            *(Note(rank, Phase.PROPOSED, key, text=text) for rank in others),
+            *self.settle(gone),
+        ]
+
+    def hear(self, source: int, note: Note, gone: Collection[int] = ()) -> list[Note]:
+        """Take a message of another rank; return the answers to it."""
+        if note.phase == Phase.PROPOSED:
+            self._rounds[note.key] = _Round(note.text)
+            return [Note(source, Phase.PROMISED, note.key, self._promised)]
+        known = self._rounds.get(note.key)
+        if known is None:
+            return []
+        if note.phase == Phase.AGREED:
+            known.target = note.step
+            return []
+        known.promises[source] = note.step
+        return self.settle(gone)
+
+    def settle(self, gone: Collection[int] = ()) -> list[Note]:
+        """Agree on the steps of own rounds for which all ranks that have not left have promised."""
+        notes = []
+        for key, each in self._rounds.items():
+            if key >> 32 != self._me or each.target is not None:
+                continue
+            if any(r not in each.promises and r not in gone for r in each.members):
+                continue
+            each.target = max(each.promises.values()) + 1
+            others = [rank for rank in each.promises if rank != self._me and rank not in gone]
+            notes += [Note(rank, Phase.AGREED, key, each.target) for rank in others]
+        return notes
+
+    def take_due(self) -> list[tuple[str, bool]]:
+        """Return the commands to be taken at this boundary, and whether this rank proposed them.
+
+        The order is the same on all ranks.
+        """
+        if self.must_hold:
+            return []
+        due = sorted(
+            (each.target, key)
+            for key, each in self._rounds.items()
+            if each.target is not None and each.target <= self._completed
+        )
+        return [(self._rounds.pop(key).text, key >> 32 == self._me) for _, key in due]
+
+    @property
+    def _promised(self) -> int:
+        return self._completed - self._is_at_boundary

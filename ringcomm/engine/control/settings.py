@@ -1,0 +1,87 @@
+"""What commands change: live parameters, and functions of the program. One per process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+
+class LiveParameters(Protocol):
+    """Parameters of the program; see rc.Params."""
+
+    def read(self, name: str, text: str) -> Any:
+        """Return the value that a text means. Raises ValueError; KeyError: not a live one."""
+
+    def take(self, name: str, value: Any) -> None:
+        """Change a parameter."""
+
+    @property
+    def live_names(self) -> list[str]:
+        """The names of those that may change."""
+
+
+@dataclass
+class Program:
+    """What this program lets commands change, and what they have asked of it.
+
+    Attributes:
+        checkpoints: the functions that @rc.on_checkpoint marks.
+        parameters: of rc.Params.
+        rates: functions that set the learning rate of an optimizer; they are used if no live
+            parameter is called lr.
+        is_stopping: a stop command was taken.
+        asks_to_stop: the program has called rc.should_stop().
+        taken: the texts of all commands that were taken.
+    """
+
+    checkpoints: list[Callable[[int], object]] = field(default_factory=list)
+    parameters: list[weakref.ref[LiveParameters]] = field(default_factory=list)
+    rates: list[Callable[[], Callable[[float], None] | None]] = field(default_factory=list)
+    is_stopping: bool = False
+    asks_to_stop: bool = False
+    taken: list[str] = field(default_factory=list)
+
+    def checked(self, name: str, text: str) -> Callable[[], None]:
+        """Return a function that gives a parameter a new value.
+
+        Raises ValueError if there is no such parameter, or if it cannot have this value.
+        """
+        for reference in self.parameters:
+            if (parameters := reference()) is not None and name in parameters.live_names:
+                value = parameters.read(name, text)
+                take = parameters.take
+                return lambda: take(name, value)
+        if name == "lr" and (setters := self._setters()):
+            rate = _rate(text)
+            return partial(_call_all, setters, rate)
+        live = [each for r in self.parameters if (p := r()) is not None for each in p.live_names]
+        known = f"those are {', '.join(live)}" if live else "there is none, see rc.Params"
+        raise ValueError(f"{name} is no live parameter of this program; {known}")
+
+    def add_rate(self, find: Callable[[], Callable[[float], None] | None]) -> None:
+        """Let commands set a learning rate by find(), as long as that is not None."""
+        self.rates = [*(each for each in self.rates if each() is not None), find]
+
+    def _setters(self) -> list[Callable[[float], None]]:
+        return [found for reference in self.rates if (found := reference()) is not None]
+
+
+def _call_all(setters: Sequence[Callable[[float], None]], rate: float) -> None:
+    for each in setters:
+        each(rate)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError as error:
+        raise ValueError(f"lr must be a number, not {text!r}") from error
+    if not 0 <= rate < float("inf"):
+        raise ValueError(f"lr must be 0 or more, not {text}")
+    return rate
+
+
+PROGRAM = Program()

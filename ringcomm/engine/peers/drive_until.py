@@ -1,0 +1,73 @@
+"""A wait for other ranks that is no operation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ringcomm.engine.progress.deadlines import refuse_hopeless
+from ringcomm.errors import RingcommError
+from ringcomm.transport.control_messages import Watch
+
+_LOOKS: Final = 16  # at a condition, between two looks for ranks that died
+
+
+class Driving(Protocol):
+    """An engine; see Engine."""
+
+    job_size: int
+    watch: Watch
+
+    def run_until(
+        self,
+        is_enough: Callable[[], bool],
+        *,
+        is_done: Callable[[], bool] | None = None,
+        timeout_s: float = ...,
+    ) -> None:
+        """See Engine."""
+
+
+@dataclass
+class Wait:
+    """A wait as refuse_hopeless() takes it: any death ends it."""
+
+    label: str
+    members: tuple[int, ...]
+    key: int = 0
+    base: int = 0
+    number: int = 0
+    timeout_s: float | None = None
+    awaited: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    helps_if_data_are_unequal: str = "end all workers together, or this one with rc.shutdown()"
+
+
+def drive_until(engine: Driving, is_over: Callable[[], bool], label: str, timeout_s: float) -> bool:
+    """Drive the loop; return True once is_over(), False if that takes longer than timeout_s.
+
+    Raises:
+        PeerFailedError: a rank died.
+    """
+    wait, looks = Wait(label, tuple(range(engine.job_size))), itertools.count(1)
+    hopeless: list[RingcommError] = []
+
+    def is_enough() -> bool:
+        if is_over():
+            return True
+        if next(looks) % _LOOKS:
+            return False
+        try:
+            refuse_hopeless(wait, engine.watch)
+        except RingcommError as error:  # raised in the waiting thread, not in the driving one
+            hopeless.append(error)
+        return bool(hopeless)
+
+    engine.run_until(is_enough, is_done=is_over, timeout_s=timeout_s)
+    if is_over():
+        return True
+    if hopeless:
+        raise hopeless[0]
+    return False

@@ -1,0 +1,116 @@
+"""Python stacks of a process, which it writes when another one sends it a signal.
+
+The handler is faulthandler's, in C: it needs no lock of Python, so it works while the process hangs
+in a C function. It writes to a memfd, which other processes of the user open through /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ringcomm._core import StatusPage
+
+_SIGNAL: Final = signal.SIGRTMAX - 3  # one that programs do not use, as a rule
+_ANSWER_S: Final = 1.0
+_TICK_S: Final = 0.002
+_MAX_NBYTES: Final = 1 << 18
+_HEAD: Final = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_made: dict[int, int] = {}  # pid -> memfd
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line that a thread executes."""
+
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def offer_stacks(page: StatusPage) -> None:
+    """Let this process write its stacks on request, and say so on its page."""
+    if os.getpid() not in _made:
+        if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+            return  # the program uses this signal
+        fd = os.memfd_create("ringcomm-stacks", os.MFD_CLOEXEC)
+        faulthandler.register(_SIGNAL, file=fd, all_threads=True, chain=False)
+        _made[os.getpid()] = fd
+    ident = threading.main_thread().ident or 0
+    page.set_stacks(_made[os.getpid()], int(_SIGNAL), ident)
+
+
+def stacks_of(page: Mapping[str, Any]) -> str:
+    """Return the stacks of a process of this host by StatusPage.snapshot(), as faulthandler's text.
+
+    Returns "" if it is dead, is stopped, or does not offer them. Takes 1 s at most.
+    """
+    pid, number = page["pid"], page["stacks_signal"]
+    with contextlib.suppress(OSError, ValueError):
+        if not number or not _handles(pid, number):
+            return ""
+        with open(f"/proc/{pid}/fd/{page['stacks_fd']}", "rb") as file:
+            before = os.fstat(file.fileno()).st_size
+            os.kill(pid, number)
+            return _written_after(before, file.fileno())
+    return ""
+
+
+def main_stack(text: str, main_thread: int) -> list[Frame]:
+    """Return the frames of the main thread, the innermost first. Pure."""
+    frames: list[Frame] = []
+    is_main = False
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            is_main = int(head[1], 16) == main_thread
+        elif is_main and (frame := _FRAME.match(line)):
+            frames.append(Frame(*frame.groups()))
+    return frames
+
+
+def users_frame(frames: list[Frame]) -> Frame | None:
+    """Return the innermost frame of the user's own files, else the innermost one."""
+    paths = sysconfig.get_paths()
+    foreign = tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    package = str(Path(__file__).parents[1])
+    own = [f for f in frames if not f.file.startswith((*foreign, package, "<"))]
+    return next(iter([*own, *frames]), None)
+
+
+def where_is(page: Mapping[str, Any]) -> str:
+    """Return the file and line at which a process of this host is; "" if it does not tell."""
+    frame = users_frame(main_stack(stacks_of(page), page["main_thread"]))
+    return "" if frame is None else str(frame)
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Return True if the process catches a signal, which would end it else."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
+
+
+def _written_after(before: int, fd: int) -> str:
+    """Return what has been written to a file since it had `before` bytes."""
+    deadline, size = time.monotonic() + _ANSWER_S, before
+    while time.monotonic() < deadline:
+        time.sleep(_TICK_S)  # nobody tells of a write to a file
+        now = os.fstat(fd).st_size
+        if now == size and size > before:
+            break
+        size = now
+    return os.pread(fd, min(size - before, _MAX_NBYTES), before).decode(errors="replace")
