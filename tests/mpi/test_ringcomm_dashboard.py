@@ -73,13 +73,15 @@ class Dashboard:
         self.port, self.token = int(match[1]), match[2]
         self.open = contextlib.ExitStack()
 
-    def ask(self, path, method="GET", **headers):
+    def ask(self, path, method="GET", *, body=None, **headers):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         self.open.enter_context(contextlib.closing(connection))
         connection.putrequest(method, path, skip_host="host" in headers)
         for name, value in headers.items():
             connection.putheader(name, value)
-        connection.endheaders()
+        if body is not None:
+            connection.putheader("content-length", str(len(body)))
+        connection.endheaders(body)
         return self.open.enter_context(connection.getresponse())
 
     @property
@@ -217,6 +219,8 @@ def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):
         rf"ringcomm-{page.port}={page.token}; HttpOnly; Path=/; SameSite=strict",
         answer.headers["set-cookie"],
     )
+    own = {"origin": f"http://{here}", "x-ringcomm": "1"}
+    ours = page.cookie | own
     expected = [
         ("/", "GET", page.cookie, 200),
         ("/static/app.js", "GET", page.cookie, 200),
@@ -236,6 +240,18 @@ def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):
         ("/static/..%2fserver.py", "GET", page.cookie, 404),
         ("/log/-1", "GET", page.cookie, 404),
         ("/ctl", "GET", page.cookie, 404),
+        ("/command", "GET", page.cookie, 405),
+        ("/command", "POST", {}, 401),
+        ("/command", "POST", ours | {"cookie": f"ringcomm-{page.port}=wrong"}, 401),
+        (f"/command?token={page.token}", "POST", own, 401),
+        ("/command", "POST", page.cookie, 403),
+        ("/command", "POST", page.cookie | {"x-ringcomm": "1"}, 403),
+        ("/command", "POST", page.cookie | {"origin": f"http://{here}"}, 403),
+        ("/command", "POST", ours | {"origin": "http://evil.example"}, 403),
+        ("/command", "POST", ours | {"origin": "null"}, 403),
+        ("/command", "POST", ours | {"origin": f"http://{here}.evil.example"}, 403),
+        ("/command", "POST", ours | {"host": f"evil.example:{page.port}"}, 421),
+        ("/command", "POST", ours, 400),  # no body
     ]
     found = []
     for path, method, headers, _ in expected:
@@ -244,6 +260,72 @@ def test_the_server_answers_as_the_matrix_says(dashboard, tmp_path):
         assert answer.headers["content-security-policy"].startswith("default-src 'self'")
         assert answer.headers["x-content-type-options"] == "nosniff"
     assert found == expected
+
+
+def command_of(page, *words):
+    own = {"origin": f"http://127.0.0.1:{page.port}", "x-ringcomm": "1"}
+    body = json.dumps({"command": words}).encode()
+    answer = page.ask("/command", "POST", body=body, **page.cookie, **own)
+    return answer.status, answer.read().decode()
+
+
+def test_the_server_takes_the_commands_of_the_list_and_nothing_else(dashboard, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    page = dashboard("run")
+    assert command_of(page, "pause") == (409, "there is no live job of this user on this host\n")
+    for words in (
+        ["ls"],
+        ["sh", "-c", "touch x"],
+        [],
+        ["set", "lr"],
+        ["stacks"],
+        ["pause", "; ls"],
+    ):
+        status, text = command_of(page, *words)
+        assert (status, "<" in text) == (400, False), words
+    own = {"origin": f"http://127.0.0.1:{page.port}", "x-ringcomm": "1"}
+    bodies = [b"", b"{", b"[]", b"3", b'{"command": "pause"}', b'{"command": [1]}', b"\xff" * 9]
+    for body in bodies:
+        assert page.ask("/command", "POST", body=body, **page.cookie, **own).status == 400, body
+    assert page.ask("/command", "POST", body=b" " * 2000, **page.cookie, **own).status == 413
+
+
+CONTROLLED = """
+import time
+import ringcomm as rc
+P = rc.Params(lr=rc.live(0.1))
+rc.init()
+while not rc.should_stop():
+    rc.allreduce_(__import__("numpy").ones(3))
+    rc.step()
+    time.sleep(0.005)
+print(P.lr, flush=True)
+"""
+
+
+@pytest.mark.at_length
+def test_the_dashboard_controls_the_job_that_it_shows(dashboard, tmp_path):
+    (tmp_path / "train.py").write_text(CONTROLLED)
+    job = subprocess.Popen(
+        [BIN / "ringcomm", "run", "--run-folder", "run", "-np", "2", "train.py"],
+        cwd=tmp_path,
+        env=job_environment({"TMPDIR": str(tmp_path)}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_until((tmp_path / "run" / "run.json").exists, "it does not start")
+    page = dashboard("run")
+    for state in page.states():
+        if len(state["ranks"]) == 2 and all(each.get("step", 0) for each in state["ranks"]):
+            break
+    status, text = command_of(page, "set", "lr=0.5")
+    assert (status, text.startswith("lr is 0.5 after step ")) == (200, True), text
+    assert command_of(page, "resume") == (409, "the job is not paused\n")
+    assert command_of(page, "stop")[0] == 200
+    assert job.wait(HANG_S) == 75
+    assert (tmp_path / "run" / "rank-1.log").read_text() == "0.5\n"
 
 
 def test_only_this_host_is_listened_to(dashboard, tmp_path):

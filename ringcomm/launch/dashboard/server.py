@@ -1,4 +1,7 @@
-"""The web server of the dashboard: a page, a stream of news, and logs. It takes no command."""
+"""The web server of the dashboard: a page, a stream of news, logs, and commands for the job.
+
+The commands are those of a fixed list, see engine/control/commands.py.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,13 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from ringcomm.engine.control.commands import parse
 from ringcomm.launch.dashboard.access import HEADER, Asked, Gate, judge
 from ringcomm.launch.dashboard.source import Source
 
 _STATIC: Final = Path(__file__).with_name("static")
 _INTERVAL_S: Final = 0.25
+_COMMAND_MAX: Final = 1024  # bytes
 _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'",
@@ -45,6 +50,7 @@ def app(gate: Gate, source: Source) -> Starlette:
             Route("/", _page),
             Route("/stream", partial(_stream, source=source)),
             Route("/log/{rank:int}", partial(_log, source=source)),
+            Route("/command", partial(_command, source=source), methods=["POST"]),
             Mount("/static", StaticFiles(directory=_STATIC)),
         ],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=partial(_admit, gate=gate))],
@@ -100,3 +106,29 @@ def _next(source: Source, positions: dict[str, int]) -> dict[str, Any]:
 async def _log(request: Request, *, source: Source) -> Response:
     text = await run_sync(partial(source.log, request.path_params["rank"]))
     return PlainTextResponse(text)
+
+
+async def _command(request: Request, *, source: Source) -> Response:
+    """Give a command to the job: JSON such as {"command": ["set", "lr=0.01"]}.
+
+    400: it is no command. 409: the job has not taken it. Both say why.
+    """
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _COMMAND_MAX:
+            return PlainTextResponse("too long\n", 413)
+    try:
+        command = parse(_words(body))
+    except ValueError as error:
+        return PlainTextResponse(f"{error}\n", 400)
+    outcome = await run_sync(partial(source.command, command))
+    return PlainTextResponse(f"{outcome.text}\n", 200 if outcome.is_done else 409)
+
+
+def _words(body: bytes) -> list[str]:
+    content = json.loads(body)  # its error is a ValueError
+    words = content.get("command") if isinstance(content, dict) else None
+    if not isinstance(words, list) or not all(isinstance(each, str) for each in words):
+        raise ValueError('the body must be JSON such as {"command": ["set", "lr=0.01"]}')
+    return words

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringcomm._core import monotonic_ns
+from ringcomm.engine.control.commands import Command
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
+from ringcomm.launch.watch.ask_job import Outcome, ask, choose_job
 from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.late_rank import History
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
@@ -21,6 +23,7 @@ from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
 _SEARCH_S: Final = 1.0
 _LOG_BYTES: Final = 1 << 16
 _EVENTS: Final = 30
+_COMMAND_S: Final = 20.0
 
 
 class Source:
@@ -86,6 +89,16 @@ class Source:
                 return file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
+
+    def command(self, command: Command) -> Outcome:
+        """Give a command to the job that is shown, and return what becomes of it."""
+        with self._lock:
+            samples = self._samples()
+        try:
+            members = choose_job(samples, self._job)
+        except LookupError as error:
+            return Outcome(False, str(error))
+        return ask(self._ranks, members, command, _COMMAND_S)
 
     def _samples(self) -> list[RankSample]:
         if time.monotonic() > self._searched + _SEARCH_S:

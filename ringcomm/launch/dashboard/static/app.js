@@ -146,6 +146,31 @@ async function showLog() {
   }
 }
 
+async function give(command) {
+  const stops = command[0] === "stop";
+  if (stops && !confirm("Stop the job after its present step?")) return;
+  $("outcome").textContent = `${command.join(" ")} ...`;
+  try {
+    const answer = await fetch("/command", {
+      method: "POST",
+      headers: { "content-type": "application/json", "x-ringcomm": "1" },
+      body: JSON.stringify({ command }),
+    });
+    $("outcome").textContent = `${command.join(" ")}: ${(await answer.text()).trim()}`;
+    $("outcome").className = answer.ok ? "" : "bad";
+  } catch {
+    $("outcome").textContent = "no connection";
+  }
+}
+
+document.querySelectorAll("[data-command]").forEach((button) => {
+  button.addEventListener("click", () => give([button.dataset.command]));
+});
+$("set").addEventListener("submit", (event) => {
+  event.preventDefault();
+  give(["set", new FormData($("set")).get("what").trim()]);
+});
+
 const stream = new EventSource("/stream");
 stream.onmessage = (event) => {
   $("lost").hidden = true;
