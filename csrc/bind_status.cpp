@@ -1,10 +1,7 @@
 // Bindings of the status page.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
-#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -14,6 +11,7 @@
 #include "status/pidfd.hpp"
 #include "status/deadline_of_a_call.hpp"
 #include "status/run_records.hpp"
+#include "status/step_clock.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,24 +85,16 @@ nb::list arrivals(const MappedPage& page) {
   return found;
 }
 
-// The marks of each step, and the times without a core.
+// The number of each step, its marks, and the times without a core.
 nb::list steps(const MappedPage& page) {
   nb::list found;
   for (const StepView& s : page.steps()) {
     nb::list marks, no_core;
     for (const std::int64_t mark : s.marks_ns) marks.append(mark);
     for (const std::int64_t time : s.no_core_ns) no_core.append(time);
-    found.append(nb::make_tuple(nb::tuple(marks), nb::tuple(no_core)));
+    found.append(nb::make_tuple(s.number, nb::tuple(marks), nb::tuple(no_core)));
   }
   return found;
-}
-
-void note_step(MappedPage& page, const std::array<std::int64_t, kStepMarks>& marks_ns,
-               const std::array<std::int64_t, kStepMarks - 1>& no_core_ns) {
-  StepView step{};
-  std::copy(marks_ns.begin(), marks_ns.end(), step.marks_ns);
-  std::copy(no_core_ns.begin(), no_core_ns.end(), step.no_core_ns);
-  page.note_step(step);
 }
 
 // By server, as far as there are replies: their number, and the sum of their durations.
@@ -177,7 +167,6 @@ void bind_status(nb::module_& m) {
            },
            "fd"_a, "signal"_a, "main_thread"_a)
       .def("set_role", &MappedPage::set_role, "role"_a)
-      .def("note_step", &note_step, "marks_ns"_a, "no_core_ns"_a)
       .def("steps", &steps)
       .def("count_reply", &MappedPage::count_reply, "server"_a, "duration_ns"_a)
       .def("replies", &replies)
@@ -194,6 +183,11 @@ void bind_status(nb::module_& m) {
            },
            "timeout_s"_a)
       .def("record_this_process", [](MappedPage& page) { record_this_process(page.get()); });
+  nb::class_<StepClock>(m, "StepClock")
+      .def(nb::init<>())
+      .def("mark", &StepClock::mark, "i"_a)
+      .def("end", [](StepClock& clock, MappedPage& page) { clock.end(&page); }, "page"_a)
+      .def("skip", [](StepClock& clock) { clock.end(nullptr); });
   m.def("record_this_rank_in", &record_this_rank_in, "path"_a);
   nb::class_<Watchdog>(m, "Watchdog")
       .def(nb::init<double, std::string>(), "seconds"_a, "message"_a)

@@ -66,6 +66,7 @@ void MappedPage::note_step(const StepView& view) {
 std::vector<StepView> MappedPage::steps() const {
   return entries(page_->steps, page_->n_steps, [](const Page::Step& step) {
     StepView view{};
+    view.number = step.turn.load() - 1;
     std::copy(std::begin(step.marks_ns), std::end(step.marks_ns), view.marks_ns);
     std::copy(std::begin(step.no_core_ns), std::end(step.no_core_ns), view.no_core_ns);
     return view;

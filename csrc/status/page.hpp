@@ -172,6 +172,7 @@ struct EventView {
 };
 
 struct StepView {
+  std::uint64_t number = 0;  // of the steps of this rank, from 0
   std::int64_t marks_ns[kStepMarks], no_core_ns[kStepMarks - 1];
 };
 

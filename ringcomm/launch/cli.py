@@ -27,6 +27,10 @@ _COMMANDS: Final = {
         "ringcomm.launch.dashboard.command:main",
         "show a run, or live jobs, in a browser",
     ),
+    "timeline": (
+        "ringcomm.launch.watch.timeline_command:main",
+        "merge the timelines of ranks, or sum them up",
+    ),
     "check": (
         "ringcomm.launch.check_install.command:main",
         "show what is installed, what does not fit and the fix",

@@ -82,6 +82,8 @@ def init(
     )  # fmt: skip
     all_options = allgather_object(options)
     layout = assign(all_options, engine.groups.default.ranks.nodes)
+    if engine.page is not None:
+        engine.page.set_role(_role_text(layout, engine.job_rank))
     if replication > 1:
         raise ConfigError(f"ps.init: replication={replication} is not there yet; leave it out")
     if placement != "balanced":
@@ -105,6 +107,12 @@ def init(
     else:
         serve(engine, current.dispatcher, "ps.serve")
         _end()
+
+
+def _role_text(layout: Layout, rank: int) -> str:
+    """Return the role for the status page: "server 0", "worker" or "evaluator"."""
+    role = layout.role_of(rank)
+    return f"server {layout.number_of(rank)}" if role == "server" else role
 
 
 def _end() -> NoReturn:
@@ -146,6 +154,7 @@ def _start(
     if me in layout.servers:
         memory = partial(memory_of, engine)
         dispatcher.server = Server(layout.number_of(me), layout, link, memory, functions)
+        dispatcher.server.page = engine.page
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
     engine.extensions.add_service(dispatcher)

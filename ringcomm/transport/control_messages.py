@@ -58,6 +58,7 @@ class Watch:
         peers: the state of the other ranks.
         own_failure: how another thread of this rank failed, which ends all waits; None: none did.
         listeners: functions by kind, for messages that this class does not handle itself.
+        line_of: function that returns the file and line at which a rank is, or "".
         before_poll: function that each poll() calls first; None: there is none.
     """
 
@@ -67,6 +68,7 @@ class Watch:
         self.own_failure: str | None = None
         self.listeners: dict[Kind, Listener] = {}
         self.before_poll: Callable[[], None] | None = None
+        self.line_of: Callable[[int], str] = lambda _: ""
         self._left: str | None = None
         self._news = News(transport.rank, transport.size)
         self._lock = threading.Lock()  # guards _news

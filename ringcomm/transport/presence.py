@@ -25,7 +25,7 @@ from ringcomm.launched import is_fault_tolerant
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.guardian import Ward
 from ringcomm.status.page_enums import Ending, State
-from ringcomm.status.stacks import offer_stacks
+from ringcomm.status.stacks import offer_stacks, where_is
 from ringcomm.transport.base import Died
 from ringcomm.transport.failure_news import DIRECT
 from ringcomm.transport.membership.events import (
@@ -285,6 +285,12 @@ class Presence:
         failed.Free()
         everyone.Free()
         return numbers
+
+    def where_is(self, number: int) -> str:
+        """Return the file and line at which a rank of this node is; "" if that is not known."""
+        if number not in self._neighbours:
+            return ""
+        return where_is(self._neighbours[number].page.snapshot())
 
     def _note_end(self, number: int) -> None:
         self._ended.add(number)

@@ -307,3 +307,23 @@ def test_stacks_are_printed_though_a_rank_hangs_in_c_and_holds_python_s_lock(tmp
     assert (code, "has not come to a step boundary" in said) == (1, True)
     os.kill(ranks_in(tmp_path)[1].page["pid"], signal.SIGKILL)
     assert finish_job(job).code != 0
+
+
+STALLS = """
+import time
+import ringcomm as rc
+rc.init()
+def collate():
+    time.sleep(2.5)
+if rc.rank() == 1:
+    collate()
+rc.barrier()
+"""
+
+
+def test_a_stall_warning_has_the_line_at_which_the_missing_rank_is(tmp_path):
+    (tmp_path / "train.py").write_text(STALLS)
+    warned = {"RINGCOMM_STALL_WARNING_S": "0.3"}
+    done = finish_job(start_job(2, tmp_path / "train.py", cwd=tmp_path, env=warned))
+    where = f"rank 1 is in no operation, at {tmp_path}/train.py:6 in collate"
+    assert (done.code, where in done.output) == (0, True), done.output

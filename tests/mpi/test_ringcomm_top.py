@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 from harness import (
@@ -153,6 +154,36 @@ def test_the_live_table_goes_on_until_the_job_is_over(hanging, tmp_path):
     assert "ringcomm top: all jobs are over" in text
 
 
+@pytest.mark.at_length
+def test_prometheus_gets_the_same_numbers(hanging, tmp_path):
+    pytest.importorskip("prometheus_client", reason="the core is tested without it, too")
+    job = facts_of(tmp_path)[0]["job"]
+    served = subprocess.Popen(
+        [BIN / "ringcomm", "top", job, "--prometheus-port", "0"],
+        env=job_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    address = served.stdout.readline().strip()
+    try:
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            text = answer.read().decode()
+    finally:
+        served.send_signal(signal.SIGINT)
+        served.communicate(timeout=60)
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    host = facts_of(tmp_path)[0]["host"]
+    labels = {rank: f'job="{job}",rank="{rank}",host="{host}"' for rank in range(3)}
+    shape = [values[f"ringcomm_in_operation{{{labels[rank]}}}"] for rank in range(3)]
+    assert shape == ["1.0", "0.0", "1.0"]
+    assert values[f"ringcomm_steps_total{{{labels[2]}}}"] == "17.0"
+    assert re.search(r'ringcomm_scalar{.*rank="1",name="loss"} 1\.25', text) or re.search(
+        r'ringcomm_scalar{.*name="loss".*rank="1".*} 1\.25', text
+    )
+    assert served.returncode == 0
+
+
 def test_without_a_job_there_is_a_word_of_it():
     done = top("--once", "no such job")
     assert (done.returncode, done.stdout) == (1, "")
@@ -273,7 +304,7 @@ def test_a_rank_must_be_late_for_three_intervals():
 # --- rows ---------------------------------------------------------------------------------------
 PAGE = {
     "job": "j", "rank": 3, "size": 4, "host": "h", "pid": 12, "state": 1, "step": 5, "op_state": 0,
-    "end_kind": 0,
+    "end_kind": 0, "is_paused": False, "role": "",
     "op_name": "allreduce", "op_start_ns": 0, "n_ended_ops": 0, "ended_nbytes": 0, "busy_ns": 0,
     "heartbeat_ns": 10**9,
 }  # fmt: skip
@@ -290,6 +321,7 @@ def sample(time_s, *, process=None, ending="", **page):
     [
         ({}, "computes", False),
         ({"op_state": 1}, "waits", False),
+        ({"op_state": 1, "is_paused": True}, "paused", False),
         ({"state": 0}, "starting", False),
         ({"state": 2}, "leaving", False),
         ({"state": 3, "process": False}, "left", False),

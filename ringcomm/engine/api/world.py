@@ -74,7 +74,10 @@ def enter(world: World | None) -> None:
 def engine_for(transport: MpiTransport, settings: Settings) -> Engine:
     """Return a new engine for the view of a transport."""
     topology = topology_of(transport.places, transport.rank)
-    return Engine(transport, settings, topology, transport.page)
+    engine = Engine(transport, settings, topology, transport.page)
+    presence, members = transport.presence, transport.view.members
+    engine.watch.line_of = lambda rank: presence.where_is(members[rank])
+    return engine
 
 
 def begin_view(world: World) -> None:

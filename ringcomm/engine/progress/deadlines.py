@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ringcomm.config import Settings
@@ -20,6 +20,7 @@ _log = logging.getLogger("ringcomm")
 
 # Time for ranks to answer "who is here?" before a warning or an error names ranks.
 ANSWER_S = 0.5
+_LINES = 4  # ranks whose line is looked up; a rank that does not answer takes a second
 _SHOWN = 16  # an error names the operations of at most so many ranks
 PROGRAM_ENDED = "left the job: its program ended"
 
@@ -144,11 +145,20 @@ def describe_wait(task: Task, watch: Watch, waited_s: float) -> str:
         return f"{waited}; all ranks have entered it, so the network or a rank is slow."
     ranks = ranks_text(missing)
     plural = "s" if len(missing) > 1 else ""
-    elsewhere = watch.peers.whereabouts(task.key)
-    shown = [f"rank {r} is in {w or 'no operation'}" for r, w in elsewhere.items()]
+    shown = _whereabouts(task, watch, missing)
     where = "; ".join(shown[:_SHOWN] + ["..."] * (len(shown) > _SHOWN))
     text = f"{waited} for rank{plural} {ranks}, which did not answer or did not enter it"
     return f"{text} ({where})." if where else f"{text}."
+
+
+def _whereabouts(task: Task, watch: Watch, missing: Sequence[int]) -> list[str]:
+    """Return what missing ranks do, as far as known: in which operation, and at which line."""
+    elsewhere = watch.peers.whereabouts(task.key)
+    texts = {rank: f"is in {label or 'no operation'}" for rank, label in elsewhere.items()}
+    for rank in missing[:_LINES]:
+        if line := watch.line_of(rank):
+            texts[rank] = f"{texts.get(rank, 'does not answer')}, at {line}"
+    return [f"rank {rank} {text}" for rank, text in sorted(texts.items())]
 
 
 def refuse_hopeless(task: Waiting, watch: Watch, cause: Exception | None = None) -> None:

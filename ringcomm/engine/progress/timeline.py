@@ -73,7 +73,8 @@ class Timeline:
         self._free: list[int] = []  # numbers of the free lanes, a heap
         self._offset_ns = time.time_ns() - time.monotonic_ns()
         os.write(self._fd, b"[\n")
-        self.write("M", 0, name="process_name", args={"name": f"rank {rank}"})
+        host = os.uname().nodename
+        self.write("M", 0, name="process_name", args={"name": f"rank {rank}", "host": host})
 
     def begin(self, label: str, nbytes: int) -> Lane:
         """Record that an operation begins; Perfetto shows one without an end as unfinished."""

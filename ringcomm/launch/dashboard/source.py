@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import threading
@@ -17,8 +18,8 @@ from ringcomm.engine.control.commands import Command
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
 from ringcomm.launch.watch.ask_job import Outcome, ask, choose_job
 from ringcomm.launch.watch.find_ranks import Ranks
-from ringcomm.launch.watch.late_rank import History
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
+from ringcomm.launch.watch.verdicts import Verdicts
 
 _SEARCH_S: Final = 1.0
 _LOG_BYTES: Final = 1 << 16
@@ -41,7 +42,7 @@ class Source:
         self._lock = threading.Lock()  # each viewer asks from a thread of its own
         self._searched = float("-inf")
         self._before: dict[tuple[str, int], RankSample] = {}
-        self._histories: defaultdict[str, History] = defaultdict(History)  # by job
+        self._verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)  # by job
 
     def state(self) -> dict[str, Any]:
         """Return the ranks, their latest events and the end of the run, to be sent as JSON."""
@@ -112,15 +113,15 @@ class Source:
         return [each for each in samples if each.job in jobs]
 
     def _late(self, samples: list[RankSample]) -> str:
-        """Return which ranks the others of their jobs wait for, in words; "" for none."""
-        live: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        """Return who is slow in the jobs, in words; "" for nobody."""
+        live: defaultdict[str, list[RankSample]] = defaultdict(list)
         for each in samples:
             if not each.is_over:
-                live[each.job][each.rank] = each.busy_ns
-        for job, busy_ns in live.items():
-            self._histories[job].add(samples[0].time_ns, busy_ns)
-        named = (self._histories[job].late_rank() for job in live)
-        return "; ".join(str(each) for each in named if each is not None)
+                live[each.job].append(each)
+        for job, ranks in live.items():
+            self._verdicts[job].add(ranks)
+        texts = (self._verdicts[job].texts(ranks) for job, ranks in live.items())
+        return "; ".join(itertools.chain.from_iterable(texts))
 
     def _row(self, now: RankSample) -> dict[str, Any]:
         before = self._before.get((now.job, now.rank))

@@ -72,6 +72,8 @@ def _sample(page: StatusPage, now_ns: int) -> RankSample:
         page.events(),
         _process(facts["pid"]),
         how_it_ended(facts) if facts["end_kind"] != Ending.NONE else "",
+        page.steps(),
+        page.replies(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ringcomm.status.page_enums import Ending, OpState, State
@@ -35,6 +35,8 @@ class RankSample:
         events: time_ns and text.
         process: None if it is dead.
         ending: how it has failed, in words; "": it has not said so.
+        steps: StatusPage.steps().
+        replies: StatusPage.replies().
     """
 
     time_ns: int
@@ -43,6 +45,8 @@ class RankSample:
     events: Sequence[tuple[int, str]]
     process: Process | None
     ending: str = ""
+    steps: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()
+    replies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def job(self) -> str:
@@ -127,6 +131,7 @@ def as_json(now: RankSample) -> dict[str, Any]:
         "pid": now.page["pid"],
         "state": state,
         "is_bad": is_bad,
+        "role": now.page["role"],
         "step": _step(now),
         "operation": now.page["op_name"] if is_running else None,
         "operation_s": (now.time_ns - now.page["op_start_ns"]) / 1e9 if is_running else None,
@@ -153,7 +158,8 @@ def _state(now: RankSample) -> tuple[str, bool]:
         return f"stopped for {(now.time_ns - page['heartbeat_ns']) / 1e9:.0f} s", True
     if page["state"] == State.RUNNING:
         doing = "waits" if page["op_state"] == OpState.RUNNING else "computes"
-        return ("paused" if page["is_paused"] else doing), False
+        role = f"{page['role']}: " if page["role"] not in ("", "worker") else ""
+        return role + ("paused" if page["is_paused"] else doing), False
     return State(page["state"]).name.lower(), False
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._core import monotonic_ns
 from ringcomm.launch.watch.find_ranks import Ranks
-from ringcomm.launch.watch.late_rank import History
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
     RankSample,
@@ -23,6 +22,7 @@ from ringcomm.launch.watch.rank_rows import (
     row_of,
     title_of,
 )
+from ringcomm.launch.watch.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -31,12 +31,14 @@ _EVENTS: Final = 5
 _SEARCH_S: Final = 2.0
 _LOOKS: Final = 3  # of --once, in the interval
 _Samples = dict[tuple[str, int], RankSample]
-_histories: defaultdict[str, History] = defaultdict(History)  # by job
+_verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)  # by job
 
 
 def main(argv: Sequence[str]) -> int:
     """Show the jobs until Ctrl-C, or once; return 1 if there is none, or no such one."""
     args = _parser().parse_args(argv)
+    if args.prometheus_port is not None:
+        return _serve(args.prometheus_port, args.job)
     ranks = Ranks()
     ranks.search()
     samples = _chosen(ranks, args.job)
@@ -71,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--once", action="store_true", help="print one table as plain text")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead")
     parser.add_argument(
+        "--prometheus-port",
+        type=int,
+        metavar="PORT",
+        help="serve the same numbers to Prometheus, at 127.0.0.1:PORT, until Ctrl-C",
+    )
+    parser.add_argument(
         "--interval",
         type=float,
         default=1.0,
@@ -97,6 +105,24 @@ def _watch(ranks: Ranks, job: str, interval_s: float) -> int:
         )
         return 1
     print("ringcomm top: all jobs are over")
+    return 0
+
+
+def _serve(port: int, job: str) -> int:
+    try:
+        from ringcomm.launch.watch.prometheus import serve
+    except ModuleNotFoundError as error:
+        print(
+            f"ringcomm top: --prometheus-port needs {error.name}: "
+            "pip install 'ringcomm[prometheus]'",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        serve(port, job)
+    except OSError as error:
+        print(f"ringcomm top: port {port}: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -129,9 +155,12 @@ def _chosen(ranks: Ranks, job: str) -> list[RankSample]:
     live = {each.job for each in samples if not each.is_over and each.job.startswith(job)}
     chosen = [each for each in samples if each.job in live]
     for job_name in live:
-        of_job = [each for each in chosen if each.job == job_name and not each.is_over]
-        _histories[job_name].add(of_job[0].time_ns, {each.rank: each.busy_ns for each in of_job})
+        _verdicts[job_name].add(_live(chosen, job_name))
     return chosen
+
+
+def _live(samples: Sequence[RankSample], job: str) -> list[RankSample]:
+    return [each for each in samples if each.job == job and not each.is_over]
 
 
 def _by_rank(samples: Sequence[RankSample]) -> _Samples:
@@ -146,8 +175,8 @@ def _tables(
     for _, group in groupby(samples, key=lambda each: each.job):
         members = list(group)
         rows = [row_of(each, before.get((each.job, each.rank))) for each in members]
-        late = _histories[members[0].job].late_rank()
-        lines = latest_events(members, _EVENTS) + ([] if late is None else [str(late)])
+        job = members[0].job
+        lines = latest_events(members, _EVENTS) + _verdicts[job].texts(_live(members, job))
         found.append((title_of(members), rows, lines))
     return found
 

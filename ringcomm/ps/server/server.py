@@ -22,10 +22,12 @@ from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP
 
 if TYPE_CHECKING:
+    from ringcomm._core import StatusPage
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.roles import Layout
 
+_SHOWN_S: Final = 1.0  # between two looks that others may have at this server
 _MISSING_MAX: Final = 100  # things for which requests wait, in an answer
 _UNIT_KINDS: Final = frozenset(
     (Kind.PUSH, Kind.PULL, Kind.CALL, Kind.STATE, Kind.ERASE, Kind.ROWS, Kind.ENTER)
@@ -47,6 +49,7 @@ class Server:
         core: decides.
         catalog: the tables.
         job: a name of this job alone.
+        page: the status page of this rank, if it has one.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Server:
         self.job = uuid.uuid4().hex
         self.n_requests = self._nbytes_in = 0
         self._began_at = time.monotonic()
+        self.page: StatusPage | None = None
+        self._shows_at = 0.0
         self._handlers: dict[int, Callable[[Delivery], None]] = {
             Kind.CREATE: self.catalog.create,
             Kind.VIEW: self.catalog.on_view,
@@ -91,6 +96,24 @@ class Server:
         """Do what is due by now; at each poll."""
         if self.core.awaits_time:
             self._handle(on.TimePassed())
+        if self.page is not None and time.monotonic() >= self._shows_at:
+            self._shows_at = time.monotonic() + _SHOWN_S
+            self._show(self.page)
+
+    def _show(self, page: StatusPage) -> None:
+        """Write to the status page what this server has and does, for `ringcomm top`."""
+        contents = self.catalog.contents.values()
+        shards = [each.shard for each in contents if each.shard is not None]
+        n_slices = sum(len(each.parts) for each in contents)
+        n_requests, _ = self._link.carried_out
+        shown = {
+            "slices": n_slices,
+            "shards": len(shards),
+            "requests": self.n_requests + n_requests,
+            "waiting": self.core.n_waiting,
+        }
+        for name, value in shown.items():
+            page.log_scalar(name, -1, float(value))
 
     def on_request(self, request: Delivery) -> None:
         """Carry out a request; a mistake is replied to its sender, and changes nothing."""

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import ParamSpec
 
+from ringcomm._core import StepClock
 from ringcomm.arrays import any_adapter_for
 from ringcomm.collectives.operators import AVERAGE
 from ringcomm.elastic import on_new_view
@@ -72,6 +73,7 @@ class GradientReducer:
         self._engine = weakref.ref(engine())
         self._hooks = ParameterHooks(self)
         self._passes = Passes()
+        self._clock = StepClock()
         self._n_passes = 0  # of this step
         self._is_communicating = False
         self._is_synchronized = False  # this rank has taken part since the step began
@@ -136,6 +138,8 @@ class GradientReducer:
 
     def complete_step(self) -> None:
         """Begin the next step: the optimizer has used the gradients."""
+        if (page := engine().page) is not None:
+            self._clock.end(page)
         self.step += 1
         self.samples = None
         self.plan.end_step()
@@ -193,6 +197,7 @@ class GradientReducer:
     def begin_pass(self) -> None:
         """Count the pass; make buckets if it communicates."""
         self._require_usable()
+        self._clock.mark(1)
         self._n_passes += 1
         self._is_communicating = self._n_passes >= self.passes_per_step
         if self._is_communicating:
@@ -248,6 +253,7 @@ class GradientReducer:
 
     def _finish(self) -> CollectiveTask[None]:
         """End a pass that communicates."""
+        self._clock.mark(2)
         try:
             for slot in self.slots:
                 slot.part.require_unmoved()
@@ -257,6 +263,7 @@ class GradientReducer:
             yield from self._agreement.weights.make_alike(self.named, group, suffix)
             self._is_synchronized = self._are_samples_used = True
             yield from self.plan.learn(presence)
+            self._clock.mark(3)
         except BaseException as error:
             self._spoil(error)
             raise

@@ -12,6 +12,7 @@ from typing import ParamSpec
 
 import torch
 
+from ringcomm._core import StepClock
 from ringcomm.errors import RingcommError
 from ringcomm.ps.session import is_chief, session
 from ringcomm.torch.backward.begin_and_end import Passes
@@ -40,6 +41,7 @@ class Feeder:
     """Owns the hooks and tables of one optimizer's parameters. Its constructor is collective.
 
     Attributes:
+        clock: of the phases of its steps.
         was_applied: this worker's last gradients are part of the parameters.
         rows: gradients of embeddings that belong to this step; set when the step begins to end.
         buffers: of the model.
@@ -58,6 +60,7 @@ class Feeder:
         self._slots: list[ServedSlot] = []
         self._hooks = ParameterHooks(self)
         self._passes = Passes()
+        self.clock = StepClock()
         self._n_passes = 0
         self._is_spoiled = self._has_ticked = False
         self.note_fetching()
@@ -141,6 +144,7 @@ class Feeder:
     def begin_pass(self) -> None:
         """Count the pass; raise RingcommError if the user has changed values."""
         self._refuse_spoiled()
+        self.clock.mark(1)
         self._refuse_changed_values(is_thorough=False)
         self._hooks.attach(without_hooks(self._slots))
         self._n_passes += 1
@@ -176,6 +180,7 @@ class Feeder:
             is_finite = True
         self._tick()
         outcomes = self.pusher.fetch_values([b for b in self.pusher.buckets if not b.is_frozen])
+        self.clock.mark(3)
         self.was_applied = is_finite and "late" not in outcomes
         return is_finite
 
@@ -198,11 +203,14 @@ class Feeder:
             if outcomes[-1] != "empty":
                 for slot, view in zip(bucket.slots, bucket.views(room), strict=True):
                     slot.take_mean(view)
+        self.clock.mark(3)
         self.was_applied = "late" not in outcomes
         self.begin_step()
 
     def complete_step(self) -> None:
         """Count the step, and begin the next one."""
+        if (page := self.session.engine.page) is not None:
+            self.clock.end(page)
         self._tick()
         self.step += 1
         self.pusher.samples = None
@@ -220,6 +228,7 @@ class Feeder:
 
     def _begin_end(self) -> None:
         self._refuse_spoiled()
+        self.clock.mark(2)
         self._refuse_changed_values(is_thorough=True)
         self.pusher.refuse_changed_gradients()
         if self.options.is_deferred:

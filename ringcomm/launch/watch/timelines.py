@@ -1,0 +1,178 @@
+"""Merges the timelines of ranks, with aligned clocks, and sums them up. Pure.
+
+Ranks of one host have one clock. The clocks of two hosts are compared by the ends of the operations
+that both have done: a collective ends everywhere at about the same time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+Event = dict[str, Any]
+_LEAST_COMMON: Final = 5  # operations by which two clocks can be compared
+_TOGETHER: Final = ("allreduce", "allgather", "reduce_scatter", "alltoall", "barrier", "grouped")
+_MOST_ROWS: Final = 20
+
+
+def read_events(text: str) -> list[Event]:
+    """Return the events of a timeline's file, also of one that was cut off in a line."""
+    found = []
+    for line in text.splitlines():
+        try:
+            event = json.loads(line.strip().rstrip(","))
+        except ValueError:
+            continue  # the brackets, and a line that was cut off
+        if isinstance(event, dict):
+            found.append(event)
+    return found
+
+
+@dataclass(frozen=True)
+class Span:
+    """An operation of a rank, in microseconds; its number counts those of this label."""
+
+    rank: int
+    label: str
+    number: int
+    begin: float
+    end: float
+    nbytes: int
+
+
+def spans_of(events: Iterable[Event]) -> list[Span]:
+    """Return the operations that have ended, in the order of their ends."""
+    under_way: dict[tuple[int, int], Event] = {}
+    counts: Counter[tuple[int, str]] = Counter()
+    numbers: dict[tuple[int, int], int] = {}
+    found = []
+    for event in events:
+        row = event["pid"], event["tid"]
+        if event["ph"] == "B":
+            under_way[row] = event
+            numbers[row] = counts[event["pid"], event["name"]]
+            counts[event["pid"], event["name"]] += 1
+        elif event["ph"] == "E" and row in under_way:
+            began = under_way.pop(row)
+            nbytes = began.get("args", {}).get("nbytes", 0)
+            span = Span(row[0], began["name"], numbers[row], began["ts"], event["ts"], nbytes)
+            found.append(span)
+    return found
+
+
+def clock_offsets(hosts: Mapping[int, str], spans: Sequence[Span]) -> dict[str, float]:
+    """Return host -> microseconds to add to its times, so that they are those of rank 0's host.
+
+    Args:
+        hosts: rank -> its host; ranks of one host have one clock.
+        spans: the operations of all ranks.
+    """
+    ends: defaultdict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+    for span in spans:
+        if span.label.startswith(_TOGETHER):
+            of_host = ends[hosts[span.rank]]
+            key = span.label, span.number
+            of_host[key] = max(of_host.get(key, span.end), span.end)
+    first = hosts[min(hosts)] if hosts else ""
+    offsets = dict.fromkeys(hosts.values(), 0.0)
+    for host in offsets:
+        common = ends[host].keys() & ends[first].keys()
+        if host != first and len(common) >= _LEAST_COMMON:
+            offsets[host] = median(ends[first][key] - ends[host][key] for key in common)
+    return offsets
+
+
+def merge(events: Sequence[Event]) -> list[Event]:
+    """Return the events of all ranks by time, with aligned clocks; each operation has an end."""
+    hosts = hosts_of(events)
+    offsets = clock_offsets(hosts, spans_of(events))
+    merged = [event | {"ts": event["ts"] + offsets[hosts[event["pid"]]]} for event in events]
+    merged.sort(key=lambda event: (event["ph"] != "M", event["ts"]))
+    return [*merged, *_missing_ends(merged)]
+
+
+def hosts_of(events: Iterable[Event]) -> dict[int, str]:
+    """Return rank -> host; "" for timelines that do not tell."""
+    hosts: dict[int, str] = {}
+    for event in events:
+        hosts.setdefault(event["pid"], "")
+        if event["ph"] == "M" and event.get("name") == "process_name":
+            hosts[event["pid"]] = event["args"].get("host", "")
+    return hosts
+
+
+def _missing_ends(events: Sequence[Event]) -> list[Event]:
+    open_ones: dict[tuple[int, int], Event] = {}
+    for event in events:
+        row = event["pid"], event["tid"]
+        if event["ph"] == "B":
+            open_ones[row] = event
+        elif event["ph"] == "E":
+            open_ones.pop(row, None)
+    last = max((event["ts"] for event in events), default=0.0)
+    return [
+        {"pid": pid, "tid": tid, "ph": "E", "ts": last, "args": {"outcome": "unfinished"}}
+        for pid, tid in open_ones
+    ]
+
+
+@dataclass
+class _Operation:
+    """All operations of one label."""
+
+    n: int = 0
+    total_us: float = 0.0
+    nbytes: int = 0
+    last: Counter[int] = field(default_factory=Counter)  # rank -> how often it came last
+    late_us: list[float] = field(default_factory=list)  # the last one after the first one
+
+
+def summary(events: Sequence[Event]) -> str:
+    """Return a table of the operations that took the most time, and of the ranks."""
+    spans = spans_of(merge(events))
+    if not spans:
+        return "no operation has ended"
+    meetings: defaultdict[tuple[str, int], list[Span]] = defaultdict(list)
+    operations: defaultdict[str, _Operation] = defaultdict(_Operation)
+    busy_us: Counter[int] = Counter()
+    for span in spans:
+        meetings[span.label, span.number].append(span)
+        each = operations[span.label]
+        each.n += 1
+        each.total_us += span.end - span.begin
+        each.nbytes += span.nbytes
+        busy_us[span.rank] += span.end - span.begin  # type: ignore[assignment]
+    last_of: Counter[int] = Counter()
+    for (label, _), meeting in meetings.items():
+        if len(meeting) > 1:
+            late = max(meeting, key=lambda span: span.begin)
+            operations[label].last[late.rank] += 1
+            last_of[late.rank] += 1
+            operations[label].late_us.append(late.begin - min(s.begin for s in meeting))
+    seconds = (max(s.end for s in spans) - min(s.begin for s in spans)) / 1e6
+    n_ranks, n_meetings = len(busy_us), sum(last_of.values())
+    lines = [f"{n_ranks} ranks, {len(spans)} operations in {seconds:.1f} s", "", _HEAD]
+    by_time = sorted(operations.items(), key=lambda item: -item[1].total_us)
+    lines += [_operation_row(label, each) for label, each in by_time[:_MOST_ROWS]]
+    lines += ["", "rank  in operations  comes last"]
+    for rank, busy in sorted(busy_us.items()):
+        share = f"{last_of[rank] / n_meetings:.0%}" if n_meetings else ""
+        lines.append(f"{rank:<4}  {busy / 1e6 / max(seconds, 1e-9):>12.0%}  {share:>10}")
+    return "\n".join(lines)
+
+
+_HEAD: Final = "   count   total s   mean ms        MB  last rank    late ms  operation"
+
+
+def _operation_row(label: str, each: _Operation) -> str:
+    (rank, n), *_ = each.last.most_common(1) or [(-1, 0)]
+    last = f"{rank} ({n / sum(each.last.values()):.0%})" if n else ""
+    late = f"{median(each.late_us) / 1e3:.2f}" if each.late_us else ""
+    return (
+        f"{each.n:>8}  {each.total_us / 1e6:>8.2f}  {each.total_us / each.n / 1e3:>8.2f}  "
+        f"{each.nbytes / 1e6:>8.1f}  {last:>9}  {late:>9}  {label}"
+    )
