@@ -101,7 +101,7 @@ def warn_unless_elastic(what: str) -> bool:
 
 def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
     results: list[R] = []
-    begin = functools.partial(_begin, state, is_elastic)
+    begin: Callable[[], None] = functools.partial(_begin, state, is_elastic)
     while True:
         try:
             if is_elastic and is_outside():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
 from ringcomm.engine.api.heal import announce_leave, withdraw
-from ringcomm.engine.api.outside import leave_outside, sleep_until_needed
+from ringcomm.engine.api.outside import leave_outside, request_size, sleep_until_needed
 from ringcomm.engine.api.world import (
     World,
     begin_view,
@@ -26,6 +26,7 @@ from ringcomm.engine.api.world import (
     stay_outside,
     tell_the_others,
 )
+from ringcomm.engine.control.settings import PROGRAM
 from ringcomm.engine.core import current_engine
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import close, leave, see_others_leave, stop
@@ -126,6 +127,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         )
         transport = MpiTransport(presence)
     engine = engine_for(transport, settings)
+    PROGRAM.scale = request_size
     words = LastWords(transport.page, tell_the_others, blamed)
     guardian = _start_guardian(transport, settings)
     presence.close_handed()

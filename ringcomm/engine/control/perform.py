@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.launched import run_file
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
     from ringcomm.engine.control.commands import Command
     from ringcomm.engine.control.settings import Program
 
-_NO_GROWTH = (
-    "this version cannot change the number of ranks of a running job. Stop it, and start it again "
-    "with -np N"
-)
 _NO_CHECKPOINT = "the program has no function that @rc.on_checkpoint marks"
 STOPPED = "stopped"  # a file in the folder of the run
 
@@ -48,7 +43,6 @@ def refusal(
         "pause": "the job is paused already" if is_paused else "",
         "resume": "" if is_paused else "the job is not paused",
         "checkpoint": "" if program.checkpoints else _NO_CHECKPOINT,
-        "scale": "" if command.word != "scale" or _request_scale() is not None else _NO_GROWTH,
         "timeline": "" if has_timeline or command.value == "start" else "no timeline is recorded",
     }
     if command.word == "set":
@@ -73,7 +67,7 @@ def perform(command: Command, program: Program, engine: ControlledEngine, answer
     elif command.word == "stop":
         _stop(program, engine, answer)
     elif command.word == "scale":
-        _scale(command.n, answer)
+        _scale(command.n, program, answer)
     else:
         _record(command.value, engine, answer)
 
@@ -107,17 +101,9 @@ def _stop(program: Program, engine: ControlledEngine, answer: Answer) -> None:
         raise SystemExit(0)
 
 
-def _request_scale() -> Callable[[int], Any] | None:
-    """Return elastic.request_scale, if this version has it."""
-    found = getattr(importlib.import_module("ringcomm.elastic"), "request_scale", None)
-    return found if callable(found) else None
-
-
-def _scale(n: int, answer: Answer) -> None:
-    request = _request_scale()
-    assert request is not None
+def _scale(n: int, program: Program, answer: Answer) -> None:
     try:
-        request(n)
+        program.scale(n)
     except (RuntimeError, ValueError) as error:  # the same on all ranks
         answer.refuse(str(error))
     else:

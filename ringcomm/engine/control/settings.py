@@ -23,6 +23,10 @@ class LiveParameters(Protocol):
         """The names of those that may change."""
 
 
+def _refuse_to_scale(n: int) -> None:
+    raise RuntimeError(f"{n} ranks: this engine is not that of a job")
+
+
 @dataclass
 class Program:
     """What this program lets commands change, and what they have asked of it.
@@ -32,6 +36,7 @@ class Program:
         parameters: of rc.Params.
         rates: functions that set the learning rate of an optimizer; they are used if no live
             parameter is called lr.
+        scale: asks for another number of ranks; raises RuntimeError or ValueError. init() sets it.
         is_stopping: a stop command was taken.
         asks_to_stop: the program has called rc.should_stop().
         taken: the texts of all commands that were taken.
@@ -40,6 +45,7 @@ class Program:
     checkpoints: list[Callable[[int], object]] = field(default_factory=list)
     parameters: list[weakref.ref[LiveParameters]] = field(default_factory=list)
     rates: list[Callable[[], Callable[[float], None] | None]] = field(default_factory=list)
+    scale: Callable[[int], object] = _refuse_to_scale
     is_stopping: bool = False
     asks_to_stop: bool = False
     taken: list[str] = field(default_factory=list)
