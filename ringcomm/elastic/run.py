@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
@@ -121,6 +122,8 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
                 raise
             if not heal(end):
                 break
+            _clear_locals(error)
+            del end
             begin = functools.partial(_resume, state)
     return results[0]
 
@@ -146,6 +149,16 @@ def _resume(state: State) -> None:
 def _begin_again(state: State, skip_sync: bool) -> None:
     state.begin_again(skip_sync=skip_sync)
     state.on_reset()
+
+
+def _clear_locals(error: BaseException | None) -> None:
+    """Drop what the calls that have failed hold, such as a DistributedDataParallel with its hooks.
+
+    The error lives on: it is the one of all handles of the old view.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def leave() -> NoReturn:

@@ -9,7 +9,7 @@ from storms import LAUNCHERS
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 
 PRELUDE = """
-import json, os, signal, sys
+import json, os, random, signal, sys, threading, time, weakref
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,11 @@ kills = json.loads(sys.argv[1])
 mse = torch.nn.functional.mse_loss
 
 def die_if(step, moment):
+    die = lambda: os.kill(os.getpid(), signal.SIGKILL)
     if [me, step, moment] in kills:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
+    if moment == "before backward" and [me, step, "inside"] in kills:
+        threading.Timer(random.random() * 3e-3, die).start()
 
 def data(step, member):
     like = {"generator": torch.Generator().manual_seed(step * 100 + member), "dtype": torch.float64}
@@ -52,11 +55,12 @@ def check(model, history):
 DDP = """
 model, sgd = make()
 state = hvd.elastic.TorchState(model, sgd, step=0, history=[])
-old = []
+old, refs = [(dist.group.WORLD, DistributedDataParallel(make()[0]))], []
 
 @rc.elastic.on_new_view
 def make_groups():
-    for group, ddp in old:
+    while old:
+        group, ddp = old.pop()
         x, _ = data(0, 0)
         for use in (lambda: dist.all_reduce(x, group=group), lambda: ddp(x).sum().backward()):
             try:
@@ -70,9 +74,10 @@ def make_groups():
 
 @rc.elastic.run
 def train(state):
-    ddp = DistributedDataParallel(model)
+    assert not any(ref() for ref in refs)  # its hooks would add to those of the next
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-3)
+    refs.append(weakref.ref(ddp))
     pair = dist.new_group(list(range(dist.get_world_size())))
-    old[:] = [(pair, ddp)]
     while state.step < STEPS:
         members = rc.elastic.view().members
         assert dist.get_world_size() == len(members) and members[dist.get_rank()] == me
@@ -113,8 +118,8 @@ def results_of(n, script, kills, *, cwd, launcher="ulfm"):
 @pytest.mark.parametrize(
     "moments",
     at_length(
-        [("before forward", "before backward"), ("after backward", "before forward")],
-        [("before backward", "before forward")],
+        [("before forward", "before backward"), ("after backward", "inside"), ("inside",) * 2],
+        [("before backward", "inside")],
     ),
 )
 def test_ddp_that_is_made_anew_in_each_view_trains_on(moments, launcher, tmp_path):
@@ -190,16 +195,18 @@ check(model, history)
 """
 
 
+NODE_HOOK = "ddp.register_comm_hook(None, hvd.node_hook)"
+BUILTIN = "ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)"
+ANEW = "ddp = DistributedDataParallel(model)"
+
+
 @pytest.mark.parametrize(
     ("hook", "again"),
-    [
-        ("", "ddp = DistributedDataParallel(model)"),
-        ("ddp.register_comm_hook(None, hvd.node_hook)", "pass"),
-    ],
-    ids=["ddp made anew", "node_hook"],
+    at_length([("", ""), ("", ANEW), (NODE_HOOK, ""), (BUILTIN, "")], [("", "")]),
+    ids=str,
 )
-def test_a_reconfigured_group_trains_on(hook, again, tmp_path):
-    script = RECONFIGURE.replace("HOOK", hook).replace("AGAIN", again)
+def test_ddp_of_a_reconfigured_group_trains_on(hook, again, tmp_path):
+    script = RECONFIGURE.replace("HOOK", hook).replace("AGAIN", again or "pass")
     kills = [[0, 5, "before backward"], [2, 9, "before backward"]]
     sizes = results_of(4, script, kills, cwd=tmp_path)
     assert (sizes[0], sizes[7], sizes[-1]) == (4, 3, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -175,6 +177,19 @@ def renumber_default_group(group: Any, size: int, store: Any) -> None:
     world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     name, _ = world.pg_map[group]
     world.pg_map[group] = name, store
+
+
+def divide_by_present_size(group: Any) -> None:
+    """Make the DistributedDataParallel of a group divide by its size of today.
+
+    DDP's own reduction keeps the size that it has found first. The C++ hook that does the same asks
+    the group each time; it refuses a DDP that has a hook already.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    for each in gc.get_objects():  # torch keeps no list of them
+        if issubclass(type(each), ddp) and each.process_group is group and not each._comm_hooks:
+            with contextlib.suppress(RuntimeError):
+                each._register_builtin_comm_hook(c10d.BuiltinCommHookType.ALLREDUCE)
 
 
 # --- callbacks of Futures -------------------------------------------------------------------------

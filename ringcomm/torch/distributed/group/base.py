@@ -18,7 +18,12 @@ from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.plan import Plan
 from ringcomm.engine.operations.barrier import plan_barrier
 from ringcomm.errors import NotInitializedError, RingcommError
-from ringcomm.torch.distributed.compat import DEFAULT_TIMEOUT, c10d, renumber_default_group
+from ringcomm.torch.distributed.compat import (
+    DEFAULT_TIMEOUT,
+    c10d,
+    divide_by_present_size,
+    renumber_default_group,
+)
 from ringcomm.torch.distributed.group.callback_op_names import Path, is_in_callback, path_here
 from ringcomm.torch.distributed.group.calls_from_cpp import add_backend_for_cpp
 from ringcomm.torch.distributed.group.new_group_check import compare
@@ -156,6 +161,7 @@ class BaseGroup(c10d.ProcessGroup):  # type: ignore[misc] # its signatures are n
             self._set_up(make_store(DEFAULT_TIMEOUT), group)
             devices.shutdown()
             renumber_default_group(self, group.size, self._store)
+            divide_by_present_size(self)
         return self.start(call_options(None), "barrier", [], plan_barrier, None)
 
     # C++ calls getRank() and getSize().
