@@ -15,11 +15,11 @@ BLOCKS = [
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 @pytest.mark.parametrize(
-    "block", BLOCKS, ids=["arrays", "async", "registered", "torch", "elastic", "samples"]
+    "block", BLOCKS, ids=["arrays", "async", "registered", "torch", "elastic", "samples", "ddp"]
 )
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
