@@ -82,7 +82,7 @@ def test_other_options_than_the_first_time_are_refused_with_both():
             ({"mode": "sync"}, "mode=.*'async'.*mode=.*'sync'"),
             ({"shape": 5}, r"shape=.*4.*shape=.*5"),
             ({"updater": ps.optim.SGD(2.0)}, r"updater=.*1\.0.*updater=.*2\.0"),
-            ({"init": 3.0}, r"initial=0\.0.*initial=3\.0"),
+            ({"init": 3.0}, r"init=0\.0.*init=3\.0"),
         ):
             with pytest.raises(rc.MismatchError, match=r"table\[w\]: .*" + both):
                 ps.table("w", **{"shape": 4, "updater": SGD} | options)

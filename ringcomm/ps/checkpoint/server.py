@@ -131,6 +131,10 @@ class Store:
         state.meta["applied"] = applied
         items.append(_Item(partition, part, stamp, state, None))
 
+    def forget(self, table: int) -> None:
+        """Keep nothing of a table that is gone."""
+        self._saved = {part: each for part, each in self._saved.items() if part[0] != table}
+
     def drop(self, number: int) -> None:
         """Forget what was taken and has not been written."""
         self._taken.pop(number, None)

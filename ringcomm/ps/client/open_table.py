@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from ringcomm.ps.client.json_requests import json_of
+from ringcomm.errors import RingcommError
+from ringcomm.ps.client.future import Future, require_timeout
+from ringcomm.ps.client.json_requests import ignore, json_of
 from ringcomm.ps.client.request import Request
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind
@@ -26,7 +28,10 @@ class TableBase:
         dtype: of its values.
         number: of the table in messages.
         client: of this rank.
+        asking: names of the attributes that send requests.
     """
+
+    asking: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, session: Session, spec: Spec, updater: Updater, created: dict[str, Any]
@@ -38,10 +43,38 @@ class TableBase:
         self._session = session
         self._spec = spec
         self._updater = updater
+        self._closed: Future[None] | None = None
 
     def require_same(self, spec: Spec) -> None:
         """Raise MismatchError if this process opens it again with something else."""
         self._spec.require_same(spec, self.client.rank)
+
+    # --- the end --------------------------------------------------------------------------------
+    def close(self, timeout_s: float | None = None) -> None:
+        """Give the table back: its values are gone, and the servers' memory is free for others.
+
+        Collective over the ranks that have opened it: it waits until all have closed it, or have
+        left. Before, it waits for this rank's requests. Then the name may be opened anew, with
+        another shape. What else this process does with the table is an error. A second call waits
+        for the same.
+
+        Args:
+            timeout_s: how long it may take, in seconds; None: ps.init(deadline_s=).
+
+        Raises:
+            CommTimeoutError: others have not closed it by then, and it names them; or this rank's
+                requests are not answered.
+            PeerFailedError: a rank died.
+        """
+        require_timeout("close", timeout_s)
+        client, label = self.client, f"close[{self.name}]"
+        if self._closed is None:
+            is_idle = lambda: not client.outstanding.has_requests_of(self.number)  # noqa: E731
+            client.wait_until(is_idle, label, client.servers, timeout_s)
+            with self._session.opening:
+                begin_close(self)
+        assert self._closed is not None
+        self._closed.wait(timeout_s)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = "table" if self._spec.kind == "dense" else "hashtable"
@@ -74,6 +107,43 @@ class TableBase:
         self._updater = updater
 
 
+class _Closed:
+    """Stands for the parts of a closed table that send requests."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise RingcommError(
+            f"table[{self._name}]: it was closed, and its values are gone. Open it again, or close "
+            "it later"
+        )
+
+
+def begin_close(table: TableBase) -> None:
+    """Report that this rank uses a table no more; with Session.opening, once nothing is asked."""
+    if table._closed is not None:
+        return
+    client, session = table.client, table._session
+    request = Request(Kind.CLOSE, server=client.leader, table=table.number)
+    table._closed = client.call_one(f"close[{table.name}]", request, ignore)
+    client.outstanding.forget_table(table.number)
+    del session.tables[table.name]
+    for part in table.asking:
+        setattr(table, part, _Closed(table.name))
+
+
+def close_abandoned(session: Session) -> None:
+    """Close the tables of optimizers that are gone, if nothing is asked of them."""
+    for _ in range(len(session.abandoned)):
+        table = session.abandoned.popleft()
+        if table.client.outstanding.has_requests_of(table.number):
+            session.abandoned.append(table)
+            continue
+        with session.opening:
+            begin_close(table)
+
+
 T = TypeVar("T", bound=TableBase)
 
 
@@ -92,6 +162,7 @@ def open_once(session: Session, spec: Spec, make: Callable[[dict[str, Any]], T])
         MismatchError: this rank or another opened it with something else.
         CommTimeoutError: the leader does not answer.
     """
+    close_abandoned(session)
     with session.opening:
         known: T | None = session.tables.get(spec.name)
         if known is not None:

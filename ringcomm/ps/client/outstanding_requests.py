@@ -81,6 +81,19 @@ class Outstanding:
         with self.lock:
             self.owners.add_table(number, owners, epochs)
 
+    def has_requests_of(self, table: int) -> bool:
+        """Return True if requests for a table are not answered, or wait for credit."""
+        with self.lock:
+            return self.send_queue.has_table(table) or any(
+                table_of(each) == table for each in self.requests.values()
+            )
+
+    def forget_table(self, number: int) -> None:
+        """Know a table no more; see has_requests_of()."""
+        with self.lock:
+            self.owners.forget_table(number)
+            self.row_moves.pop(number, None)
+
     def next_sequence(self) -> int:
         """Return the number of a new request."""
         return next(self._sequence)

@@ -47,6 +47,13 @@ class PartitionOwners:
             changes[partition] = (owner,)
         self.view = self.view.with_(changes)
 
+    def forget_table(self, number: int) -> None:
+        """Know a table no more, to which no request is under way."""
+        for partition in [each for each in self.orders if each[0] == number]:
+            del self.orders[partition]
+        chains = {part: chain for part, chain in self.view.chains.items() if part[0] != number}
+        self.view = View(self.view.number + 1, chains)
+
     def note_move(self, partition: Partition, meta: bytes, epoch: int) -> list[int]:
         """A server has announced a move, to be confirmed; return the requests to send now."""
         self.notices.append((partition, epoch))

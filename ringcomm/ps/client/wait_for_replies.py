@@ -15,7 +15,7 @@ from ringcomm.engine.peers.drive_until import drive_until
 from ringcomm.engine.progress.deadlines import ANSWER_S
 from ringcomm.errors import CommTimeoutError
 from ringcomm.ps.client.json_requests import Asker, ask_json
-from ringcomm.ps.protocol.frames import Kind
+from ringcomm.ps.protocol.frames import CLOSING, Kind
 from ringcomm.transport.control_header import Kind as ControlKind
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _ADVICE: Final = (
     "A worker without data for a round takes part with set_samples(0) or push(None); one that has "
     "finished leaves with rc.shutdown()."
 )
+_ADVICE_ON_CLOSING: Final = "Call close() on each rank that has opened the table."
 _BUSY: Final = "It is busy, or waits for other workers."
 # A text says what at most so many workers do, names so many tables of one wait, and so many waits.
 _SHOWN, _TABLES, _WAITS = 16, 3, 4
@@ -166,7 +167,9 @@ def reasons_text(
         f"worker {index_of(rank)} (rank {rank} of the job) {_doing(doings.get(rank))}"
         for rank in named
     ]
-    return f"{text} {_capital(_shortened(shown, _SHOWN, '; '))}. {_ADVICE}"
+    is_closing = all(what == CLOSING for what, _ in missing)
+    advice = _ADVICE_ON_CLOSING if is_closing else _ADVICE
+    return f"{text} {_capital(_shortened(shown, _SHOWN, '; '))}. {advice}"
 
 
 def _shortened(texts: list[str], limit: int, separator: str = ", ") -> str:

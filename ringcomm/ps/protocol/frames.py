@@ -20,6 +20,7 @@ _HEADER: Final = struct.Struct("<BBHIIIQIIqIIQQ")
 HEADER_NBYTES: Final = _HEADER.size
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
+CLOSING: Final = "closing"  # for what a request of Kind.CLOSE waits
 _EMPTY: Final = memoryview(b"")
 _GAPS: Final = tuple(bytes(n) for n in range(8))
 
@@ -50,6 +51,7 @@ class Kind(IntEnum):
     PULLS = 21  # of several hash tables, see ringcomm.ps.client.rows.pull_many
     MISSING = 22  # for which workers do requests of the sender wait?
     REPLACED = 23  # see ringcomm.ps.checkpoint.replaced_values
+    CLOSE = 24  # a client uses a table no more
 
 
 class Step(IntEnum):

@@ -1,4 +1,4 @@
-"""Opens tables: the leader places one, and all servers know it before it is used.
+"""Opens tables: the leader places one, and all servers know it before it is used. Closes them.
 
 The leader makes its own part, sends the others the spec (VIEW), and answers once all have made
 theirs. If one cannot, the table is dropped everywhere, and the client that opens it gets the error.
@@ -66,7 +66,10 @@ class Catalog:
 
     Attributes:
         contents: of the tables, by number.
+        on_forget: called with the number of a table that is dropped; set before the first is.
     """
+
+    on_forget: Callable[[int], object]
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class Catalog:
         number = self._by_name.get(spec.name)
         if number is not None:
             self.contents[number].spec.require_same(spec, request.source)
+            self._core.tables[number].openers.add(request.source)
             opening = self._opening.get(spec.name)
             if opening is None:
                 self._replies.json(request, self._described(number))
@@ -106,6 +110,7 @@ class Catalog:
             return
         number = next(self._numbers)
         self._install(number, spec, self._place(spec))
+        self._core.tables[number].openers.add(request.source)
         others = {*self._layout.server_numbers} - {self._index}
         opening = self._opening[spec.name] = _Opening(number, others, [request])
         body = as_body(self._described(number))
@@ -151,12 +156,16 @@ class Catalog:
             for request in opening.asked:
                 self._replies.json(request, self._described(number))
             return
-        self._forget(number)
-        for other in sorted({*self._layout.server_numbers} - {self._index}):
-            self._send(other, Header(Kind.VIEW, sequence=number, option=DROP))
+        self.discard(number)
         error = RingcommError(f"table[{name}]: cannot be made: {'; '.join(opening.problems)}")
         for request in opening.asked:
             self._replies.fail(request, error)
+
+    def discard(self, number: int) -> None:
+        """Drop a table on all servers."""
+        self._forget(number)
+        for other in sorted({*self._layout.server_numbers} - {self._index}):
+            self._send(other, Header(Kind.VIEW, sequence=number, option=DROP))
 
     def _described(self, number: int) -> dict[str, Any]:
         """Return the number, spec and owners of a table, for other ranks."""
@@ -234,7 +243,7 @@ class Catalog:
             )
 
     def _forget(self, number: int) -> None:
-        """Drop a table that could not be made everywhere; nobody has used it."""
+        """Drop a table that nobody uses: it is closed, or could not be made everywhere."""
         contents = self.contents.get(number)
         if contents is not None:
             self._perform([Close((number, part)) for part in contents.parts])
@@ -242,6 +251,7 @@ class Catalog:
             del self._by_name[contents.spec.name]
             self._count(contents.spec, self._core.tables[number].owners, -1)
             self._core.drop_table(number)
+            self.on_forget(number)
 
     def _count(self, spec: Spec, owners: list[int], sign: int) -> None:
         nbytes = sign * _part_nbytes(spec)

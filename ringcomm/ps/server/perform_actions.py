@@ -71,6 +71,7 @@ class Performer:
         )
         self.snapshots = Snapshots(memory)
         self.store = Store(index, core, self.catalog.contents, replies)
+        self.catalog.on_forget = self.store.forget
         self._dense = DenseRequests(link, replies, self.snapshots)
         self._rows = RowRequests(link, replies)
         self._calls = Calls(index, replies, functions)
@@ -101,6 +102,7 @@ class Performer:
             do.Export: self._export,
             do.Forget: lambda a: self.transfer.forget(a.key, a.part),
             do.Moved: self.catalog.note_moved,
+            do.Discard: lambda a: self.catalog.discard(a.table),
             do.Notify: self._notify,
             do.Settled: lambda a: self.handle(on.Finished(a.key)),
         }

@@ -82,6 +82,7 @@ class Server:
             Kind.SAVE: performer.store.on_save,
             Kind.RESTORE: self._restore,
             Kind.MOVE: self._move,
+            Kind.CLOSE: lambda r: self._handle(on.Closed(r, r.header.table)),
             Kind.LEAVE: lambda r: self._handle(
                 on.Left(r.header.origin, r, still_asks=bool(r.header.option))
             ),

@@ -107,6 +107,11 @@ class ServedBuffers:
         kinds = ((in32, torch.float32), (in64, torch.float64))
         self._tables = [_Buffers(some, dtype, scope) for some, dtype in kinds if some]
 
+    @property
+    def tables(self) -> list[Table]:
+        """The tables that they are in."""
+        return [each.table for each in self._tables]
+
     def push(self) -> None:
         """Send those that have changed; on the chief."""
         for each in self._tables:
@@ -137,7 +142,7 @@ class _Buffers:
         for place in range(len(buffers)):
             self._views[place].copy_(self._checked(place))
         kind = str(dtype).removeprefix("torch.")
-        self._table: Table = table(
+        self.table = table(
             f"buffers in {kind} ({scope})", len(self._flat), kind, updater=Assign(), scope=scope,
             init=self._flat.numpy().copy(), parts=[_part(each) for each in buffers],
         )  # fmt: skip
@@ -171,7 +176,7 @@ class _Buffers:
         for start, stop in _runs(changed):
             where = slice(self._bounds[start], self._bounds[stop])
             values = self._flat[where].numpy()
-            self._pushes.append(self._table.push(values, where=where, assign=True))
+            self._pushes.append(self.table.push(values, where=where, assign=True))
 
     def wait(self) -> None:
         while self._pushes:
@@ -179,7 +184,7 @@ class _Buffers:
             self._pushes.pop()
 
     def fetch(self) -> None:
-        self._table.pull(out=self._flat.numpy()).wait()
+        self.table.pull(out=self._flat.numpy()).wait()
         with torch.no_grad():
             for buffer, view in zip(self._buffers, self._views, strict=True):
                 real = _as_real(buffer.value)

@@ -7,6 +7,7 @@ step() pushes (clip_or_skip_server_step.py).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
@@ -14,6 +15,8 @@ import torch
 
 from ringcomm._core import StepClock
 from ringcomm.errors import RingcommError
+from ringcomm.ps.client.dense.table import Table
+from ringcomm.ps.client.open_table import close_abandoned
 from ringcomm.ps.session import is_chief, session
 from ringcomm.torch.backward.begin_and_end import Passes
 from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
@@ -58,6 +61,7 @@ class Feeder:
         self.session = session()
         self.pusher = BucketPusher(options, groups, self.session)
         self._slots: list[ServedSlot] = []
+        self._tables: list[Table] = []
         self._hooks = ParameterHooks(self)
         self._passes = Passes()
         self.clock = StepClock()
@@ -73,6 +77,9 @@ class Feeder:
         self.buffers = ServedBuffers(buffers, self._scope)
         self.buffers.fetch()
         let_rows_wait(self, self.session)
+        self._tables += self.buffers.tables
+        gone = weakref.finalize(self, self.session.abandoned.extend, self._tables)
+        gone.atexit = False
 
     def extend(self, named_parameters: Named) -> None:
         """Move more parameters to the servers. Collective, between two steps."""
@@ -85,6 +92,7 @@ class Feeder:
             (slot.name, slot.summary(is_trainable=slot.parameter.requires_grad)) for slot in new
         )
         settings = _settings(self.options, self._passes_per_step)
+        close_abandoned(self.session)  # on all workers before one opens tables
         self._require_alike("parameters", OptimizerSummary(parameters, settings))
         mode, groups, codec = self.options.mode, self.pusher.groups, self.options.compression
         scope = self._scope
@@ -97,6 +105,7 @@ class Feeder:
         self.pusher.add(buckets)
         if self.options.mode.name == "ssp":
             catch_up(self.session, f"steps (ps optimizer {self.number})")
+        self._tables += [bucket.table for bucket in buckets]
         self.pusher.fetch_values(buckets)
 
     def require_known(self, groups: Groups) -> None:

@@ -167,6 +167,8 @@ class Table(TableBase):
         blocks: the parts of the table.
     """
 
+    asking = ("_pushes", "_pulls")
+
     def __init__(
         self, current: Session, spec: Spec, updater: Updater, created: dict[str, Any]
     ) -> None:

@@ -134,6 +134,8 @@ class HashTable(TableBase):
         client: of this rank.
     """
 
+    asking = ("_pushes", "_calls", "_maintenance")
+
     def __init__(
         self, current: Session, spec: Spec, updater: Updater, created: dict[str, Any],
         is_strict: bool,

@@ -91,6 +91,12 @@ class Reply(NamedTuple):
     content: Any = None  # for JSON
 
 
+class Discard(NamedTuple):
+    """Drop a table on all servers: nobody uses it any more."""
+
+    table: int
+
+
 # --- values -------------------------------------------------------------------------------------
 class Apply(NamedTuple):
     """Update a unit with a gradient at once, and say so."""
@@ -235,5 +241,5 @@ class Settled(NamedTuple):
 Action: TypeAlias = (
     Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
     | Released | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
-    | Moved | Notify | Settled
+    | Moved | Notify | Settled | Discard
 )  # fmt: skip

@@ -8,6 +8,7 @@
 | steps of workers, places in rounds | core.progress |
 | snapshots | core.moments |
 | moves and pauses | core.migration |
+| when a table that was closed goes | core.closed_tables |
 
 Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a
 round) ends with Left: each part has leave(rank).
@@ -31,6 +32,7 @@ from ringcomm.ps.server.core.actions import (
     Reply,
     Retry,
 )
+from ringcomm.ps.server.core.closed_tables import ClosedTables
 from ringcomm.ps.server.core.migration import Members, Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
@@ -63,6 +65,7 @@ class Core:
         self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
         self.clocks = self.progress.clocks
         self._migration = Migration(index, members, self.tables, self)
+        self._closed = ClosedTables(self.tables, self.left, lambda: self._migration.is_quiet)
         self._handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
             **self._migration.handlers,
             **self.progress.handlers,
@@ -79,6 +82,7 @@ class Core:
             on.Stopped: self._on_stopped,
             on.Held: self._on_held,
             on.MomentEnded: self._on_let,
+            on.Closed: self._closed.on_closed,
             on.Left: self._on_left,
         }
 
@@ -93,7 +97,9 @@ class Core:
             KeyError, ValueError: the request makes no sense here; nothing has changed.
         """
         actions = self._handlers[type(event)](event, now)
-        return actions if type(actions) is list else list(actions)
+        done = actions if type(actions) is list else list(actions)
+        discarded = self._closed.due()
+        return done + discarded if discarded else done
 
     @property
     def awaits_time(self) -> bool:
@@ -118,8 +124,10 @@ class Core:
         return [] if unit.stands_still else [Open(unit.key, table.epoch_of(unit.key))]
 
     def drop_table(self, number: int) -> None:
-        """Know a table no more that could not be made everywhere."""
+        """Know a table no more: nobody uses it."""
         del self.tables[number]
+        self.progress.forget(number)
+        self._migration.forget(number)
 
     def units(self) -> Iterator[Unit]:
         """Yield the units of this server, by table."""

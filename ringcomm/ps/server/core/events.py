@@ -153,6 +153,13 @@ class Noted(NamedTuple):
     epoch: int
 
 
+class Closed(NamedTuple):
+    """A client uses a table no more; it is answered once the table is gone. For the leader."""
+
+    request: Request
+    table: int
+
+
 class Left(NamedTuple):
     """A rank asks nothing more: it has left, or it is dead."""
 
@@ -190,5 +197,5 @@ class TimePassed(NamedTuple):
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Pushed | Released | Read | Decided | Loaded | Entered
     | Joined | Ticked | Awaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
-    | Noted | Left | ServerMessage | Taken | Finished | TimePassed
+    | Noted | Closed | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

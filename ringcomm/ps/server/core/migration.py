@@ -110,6 +110,15 @@ class Migration:
         return self._participant.is_busy
 
     @property
+    def is_quiet(self) -> bool:
+        """True if nothing moves, and nobody has a pause; for the leader."""
+        return self._leader.is_quiet
+
+    def forget(self, number: int) -> None:
+        """Know a table no more; nothing of it moves."""
+        self._leader.forget(number)
+
+    @property
     def awaits_time(self) -> bool:
         """True if look() may have a consequence."""
         return self._participant.awaits_time or self._leader.awaits_time
@@ -147,7 +156,8 @@ class Migration:
 
     def _on_noted(self, event: on.Noted, now: float) -> Iterator[Action]:
         yield from self._participant.noted(event.key, event.epoch, event.rank)
-        unit = self._tables[event.key[0]].units.get(event.key[1])
+        table = self._tables.get(event.key[0])
+        unit = None if table is None else table.units.get(event.key[1])
         if unit is not None:
             yield from self._units.flow(unit, [])
         yield from self._participant.look(now, self._units.clocks_of)

@@ -93,6 +93,16 @@ class Leader:
         self._batches.append(batch)
         return self._go_on()
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing moves, and nobody has a pause."""
+        return self._current is None and not self._pauses
+
+    def forget(self, number: int) -> None:
+        """Give up the moves of a table that is gone."""
+        for batch in self._batches:
+            batch.moves = deque(each for each in batch.moves if each.partition[0] != number)
+
     def pause(self, number: int, request: Any, until: float) -> None:
         """Note a request for a pause; look() begins the pause."""
         self._asked.append(_Pause(number, request, until))

@@ -106,9 +106,9 @@ class Participant:
 
     def noted(self, key: Key, epoch: int, rank: int) -> list[Action]:
         """Take note that a client has sent again all that came back from the move of an epoch."""
-        table = self._tables[key[0]]
-        unit = table.units.get(key[1])
-        if unit is not None and table.epochs.get(key[1]) == epoch:
+        table = self._tables.get(key[0])  # None: it was closed meanwhile
+        unit = None if table is None else table.units.get(key[1])
+        if table is not None and unit is not None and table.epochs.get(key[1]) == epoch:
             unit.fence.pop(rank, None)
         return self._strike_off(key, epoch, rank)
 

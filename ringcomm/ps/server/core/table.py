@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ringcomm.ps.server.core.actions import Key
+from ringcomm.ps.server.core.actions import Key, Request
 from ringcomm.ps.server.core.unit import Unit
 from ringcomm.ps.update_modes import Mode
 
@@ -21,6 +21,8 @@ class Table:
         owners: server of each partition.
         epochs: of units that have moved, by partition or 0: number of the view in which they did.
         units: of this server, by partition or 0.
+        openers: ranks that have opened it, and use it; for the leader.
+        closing: requests that are answered once it is gone; likewise.
     """
 
     number: int
@@ -30,6 +32,8 @@ class Table:
     owners: list[int]
     epochs: dict[int, int] = field(default_factory=dict)
     units: dict[int, Unit] = field(default_factory=dict)
+    openers: set[int] = field(default_factory=set)
+    closing: list[Request] = field(default_factory=list)
 
     def key_of(self, partition: int) -> Key:
         """Return the key of the unit that a partition belongs to."""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ringcomm.ps.protocol.frames import CLOSING
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core.actions import Action, Reply, Request
 from ringcomm.ps.server.core.rounds import Clocks, Entries
@@ -68,10 +69,17 @@ class Progress:
                 waits = unit.missing(rank, self.clocks, chief)
                 if waits is not None:
                     found.append((waits[0], table.name, sorted(waits[1])))
+            if any(request.source == rank for request in table.closing):
+                users = sorted(table.openers.intersection(self.clocks.all()))
+                found.append((CLOSING, table.name, users))
         wanted = [wanted for wanted, request in self._awaiting if request.source == rank]
         if wanted:
             found.append((f"step {min(wanted):g}", "", self.clocks.behind(min(wanted))))
         return [each for at, each in enumerate(found) if each not in found[:at]]
+
+    def forget(self, number: int) -> None:
+        """Know a table no more."""
+        self._entries.pop(number, None)
 
     def leave(self, rank: int) -> None:
         """Wait for no step of a rank, and answer none of its requests; advance() follows."""
