@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -31,6 +32,8 @@ from ringcomm.ps.session import SESSION, Session, is_chief, memory_of, session
 # better sleep (measured).
 _LOOKS_OF_SERVER, _LOOKS_OF_CLIENT = 2000, 400
 _STEPS_MAX: Final = 1 << 62  # a header has room for them
+
+_threads: Final = threading.local()  # in tests a rank is a thread
 
 
 def init(
@@ -65,6 +68,11 @@ def init(
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank.
     """
+    if getattr(_threads, "has_ended", False):
+        raise ConfigError(
+            "ps.init: this rank was a server or an evaluator, and its job is over. There ps.init() "
+            "ends the program by SystemExit(0): let it pass, and call it once"
+        )
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise ConfigError(f"ps.init: deadline_s is {deadline_s!r}; it must be more than 0 seconds")
     init_rank_size.init()
@@ -117,6 +125,7 @@ def _role_text(layout: Layout, rank: int) -> str:
 
 def _end() -> NoReturn:
     """End a rank that has nothing to do any more; ranks that call rc.shutdown() wait for it."""
+    _threads.has_ended = True
     init_rank_size.shutdown()
     sys.exit(0)
 

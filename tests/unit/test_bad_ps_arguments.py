@@ -38,6 +38,7 @@ class Ahead:
 # What each function is called with where it is called as it should be.
 JOB = {
     "complete_step": dict,
+    "export_safetensors": lambda: {"path": "saved", "file": "saved.safetensors"},
     "hashtable": lambda: {"dim": 3},
     "load": lambda: {"path": "saved"},
     "load_state_dict": lambda: {"path": "saved"},

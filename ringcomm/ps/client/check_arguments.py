@@ -11,7 +11,7 @@ import numpy as np
 from ringcomm.ps.optim import SGD, Updater
 
 if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
+    from numpy.typing import DTypeLike, NDArray
 
 
 def label_of(kind: str, name: object) -> str:
@@ -23,10 +23,38 @@ def label_of(kind: str, name: object) -> str:
 
 def dtype_of(label: str, dtype: DTypeLike) -> np.dtype[Any]:
     """Return a table's dtype. Raises TypeError, ValueError."""
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{label}: dtype is {dtype}; it must be float32 or float64") from None
     if kind not in (np.float32, np.float64):
         raise ValueError(f"{label}: dtype is {kind}; it must be float32 or float64")
     return kind
+
+
+def array_of(label: str, what: str, x: Any, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+    """Return an argument as an array. Raises TypeError."""
+    try:
+        return np.asarray(x, dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{label}: numpy cannot read {what}, a {type(x).__name__} ({error}). Pass an array; "
+            "for a tensor of torch, x.detach().float().numpy()"
+        ) from error
+
+
+def initial_of(
+    label: str, init: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> NDArray[Any] | float:
+    """Return the first values of a dense table, or the one of all. Raises TypeError, ValueError."""
+    if isinstance(init, bool | str | bytes) or init is None or hasattr(init, "to_json"):
+        raise TypeError(f"{label}: init is {init!r}; it must be a number, or an array")
+    values = array_of(label, "init", init, dtype)
+    if values.ndim == 0:
+        return float(init)
+    if values.shape != shape:
+        raise ValueError(f"{label}: init has shape {values.shape}, the table {shape}")
+    return values
 
 
 def updater_of(label: str, updater: Updater | None) -> Updater:

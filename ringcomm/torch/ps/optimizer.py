@@ -192,6 +192,11 @@ def _class_on_servers(optimizer: Optimizer, apply: str, mode: Mode) -> str | Non
     )
     if is_known and apply != "worker":
         return kind.__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "servers take dense gradients, and SparseAdam sparse ones only. Keep such embeddings "
+            "in ps.Embedding(..., optimizer=ps.optim.Adam()), or use Adam"
+        )
     if apply == "server":
         raise ValueError(
             f"servers cannot be {kind.__name__} with these hyper-parameters. Pass apply='worker'"

@@ -14,8 +14,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ringcomm.arrays.base import lengths_of
 from ringcomm.codec import Codec
 from ringcomm.ps.client.check_arguments import (
+    array_of,
     dtype_of,
     factor_of,
+    initial_of,
     label_of,
     require_out,
     require_weight,
@@ -99,9 +101,8 @@ def table(
     count = math.prod(shape)
     block = _block_of(label, block_nbytes, kind.itemsize, count)
     updater = updater_of(label, updater)
-    values = None if np.ndim(init) == 0 else np.asarray(init, kind)
-    if values is not None and values.shape != shape:
-        raise ValueError(f"{label}: init has shape {values.shape}, the table {shape}")
+    initial = initial_of(label, init, kind, shape)
+    values = initial if isinstance(initial, np.ndarray) else None
     _require_segments(label, segments, count)
     spec = Spec(
         name=name,
@@ -111,7 +112,7 @@ def table(
         updater=updater.to_json(),
         mode=mode_of(mode),
         block=block,
-        initial=float(np.asarray(init)) if values is None else "chief",
+        initial=initial if values is None else "chief",
         partitions=len(cuts(count, block)) - 1,
         compression=spec_of(label, compression, pull_compression, error_feedback=error_feedback),
         segments=tuple(map(int, segments)),
@@ -405,7 +406,7 @@ class Table(TableBase):
         return start, stop
 
     def _flat(self, x: ArrayLike, count: int) -> Array:
-        x = np.asarray(x, self.dtype if isinstance(x, tuple) else None)
+        x = array_of(f"push[{self.name}]", "x", x, self.dtype if isinstance(x, tuple) else None)
         is_whole = count == self._spec.count and x.shape == self.shape
         if not is_whole and x.shape != (count,):
             raise ValueError(

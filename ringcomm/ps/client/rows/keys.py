@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ringcomm import _core
+from ringcomm.ps.client.check_arguments import array_of
 
 Array = NDArray[Any]
 Keys = NDArray[np.uint64]
@@ -135,7 +136,7 @@ def rows_of(label: str, rows: Array, shape: tuple[int, ...], dtype: np.dtype[Any
         ValueError: their shape is not `shape`.
         TypeError: they are neither of `dtype` nor 16 bits wide.
     """
-    rows = np.asarray(rows)
+    rows = array_of(label, "rows", rows)
     if rows.shape != shape:
         raise ValueError(
             f"{label}: rows have shape {rows.shape}, and the keys {shape[:-1]}: it must be {shape}"

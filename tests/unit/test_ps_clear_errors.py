@@ -1,0 +1,83 @@
+"""Mistakes that people make with parameter servers are told in words that help."""
+
+import numpy as np
+import pytest
+import torch
+from ps_jobs import run_workers
+from torch import nn
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.torch import ps as torch_ps
+
+BF16 = torch.ones(4, dtype=torch.bfloat16)
+
+
+def test_arrays_that_numpy_cannot_read_are_named_with_the_way():
+    def body(rank):
+        w, rows = ps.table("w", 4), ps.hashtable("rows", 4)
+        for call, who in (
+            (lambda: w.push(BF16), r"push\[w\]: numpy cannot read x, a Tensor"),
+            (lambda: w.push(torch.ones(4, requires_grad=True)), r"push\[w\]: .*detach"),
+            (lambda: rows.push([1], BF16[None]), r"push\[rows\]: numpy cannot read rows"),
+            (lambda: ps.table("v", 4, init=BF16), r"table\[v\]: numpy cannot read init"),
+            (lambda: ps.table("v", 4, torch.bfloat16), r"table\[v\]: dtype is torch.bfloat16"),
+        ):
+            with pytest.raises(TypeError, match=who):
+                call()
+
+    run_workers(1, body)
+
+
+@pytest.mark.parametrize("init", [None, "zeros", True, ps.initializers.normal(seed=1)])
+def test_an_init_that_is_no_number_and_no_array_is_named(init):
+    def body(rank):
+        with pytest.raises(TypeError, match=r"table\[w\]: init is .*a number, or an array"):
+            ps.table("w", 4, init=init)
+
+    run_workers(1, body)
+
+
+def test_workers_with_another_init_are_told_so():
+    def body(rank):
+        init = np.zeros(4) if rank == 0 else 0.0
+        if rank == 0:
+            ps.table("w", 4, init=init)
+        rc.barrier()
+        if rank == 1:
+            with pytest.raises(rc.MismatchError, match=r"init=an array, and rank 1 .*init=0\.0"):
+                ps.table("w", 4, init=init)
+
+    run_workers(2, body)
+
+
+def test_sparse_adam_is_refused_with_the_way():
+    def body(rank):
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        with pytest.raises(ValueError, match=r"SparseAdam.*ps.Embedding"):
+            torch_ps.DistributedOptimizer(optimizer, model.named_parameters())
+
+    run_workers(1, body)
+
+
+def test_a_server_that_has_ended_does_not_begin_again():
+    said = []
+
+    def body(rank):
+        rc.barrier()
+
+    def init_again(*args, **options):
+        try:
+            real(*args, **options)
+        except SystemExit:
+            with pytest.raises(rc.ConfigError, match=r"was a server or an evaluator.*let it pass"):
+                real(*args, **options)
+            said.append(True)
+            raise
+
+    real = ps.init
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ps, "init", init_again)
+        run_workers(2, body)
+    assert said == [True]
