@@ -68,11 +68,7 @@ def init(
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank.
     """
-    if getattr(_threads, "has_ended", False):
-        raise ConfigError(
-            "ps.init: this rank was a server or an evaluator, and its job is over. There ps.init() "
-            "ends the program by SystemExit(0): let it pass, and call it once"
-        )
+    _refuse_to_begin_again()
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise ConfigError(f"ps.init: deadline_s is {deadline_s!r}; it must be more than 0 seconds")
     init_rank_size.init()
@@ -115,6 +111,14 @@ def init(
     else:
         serve(engine, current.dispatcher, "ps.serve")
         _end()
+
+
+def _refuse_to_begin_again() -> None:
+    if getattr(_threads, "has_ended", False):
+        raise ConfigError(
+            "ps.init: this rank was a server or an evaluator, and its job is over. There ps.init() "
+            "ends the program by SystemExit(0): let it pass, and call it once"
+        )
 
 
 def _role_text(layout: Layout, rank: int) -> str:

@@ -110,19 +110,7 @@ class Feeder:
 
     def require_known(self, groups: Groups) -> None:
         """Raise RingcommError if param_groups have other parameters than the servers."""
-        group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
-        if group_of.keys() != {id(slot.parameter) for slot in self._slots}:
-            raise RingcommError(
-                f"{WHO}: param_groups have other parameters than the servers. Wrap a new optimizer "
-                "to exchange parameters, or add some by optimizer.add_param_group()"
-            )
-        moved = [each for each in self._slots if group_of[id(each.parameter)] != each.group]
-        if moved and self.options.class_name is not None:
-            name, group = moved[0].name, group_of[id(moved[0].parameter)]
-            raise RingcommError(
-                f"{WHO}: {name} is in param_groups[{group}] now, and the servers know it in group "
-                f"{moved[0].group}. To give parameters other groups, wrap a new optimizer"
-            )
+        _require_known(self._slots, groups, may_move=self.options.class_name is None)
 
     def _require_alike(self, what: str, mine: OptimizerSummary) -> None:
         name = f"{what} (ps optimizer {self.number})"
@@ -374,3 +362,19 @@ def _settings(options: ServerOptions, passes_per_step: int) -> tuple[tuple[str, 
         "compression": options.compression,
     }
     return tuple((name, str(value)) for name, value in settings.items())
+
+
+def _require_known(slots: Sequence[ServedSlot], groups: Groups, *, may_move: bool) -> None:
+    group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
+    if group_of.keys() != {id(slot.parameter) for slot in slots}:
+        raise RingcommError(
+            f"{WHO}: param_groups have other parameters than the servers. Wrap a new optimizer to "
+            "exchange parameters, or add some by optimizer.add_param_group()"
+        )
+    moved = [each for each in slots if group_of[id(each.parameter)] != each.group]
+    if moved and not may_move:
+        name, group = moved[0].name, group_of[id(moved[0].parameter)]
+        raise RingcommError(
+            f"{WHO}: {name} is in param_groups[{group}] now, and the servers know it in group "
+            f"{moved[0].group}. To give parameters other groups, wrap a new optimizer"
+        )
