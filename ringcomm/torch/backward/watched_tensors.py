@@ -10,6 +10,8 @@ from typing import Final
 
 import torch
 
+_STRIDED: Final = torch.strided
+
 
 class Mark:
     """Recognizes a tensor as long as nobody has written to it or moved it; keeps none alive.
@@ -23,12 +25,13 @@ class Mark:
     def __init__(self, x: torch.Tensor) -> None:
         self._x = weakref.ref(x)
         self._version = x._version
-        self._address = address_of(x)
+        self._address = x.data_ptr() if x.layout is _STRIDED else 0  # address_of() would cost more
 
     def is_of(self, x: torch.Tensor | None) -> bool:
         """Return True if x is the same object, and nobody has written to it or moved it."""
-        is_same = x is not None and self._x() is x and x._version == self._version
-        return is_same and x is not None and address_of(x) == self._address
+        if x is None or self._x() is not x or x._version != self._version:
+            return False
+        return (x.data_ptr() if x.layout is _STRIDED else 0) == self._address
 
 
 def address_of(x: torch.Tensor) -> int:
@@ -43,13 +46,15 @@ class Sample:
     distances, others in each `turn`.
     """
 
+    __slots__ = ("_bytes", "_places")
+
     def __init__(self, x: torch.Tensor, turn: int) -> None:
-        nbytes = x.numel() * x.element_size()
-        step = max(nbytes // _N_PIECES, _PIECE)
-        first = turn * _PIECE % (step - _PIECE + 1)
-        self._pieces = [(first + k * step, _PIECE) for k in range(_N_PIECES)]
-        if nbytes <= _N_PIECES * _PIECE:
-            self._pieces = [(0, nbytes)]
+        nbytes = x.nbytes
+        self._places: range | None = None  # of the pieces; None: all of the tensor
+        if nbytes > _N_PIECES * _PIECE:
+            step = nbytes // _N_PIECES
+            first = turn * _PIECE % (step - _PIECE + 1)
+            self._places = range(first, first + _N_PIECES * step, step)
         self._bytes = self._taken(x)
 
     def is_of(self, x: torch.Tensor) -> bool:
@@ -59,7 +64,9 @@ class Sample:
     def _taken(self, x: torch.Tensor) -> bytes:
         x = x if x.is_contiguous() else x.detach().contiguous()
         address = x.data_ptr()
-        return b"".join([string_at(address + first, n) for first, n in self._pieces])
+        if self._places is None:
+            return string_at(address, x.nbytes)
+        return b"".join([string_at(address + place, _PIECE) for place in self._places])
 
 
 _N_PIECES, _PIECE = 16, 1024

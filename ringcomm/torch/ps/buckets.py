@@ -72,11 +72,11 @@ class ServedSlot(Slot):
         return not is_same or (is_thorough and not sample.is_of(self.parameter))
 
     # --- gradients --------------------------------------------------------------------------------
-    def note_before_gradient(self) -> None:
-        """Note .grad before autograd adds to it, and the weights."""
+    def note_before_gradient(self, *, is_own_step: bool) -> None:
+        """Note .grad before autograd adds to it, and weights that this worker updates."""
         if self._before is None:
             self._before = self.parameter.grad
-        if self._weights is None:
+        if is_own_step and self._weights is None:
             self._weights = Mark(self.parameter)
 
     @property

@@ -121,7 +121,7 @@ class Feeder:
         """Raise RingcommError if this step's gradient of the parameter has been pushed."""
         self._spoiling(self._passes.enter, self)
         slot = self._slots[index]
-        slot.note_before_gradient()
+        slot.note_before_gradient(is_own_step=self.options.class_name is None)
         if slot.is_pushed:
             self._is_spoiled = True
             raise RingcommError(
