@@ -26,6 +26,7 @@ from training_models import (
 
 import ringcomm as rc
 import ringcomm.torch as hvd
+from ringcomm._core import StatusPage
 from ringcomm.config import Settings
 
 OPTIMIZERS = {
@@ -311,19 +312,8 @@ def test_step_hooks_see_reduced_gradients_also_without_a_backward():
     assert torch.equal(one, two)
 
 
-def test_the_step_is_on_the_status_page():
-    class Page:
-        steps = ()
-
-        def set_step(self, step):
-            self.steps += (step,)
-
-        def begin_op(self, *_):
-            return
-
-        end_op = begin_op
-
-    page = Page()
+def test_steps_and_their_parts_are_on_the_status_page():
+    page = StatusPage.create(job="test", host="here", rank=0, size=1, local_rank=0, nonce=7)
     (model,) = models(1)
 
     def body(rank):
@@ -333,7 +323,9 @@ def test_the_step_is_on_the_status_page():
         fit(model, wrap(model), data(3, 1))
 
     run_ranks(1, body)
-    assert page.steps == (1, 2, 3)
+    assert page.snapshot()["step"] == 3
+    assert [number for number, _, _ in page.steps()] == [0, 1, 2]
+    assert all(list(marks) == sorted(set(marks)) for _, marks, _ in page.steps())
 
 
 # --- what is refused ----------------------------------------------------------------------------
