@@ -121,6 +121,20 @@ def interrupted(operation, n, *, shares_memory):
     return n_seen
 
 
+@pytest.fixture
+def collection():
+    """Let Python collect coroutines at the end only.
+
+    It warns of those that were interrupted before they began, and cannot where it happens to make a
+    named tuple just then: there is no __import__.
+    """
+    gc.disable()
+    yield
+    gc.collect()
+    gc.enable()
+
+
+@pytest.mark.usefixtures("collection")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -130,4 +144,3 @@ def test_an_interrupt_anywhere_leaves_nobody_waiting(operation, shares_memory):
     n = n_points if is_at_length() else N_IN_THE_GATE
     for at in sorted({round(each) for each in np.linspace(1, n_points, n)}):
         interrupted(operation, at, shares_memory=shares_memory)
-    gc.collect()  # coroutines that were interrupted before they began
