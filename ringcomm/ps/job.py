@@ -98,6 +98,7 @@ def init(
     current = _start(engine, layout, deadline_s, functions, names | {-1: options.functions})
     engine.extensions.keep(SESSION, current)
     engine.groups.default = current.group
+    engine.extensions.check_joins(current.refuse_join)
     if current.dispatcher.server is None:
         engine.extensions.before_leaving(current.leave)
         is_evaluator = layout.role_of(engine.job_rank) == "evaluator"

@@ -15,7 +15,7 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.layer_hooks import Extension
-from ringcomm.errors import ConfigError, NotInitializedError
+from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
 from ringcomm.ps.checkpoint.replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
@@ -90,6 +90,17 @@ class Session:
     def has_mode(self, *names: str) -> bool:
         """Return True if this process has opened a table whose mode has one of these names."""
         return any(table.mode.name in names for table in [*self.tables.values()])
+
+    def refuse_join(self) -> None:
+        """Raise RingcommError if rc.join() would wait for servers, or rounds for this worker."""
+        if self.layout.is_colocated and not self.has_mode("sync"):
+            return
+        raise RingcommError(
+            "join(): it waits for all ranks of the job, also for servers, which do not call it, "
+            "and takes no part in rounds of tables. A worker with fewer batches takes part by "
+            "optimizer.set_samples(0) before backward(), or by table.push(None). Workers wait for "
+            "each other in rc.barrier(); one that has finished for good calls rc.shutdown()"
+        )
 
     def rest(self) -> None:
         """Let no round and no bounded read wait for this worker; see ps.should_stop().

@@ -51,6 +51,27 @@ def test_workers_with_another_init_are_told_so():
     run_workers(2, body)
 
 
+def test_join_is_refused_where_servers_or_rounds_would_be_waited_for():
+    def body(rank):
+        with pytest.raises(
+            rc.RingcommError, match=r"join\(\): it waits for all .*set_samples\(0\)"
+        ):
+            rc.join()
+
+    run_workers(2, body)
+
+
+def test_join_beside_colocated_servers_is_refused_where_rounds_need_all():
+    def body(rank):
+        ps.table("free", 3)
+        rc.join()
+        ps.table("w", 3, mode="sync")
+        with pytest.raises(rc.RingcommError, match=r"join\(\): .*rc.barrier\(\)"):
+            rc.join()
+
+    run_workers(2, body, colocated=True)
+
+
 def test_sparse_adam_is_refused_with_the_way():
     def body(rank):
         model = nn.Embedding(5, 2, sparse=True)

@@ -275,10 +275,12 @@ def join() -> int:
     Raises:
         PeerFailedError: a rank left without joining.
         CommTimeoutError: not all ranks have joined, and none did anything for RINGCOMM_TIMEOUT_S.
+        RingcommError: the job has parameter servers, which do not join.
 
     A broadcast or scatter from a rank that has joined raises MismatchError on the others.
     """
     current = engine()
+    current.extensions.require_join()
     note_current_gpu(current)  # arrays of the others may be on a GPU
     return current.join(plan_stand_in)
 

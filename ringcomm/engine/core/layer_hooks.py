@@ -42,6 +42,7 @@ class Extensions:
         self._with_groups: list[Callable[[int], None]] = []
         self._kept: dict[Extension[Any], Any] = {}
         self._waits: list[Callable[[], str]] = []
+        self._join_checks: list[Callable[[], None]] = []
 
     def get(self, key: Extension[T]) -> T | None:
         """Return the object under this key, or None."""
@@ -59,6 +60,15 @@ class Extensions:
     def drop(self, key: Extension[T]) -> None:
         """Remove the object under this key."""
         self._kept.pop(key, None)
+
+    def check_joins(self, check: Callable[[], None]) -> None:
+        """Call check() before this rank joins; it raises an error where join() would not help."""
+        self._join_checks.append(check)
+
+    def require_join(self) -> None:
+        """Raise the error of a layer to whose operations join() does not extend."""
+        for check in self._join_checks:
+            check()
 
     def add_service(self, service: Service) -> None:
         """Poll a service as long as the engine lives."""
