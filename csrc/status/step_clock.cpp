@@ -1,6 +1,7 @@
 #include "step_clock.hpp"
 
 #include <fcntl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,9 @@
 namespace ringcomm {
 namespace {
 
+// glibc has gettid() since 2.30.
+pid_t this_thread() { return static_cast<pid_t>(syscall(SYS_gettid)); }
+
 Descriptor open_schedstat(pid_t thread) {
   const std::string path = "/proc/self/task/" + std::to_string(thread) + "/schedstat";
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -19,7 +23,7 @@ Descriptor open_schedstat(pid_t thread) {
 
 }  // namespace
 
-StepClock::StepClock() : thread_(gettid()) {
+StepClock::StepClock() : thread_(this_thread()) {
   schedstat_ = open_schedstat(thread_);
   stamp(0);
 }
@@ -54,7 +58,7 @@ void StepClock::stamp(int i) {
 // The second number of schedstat: nanoseconds in the run queue.
 std::int64_t StepClock::time_without_core() const {
   char text[80];
-  const bool is_mine = schedstat_.get() >= 0 && gettid() == thread_;
+  const bool is_mine = schedstat_.get() >= 0 && this_thread() == thread_;
   const ssize_t n = is_mine ? pread(schedstat_.get(), text, sizeof text - 1, 0) : 0;
   if (n <= 0) return 0;
   text[n] = '\0';

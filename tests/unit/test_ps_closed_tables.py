@@ -152,7 +152,7 @@ def test_partitions_that_have_moved_are_closed_too():
     run_workers(2, body, 2)
 
 
-def test_the_tables_of_an_optimizer_that_is_gone_are_closed_when_others_are_opened():
+def test_the_tables_of_an_optimizer_that_is_gone_are_closed_when_another_is_wrapped():
     def body(rank):
         for _ in range(3):
             model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -165,9 +165,10 @@ def test_the_tables_of_an_optimizer_that_is_gone_are_closed_when_others_are_open
             assert gone() is None
             rc.barrier()
         kinds = ("1.bias+3", "buffers in float32", "buffers in float64")
-        require_names(*(f"{kind} (optimizer 3)" for kind in kinds))
+        last = [f"{kind} (optimizer 3)" for kind in kinds]
+        require_names(*last)
         ps.table("w", 3)
         rc.barrier()
-        require_names("w")
+        require_names(*last, "w")  # a checkpoint has them, though the function that trained is over
 
     run_workers(2, body)

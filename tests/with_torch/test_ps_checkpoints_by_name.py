@@ -149,10 +149,10 @@ def test_another_shape_is_told_and_the_rest_is_loaded(tmp_path):
 def test_models_with_the_same_names_are_told_apart(tmp_path):
     def body(rank):
         nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
-        for net in nets:
-            trained(net, rank, 0)
+        optimizers = [trained(net, rank, 0) for net in nets]
         ps.table("bias", 2, init=5.0)
         ps.save(tmp_path, background=False)
+        assert len(optimizers) == 2, "the tables of one that is gone are closed"
         return [net.bias.detach() for net in nets]
 
     [(first, second)] = run_workers(1, body)

@@ -162,7 +162,6 @@ def open_once(session: Session, spec: Spec, make: Callable[[dict[str, Any]], T])
         MismatchError: this rank or another opened it with something else.
         CommTimeoutError: the leader does not answer.
     """
-    close_abandoned(session)
     with session.opening:
         known: T | None = session.tables.get(spec.name)
         if known is not None:
