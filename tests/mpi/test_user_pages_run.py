@@ -15,11 +15,13 @@ BLOCKS = [
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8
 
 
 @pytest.mark.parametrize(
-    "block", BLOCKS, ids=["arrays", "async", "registered", "torch", "elastic", "samples", "ddp"]
+    "block",
+    BLOCKS,
+    ids=["arrays", "async", "registered", "torch", "elastic", "samples", "weighed", "ddp"],
 )
 def test_block_runs(block, tmp_path):
     if "import torch" in block:
