@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from weakref import ref
 
 import numpy as np
 
@@ -47,7 +48,8 @@ class Session:
         has_rested: servers wait for no more steps of this rank.
         last_save: the latest checkpoint that it has begun to save.
         tables: that this process has opened, by name.
-        abandoned: those that are closed when this process opens another one.
+        abandoned: tables of optimizers that are gone, and references to their parameters: once
+            these are gone, too, a table is closed when this process opens another one.
         opening: held while one is opened.
         saving: held while a save begins.
     """
@@ -66,7 +68,7 @@ class Session:
     has_rested: bool = False
     last_save: Future[Path] | None = None
     tables: dict[str, Any] = field(default_factory=dict)
-    abandoned: deque[Any] = field(default_factory=deque)
+    abandoned: deque[tuple[Any, list[ref[Any]]]] = field(default_factory=deque)
     opening: threading.Lock = field(default_factory=threading.Lock)
     saving: threading.Lock = field(default_factory=threading.Lock)
 

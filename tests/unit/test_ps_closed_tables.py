@@ -152,6 +152,19 @@ def test_partitions_that_have_moved_are_closed_too():
     run_workers(2, body, 2)
 
 
+def test_the_tables_of_a_model_that_lives_stay():
+    def body(rank):
+        model = torch.nn.Linear(3, 2)
+        wrap(model)
+        gc.collect()
+        other = torch.nn.Linear(3, 1)
+        optimizer = wrap(other)
+        require_names("bias+1 (optimizer 1)", "bias+1 (optimizer 2)")
+        assert optimizer is not None
+
+    run_workers(2, body)
+
+
 def test_the_tables_of_an_optimizer_that_is_gone_are_closed_when_another_is_wrapped():
     def body(rank):
         for _ in range(3):

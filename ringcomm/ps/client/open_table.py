@@ -134,11 +134,12 @@ def begin_close(table: TableBase) -> None:
 
 
 def close_abandoned(session: Session) -> None:
-    """Close the tables of optimizers that are gone, if nothing is asked of them."""
+    """Close the tables of optimizers and models that are gone, if nothing is asked of them."""
     for _ in range(len(session.abandoned)):
-        table = session.abandoned.popleft()
-        if table.client.outstanding.has_requests_of(table.number):
-            session.abandoned.append(table)
+        table, parameters = session.abandoned.popleft()
+        is_needed = any(each() is not None for each in parameters)
+        if is_needed or table.client.outstanding.has_requests_of(table.number):
+            session.abandoned.append((table, parameters))
             continue
         with session.opening:
             begin_close(table)

@@ -8,6 +8,7 @@ step() pushes (clip_or_skip_server_step.py).
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
@@ -62,6 +63,7 @@ class Feeder:
         self.pusher = BucketPusher(options, groups, self.session)
         self._slots: list[ServedSlot] = []
         self._tables: list[Table] = []
+        self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._hooks = ParameterHooks(self)
         self._passes = Passes()
         self.clock = StepClock()
@@ -78,7 +80,9 @@ class Feeder:
         self.buffers.fetch()
         let_rows_wait(self, self.session)
         self._tables += self.buffers.tables
-        gone = weakref.finalize(self, self.session.abandoned.extend, self._tables)
+        gone = weakref.finalize(
+            self, _abandon, self.session.abandoned, self._tables, self._parameters
+        )
         gone.atexit = False
 
     def extend(self, named_parameters: Named) -> None:
@@ -106,6 +110,7 @@ class Feeder:
         if self.options.mode.name == "ssp":
             catch_up(self.session, f"steps (ps optimizer {self.number})")
         self._tables += [bucket.table for bucket in buckets]
+        self._parameters += [weakref.ref(slot.parameter) for slot in new]
         self.pusher.fetch_values(buckets)
 
     def require_known(self, groups: Groups) -> None:
@@ -334,6 +339,15 @@ class Feeder:
                 f"{WHO}: set_samples() was {'not ' * self._is_weighed}called for this step, and "
                 f"{'' if self._is_weighed else 'not '}before. Call it for each step, or never"
             )
+
+
+def _abandon(
+    abandoned: deque[tuple[Table, list[weakref.ref[torch.nn.Parameter]]]],
+    tables: list[Table],
+    parameters: list[weakref.ref[torch.nn.Parameter]],
+) -> None:
+    """Let tables be closed once the parameters are gone, too; in any thread, at any time."""
+    abandoned.extend((table, parameters) for table in tables)
 
 
 def _require_servable(slot: ServedSlot) -> None:

@@ -406,7 +406,9 @@ class Table(TableBase):
         return start, stop
 
     def _flat(self, x: ArrayLike, count: int) -> Array:
-        x = array_of(f"push[{self.name}]", "x", x, self.dtype if isinstance(x, tuple) else None)
+        if type(x) is not np.ndarray:
+            dtype = self.dtype if isinstance(x, tuple) else None
+            x = array_of(f"push[{self.name}]", "x", x, dtype)
         is_whole = count == self._spec.count and x.shape == self.shape
         if not is_whole and x.shape != (count,):
             raise ValueError(

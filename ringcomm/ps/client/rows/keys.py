@@ -136,7 +136,8 @@ def rows_of(label: str, rows: Array, shape: tuple[int, ...], dtype: np.dtype[Any
         ValueError: their shape is not `shape`.
         TypeError: they are neither of `dtype` nor 16 bits wide.
     """
-    rows = array_of(label, "rows", rows)
+    if type(rows) is not np.ndarray:
+        rows = array_of(label, "rows", rows)
     if rows.shape != shape:
         raise ValueError(
             f"{label}: rows have shape {rows.shape}, and the keys {shape[:-1]}: it must be {shape}"

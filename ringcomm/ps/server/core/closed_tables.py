@@ -25,13 +25,16 @@ class ClosedTables:
         tables: by number.
         left: ranks that ask nothing more.
         is_quiet: returns True if nothing moves, and nobody has a pause.
+
+    Attributes:
+        numbers: of the tables.
     """
 
     def __init__(
         self, tables: Mapping[int, Table], left: Collection[int], is_quiet: Callable[[], bool]
     ) -> None:
         self._tables, self._left, self._is_quiet = tables, left, is_quiet
-        self._closing: set[int] = set()
+        self.numbers: set[int] = set()
 
     def on_closed(self, event: on.Closed, _: float) -> list[Action]:
         """A rank uses a table no more. Raises KeyError: there is no such table."""
@@ -40,15 +43,15 @@ class ClosedTables:
             raise KeyError(f"there is no table {event.table}")
         table.openers.discard(event.request.source)
         table.closing.append(event.request)
-        self._closing.add(table.number)
+        self.numbers.add(table.number)
         return []
 
     def due(self) -> list[Action]:
         """Return the actions that drop the tables which may go now; after each event."""
         actions: list[Action] = []
-        for number in sorted(self._closing) if self._closing and self._is_quiet() else ():
+        for number in sorted(self.numbers) if self._is_quiet() else ():
             table = self._tables[number]
             if all(rank in self._left for rank in table.openers):
                 actions += [Discard(number), *map(Reply, table.closing)]
-                self._closing.discard(number)
+                self.numbers.discard(number)
         return actions

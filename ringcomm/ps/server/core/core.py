@@ -98,8 +98,7 @@ class Core:
         """
         actions = self._handlers[type(event)](event, now)
         done = actions if type(actions) is list else list(actions)
-        discarded = self._closed.due()
-        return done + discarded if discarded else done
+        return done + self._closed.due() if self._closed.numbers else done
 
     @property
     def awaits_time(self) -> bool:
