@@ -154,6 +154,7 @@ def test_a_rank_that_lost_the_mean_gets_the_weights_of_one_that_has_applied_it(m
     assert "a rank is lost" in output
 
 
+@pytest.mark.at_length
 @elastic
 def test_ranks_that_have_all_lost_the_mean_leave_the_step_out(tmp_path):
     kills = [[2, 7, "after step"]]
@@ -217,6 +218,7 @@ for step in range(12):
 """
 
 
+@pytest.mark.at_length
 def test_in_another_job_a_failure_ends_it_and_a_warning_has_said_so(tmp_path):
     job = run_script(2, NOT_ELASTIC, cwd=tmp_path)
     assert job.code != 0

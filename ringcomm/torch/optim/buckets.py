@@ -263,10 +263,10 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def view_like(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a view of the flat `piece` with a parameter's shape, and with its strides if dense."""
-    shape = parameter.shape
+    shape, strides = parameter.shape, parameter.stride()
     view = piece.view(shape)
-    if parameter.numel() and is_dense(shape, parameter.stride()):
-        view = piece.as_strided(shape, parameter.stride())
+    if view.stride() != strides and parameter.numel() and is_dense(shape, strides):
+        view = piece.as_strided(shape, strides)
     return view.data  # .detach() would share the version counter of the whole buffer
 
 

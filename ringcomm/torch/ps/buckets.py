@@ -215,8 +215,8 @@ class ServedBucket:
         if self._is_lone:
             TORCH.written(self.slots[0].parameter)
         else:
-            for view, slot in zip(self.views(self._flat()), self.slots, strict=True):
-                slot.parameter.detach().copy_(view)
+            with torch.no_grad():
+                torch._foreach_copy_([s.parameter for s in self.slots], self.views(self._flat()))
         for slot in self.slots:
             slot.note_fetched()
 
@@ -249,11 +249,14 @@ class ServedBucket:
         if len(found) == 1 and (line := _fitting(found[0], self.slots[0].parameter)) is not None:
             return line
         flat = self.room_for_gradients()
-        for view, grad in zip(self.views(flat), found, strict=True):
+        views = self.views(flat)
+        for view, grad in zip(views, found, strict=True):
             if grad is None:
                 view.zero_()
-            else:
-                view.copy_(grad.detach().to_dense() if grad.is_sparse else grad.detach())
+        pairs = [(v, g) for v, g in zip(views, found, strict=True) if g is not None]
+        with torch.no_grad():
+            grads = [g.to_dense() if g.is_sparse else g for _, g in pairs]
+            torch._foreach_copy_([v for v, _ in pairs], grads)
         return flat
 
     def room_for_gradients(self) -> torch.Tensor:
