@@ -350,7 +350,7 @@ def _leave_job(world: World) -> Failure | None:
         world.words.wait_for_report()
         is_clean = world.engine.job_size == 1
     _note_end(world, is_clean=is_clean)
-    if failure is None and is_clean and world.transport.view.number:
+    if failure is None and is_clean and _is_mpi_broken:
         world.transport.page.set_state(State.LEFT)  # MPI is not finalized
     if world.guardian is not None:
         world.guardian.disown()
@@ -362,13 +362,14 @@ def _leave(world: World, how: str, *, keeps_wire: bool = False) -> bool:
     if world.is_outside:
         return leave_outside(world)
     announce_leave(world)
-    return leave(world.engine, how, keeps_wire=keeps_wire) and not world.presence.deaths
+    return leave(world.engine, how, keeps_wire=keeps_wire)
 
 
 def _note_end(world: World, *, is_clean: bool) -> None:
     """Note whether MPI can be finalized; if not, no rank must wait for this one to heal."""
     global _is_mpi_broken, _was_elastic  # noqa: PLW0603
-    _is_mpi_broken = _is_mpi_broken or not is_clean or world.transport.view.number > 0
+    is_whole = is_clean and not world.transport.view.number and not world.presence.deaths
+    _is_mpi_broken = _is_mpi_broken or not is_whole
     _was_elastic = _was_elastic or world.membership is not None
     if not is_clean:
         withdraw(world)
