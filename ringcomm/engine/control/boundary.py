@@ -99,10 +99,7 @@ class Control:
         if self.is_paused or (self._page is not None and self._page.has_command):
             return False
         with self._lock:
-            if self._rounds.must_hold or self._rounds.has_due:
-                return False
-            self._rounds.leave()
-        return True
+            return self._rounds.leave()
 
     def _take_due(self) -> list[tuple[str, bool]]:
         with self._lock:

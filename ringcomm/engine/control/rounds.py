@@ -77,9 +77,12 @@ class Rounds:
         """Note that this rank has completed so many steps, and stands at the boundary."""
         self._completed, self._is_at_boundary = completed, True
 
-    def leave(self) -> None:
-        """Note that the next step begins."""
+    def leave(self) -> bool:
+        """Begin the next step and return True; False if a step is to be agreed on or one is due."""
+        if self._rounds and (self.must_hold or self.has_due):
+            return False
         self._is_at_boundary = False
+        return True
 
     def propose(self, text: str, members: Sequence[int], gone: Collection[int] = ()) -> list[Note]:
         """Begin a round of these ranks, this one included; `gone` are ranks that have left."""

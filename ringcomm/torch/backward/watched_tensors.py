@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from ctypes import string_at
 from sys import getrefcount
 from types import SimpleNamespace
@@ -39,34 +40,65 @@ def address_of(x: torch.Tensor) -> int:
     return x.data_ptr() if x.layout is torch.strided else 0
 
 
-class Sample:
-    """Elements of a tensor, to notice writes through .data, which torch does not count.
+class Snapshot:
+    """Tensors at one moment, to notice which of them the program exchanges, writes to or moves.
 
-    All elements of a tensor of up to 16 KiB; of a larger one 16 pieces of 1 KiB at equal
-    distances, others in each `turn`.
+    It keeps them alive. Of writes through .data, which torch does not count, it notices those to
+    its samples: all elements of a tensor of up to 16 KiB; of a larger one 16 pieces of 1 KiB at
+    equal distances.
+
+    Args:
+        tensors: None for one that is missing.
+        turn: of a larger tensor other pieces are taken in each turn; None: take no samples.
     """
 
-    __slots__ = ("_bytes", "_places")
+    __slots__ = ("_marks", "_samples", "_tensors", "_turn")
 
-    def __init__(self, x: torch.Tensor, turn: int) -> None:
-        nbytes = x.nbytes
-        self._places: range | None = None  # of the pieces; None: all of the tensor
-        if nbytes > _N_PIECES * _PIECE:
-            step = nbytes // _N_PIECES
-            first = turn * _PIECE % (step - _PIECE + 1)
-            self._places = range(first, first + _N_PIECES * step, step)
-        self._bytes = self._taken(x)
+    def __init__(self, tensors: Sequence[torch.Tensor | None], turn: int | None) -> None:
+        self._tensors, self._turn = tensors, turn
+        self._marks = _marks(tensors)
+        self._samples = [] if turn is None else [_sample(x, turn) for x in tensors]
 
-    def is_of(self, x: torch.Tensor) -> bool:
-        """Return True if these elements of x, which has the same shape and dtype, are the same."""
-        return self._taken(x) == self._bytes
+    def changed(
+        self, tensors: Sequence[torch.Tensor | None], *, is_thorough: bool = True
+    ) -> int | None:
+        """Return the place of the first tensor that is another one or has changed; None: none is.
 
-    def _taken(self, x: torch.Tensor) -> bytes:
-        x = x if x.is_contiguous() else x.detach().contiguous()
-        address = x.data_ptr()
-        if self._places is None:
-            return string_at(address, x.nbytes)
-        return b"".join([string_at(address + place, _PIECE) for place in self._places])
+        is_thorough: compare the samples, too.
+        """
+        marks = _marks(tensors)
+        if marks != self._marks:
+            return _first_difference(marks, self._marks)
+        if self._turn is None or not is_thorough:
+            return None
+        samples = [_sample(x, self._turn) for x in tensors]
+        return None if samples == self._samples else _first_difference(samples, self._samples)
+
+
+def _marks(tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
+    """Return what identifies each tensor, its version and its memory."""
+    return [
+        None if x is None else (id(x), x._version, x.data_ptr() if x.layout is _STRIDED else 0)
+        for x in tensors
+    ]
+
+
+def _sample(x: torch.Tensor | None, turn: int) -> bytes:
+    """Return elements of a tensor; see Snapshot."""
+    if x is None or x.layout is not _STRIDED:
+        return b""
+    x = x if x.is_contiguous() else x.detach().contiguous()
+    nbytes = x.nbytes
+    if nbytes <= _N_PIECES * _PIECE:
+        return string_at(x.data_ptr(), nbytes)
+    step, address = nbytes // _N_PIECES, x.data_ptr()
+    first = address + turn * _PIECE % (step - _PIECE + 1)
+    places = range(first, first + _N_PIECES * step, step)
+    return b"".join([string_at(place, _PIECE) for place in places])
+
+
+def _first_difference(some: Sequence[object], others: Sequence[object]) -> int:
+    return next(k for k, (x, y) in enumerate(zip(some, others, strict=True)) if x != y)
 
 
 _N_PIECES, _PIECE = 16, 1024

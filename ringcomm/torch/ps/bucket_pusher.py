@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
@@ -150,8 +148,7 @@ class BucketPusher:
             if bucket.push is not None:  # if the push was refused, the pull would never end
                 outcomes.append(bucket.push.wait().why)
             pull.wait()
-            with torch.no_grad():
-                bucket.land()
+            bucket.land()
         return outcomes
 
     def refuse_update_by_hand(self) -> None:
@@ -169,14 +166,13 @@ class BucketPusher:
 
     def refuse_changed_gradients(self) -> None:
         """Raise RingcommError if .grad or a hyper-parameter has changed since the push."""
-        for slot in (each for bucket in self.buckets for each in bucket.slots):
-            if not slot.parameter.requires_grad:
-                if slot.parameter.grad is not None:
-                    raise RingcommError(
-                        f"{WHO}: {slot.name} has a .grad and is frozen, so it is not pushed: set "
-                        ".grad to None, or call requires_grad_(True)"
-                    )
-            elif slot.is_pushed and slot.is_gradient_changed:
+        for bucket in self.buckets:
+            if frozen := bucket.frozen_with_gradient():
+                raise RingcommError(
+                    f"{WHO}: {frozen[0].name} has a .grad and is frozen, so it is not pushed: set "
+                    ".grad to None, or call requires_grad_(True)"
+                )
+            if (slot := bucket.changed_gradient()) is not None:
                 raise RingcommError(
                     f"{WHO}: .grad of {slot.name} was changed after it had been pushed. To change "
                     "gradients after backward() pass overlap=False, to clip them max_grad_norm=, "

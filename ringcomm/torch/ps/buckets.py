@@ -19,7 +19,12 @@ from ringcomm.ps.parameters_sharing_a_dense_table import MOST
 from ringcomm.ps.table_spec import Part
 from ringcomm.ps.update_modes import Mode
 from ringcomm.torch.backward.parameter_hooks import Slot
-from ringcomm.torch.backward.watched_tensors import Mark, Sample, can_hold, n_storage_references
+from ringcomm.torch.backward.watched_tensors import (
+    Mark,
+    Snapshot,
+    can_hold,
+    n_storage_references,
+)
 from ringcomm.torch.optim.buckets import flat_view, is_dense, view_like
 from ringcomm.torch.optim.gradient import WORTH_KEEPING
 
@@ -36,42 +41,20 @@ class ServedSlot(Slot):
     Attributes:
         group: its parameter group.
         is_pushed: this step's gradient has been pushed.
-        kept: last large gradient; see ServedBucket.note_pushed().
     """
 
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter, group: int) -> None:
         super().__init__(index, name, parameter)
         self.group = group
-        self.kept: torch.Tensor | None = None
-        self._turn = 0
-        self._fetched: tuple[Mark, Sample] | None = None  # values of the servers
+        self._kept: torch.Tensor | None = None  # last large gradient; see note_pushed()
         self.begin_step()
 
     def begin_step(self) -> None:
         """Expect a gradient."""
         self.is_pushed = False
-        self._pushed: tuple[Mark, Sample | None] | None = None  # None: there is no gradient
         self._before: torch.Tensor | None = None  # .grad before backward(), which adds to it
         self._weights: Mark | None = None  # the parameter before backward()
 
-    # --- values -----------------------------------------------------------------------------------
-    def note_fetched(self) -> None:
-        """Note that the values are those of the servers."""
-        self._turn += 1
-        self._fetched = Mark(self.parameter), Sample(self.parameter, self._turn)
-
-    def are_values_changed(self, *, is_thorough: bool) -> bool:
-        """Return True if the program has changed the values since they were fetched.
-
-        is_thorough: look for writes through .data, too.
-        """
-        if self._fetched is None:
-            return True
-        mark, sample = self._fetched
-        is_same = mark.is_of(self.parameter)
-        return not is_same or (is_thorough and not sample.is_of(self.parameter))
-
-    # --- gradients --------------------------------------------------------------------------------
     def note_before_gradient(self, *, is_own_step: bool) -> None:
         """Note .grad before autograd adds to it, and weights that this worker updates."""
         if self._before is None:
@@ -84,26 +67,11 @@ class ServedSlot(Slot):
         """True if the weights have changed since backward(), except through .data."""
         return self._weights is not None and not self._weights.is_of(self.parameter)
 
-    def note_pushed(self, *, is_early: bool) -> None:
-        """Note that .grad is pushed as it is; is_early: the program may change it before step()."""
+    def note_pushed(self) -> None:
+        """Note that .grad is pushed."""
         self.is_pushed = True
-        gradient = self.parameter.grad
-        if gradient is None:
-            return
-        can_sample = is_early and gradient.layout is torch.strided
-        sample = Sample(gradient, self._turn) if can_sample else None
-        self._pushed = Mark(gradient), sample
         # For the reason that GradientSlot.pack() gives, a large one is kept until the next one.
-        self.kept = gradient if self.parameter.nbytes >= WORTH_KEEPING else None
-
-    @property
-    def is_gradient_changed(self) -> bool:
-        """True if .grad is not what was pushed."""
-        gradient = self.parameter.grad
-        if self._pushed is None or gradient is None:
-            return (self._pushed is None) != (gradient is None)
-        mark, sample = self._pushed
-        return not (mark.is_of(gradient) and (sample is None or sample.is_of(gradient)))
+        self._kept = self.parameter.grad if self.parameter.nbytes >= WORTH_KEEPING else None
 
     def take_mean(self, mean: torch.Tensor) -> None:
         """Make .grad the mean over the workers: in the same tensor if the program refers to it."""
@@ -153,10 +121,13 @@ class ServedBucket:
     ) -> None:  # fmt: skip
         self.slots = slots
         self.group = slots[0].group
-        self._counts = [slot.parameter.numel() for slot in slots]
+        self._parameters: list[torch.Tensor] = [slot.parameter for slot in slots]
+        self._counts = [p.numel() for p in self._parameters]
         self._dtype = slots[0].parameter.dtype
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
+        self._fetched: Snapshot | None = None  # of the parameters, with the servers' values
+        self._turn = 0
         more = f"+{len(slots) - 1}" if slots[1:] else ""
         # If servers only take means, they cannot distinguish a missing gradient from zeros.
         only_means = isinstance(updater, Assign)
@@ -183,12 +154,13 @@ class ServedBucket:
         """Return the numbers of the table's segments that have no gradient on this worker."""
         if not self.has_segments:
             return []
-        return [k for k, slot in enumerate(self.slots) if slot.parameter.grad is None]
+        return [k for k, p in enumerate(self._parameters) if p.grad is None]
 
     def restart(self) -> None:
         """Begin a step."""
         self.waiting = {slot.index for slot in self.slots}
         self.push = None
+        self._pushed: Snapshot | None = None  # of .grad
         for slot in self.slots:
             slot.begin_step()
 
@@ -216,9 +188,18 @@ class ServedBucket:
             TORCH.written(self.slots[0].parameter)
         else:
             with torch.no_grad():
-                torch._foreach_copy_([s.parameter for s in self.slots], self.views(self._flat()))
-        for slot in self.slots:
-            slot.note_fetched()
+                torch._foreach_copy_(self._parameters, self.views(self._flat()))
+        self._turn += 1
+        self._fetched = Snapshot(self._parameters, self._turn)
+
+    def changed_values(self, *, is_thorough: bool) -> ServedSlot | None:
+        """Return a parameter whose values the program has changed since they were fetched, or None.
+
+        is_thorough: look for writes through .data, too.
+        """
+        assert self._fetched is not None, "no values have been fetched"
+        place = self._fetched.changed(self._parameters, is_thorough=is_thorough)
+        return None if place is None else self.slots[place]
 
     @property
     def _is_lone(self) -> bool:
@@ -234,8 +215,8 @@ class ServedBucket:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part of a flat tensor, in its shape and strides."""
-        pieces = torch.split(flat, self._counts)
-        return [view_like(x, s.parameter) for x, s in zip(pieces, self.slots, strict=True)]
+        pieces = flat.split_with_sizes(self._counts)
+        return [view_like(x, p) for x, p in zip(pieces, self._parameters, strict=True)]
 
     # --- gradients ------------------------------------------------------------------------------
     def gradients(self) -> torch.Tensor | None:
@@ -243,7 +224,7 @@ class ServedBucket:
 
         The result is a view of .grad, or memory that the next call overwrites.
         """
-        found = [slot.parameter.grad for slot in self.slots]
+        found = [p.grad for p in self._parameters]
         if all(grad is None for grad in found):
             return None
         if len(found) == 1 and (line := _fitting(found[0], self.slots[0].parameter)) is not None:
@@ -266,10 +247,28 @@ class ServedBucket:
         return self._gradients
 
     def note_pushed(self, push: Future[Pushed] | None, *, is_early: bool) -> None:
-        """Note the push of the gradients as they are now; see ServedSlot.note_pushed()."""
+        """Note the push of .grad as it is; is_early: the program may change it before step()."""
         self.push = push
         for slot in self.slots:
-            slot.note_pushed(is_early=is_early)
+            slot.note_pushed()
+        self._pushed = Snapshot(
+            [p.grad for p in self._parameters], self._turn if is_early else None
+        )
+
+    def frozen_with_gradient(self) -> list[ServedSlot]:
+        """Return the parameters that have a .grad although they are frozen."""
+        return [
+            slot
+            for slot, p in zip(self.slots, self._parameters, strict=True)
+            if not p.requires_grad and p.grad is not None
+        ]
+
+    def changed_gradient(self) -> ServedSlot | None:
+        """Return a parameter whose .grad is not what was pushed, or None."""
+        if self._pushed is None:
+            return None
+        place = self._pushed.changed([p.grad for p in self._parameters])
+        return None if place is None else self.slots[place]
 
 
 def _part(name: str, parameter: torch.Tensor) -> Part:

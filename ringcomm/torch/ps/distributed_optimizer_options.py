@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from ringcomm.codec import Codec
@@ -29,7 +30,7 @@ class ServerOptions:
     scaler: Any = None
     overlap: bool = True
 
-    @property
+    @cached_property
     def needs_all(self) -> bool:
         """True if clipping or a scaler needs all gradients before one can be used."""
         return self.max_norm is not None or is_on(self.scaler)

@@ -57,17 +57,17 @@ class Feeder:
     ) -> None:  # fmt: skip
         require_passes(passes_per_step)
         self.options, self._passes_per_step = options, passes_per_step
-        self.step = 0
+        self.step = self._n_passes = 0
         self.was_applied = True
         self.session = session()
         self.pusher = BucketPusher(options, groups, self.session)
         self._slots: list[ServedSlot] = []
+        self._known_ids: list[list[int]] = []  # of param_groups as the last check has found them
         self._tables: list[Table] = []
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._hooks = ParameterHooks(self)
         self._passes = Passes()
         self.clock = StepClock()
-        self._n_passes = 0
         self._is_spoiled = self._has_ticked = False
         self.note_fetching()
         self._is_weighed: bool | None = None
@@ -115,7 +115,9 @@ class Feeder:
 
     def require_known(self, groups: Groups) -> None:
         """Raise RingcommError if param_groups have other parameters than the servers."""
-        _require_known(self._slots, groups, may_move=self.options.class_name is None)
+        if (ids := [[id(p) for p in group["params"]] for group in groups]) != self._known_ids:
+            _require_known(self._slots, groups, may_move=self.options.class_name is None)
+            self._known_ids = ids
 
     def _require_alike(self, what: str, mine: OptimizerSummary) -> None:
         name = f"{what} (ps optimizer {self.number})"
@@ -319,8 +321,8 @@ class Feeder:
                 "parameters, and the model still has those before. Call "
                 "optimizer.pull_parameters() on every worker after ps.restore() or ps.load()"
             )
-        for slot in self._slots:
-            if slot.are_values_changed(is_thorough=is_thorough):
+        for bucket in self.pusher.buckets:
+            if (slot := bucket.changed_values(is_thorough=is_thorough)) is not None:
                 raise RingcommError(
                     f"{WHO}: {slot.name} was changed by hand, and the servers have other values, "
                     "which step() would bring back. Call optimizer.push_parameters() on every "
@@ -379,6 +381,7 @@ def _settings(options: ServerOptions, passes_per_step: int) -> tuple[tuple[str, 
 
 
 def _require_known(slots: Sequence[ServedSlot], groups: Groups, *, may_move: bool) -> None:
+    """Raise RingcommError if the groups have not these parameters, each in its group."""
     group_of = {id(p): g for g, group in enumerate(groups) for p in group["params"]}
     if group_of.keys() != {id(slot.parameter) for slot in slots}:
         raise RingcommError(
