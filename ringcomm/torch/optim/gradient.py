@@ -132,7 +132,6 @@ class GradientSlot(Slot):
         self.complaint = None
         self.was_sparse = self.is_sparse_in_step = False
         self.history.begin_step(None if is_zeroed else self.parameter.grad)
-        self.part.forget()
 
     def _keep(self, gradient: torch.Tensor, *, is_seen: bool | None) -> None:
         """Keep the .grad that is there before backward(): the result is written to it."""

@@ -36,6 +36,7 @@ from ringcomm.torch.optim.finish_backward import Exchange
 from ringcomm.torch.optim.gradient import GradientSlot, GradientState
 from ringcomm.torch.optim.optimizer_agreement import Agreement
 from ringcomm.torch.optim.options import GradientOptions, require_passes
+from ringcomm.torch.optim.own_part import OwnPart
 
 P = ParamSpec("P")
 
@@ -69,6 +70,7 @@ class GradientReducer:
         self.step = 0
         self.slots: list[GradientSlot] = []
         self.ids: set[int] = set()
+        self._own_parts: list[OwnPart] = []  # with shard_state=1
         self.plan = BucketPlan(self.slots, options)
         self._engine = weakref.ref(engine())
         self._hooks = ParameterHooks(self)
@@ -106,6 +108,7 @@ class GradientReducer:
             slot.index = index
             self.slots.append(slot)
         self.ids = {id(p) for _, p in named}
+        self._own_parts = [slot.part for slot in self.slots] if self.options.is_sharded else []
         self._agreement.weights.expect_more()
         self.plan.forget_sparse()
         self._replan()
@@ -131,8 +134,8 @@ class GradientReducer:
         """Restart the step, before zero_grad(); complete the buckets of a failed backward()."""
         if any(bucket.is_under_way for bucket in self.plan.buckets or ()):
             self._spoiling(self._drain)
-        for slot in self.slots:
-            slot.part.require_equal_weights()
+        for part in self._own_parts:
+            part.require_equal_weights()
         self._is_spoiled = False
         self._begin_step(is_zeroed=True)
 
@@ -255,8 +258,8 @@ class GradientReducer:
         """End a pass that communicates."""
         self._clock.mark(2)
         try:
-            for slot in self.slots:
-                slot.part.require_unmoved()
+            for part in self._own_parts:
+                part.require_unmoved()
             yield from self._agreement.reach()
             presence = yield from Exchange(self.plan, self._scaling, self.step).run()
             group, suffix = self.options.group, self.plan.suffix
@@ -288,6 +291,8 @@ class GradientReducer:
         self._is_communicating = self._is_synchronized = False
         for slot in self.slots:
             slot.begin_step(is_zeroed=is_zeroed)
+        for part in self._own_parts:
+            part.forget()
 
     # --- failures ---------------------------------------------------------------------------------
     def _spoiling(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
