@@ -106,6 +106,7 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
     while True:
         try:
             if is_elastic and is_outside():
+                state.forget_commits()
                 if not take_place():
                     raise SystemExit(0)  # what follows in the program is for the ranks of the job
                 begin = functools.partial(_resume, state)

@@ -126,7 +126,11 @@ class State(ABC):
     def _sync_from_root_if_derived(self) -> None:
         """Make sync() send the values of rank 0, as before the first commit."""
         if type(self).sync is not State.sync:
-            self._n_commits, self._is_saved = 0, False
+            self.forget_commits()
+
+    def forget_commits(self) -> None:
+        """Forget what was committed: this process has no place, and others go on without it."""
+        self._n_commits, self._is_saved = 0, False
 
     def _keep(self) -> None:
         n, self._n_commits = self._n_commits, _TORN

@@ -1,187 +1,26 @@
 """The agreement on who is in the job, under any order of deaths, messages and departures."""
 
-from collections import defaultdict, deque
-
 import pytest
 from harness import at_length
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from membership_model import Job, Training, steps
 
 from ringcomm.transport.membership.events import (
     Arrive,
-    Clear,
-    Cleared,
-    EndRun,
     Evict,
     Finish,
-    GoneOn,
     Heal,
     Heard,
-    Install,
     KillHere,
     Leave,
     Lost,
     Resize,
-    Send,
     Withdraw,
 )
 from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Kind, Message
 from ringcomm.transport.membership.view import Changes, View
-
-
-class Job:
-    """Processes that are machines, and messages between them: in order per pair, at any speed.
-
-    The last n_spares of them begin outside.
-    """
-
-    def __init__(self, size, n_spares=0):
-        self.size = size
-        n_members = size - n_spares
-        self.states = [Membership.first(me, size, n_spares) for me in range(size)]
-        self.dead = set()
-        self.seen = defaultdict(set)  # deaths that a rank has seen
-        self.queues = defaultdict(deque)  # (source, dest) -> messages
-        self.to_clear = [None] * size  # set for which a rank has yet to clear its memory
-        self.has_cleared = [None] * size
-        self.views = [[View.first(n_members)] for _ in range(size)]
-        self.over = [0] * size
-        self.went_on = defaultdict(list)
-        self.is_leaving = set()
-        self.is_working = set(range(n_members))  # in the last view of each
-
-    def live(self):
-        return [r for r in range(self.size) if r not in self.dead]
-
-    def handle(self, rank, event, most_sends=None):
-        """Let a rank handle an event; it dies after most_sends messages if that is not None."""
-        before = self.states[rank].changes
-        self.states[rank], actions = handle(self.states[rank], event)
-        after = self.states[rank].changes
-        assert before.lost <= after.lost
-        assert before.arrived <= after.arrived
-        if isinstance(event, Heal) or self.states[rank].phase is Phase.GONE:
-            self.is_working.discard(rank)
-        for action in actions:
-            match action:
-                case Send(to, message):
-                    for dest in to:
-                        assert dest != rank
-                        if most_sends == 0:
-                            self.dead.add(rank)
-                            return
-                        most_sends = None if most_sends is None else most_sends - 1
-                        self.queues[rank, dest].append(Message.of(message.numbers()))
-                case Clear():
-                    self.to_clear[rank] = self.states[rank].changes
-                case Install(view):
-                    self.install(rank, view)
-                case EndRun():
-                    self.over[rank] += 1
-                    if self.states[rank].is_member:
-                        self.is_working.add(rank)
-                case GoneOn(other):
-                    assert rank in self.is_leaving
-                    self.went_on[rank].append(other)
-        if most_sends is not None:
-            self.dead.add(rank)
-
-    def install(self, rank, view):
-        before = self.views[rank][-1]
-        assert view.number > before.number
-        assert rank in view.members
-        assert rank not in self.is_working
-        assert view.members[0] in before.members or len(self.views[view.members[0]]) > 1
-        self.views[rank].append(view)
-        self.is_working.add(rank)
-        # All others have stopped and cleared their memory, so nobody works in an older view.
-        for other in view.members:
-            if other not in self.dead:
-                assert other not in self.is_working or self.views[other][-1] == view
-        for views in self.views:
-            for other in views:
-                assert (other.number == view.number) == (other == view)
-        first = set(self.views[0][0].members)
-        gone = first - set(view.members) - self.dead - self.is_leaving
-        assert not gone or self.states[rank].changes.requests, "a member that lives stays"
-
-    def deliver(self, source, dest):
-        message = self.queues[source, dest].popleft()
-        if dest not in self.dead:
-            self.handle(dest, Heard(source, message))
-
-    def see(self, rank, dead):
-        self.seen[rank].add(dead)
-        self.handle(rank, Lost(frozenset({dead})))
-
-    def clear(self, rank):
-        for other in self.states[rank].others:  # nobody works on this memory
-            assert other in self.dead or other not in self.is_working, (rank, other)
-        self.has_cleared[rank], self.to_clear[rank] = self.to_clear[rank], None
-        self.handle(rank, Cleared())
-
-    def moves(self):
-        """Return what can happen next without the will of a user."""
-        can = [(self.deliver, *pair) for pair, queue in self.queues.items() if queue]
-        for rank in self.live():
-            can += [(self.see, rank, d) for d in sorted(self.dead - self.seen[rank])]
-            if self.to_clear[rank] is not None and self.states[rank].phase is Phase.HEALING:
-                can.append((self.clear, rank))
-            state = self.states[rank]
-            is_at_work = state.phase is Phase.WORKING and not self.over[rank]
-            sees_a_reason = state.has_new_loss or (state.wants_another_size and state.stopped)
-            is_needed = (is_at_work and sees_a_reason) or state.must_heal
-            if is_needed and rank not in self.is_leaving:
-                can.append((self.handle, rank, Heal()))
-        return can
-
-    def finish(self):
-        """Let everything happen that can happen, and each rank that works finish its run."""
-        for _ in range(10_000):
-            if moves := self.moves():
-                call, *arguments = moves[0]
-                call(*arguments)
-                continue
-            todo = [r for r in self.live() if self.can_finish(r)]
-            if not todo:
-                return
-            for rank in todo:
-                self.handle(rank, Finish())
-        raise AssertionError("the job never comes to rest")
-
-    def can_heal(self, rank):
-        state = self.states[rank]
-        grows = state.wants_another_size and rank == state.view.members[0]
-        return self.can_finish(rank) and (state.has_new_loss or grows)
-
-    def can_finish(self, rank):
-        at_work = self.states[rank].phase is Phase.WORKING and not self.over[rank]
-        return at_work and rank not in self.is_leaving
-
-
-def steps(job, data):
-    """Do a few things that a user or a fault does, and things that follow, in any order."""
-    for _ in range(data.draw(st.integers(0, 90))):
-        live = job.live()
-        chosen = data.draw(st.integers(0, 9))
-        rank = live[data.draw(st.integers(0, len(live) - 1))]
-        moves = job.moves()
-        if chosen == 0 and len(live) > 1:
-            job.dead.add(rank)
-        elif chosen == 1 and job.can_finish(rank):
-            n = data.draw(st.none() | st.integers(0, job.size)) if len(live) > 1 else None
-            job.handle(rank, Finish(), n)
-        elif chosen == 2 and len(live) > 1 and job.can_heal(rank):
-            job.handle(rank, Heal(), data.draw(st.none() | st.integers(0, job.size)))
-        elif chosen == 4 and job.can_finish(rank) and data.draw(st.booleans()):
-            job.handle(rank, Resize(data.draw(st.integers(1, job.size))))
-        elif chosen == 3 and job.states[rank].phase is Phase.OUTSIDE:
-            n = data.draw(st.none() | st.integers(0, job.size)) if len(live) > 1 else None
-            job.handle(rank, Arrive(), n)
-        elif moves:
-            call, *arguments = moves[data.draw(st.integers(0, len(moves) - 1))]
-            call(*arguments)
 
 
 @settings(max_examples=at_length(3_000, 150), deadline=None)
@@ -242,8 +81,7 @@ def test_one_death_is_a_view_of_the_others():
     for rank in (0, 2):
         job.see(rank, 1)
         job.handle(rank, Heal())
-    while moves := job.moves():
-        moves[0][0](*moves[0][1:])
+    job.rest()
     view = View(1, (0, 2), (0, 0))
     assert [job.states[r].view for r in (0, 2)] == [view, view]
     assert [view.rank_of(m) for m in (0, 1, 2)] == [0, None, 1]
@@ -253,8 +91,7 @@ def test_a_rank_that_heals_without_a_loss_waits():
     job = Job(2)
     for rank in (0, 1):
         job.handle(rank, Heal())
-    while moves := job.moves():
-        moves[0][0](*moves[0][1:])
+    job.rest()
     assert [s.phase for s in job.states] == [Phase.HEALING] * 2
 
 
@@ -269,8 +106,7 @@ def test_who_hears_that_the_run_is_over_does_not_heal_although_a_member_has_died
     job.see(1, 2)
     assert job.states[1].must_heal
     job.handle(1, Heal())
-    while moves := job.moves():
-        moves[0][0](*moves[0][1:])
+    job.rest()
     assert job.over[:2] == [1, 1]
     assert job.states[1].view == View.first(3)
 
@@ -300,18 +136,12 @@ def test_messages_are_read_as_they_were_written(kind):
     assert Message.of(message.numbers()) == message
 
 
-def rest(job):
-    """Let everything happen that can happen by itself."""
-    while moves := job.moves():
-        moves[0][0](*moves[0][1:])
-
-
 def test_a_spare_takes_the_rank_of_a_lost_member():
     job = Job(5, 2)
     for spare in (4, 3):
         job.handle(spare, Arrive())
     job.dead.add(1)
-    rest(job)
+    job.rest()
     view = View(3, (0, 3, 2), (0, 0, 0))
     assert {job.states[r].view for r in job.live()} == {view}
     assert [job.states[r].phase for r in (0, 2, 3, 4)] == [Phase.WORKING] * 3 + [Phase.HEALING]
@@ -320,22 +150,22 @@ def test_a_spare_takes_the_rank_of_a_lost_member():
     assert not job.states[4].is_job_over
     for rank in (0, 2, 3):
         job.handle(rank, Leave())
-    rest(job)
+    job.rest()
     assert job.states[4].is_job_over
 
 
 def test_a_spare_that_has_not_arrived_is_not_waited_for_and_joins_later():
     job = Job(3, 1)
     job.dead.add(1)
-    rest(job)
+    job.rest()
     assert job.states[0].view.members == (0,)
     assert not job.states[0].wants_another_size
     job.handle(2, Arrive())
-    rest(job)
+    job.rest()
     assert job.states[0].wants_another_size, "and nobody stops for it before a rank decides to"
     assert job.states[0].phase is Phase.WORKING
     job.handle(0, Heal())
-    rest(job)
+    job.rest()
     assert {job.states[r].view for r in (0, 2)} == {View(2, (0, 2), (0, 0))}
 
 
@@ -343,9 +173,9 @@ def test_spares_alone_do_not_go_on_without_the_state():
     job = Job(4, 2)
     for spare in (2, 3):
         job.handle(spare, Arrive())
-    rest(job)
+    job.rest()
     job.dead |= {0, 1}
-    rest(job)
+    job.rest()
     assert all(job.states[spare].is_orphaned for spare in (2, 3))
     assert all(not job.states[spare].is_member for spare in (2, 3))
 
@@ -354,7 +184,7 @@ def test_who_has_heard_of_a_later_change_still_learns_of_the_view_that_others_ha
     job = Job(5, 2)
     for spare in (3, 4):
         job.handle(spare, Arrive())
-    rest(job)
+    job.rest()
     job.dead.add(2)
     while not all(job.to_clear[r] for r in (0, 1, 3, 4)):
         moves = [m for m in job.moves() if m[0] != job.clear]
@@ -369,7 +199,7 @@ def test_who_has_heard_of_a_later_change_still_learns_of_the_view_that_others_ha
     assert job.states[1].phase is Phase.HEALING
     job.queues[4, 1].clear()
     job.dead.add(4)  # which is no member of the new view
-    rest(job)
+    job.rest()
     assert job.states[1].phase is Phase.WORKING
     assert job.states[1].view == job.states[0].view
 
@@ -386,16 +216,16 @@ def test_ranks_on_the_host_of_one_that_hangs_are_asked_to_kill_it():
 def test_a_member_that_is_too_many_leaves_the_view_and_comes_back():
     job = Job(3)
     job.handle(1, Resize(2))
-    rest(job)
+    job.rest()
     assert all(job.states[r].wants_another_size for r in range(3))
     job.handle(0, Heal())
-    rest(job)
+    job.rest()
     assert {job.states[r].view for r in range(3)} == {View(1, (0, 1), (0, 0))}
     assert job.states[2].phase is Phase.HEALING
     job.handle(0, Resize(3))
-    rest(job)
+    job.rest()
     job.handle(0, Heal())
-    rest(job)
+    job.rest()
     assert {job.states[r].view for r in range(3)} == {View(2, (0, 1, 2), (0, 0, 0))}
     job.finish()
     assert job.over == [1, 1, 1]
@@ -410,3 +240,72 @@ def test_a_reserve_is_needed_when_too_few_processes_before_it_live():
     assert not other.is_needed
     other, _ = handle(other, Resize(4))
     assert other.is_needed
+
+
+@settings(max_examples=at_length(3_000, 50), deadline=None)
+@given(st.integers(2, 5), st.integers(0, 2), st.integers(1, 30), st.integers(1, 3), st.data())
+def test_each_sample_is_in_the_state_of_all_once_whoever_dies_hangs_or_joins(
+    n_members, n_spares, n_samples, batch_size, data
+):
+    job = Training(n_members, n_spares, n_samples, batch_size)
+    steps(job, data, most=24)
+    job.finish()
+    live = [rank for rank in job.live() if rank not in job.hangs]
+    members = [rank for rank in live if job.states[rank].is_member]
+    if not members:
+        waiting = [job.states[rank] for rank in live if not job.states[rank].run]
+        assert all(s.is_orphaned or job.hangs & set(s.colleagues) for s in waiting), (
+            waiting,
+            job.hangs,
+            job.dead,
+        )
+        return
+    assert {job.over[rank] for rank in members} == {1}, [job.states[rank] for rank in live]
+    states = {job.commits[rank].samples for rank in members}
+    assert [sorted(each) for each in states] == [list(range(n_samples))]
+
+
+def test_who_is_out_of_the_next_view_and_hears_of_another_loss_first_still_learns_that_it_is_out():
+    job = Job(3)
+    job.handle(0, Resize(1))
+    for rank in (0, 1, 2):
+        job.handle(rank, Heal())
+    job.rest(until=lambda: all(job.to_clear))
+    for rank in (0, 1, 2):
+        job.clear(rank)
+    for source in (1, 2):
+        while job.queues[source, 0]:
+            job.deliver(source, 0)
+    assert job.states[0].view.members == (0,)
+    job.queues[2, 1].clear()  # rank 1 never hears that rank 2 was ready
+    job.dead.add(2)
+    job.finish()
+    assert job.over == [1, 1, 0]
+    assert (job.states[1].run, job.states[1].is_member) == (1, False)
+
+
+def test_who_comes_back_has_the_state_of_those_that_stayed_though_it_had_a_step_that_they_lost():
+    job = Training(3, 0, 30, 1)
+    job.handle(1, Resize(1))
+    while job.queues[1, 0] or job.queues[1, 2]:
+        for dest in (0, 2):
+            if job.queues[1, dest]:
+                job.deliver(1, dest)
+    for _ in range(2):  # the state, and a step
+        for rank in range(3):
+            job.begin(rank)
+        for rank in range(3) if job.at[2][1] == 0 else [2]:
+            job.end(rank)
+    job.dead.add(1)  # and rank 0 does not get the result of the step
+    for rank in (0, 2):
+        job.see(rank, 1)
+        job.handle(rank, Heal())
+    job.rest(until=lambda: job.states[0].view.members == (0,))
+    for _ in range(2):
+        job.begin(0)
+        job.end(0)
+    assert job.commits[0].n == 1
+    job.handle(0, Resize(2))
+    job.handle(0, Heal())
+    job.finish()
+    assert [sorted(job.commits[rank].samples) for rank in (0, 2)] == [list(range(30))] * 2

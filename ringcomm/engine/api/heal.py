@@ -52,10 +52,10 @@ def heal(error: RingcommError) -> bool:
         _agree(world, membership)
         world.transport.forget_steps()
         world.transport.bury()
-        if membership.state.run > run:
-            return False
         if not membership.state.is_member:
             return True
+        if membership.state.run > run:
+            return False
         world = in_next_view(world, membership)
         try:
             begin_view(world)

@@ -276,10 +276,11 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa:
         return state, []  # the others rely on it that this process goes on without the source
     if kind is Kind.KILL:
         return state, [KillHere(message.changes.lost)]
-    if state.me not in (*state.view.members, *view.members) and view.number > state.view.number:
-        state = replace(state, view=view)
+    is_idle = state.phase is Phase.HEALING or not state.is_member
+    if is_idle and view.number > state.view.number and state.me not in view.members:
+        state = replace(state, view=view, is_done=False)  # its members have agreed with this one
     if kind is Kind.AGREED:
-        return _go_over(state, view)
+        return _go_over(state, message)
     if kind is Kind.LEAVES:
         return replace(state, _leaving=state._leaving | {source}), []
     if kind is Kind.OVER:
@@ -301,15 +302,21 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa:
         _view_of={**state._view_of, source: view},
     )
     actions: list[Action] = []
-    is_behind = source in state.view.members and view.number < state.view.number
+    is_or_was_member = source in (*state.view.members, *view.members)
+    is_behind = is_or_was_member and view.number < state.view.number
     if is_behind and state.phase is not Phase.HEALING:
         actions.append(Send((source,), _message(state, Kind.AGREED)))
     is_leaving = state.phase is Phase.LEAVING
     return _and_then(actions, _refuse_others(state) if is_leaving else _go_on(state))
 
 
-def _go_over(state: Membership, view: View) -> _Result:
-    """Install a view on which the others have agreed with this process."""
+def _go_over(state: Membership, message: Message) -> _Result:
+    """Install a view on which the others have agreed with this process, or learn that it is out."""
+    view = message.view
+    if not state.is_member and message.run > state.run:
+        return replace(state, run=message.run), [EndRun()]
+    if not state.is_member:
+        return _go_on(state)
     is_behind = state.phase is Phase.HEALING and view.number > state.view.number
     if not is_behind or state.me not in view.members:
         return state, []
