@@ -1,7 +1,14 @@
-"""One job of ci/storms.py: an exact trainer, some of whose ranks are killed.
+"""One job of ci/storms.py: an exact trainer, some of whose processes are killed, hang or are slow.
 
 Each step is a hash of all steps before it and of the ranks that took part, in integers. So the
 final state shows whether any step was lost, done twice, or done on some ranks only.
+
+What happens to a process is written PROCESS@STEP:WHEN. +STEP counts the steps of the process
+itself, for spares and newcomers. With :before, :inside, :sent, :applying and :after it dies at that
+moment of the step, with :healing in the next failure, with :idle, :joining and :receiving on its
+way to a place. With :hanging it stops, with :waiting it does so before it has a place. With :slow
+it sleeps, with :late it does so on its way to a place. With :leaving it leaves in order, with
+:also-N it kills process N and itself, and with :alone-N only that one.
 """
 
 import argparse
@@ -16,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 WIDTH = 512
+SLOW_S = 1.0  # less than HANG_S of storms.py
 A, B = np.uint64(6364136223846793005), np.uint64(1442695040888963407)
 
 
@@ -46,35 +54,87 @@ class Trainer:
         self.rc, self.args = rc, args
         rc.init()
         self.me = rc.rank()
+        (Path(args.out) / f"pid.{self.me}").write_text(str(os.getpid()))
         kills = dict(text.split("@") for text in args.kill)
-        at, _, self.when = kills.get(str(self.me), "-1").partition(":")
-        self.kill_at = int(at)
+        self.at, _, self.when = kills.get(str(self.me), "-1").partition(":")
+        self.n_steps = 0  # that this process has begun
+        self.resizes = dict(text.split(":") for text in args.resize)
         if self.when == "idle":
             self.die_within(0.5)
+        elif self.when == "waiting":  # and stops
+            threading.Timer(0.05, self.hang).start()
+        elif self.when == "joining":  # on the way to its place
+            self.die_within(30e-3)
+        elif self.when == "late":
+            self.be_slow()
         self.registered = rc.zeros(1 << 14, np.int64)  # made before a death, and used after it
         self.large = np.zeros(1 << 18, np.int64)  # in private memory: reduced through lanes
         self.group = None
-        self.times = []  # (view, when its first step was done)
+        self.times = []  # (view, when its first step was done, size)
         rc.elastic.on_new_view(self.forget_group)
-        self.state = rc.elastic.ArrayState(
+        self.state = self.state_class()(
             step=0, x=np.arange(WIDTH, dtype=np.uint64), history=np.zeros(args.steps, np.uint64)
         )
+
+    def state_class(self):
+        trainer = self
+
+        class DyingState(self.rc.elastic.ArrayState):
+            def receive(self, root, *, is_new):
+                if trainer.when == "receiving" and is_new:
+                    trainer.die_within(1e-3)
+                super().receive(root, is_new=is_new)
+
+        return DyingState
 
     def forget_group(self):
         self.group = None
 
+    def note(self, what="kill", process=None):
+        process = self.me if process is None else process
+        Path(f"{self.args.out}/{what}.{process}").write_text(str(time.monotonic_ns()))
+
     def die(self):
-        Path(f"{self.args.out}/kill.{self.me}").write_text(str(time.monotonic_ns()))
+        self.note()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def kill(self, process):
+        self.note(process=process)
+        os.kill(int(Path(f"{self.args.out}/pid.{process}").read_text()), signal.SIGKILL)
+
     def hang(self):
-        Path(f"{self.args.out}/kill.{self.me}").write_text(str(time.monotonic_ns()))
+        self.note()
         self.when = ""
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def be_slow(self):
+        self.note("slow")
+        self.when = ""
+        time.sleep(SLOW_S)
 
     def die_within(self, seconds):
         threading.Timer(random.random() * seconds, self.die).start()
         self.when = ""
+
+    def is_time(self, state):
+        """Say whether something is to happen to this process in this step."""
+        here = f"+{self.n_steps}" if self.at.startswith("+") else str(state.step)
+        return here == self.at
+
+    def before_step(self):
+        """Do what is to happen before this process takes part in a step."""
+        when, _, other = self.when.partition("-")
+        if when in ("also", "alone"):
+            self.when = ""
+            self.kill(other)
+        if when in ("before", "also"):
+            self.die()
+        elif when == "hanging":
+            self.hang()
+        elif when == "slow":
+            self.be_slow()
+        elif when == "inside":
+            self.die_within(2e-3)
 
     def train(self, state):
         try:
@@ -87,13 +147,12 @@ class Trainer:
         return state.step
 
     def step(self, state):
-        rc, is_time = self.rc, state.step == self.kill_at
-        if is_time and self.when == "before":
-            self.die()
-        if is_time and self.when == "hanging":
-            self.hang()
-        if is_time and self.when == "inside":
-            self.die_within(2e-3)
+        rc, is_time = self.rc, self.is_time(state)
+        self.n_steps += 1
+        if is_time:
+            self.before_step()
+        if rc.rank() == 0 and (size := self.resizes.pop(str(state.step), None)) is not None:
+            rc.elastic.request_scale(int(size))
         view = rc.elastic.view()
         handle = self.begin_more() if self.args.rich else None
         total = rc.allreduce(contribution(state.x, state.step, self.me))
@@ -103,6 +162,8 @@ class Trainer:
         self.registered[:] = rc.rank() + 1
         rc.allreduce_(self.registered)
         assert (self.registered == rc.size() * (rc.size() + 1) // 2).all()
+        if is_time and self.when == "sent":
+            self.die()
         time.sleep(self.args.pause)
         state.x[:] = applied(state.x, total)
         if is_time and self.when == "applying":
@@ -111,9 +172,12 @@ class Trainer:
         state.step += 1
         state.commit()
         if not self.times or self.times[-1][0] != view.number:
-            self.times.append((view.number, time.monotonic_ns()))
+            self.times.append((view.number, time.monotonic_ns(), view.size))
         if is_time and self.when == "after":
             self.die()
+        if is_time and self.when == "leaving":
+            self.note()
+            rc.elastic.leave()
 
     def begin_more(self):
         rc, n, rank = self.rc, self.rc.size(), self.rc.rank()
@@ -164,7 +228,8 @@ def print_times():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--kill", action="append", default=[], help="RANK@STEP:WHEN")
+    parser.add_argument("--kill", action="append", default=[], help="PROCESS@STEP:WHEN")
+    parser.add_argument("--resize", action="append", default=[], help="STEP:SIZE")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--pause", type=float, default=1e-3)
     parser.add_argument("--rich", action="store_true")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import IS_MPICH, at_length, run_job, run_script
-from storms import LAUNCHERS, random_storm
+from storms import CELLS, LAUNCHERS, random_storm, reaches, storm_of
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 
@@ -40,6 +40,18 @@ def test_after_a_storm_all_that_live_have_the_same_exact_state(launcher, seed):
     storm = random_storm(random.Random(seed), launcher)
     outcome = storm.run()
     assert outcome.verdict == "right", (str(storm), outcome.output, outcome.results)
+
+
+# Cells that other tests reach less well.
+IN_THE_GATE = ["sent/leader", "applying/newcomer", "two/spare", "receiving/newcomer"]
+
+
+@pytest.mark.parametrize("cell", at_length(CELLS, IN_THE_GATE))
+def test_a_fault_of_any_kind_in_any_role_leaves_the_others_with_an_exact_state(cell):
+    storm = storm_of(cell, "ulfm", random.Random(cell))
+    outcome = storm.run()
+    assert outcome.verdict == "right", (str(storm), outcome.output, outcome.results)
+    assert reaches(cell, outcome), (str(storm), outcome)
 
 
 MANY_WAYS = """
@@ -277,6 +289,33 @@ def test_reserves_replace_lost_ranks_and_the_job_grows_and_shrinks(launcher, tmp
     assert job.output.count("of 3 is done") == 3, job.output
     assert len(set(re.findall(r", (\d+)$", job.output, re.MULTILINE))) == 1, job.output
     assert "rank 0 of 3 is done, [2, 3, 4]" in job.output
+
+
+COMES_BACK = """
+@rc.elastic.run
+def train(state):
+    try:
+        while state.step < 60:
+            if rc.rank() == 0 and state.step in (5, 6):
+                rc.elastic.request_scale({5: 3, 6: 4}[state.step])
+            step(state)
+            time.sleep(0.01)
+    except rc.RingcommError:
+        if me == 3:  # as if it alone had made a step, which the others make again without it
+            state.x[:] = -1
+            state.commit()
+        raise
+
+train(state)
+print(f"rank {me} is done: {rc.rank()} of {rc.size()}, {state.x[0]:g}", flush=True)
+"""
+
+
+def test_who_leaves_the_view_and_comes_back_has_the_state_of_the_others(tmp_path):
+    job = run_elastic(4, COMES_BACK, cwd=tmp_path)
+    ends = re.findall(r"of 4, (\d+)$", job.output, re.MULTILINE)
+    assert len(ends) == 4, job.output
+    assert len(set(ends)) == 1
 
 
 TOO_FEW = """
