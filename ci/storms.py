@@ -35,7 +35,7 @@ CELLS = (
     "joining/newcomer", "receiving/spare", "receiving/newcomer",
 )  # fmt: skip
 LIMIT_S = 120
-HANG_S = 5  # a rank that is late by less is not killed
+HANG_S = 10  # a rank that is late by less is not killed
 HANGING = (":hanging", ":waiting", ":slow", ":late")  # moments in which a job needs that limit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -88,8 +88,8 @@ def evict(error: CommTimeoutError) -> bool:
     world, membership = elastic_world()
     view, missing = world.transport.view, set(error.missing)
     waits_in_vain = world.engine.settings.kills_hanging_ranks and world.engine.state.is_broken
-    n_here = view.size - len(missing)
-    is_enough = 2 * n_here > view.size or (2 * n_here == view.size and 0 not in missing)
+    everyone = set(range(view.size))
+    is_enough = _is_enough(everyone - missing, everyone)
     if not (waits_in_vain and missing) or world.transport.rank in missing:
         return False
     processes = frozenset(view.members[rank] for rank in missing)
@@ -225,7 +225,10 @@ def in_next_view(world: World, membership: MembershipService) -> World:
 
 
 class _Patience:
-    """The wait of a rank that heals: warns once, then kills who hangs, or raises an error."""
+    """The wait of a rank that heals: warns once, then kills who hangs, or raises an error.
+
+    It begins anew when others come or are awaited: those that make progress do not hang.
+    """
 
     def __init__(self, world: World, settings: Settings) -> None:
         self._world = world
@@ -233,22 +236,31 @@ class _Patience:
         self._start = time.monotonic()
         self._warn_at = self._start + settings.stall_warning_or_inf
         self._limit_at = self._start + settings.timeout_or_inf
+        self._missing: tuple[int, ...] = ()
 
     def check(self, membership: MembershipService) -> None:
-        now = time.monotonic()
+        now, missing = time.monotonic(), membership.state.missing
+        if missing != self._missing:
+            self._missing, self._limit_at = missing, now + self._settings.timeout_or_inf
         if now < min(self._warn_at, self._limit_at):
             return
-        missing = membership.state.missing
         if now >= self._limit_at and self._settings.kills_hanging_ranks and missing:
-            self._limit_at = self._start + (self._settings.timeout_s or math.inf)
-            membership.handle(Evict(frozenset(missing)))
-            return
+            here = {membership.state.me, *membership.state.colleagues}
+            if _is_enough(here - set(missing), here):
+                self._limit_at = now + (self._settings.timeout_s or math.inf)
+                membership.handle(Evict(frozenset(missing)))
+                return
         self._warn_at = math.inf
         text = _text_of_wait("heals", self._world, missing, now - self._start)
         if now >= self._limit_at:
             ranks = [self._world.transport.view.rank_of(number) for number in missing]
             raise CommTimeoutError(text, missing=[rank for rank in ranks if rank is not None])
         _log.warning("%s", text)
+
+
+def _is_enough(waiting: Set[int], members: Set[int]) -> bool:
+    """Return True if those that wait may have the others killed: more than half, or the first's."""
+    return 2 * len(waiting) + (min(members) in waiting) > len(members)
 
 
 def _text_of_wait(what: str, world: World, missing: Iterable[int], waited_s: float) -> str:
