@@ -5,10 +5,11 @@ Only config.py and this module read the environment, and only this module change
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence
 from typing import Final
 
 from ringcomm.errors import ConfigError
@@ -106,15 +107,17 @@ def require_mpi_launcher(
     by = f"{launcher} started this process" if launcher else "no MPI launcher started this process"
     raise ConfigError(
         f"{who} wants {size} ranks, but {by}: for MPI it is rank 0 of 1. Run instead: "
-        f"{_command_for(size, sys.argv)} (or mpirun -np N python), and do not set RANK and "
+        f"{command_for(size)} (or mpirun -np N python), and do not set RANK and "
         f"WORLD_SIZE{or_else}"
     )
 
 
-def _command_for(size: int, argv: Sequence[str]) -> str:
+def command_for(size: int, *options: str, argv: Sequence[str] | None = None) -> str:
     """Return the command that starts a program with this sys.argv on MPI's ranks."""
-    is_file = bool(argv) and argv[0] not in ("", "-c", "-m")
-    return f"ringcomm run -np {size} {shlex.join(argv) if is_file else 'train.py'}"
+    words = sys.argv if argv is None else argv
+    is_file = bool(words) and words[0] not in ("", "-c", "-m")
+    program = words if is_file else ["train.py"]
+    return shlex.join(["ringcomm", "run", "-np", str(size), *options, *program])
 
 
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
@@ -155,6 +158,11 @@ def is_fault_tolerant(environ: Mapping[str, str] = os.environ) -> bool:
     return is_on(environ.get("OMPI_MCA_mpi_ft_enable", ""))
 
 
+def is_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if Slurm's srun started this rank itself, and not mpirun in a Slurm job."""
+    return "SLURM_STEP_NUM_TASKS" in environ and "PRTE_LAUNCHED" not in environ
+
+
 def is_hydra(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if MPICH's launcher, or another that speaks its PMI, started this rank."""
     is_pmi = any(name in environ for name in ("PMI_FD", "PMI_PORT"))
@@ -191,17 +199,33 @@ _LAUNCHERS = ("hydra_pmi_proxy", "mpiexec", "mpirun", "prterun", "prted", "orted
 
 def _launcher_since(ancestor: int) -> bool:
     """Return True if a launcher is between this process and that ancestor."""
+    names = itertools.takewhile(lambda each: each[0] != ancestor, _ancestors())
+    return any(name.startswith(_LAUNCHERS) for _, name in names)
+
+
+def mpirun_command() -> tuple[str, ...]:
+    """Return the command line of the mpirun that started this process; () if it is elsewhere."""
+    for pid, name in _ancestors():
+        if name.startswith(("prterun", "mpirun", "mpiexec", "orterun")):
+            try:
+                with open(f"/proc/{pid}/cmdline") as file:
+                    return tuple(file.read().split("\0")[:-1])
+            except OSError:
+                return ()
+    return ()
+
+
+def _ancestors() -> Iterator[tuple[int, str]]:
+    """Yield pid and name of the processes from which this one descends, the nearest first."""
     pid = os.getppid()
-    while pid not in (0, 1, ancestor):
+    while pid not in (0, 1):
         try:
             with open(f"/proc/{pid}/stat") as file:
                 name, _, rest = file.read().partition("(")[2].rpartition(")")
         except OSError:
-            return False
-        if name.startswith(_LAUNCHERS):  # the kernel cuts names after 15 characters
-            return True
+            return
+        yield pid, name
         pid = int(rest.split()[1])
-    return False
 
 
 # Measured with Open MPI 5.0.11: coll/han returns wrong sums across hosts after a rank is killed

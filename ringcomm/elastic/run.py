@@ -31,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
 _n_running = 0
+_has_warned = False
 
 
 def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -53,8 +54,8 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
     error as in any other job.
 
     RINGCOMM_ELASTIC=1 must be set, and the launcher must let the others go on: `mpirun --with-ft
-    ulfm`, or on one host `mpirun --runtime-options continuous`. Without RINGCOMM_ELASTIC a failure
-    ends the job as always; a warning says so.
+    ulfm`, or on one host `mpirun --runtime-options continuous`. Otherwise a failure ends the job as
+    always; a warning says so.
 
     Raises:
         PeerFailedError: a parameter server is lost, or a handle of an earlier view was waited for.
@@ -86,17 +87,18 @@ def is_running() -> bool:
 
 
 def warn_unless_elastic(what: str) -> bool:
-    """Return True if this job goes on without lost ranks; else warn on rank 0, and return False."""
+    """Return True if this job is elastic; else warn on rank 0, once, and return False.
+
+    What an elastic job does not survive, init() has said.
+    """
+    global _has_warned  # noqa: PLW0603 - once per process
     world = current()
     assert world is not None
     if world.membership is not None:
         return True
-    if world.engine.job_size > 1 and world.engine.job_rank == 0:
-        _log.warning(
-            "%s: a failure of a rank ends this job, because RINGCOMM_ELASTIC is not 1. "
-            "Start it with RINGCOMM_ELASTIC=1 and `mpirun --with-ft ulfm` (docs/elastic.md)",
-            what,
-        )
+    if world.engine.job_rank == 0 and not _has_warned and (text := world.gap_text(what)):
+        _has_warned = True
+        _log.warning("%s", text)
     return False
 
 
@@ -210,7 +212,7 @@ def _end_of_view(error: Exception) -> RingcommError | None:
     through C++ keep only their text.
     """
     world = current()
-    if world is None or isinstance(error, ServerLostError):
+    if world is None or not world.heals or isinstance(error, ServerLostError):
         return None
     cause: Exception | None = error
     names = (PeerFailedError.__name__, CommTimeoutError.__name__)

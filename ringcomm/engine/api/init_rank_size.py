@@ -9,6 +9,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,6 @@ from ringcomm.status.print_once import print_alike_errors_once
 
 if TYPE_CHECKING:
     from ringcomm.status.guardian import Guardian
-    from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.start_mpi import MPI, Started
 
 _log = logging.getLogger("ringcomm")
@@ -92,6 +92,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         return
     print_alike_errors_once(is_watched=lambda: current() is not None)
     settings = read()
+    from ringcomm.transport.membership.find_gap import find_gap
     from ringcomm.transport.mpi import MpiTransport
     from ringcomm.transport.presence import Presence
     from ringcomm.transport.start_mpi import (
@@ -129,10 +130,10 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     engine = engine_for(transport, settings)
     PROGRAM.scale = request_size
     words = LastWords(transport.page, tell_the_others, blamed)
-    guardian = _start_guardian(transport, settings)
+    world = World(engine, transport, words, None, partial(start, read, comm), find_gap(presence))
+    world = replace(world, guardian=_start_guardian(world, settings))
     presence.close_handed()
     mark_children_of_this_rank()
-    world = World(engine, transport, words, guardian, partial(start, read, comm))
     try:
         if world.is_outside:
             stay_outside(world)
@@ -146,6 +147,8 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     _is_mpi_broken = False
     if not is_needed:
         raise SystemExit(0)
+    if settings.elastic and engine.job_rank == 0 and (gap := world.gap_text("elastic job")):
+        _log.warning("%s", gap)
     if _mpi.was_early and _mpi.settings and engine.job_rank == 0:
         _log.warning(
             "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
@@ -266,18 +269,18 @@ def _refuse_child() -> None:
     )
 
 
-def _start_guardian(transport: MpiTransport, settings: Settings) -> Guardian | None:
+def _start_guardian(world: World, settings: Settings) -> Guardian | None:
     """Start the guardian on the first rank of a node, unless the job has one rank only."""
     from ringcomm.status.guardian import Guardian
 
-    presence = transport.presence
+    transport, presence = world.transport, world.presence
     if transport.nodes[transport.rank] != transport.rank or presence.size == 1:
         return None
     try:
         return Guardian(
             presence.wards(),
             grace_s=settings.grace_s,
-            is_fault_tolerant=presence.is_fault_tolerant or presence.membership is not None,
+            is_fault_tolerant=world.survives_deaths,
             is_hydra=is_hydra(),
         )
     except OSError as error:
@@ -370,6 +373,6 @@ def _note_end(world: World, *, is_clean: bool) -> None:
     global _is_mpi_broken, _was_elastic  # noqa: PLW0603
     is_whole = is_clean and not world.transport.view.number and not world.presence.deaths
     _is_mpi_broken = _is_mpi_broken or not is_whole
-    _was_elastic = _was_elastic or world.membership is not None
+    _was_elastic = _was_elastic or world.heals
     if not is_clean:
         withdraw(world)

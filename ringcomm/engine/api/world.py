@@ -13,8 +13,11 @@ from ringcomm.engine.core.context import Topology
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import end_view, meet
 from ringcomm.errors import PeerFailedError, RingcommError
+from ringcomm.launched import command_for
 from ringcomm.status.last_words import Failure, LastWords
 from ringcomm.status.page_enums import State
+from ringcomm.transport.membership.coverage import Gap
+from ringcomm.transport.membership.find_gap import hosts_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +37,7 @@ class World:
     words: LastWords
     guardian: Guardian | None
     start_again: Callable[[], None]
+    gap: Gap | None  # which losses the launcher lets the others not survive
 
     @property
     def presence(self) -> Presence:
@@ -53,7 +57,29 @@ class World:
     @property
     def survives_deaths(self) -> bool:
         """True if the launcher lets other ranks go on after a death."""
-        return self.presence.is_fault_tolerant or self.membership is not None
+        is_elastic = self.membership is not None and not (self.gap and self.gap.ends_job)
+        return self.presence.is_fault_tolerant or is_elastic
+
+    @property
+    def heals(self) -> bool:
+        """True if the ranks go on in another view after a death, or because some join or leave."""
+        if self.membership is None:
+            return False
+        return self.survives_deaths or self.membership.state.wants_another_size
+
+    def gap_text(self, what: str) -> str:
+        """Return one line on the losses that this job does not survive; "" if it survives all."""
+        presence, gap = self.presence, self.gap
+        if self.membership is None:
+            gap = gap or Gap("RINGCOMM_ELASTIC is not 1")
+        if gap is None or presence.size == 1:
+            return ""
+        outside = () if self.membership is None else self.membership.state.outside
+        n, hosts = presence.size - len(outside), hosts_of(presence)
+        where = ["-H", ",".join(f"{host}:{n}" for host, n in hosts.items())]
+        least = self.engine.settings.elastic_min
+        elastic = ["--elastic", f"{least}:{presence.size}"]
+        return gap.text(what, command_for(n, *elastic, *(where if len(hosts) > 1 else [])))
 
 
 _world: World | None = None

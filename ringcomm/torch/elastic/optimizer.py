@@ -181,8 +181,8 @@ class TolerantReducer(GradientReducer):
     def _note(self, error: PeerFailedError) -> None:
         """Keep a failure until step(), or raise it if the ranks cannot go on after it."""
         world = current()
-        is_elastic = world is not None and world.membership is not None
-        if not is_elastic or is_running() or isinstance(error, ServerLostError):
+        heals = world is not None and world.heals
+        if not heals or is_running() or isinstance(error, ServerLostError):
             raise error
         self.error = self.error or error
         self._is_communicating = self._is_spoiled = False

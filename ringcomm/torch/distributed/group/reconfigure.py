@@ -66,11 +66,8 @@ def _process_of(handle: str) -> int:
 
 def _wait_for_loss(world: World, others: Iterable[int], deadline: float) -> PeerFailedError:
     """Return the loss of a rank of the view, once one of the others is lost."""
-    if world.membership is None:
-        raise ConfigError(
-            "reconfigure: this job does not go on without lost ranks. Start it with "
-            "RINGCOMM_ELASTIC=1 and `mpirun --with-ft ulfm` (docs/elastic.md)"
-        )
+    if not world.heals:
+        raise ConfigError(world.gap_text("reconfigure"))
     while time.monotonic() < deadline:
         try:
             world.presence.look(at_once=True)

@@ -1,0 +1,55 @@
+"""Where the launcher ends a job that loses a rank: an elastic job says so, and ends as any other.
+
+Of Open MPI's mpirun without an option, and of MPICH's; test_elastic_coverage.py has the other
+launchers.
+"""
+
+import re
+
+import pytest
+from harness import IS_MPICH, run_script
+
+FAILS = """
+import os, signal, sys
+import numpy as np
+import ringcomm as rc
+rc.init()
+state = rc.elastic.ArrayState(step=0, x=np.zeros(1000))
+
+@rc.elastic.run
+def train(state):
+    while state.step < 20:
+        if rc.rank() == rc.size() - 1 and state.step == 5:
+            HOW
+        state.x += rc.allreduce(np.ones(1000))
+        state.step += 1
+        state.commit()
+
+train(state)
+print("went on", flush=True)
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+WAYS = {"kill": (KILL, "was killed by SIGKILL"), "raise": ("1 / 0", "raised ZeroDivisionError")}
+WHY = r"MPICH \S+ ends a job when" if IS_MPICH else "mpirun was not told to let the others go on"
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_one_line_says_what_is_not_covered_and_a_death_ends_the_job_as_ever(how, tmp_path):
+    statement, report = WAYS[how]
+    body = FAILS.replace("HOW", statement)
+    job = run_script(3, body, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1"})
+    assert job.code != 0, job.output
+    assert "went on" not in job.output, job.output
+    lines = [line for line in job.output.splitlines() if "(docs/elastic.md)" in line]
+    assert len(lines) == 1, job.output
+    command = rf"`ringcomm run -np 3 --elastic 1:3 {tmp_path}/script.py`"
+    assert re.search(rf"elastic job: {WHY}.*so a failure of a rank ends .*{command}", lines[0])
+    culprits = re.findall(r"^x rank (\d).*", job.output, re.MULTILINE)
+    assert culprits == ["2"], job.output
+    assert report in job.output
+
+
+def test_a_job_of_one_process_says_nothing(tmp_path):
+    body = FAILS.replace("HOW", "pass")
+    job = run_script(1, body, cwd=tmp_path, env={"RINGCOMM_ELASTIC": "1"})
+    assert (job.code, job.output) == (0, "went on\n")
