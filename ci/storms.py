@@ -3,6 +3,7 @@
 
 usage: .venv/bin/python ci/storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
        .venv/bin/python ci/storms.py --fault sent/leader   # the storm of one cell, or of `all`
+       .venv/bin/python ci/storms.py --hosts 3 --storms 50   # on fake hosts of two ranks each; root
        .venv/bin/python ci/storms.py --latency 20   # from the kill to the next step of all others
        .venv/bin/python ci/storms.py --latency 20 --spares 1   # and of the spare
        .venv/bin/python ci/storms.py --latency 20 --reserves 1   # and to all places taken again
@@ -12,6 +13,7 @@ Ends with 1 if a job hangs, or if its final state is not exact on all ranks that
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from fakecluster import Cluster, running
 
 JOB = Path(__file__).with_name("storm_job.py")
 LAUNCHERS = {"ulfm": ("--with-ft", "ulfm"), "continuous": ("--runtime-options", "continuous")}
@@ -34,6 +38,7 @@ CELLS = (
     *(f"{fault}/{role}" for fault in FAULTS for role in ROLES),
     "joining/newcomer", "receiving/spare", "receiving/newcomer",
 )  # fmt: skip
+PLACES = 2  # ranks of a fake host
 LIMIT_S = 120
 HANG_S = 10  # a rank that is late by less is not killed
 HANGING = (":hanging", ":waiting", ":slow", ":late")  # moments in which a job needs that limit
@@ -73,6 +78,8 @@ class Storm:
     """A job some of whose processes are killed, hang, are slow or leave.
 
     n: without spares and reserves; kills: PROCESS@STEP:WHEN, resizes: STEP:SIZE; see storm_job.py.
+
+    cluster: fake hosts, each of which has PLACES ranks; None: this machine.
     """
 
     n: int
@@ -84,6 +91,7 @@ class Storm:
     is_rich: bool = False
     is_shut_down: bool = False
     pause_s: float = 1e-3
+    cluster: Cluster | None = None
 
     def __str__(self):
         extra = " rich" * self.is_rich + " shutdown" * self.is_shut_down
@@ -100,8 +108,9 @@ class Storm:
         options = [f"--kill={kill}" for kill in self.kills] + [f"--pause={self.pause_s}"]
         options += [f"--resize={resize}" for resize in self.resizes]
         options += ["--rich"] * self.is_rich + ["--shutdown"] * self.is_shut_down
+        inside, layout = self._place()
         command = [
-            bin_folder / "mpirun", "--oversubscribe", *LAUNCHERS[self.launcher],
+            *inside, bin_folder / "mpirun", *layout, *LAUNCHERS[self.launcher],
             "-np", str(self.n + self.n_spares + self.n_reserves),
             sys.executable, JOB, "--out", out, "--steps", str(STEPS), *options,
         ]  # fmt: skip
@@ -127,6 +136,7 @@ class Storm:
             verdict = ""
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
+            self._end_on_hosts()
             output, _ = job.communicate()
             verdict = "hangs"
         killed = {int(p.suffix[1:]): int(p.read_text()) for p in Path(out).glob("kill.*")}
@@ -135,6 +145,20 @@ class Storm:
         verdict = verdict or self._verdict(results, killed)
         seconds = time.monotonic() - began
         return Outcome(verdict, results, killed, slow, output, job.returncode, seconds)
+
+    def _place(self):
+        """Return what comes before mpirun, and its options, so that ranks are where they belong."""
+        if self.cluster is None:
+            return [], ["--oversubscribe"]
+        hosts = ",".join(f"{host}:{PLACES}" for host in self.cluster.hosts)
+        reach = self.cluster.launch_options(is_mpich=False)
+        return self.cluster.entering("h0"), [*reach, "--map-by", "slot", "--host", hosts]
+
+    def _end_on_hosts(self):
+        for host in [] if self.cluster is None else self.cluster.hosts:
+            for pid in self.cluster.pids(host):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _verdict(self, results, killed):
         """Say whether all that live have the same exact state, which all of them have made.
@@ -189,7 +213,7 @@ def reaches(cell, outcome):
     return victim in (outcome.slow if fault == "slow" else outcome.killed)
 
 
-def random_storm(chance, launcher):
+def random_storm(chance, launcher, *, has_changes=True):
     """Return a storm: 4 to 6 ranks, of which 1 to 3 die, in every third storm rank 0 among them.
 
     Up to two of the ranks are spares. In every eighth storm a rank hangs. In every third one there
@@ -216,7 +240,8 @@ def random_storm(chance, launcher):
         kills[0] = kills[0].rpartition(":")[0] + ":hanging"
     rich, shut_down = chance.random() < 1 / 3, chance.random() < 1 / 2
     storm = Storm(n - n_spares, kills, launcher, n_spares, 0, (), rich, shut_down)
-    _add_changes(storm, chance, set(range(n)) - set(victims))
+    if has_changes:
+        _add_changes(storm, chance, set(range(n)) - set(victims))
     return storm
 
 
@@ -242,10 +267,30 @@ def _add_changes(storm, chance, well):
         storm.kills.append(f"{workers[0]}@{chance.randrange(STEPS)}:slow")
 
 
-def run_storms(n, launchers, seed):
+def over_hosts(storm, cluster):
+    """Return the storm on the hosts of a cluster. A rank that nobody there can kill does not hang.
+
+    Only a rank of the same host can kill one that hangs.
+    """
+    hosts_of_victims = [int(kill.partition("@")[0]) // PLACES for kill in storm.kills]
+    last = storm.n + storm.n_spares - 1
+    kills = []
+    for kill, host in zip(storm.kills, hosts_of_victims, strict=True):
+        is_alone = hosts_of_victims.count(host) > 1 or last == host * PLACES
+        kills.append(kill.replace(":hanging", ":before") if is_alone else kill)
+    return replace(storm, kills=kills, cluster=cluster)
+
+
+def run_storms(n, launchers, seed, cluster=None):
     """Run n storms; print each; return the number of those that are not right."""
     chance = random.Random(seed)
-    storms = (random_storm(chance, launchers[number % len(launchers)]) for number in range(n))
+    has_changes = cluster is None  # the fake hosts have no places for reserves
+    storms = (
+        random_storm(chance, launchers[number % len(launchers)], has_changes=has_changes)
+        for number in range(n)
+    )
+    if cluster is not None:
+        storms = (over_hosts(storm, cluster) for storm in storms)
     return _run_all((storm, "") for storm in storms)
 
 
@@ -334,6 +379,7 @@ def main():
     parser.add_argument("--cost", type=int, default=0, help="compare this many pairs of jobs")
     parser.add_argument("--fault", choices=(*CELLS, "all"), help="run the storm of this cell")
     parser.add_argument("--launcher", default="both", choices=(*LAUNCHERS, "both"))
+    parser.add_argument("--hosts", type=int, default=0, help="that many fake hosts, under ulfm")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--size", type=int, default=4, help="ranks, for --latency, --cost")
     parser.add_argument("--spares", type=int, default=0, help="more ranks, for --latency")
@@ -350,6 +396,9 @@ def main():
     if args.fault:
         cells = CELLS if args.fault == "all" else (args.fault,)
         return 1 if run_cells(cells, launchers, args.seed) else 0
+    if args.hosts:
+        with running(f"storms-{os.getpid()}", args.hosts, "200mbit") as cluster:
+            return 1 if run_storms(args.storms, ("ulfm",), args.seed, cluster) else 0
     return 1 if run_storms(args.storms, launchers, args.seed) else 0
 
 
