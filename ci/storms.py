@@ -216,9 +216,11 @@ def reaches(cell, outcome):
 def random_storm(chance, launcher, *, has_changes=True):
     """Return a storm: 4 to 6 ranks, of which 1 to 3 die, in every third storm rank 0 among them.
 
-    Up to two of the ranks are spares. In every eighth storm a rank hangs. In every third one there
-    are also reserves that join, and may die on their way or later; in every fourth one the number
-    of ranks is to change, or a rank leaves; in every eighth one a rank is slow.
+    Up to two of the ranks are spares. In every eighth storm a rank hangs.
+
+    has_changes: in every third storm there are also reserves that join, and may die on their way or
+    later; in every fourth one the number of ranks is to change, or a rank leaves; in every eighth
+    one a rank is slow.
     """
     n, n_deaths = chance.randint(4, 6), chance.choice([1, 1, 2, 2, 3])
     n_spares = chance.choice([0, 0, 1, 1, 2]) if n_deaths < n - 2 else 0

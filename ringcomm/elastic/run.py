@@ -11,7 +11,7 @@ from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 from ringcomm.elastic.enough_ranks import await_enough_ranks
 from ringcomm.elastic.new_view import tell_listeners
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
-from ringcomm.engine.api.heal import evict, finish_run, heal
+from ringcomm.engine.api.heal import evict, finish_run, heal, is_given_up
 from ringcomm.engine.api.init_rank_size import init, shutdown
 from ringcomm.engine.api.outside import request_size, take_place
 from ringcomm.engine.api.world import current
@@ -62,7 +62,8 @@ def run(train: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]
         CommTimeoutError: a rank that is not lost has not come within RINGCOMM_TIMEOUT_S.
         RingcommError: more ranks are lost than RINGCOMM_ELASTIC_LOSSES, or all but spares.
         SystemExit: this process has no place, and the job is over; or, with code 75, fewer than
-            RINGCOMM_ELASTIC_MIN ranks are left, and no others come within RINGCOMM_TIMEOUT_S.
+            RINGCOMM_ELASTIC_MIN ranks are left, and no others come within RINGCOMM_TIMEOUT_S; or
+            ranks for which the others wait in vain cannot be killed (RINGCOMM_ELASTIC_HANG_S).
     """
 
     @functools.wraps(train)
@@ -122,8 +123,9 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
         except Exception as error:
             end = _end_of_view(error) if is_elastic else None
             if end is None:
+                _stop_if_given_up(error, state)
                 raise
-            if not heal(end):
+            if not _heal(end, state):
                 break
             _clear_locals(error)
             del end
@@ -144,9 +146,33 @@ def _resume(state: State) -> None:
     state.resume()
     state.on_reset()
     if not has_enough:
-        for save in PROGRAM.checkpoints:
-            save(state.n_commits)
+        _save_and_stop(state)
+
+
+def _heal(end: RingcommError, state: State) -> bool:
+    try:
+        return heal(end)
+    except CommTimeoutError as error:
+        _stop_if_given_up(error, state)
+        raise
+
+
+def _stop_if_given_up(error: Exception, state: State) -> None:
+    """If others do not come, go back to the last commit, save a checkpoint, and end with 75."""
+    if not is_given_up(error):
+        return
+    if not state.has_commit:
+        _log.error("%s The job ends before its first commit: start it again", error)
         raise SystemExit(TOO_FEW)
+    _log.error("%s The job ends with a checkpoint: start it again to go on", error)
+    state.restore()
+    _save_and_stop(state)
+
+
+def _save_and_stop(state: State) -> NoReturn:
+    for save in PROGRAM.checkpoints:
+        save(state.n_commits)
+    raise SystemExit(TOO_FEW)
 
 
 def _begin_again(state: State, skip_sync: bool) -> None:

@@ -65,6 +65,11 @@ class State(ABC):
         """How many commits this rank has made, or has received."""
         return self._n_commits
 
+    @property
+    def has_commit(self) -> bool:
+        """True if restore() can go back to a commit that is whole."""
+        return self._is_saved and self._n_commits != _TORN
+
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these functions in each new view, on all ranks, after the state is restored.
 

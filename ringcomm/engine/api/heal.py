@@ -83,7 +83,7 @@ def evict(error: CommTimeoutError) -> bool:
     """Have the ranks killed for which an operation has waited in vain, if the user wants that.
 
     Return False if not. It takes more than half of the ranks, or half of them and rank 0, so that
-    two parts of a job that wait for each other do not kill each other.
+    two parts of a job that wait for each other do not kill each other. See is_given_up().
     """
     world, membership = elastic_world()
     view, missing = world.transport.view, set(error.missing)
@@ -98,6 +98,20 @@ def evict(error: CommTimeoutError) -> bool:
         _await_end(world, membership, processes)
     membership.handle(Evict(processes))
     return is_enough
+
+
+def is_given_up(error: Exception) -> bool:
+    """Return True if this rank ends because others do not come, and the user limits such waits.
+
+    No part of the job goes on then: ranks that nobody has killed may live, on a host that cannot be
+    reached, or be half of the job or more.
+    """
+    world = current()
+    if world is None or world.membership is None:
+        return False
+    if not isinstance(error, CommTimeoutError) or not error.missing:
+        return False
+    return world.engine.settings.kills_hanging_ranks and world.engine.state.is_broken
 
 
 def _await_end(world: World, membership: MembershipService, processes: frozenset[int]) -> None:
@@ -233,6 +247,7 @@ class _Patience:
     def __init__(self, world: World, settings: Settings) -> None:
         self._world = world
         self._settings = settings
+        self._has_evicted = False
         self._start = time.monotonic()
         self._warn_at = self._start + settings.stall_warning_or_inf
         self._limit_at = self._start + settings.timeout_or_inf
@@ -241,13 +256,15 @@ class _Patience:
     def check(self, membership: MembershipService) -> None:
         now, missing = time.monotonic(), membership.state.missing
         if missing != self._missing:
-            self._missing, self._limit_at = missing, now + self._settings.timeout_or_inf
+            self._missing, self._has_evicted = missing, False
+            self._limit_at = now + self._settings.timeout_or_inf
         if now < min(self._warn_at, self._limit_at):
             return
-        if now >= self._limit_at and self._settings.kills_hanging_ranks and missing:
+        if now >= self._limit_at and self._settings.kills_hanging_ranks and not self._has_evicted:
             here = {membership.state.me, *membership.state.colleagues}
-            if _is_enough(here - set(missing), here):
-                self._limit_at = now + (self._settings.timeout_s or math.inf)
+            if missing and _is_enough(here - set(missing), here):
+                self._has_evicted = True
+                self._limit_at = now + self._settings.timeout_or_inf  # who can be killed is by then
                 membership.handle(Evict(frozenset(missing)))
                 return
         self._warn_at = math.inf
