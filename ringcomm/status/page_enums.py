@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
+
+BUSY: Final = "busy_s"  # the scalar of a server by which `ringcomm top` tells that it is slow
 
 
 class State(IntEnum):

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 
 import pytest
-from harness import BIN, HANG_S, job_environment
+from harness import BIN, HANG_S, job_environment, wait_until
 
 TRAIN = """
 import os, signal, socket, sys
@@ -21,22 +21,28 @@ assert rc.allreduce(np.ones(1))[0] == 4
 
 
 def run(cluster, folder, *arguments):
-    (folder / "train.py").write_text(TRAIN)
-    reach = cluster.launch_options(is_mpich=False)
-    reach = [str(each) for each in reach[reach.index("--prtemca") :]]  # not the host file
     return subprocess.run(
-        [
-            *cluster.entering("h0", folder),
-            *(BIN / "ringcomm", "run", "--run-folder", "run", "-H", "h0:2,h1:1,h2:1"),
-            *("--launcher-options", shlex.join(reach), "train.py", *arguments),
-        ],
-        env=job_environment({"TMPDIR": str(folder), "RINGCOMM_TIMEOUT_S": "60"}),
+        **command(cluster, folder, TRAIN, *arguments),
         capture_output=True,
         text=True,
         timeout=HANG_S,
         check=False,
-        stdin=subprocess.DEVNULL,
     )
+
+
+def command(cluster, folder, program, *arguments):
+    (folder / "train.py").write_text(program)
+    reach = cluster.launch_options(is_mpich=False)
+    reach = [str(each) for each in reach[reach.index("--prtemca") :]]  # not the host file
+    return {
+        "args": [
+            *cluster.entering("h0", folder),
+            *(BIN / "ringcomm", "run", "--run-folder", "run", "-H", "h0:2,h1:1,h2:1"),
+            *("--launcher-options", shlex.join(reach), "train.py", *arguments),
+        ],
+        "env": job_environment({"TMPDIR": str(folder), "RINGCOMM_TIMEOUT_S": "60"}),
+        "stdin": subprocess.DEVNULL,
+    }
 
 
 def test_logs_of_all_hosts_are_in_one_folder_and_each_rank_gets_the_variables(cluster, tmp_path):
@@ -77,3 +83,66 @@ def test_ranks_of_hosts_that_do_not_see_the_folder_are_heard_all_the_same(cluste
     finally:
         for host in ("h1", "h2"):
             subprocess.run([*cluster.entering(host), "umount", hidden], check=True)
+
+
+RING = """
+import os, time
+import numpy as np
+import ringcomm as rc
+rc.init()
+x = np.ones(1_000_000, np.float32)
+for step in range(10**9):
+    rc.allreduce_(x, name="gradients")
+    rc.log(step=step, loss=1 / (step + 1))
+    if rc.broadcast_object(os.path.exists("enough")):
+        break
+"""
+
+
+@pytest.fixture
+def ring(cluster, tmp_path):
+    """A job of 4 ranks on 3 hosts that exchanges 4 MB again and again."""
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = subprocess.Popen(**command(cluster, tmp_path, RING), **nowhere)
+    reports = [tmp_path / "run" / f"host-h{i}.json" for i in range(3)]
+    wait_until(lambda: all(each.exists() for each in reports), "not all hosts report")
+    yield job
+    (tmp_path / "enough").touch()
+    assert job.wait(HANG_S) == 0
+
+
+def top(cluster, folder, *options):
+    """Return what `ringcomm top` says on h0 of the run, if it sees no process of any host."""
+    alone = ["unshare", "--pid", "--fork", "--mount-proc"]  # fake hosts share pids, real ones not
+    return subprocess.run(
+        [*cluster.entering("h0", folder), *alone, BIN / "ringcomm", "top", "run", *options],
+        env=job_environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    ).stdout
+
+
+def test_the_ranks_of_all_hosts_and_a_slow_link_are_seen_from_one_host(ring, cluster, tmp_path):
+    def ranks():
+        return json.loads(top(cluster, tmp_path, "--json") or "[]")
+
+    wait_until(
+        lambda: len(ranks()) == 4 and all(each["step"] > 5 for each in ranks()),
+        lambda: top(cluster, tmp_path, "--json"),
+    )
+    shown = {each["rank"]: (each["host"], each["is_bad"]) for each in ranks()}
+    assert shown == {0: ("h0", False), 1: ("h0", False), 2: ("h1", False), 3: ("h2", False)}
+    balanced = top(cluster, tmp_path, "--once", "--interval", "4")
+    assert "4 of 4 ranks live on h0, h1, h2" in balanced
+    assert "link" not in balanced
+    cluster.set_rate("h1", "40mbit")
+    try:
+        slow = "the link of host h1 is slow: "
+        wait_until(
+            lambda: slow in top(cluster, tmp_path, "--once", "--interval", "4"),
+            (tmp_path / "run" / "host-h0.json").read_text,
+        )
+    finally:
+        cluster.set_rate("h1", cluster.rate)

@@ -23,11 +23,9 @@ from harness import (
     wait_until,
 )
 
-from ringcomm._core import monotonic_ns
-from ringcomm.launch.watch.find_ranks import Ranks
 from ringcomm.launch.watch.late_rank import History, late_rank
 from ringcomm.launch.watch.rank_rows import COLUMNS, Process, RankSample, row_of
-from ringcomm.launch.watch.top import _by_rank, _rich
+from ringcomm.launch.watch.top import Jobs, _by_rank, _rich
 from ringcomm.status.page_enums import Ending
 
 JOB = """
@@ -112,13 +110,11 @@ def test_a_job_that_hangs_is_shown_without_its_help(hanging, tmp_path):
 def shoot(job, target):
     from rich.console import Console
 
-    ranks = Ranks()
-    ranks.search()
-    samples = [each for each in ranks.sample(monotonic_ns()) if each.job == job]
-    time.sleep(1)
-    later = [each for each in ranks.sample(monotonic_ns()) if each.job == job]
+    jobs = Jobs(job)
+    before = _by_rank(jobs.look())
+    time.sleep(1)  # the rates are of a second
     console = Console(record=True, width=130, file=io.StringIO())
-    console.print(_rich(later, _by_rank(samples)))
+    console.print(_rich(jobs, jobs.look(), before))
     console.save_svg(f"{target}/top.svg", title="ringcomm top")
 
 

@@ -82,22 +82,38 @@ def test_the_same_steps_are_compared_if_a_rank_is_ahead():
 # --- servers ------------------------------------------------------------------------------------
 def test_a_server_is_named_if_the_last_worker_waits_for_it_too():
     steps = job(3, exchange_ms=60)
-    found = slow_server(steps, {0: {0: (10, 10 * 50 * MS)}}, {0: 3})
+    found = slow_server(steps, {0: 0.6}, {0: 3})
     assert (found.who, found.part) == ("server 0 (rank 3)", "to answer")
-    assert slow_server(job(3), {}, {0: 3}) is None
+    assert slow_server(job(3), {0: 0.6}, {0: 3}) is None
     assert slow_server(steps, {}, {}) is None  # a job without servers
+
+
+def test_a_server_that_lacks_cores_is_not_slow():
+    assert slow_server(job(3, exchange_ms=60), {0: 0.05}, {0: 3}) is None
+    assert slow_server(job(3, exchange_ms=60), {}, {0: 3}) is None
+
+
+def test_a_server_is_named_although_its_workers_lack_cores_for_most_of_a_step():
+    steps = job(3, exchange_ms=40)
+    loaded = {
+        rank: [
+            (n, (*marks[:2], *(each + 300 * MS for each in marks[2:])), (0, 300 * MS, 40 * MS, 0))
+            for n, marks, _ in each
+        ]
+        for rank, each in steps.items()
+    }
+    assert slow_server(loaded, {0: 0.5}, {0: 3}).who == "server 0 (rank 3)"
+    assert slow_server(loaded, {0: 0.02}, {0: 3}) is None
 
 
 def test_a_slow_worker_is_no_slow_server():
     steps = job(3, late=[(1, 1, 80)])
-    assert slow_server(steps, {0: {0: (10, 10 * 80 * MS)}}, {0: 3}) is None
+    assert slow_server(steps, {0: 0.6}, {0: 3}) is None
     (found,) = slow_parts(steps)
     assert found.who == "rank 1"
 
 
-def test_of_several_servers_the_one_whose_replies_take_longest_is_named():
+def test_of_several_servers_the_one_that_is_most_at_work_is_named():
     steps = job(3, exchange_ms=60)
-    replies = {rank: {0: (40, 40 * 2 * MS), 1: (40, 40 * 50 * MS)} for rank in range(3)}
-    assert slow_server(steps, replies, {0: 3, 1: 4}).who == "server 1 (rank 4)"
-    alike = {rank: {0: (40, 40 * 45 * MS), 1: (40, 40 * 50 * MS)} for rank in range(3)}
-    assert slow_server(steps, alike, {0: 3, 1: 4}).who == "each server"
+    assert slow_server(steps, {0: 0.1, 1: 0.8}, {0: 3, 1: 4}).who == "server 1 (rank 4)"
+    assert slow_server(steps, {0: 0.7, 1: 0.8}, {0: 3, 1: 4}).who == "each server"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringcomm.launch.dashboard.access import Gate
-from ringcomm.launch.dashboard.source import Source, is_run_folder, newest_run
-from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.dashboard.source import Source, newest_run
+from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 
 
 def main(argv: Sequence[str]) -> int:

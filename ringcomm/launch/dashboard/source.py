@@ -18,6 +18,7 @@ from ringcomm.engine.control.commands import Command
 from ringcomm.launch.job.run_folder import CONFIG, END, RunFolder
 from ringcomm.launch.watch.ask_job import Outcome, ask, choose_job
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.other_hosts import RunFolders
 from ringcomm.launch.watch.rank_rows import RankSample, as_json, latest_events
 from ringcomm.launch.watch.verdicts import Verdicts
 
@@ -39,6 +40,7 @@ class Source:
         self.folder = folder
         self._job = job
         self._ranks = Ranks()
+        self._folders = RunFolders(folder.path if folder else None)
         self._lock = threading.Lock()  # each viewer asks from a thread of its own
         self._searched = float("-inf")
         self._before: dict[tuple[str, int], RankSample] = {}
@@ -105,11 +107,11 @@ class Source:
         if time.monotonic() > self._searched + _SEARCH_S:
             self._ranks.search()
             self._searched = time.monotonic()
-        samples = self._ranks.sample(monotonic_ns())
+        samples = self._folders.with_other_hosts(self._ranks.sample(monotonic_ns()))
         if self.folder is None:
             return [each for each in samples if each.job.startswith(self._job)]
-        pids = {pid for pid, _ in self.folder.ranks().values()}
-        jobs = {each.job for each in samples if each.page["pid"] in pids}
+        started = set(self.folder.ranks().values())
+        jobs = {s.job for s in samples if (s.page["pid"], s.page["host"]) in started}
         return [each for each in samples if each.job in jobs]
 
     def _late(self, samples: list[RankSample]) -> str:
@@ -119,7 +121,7 @@ class Source:
             if not each.is_over:
                 live[each.job].append(each)
         for job, ranks in live.items():
-            self._verdicts[job].add(ranks)
+            self._verdicts[job].add(ranks, self._folders.traffic(job))
         texts = (self._verdicts[job].texts(ranks) for job, ranks in live.items())
         return "; ".join(itertools.chain.from_iterable(texts))
 
@@ -144,11 +146,6 @@ class Source:
         except FileNotFoundError:
             return None
         return found
-
-
-def is_run_folder(path: Path) -> bool:
-    """Return True if this is the folder of a run."""
-    return (path / CONFIG).is_file()
 
 
 def newest_run(runs: Path) -> RunFolder | None:

@@ -71,7 +71,34 @@ def _log_to(folder: str, environ: MutableMapping[str, str]) -> bool:
     os.dup2(log, 2)
     os.close(log)
     environ[RUN_FOLDER] = f"{os.getpid()} {folder}"
+    if environ.get("LOCAL_RANK") == "0" and environ.get("LOCAL_WORLD_SIZE") != environ.get(
+        "WORLD_SIZE"
+    ):
+        _report_to_other_hosts(folder)
     return True
+
+
+def _report_to_other_hosts(folder: str) -> None:
+    """Start the process that shows this host's ranks to `ringcomm top` on other hosts.
+
+    It is no child of the rank, and ends after the ranks of this host.
+    """
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
+    os.closerange(3, 1 << 10)
+    environ = {"PATH": os.environ.get("PATH", "")}  # it must not seem to be a rank
+    module = "ringcomm.launch.watch.other_hosts"
+    try:
+        os.execve(sys.executable, [sys.executable, "-I", "-m", module, folder], environ)
+    finally:
+        os._exit(_NOT_EXECUTABLE)
 
 
 if __name__ == "__main__":

@@ -93,3 +93,8 @@ class RunFolder:
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         with replacing(self.path / name) as file:
             file.write(json.dumps(content, indent=2).encode() + b"\n")
+
+
+def is_run_folder(path: Path) -> bool:
+    """Return True if this is the folder of a run."""
+    return (path / CONFIG).is_file()

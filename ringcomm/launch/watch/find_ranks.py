@@ -73,7 +73,6 @@ def _sample(page: StatusPage, now_ns: int) -> RankSample:
         _process(facts["pid"]),
         how_it_ended(facts) if facts["end_kind"] != Ending.NONE else "",
         page.steps(),
-        page.replies(),
     )
 
 

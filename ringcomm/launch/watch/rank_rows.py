@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ringcomm.status.page_enums import Ending, OpState, State
@@ -36,7 +36,6 @@ class RankSample:
         process: None if it is dead.
         ending: how it has failed, in words; "": it has not said so.
         steps: StatusPage.steps().
-        replies: StatusPage.replies().
     """
 
     time_ns: int
@@ -46,7 +45,6 @@ class RankSample:
     process: Process | None
     ending: str = ""
     steps: Sequence[tuple[int, Sequence[int], Sequence[int]]] = ()
-    replies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def job(self) -> str:
@@ -106,17 +104,21 @@ def row_of(now: RankSample, before: RankSample | None) -> Row:
 def title_of(samples: Sequence[RankSample]) -> str:
     """Return the title of a job's table."""
     first = samples[0].page
+    hosts = list(dict.fromkeys(str(each.page["host"]) for each in samples))
     live = sum(not each.is_over for each in samples)
-    return f"job {first['job']}: {live} of {first['size']} ranks live on {first['host']}"
+    title = f"job {first['job']}: {live} of {first['size']} ranks live on {', '.join(hosts)}"
+    n_unseen = first["size"] - len(samples)
+    return f"{title}; {n_unseen} on other hosts are not seen from here" if n_unseen > 0 else title
 
 
 def latest_events(samples: Sequence[RankSample], count: int) -> list[str]:
     """Return the latest events of a job's ranks, the newest last."""
     events = sorted(
-        (time_ns, each.rank, text) for each in samples for time_ns, text in each.events
+        (time_ns - each.time_ns, each.rank, text)  # clocks of hosts differ
+        for each in samples
+        for time_ns, text in each.events
     )[-count:]
-    now_ns = samples[0].time_ns if samples else 0
-    return [f"{(now_ns - t) / 1e9:6.0f} s ago  rank {rank}: {text}" for t, rank, text in events]
+    return [f"{-since / 1e9:6.0f} s ago  rank {rank}: {text}" for since, rank, text in events]
 
 
 def as_json(now: RankSample) -> dict[str, Any]:

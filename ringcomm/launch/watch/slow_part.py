@@ -23,13 +23,13 @@ _STEPS: Final = 30  # the latest that are looked at
 _LEAST_STEPS: Final = 20
 _LEAST_SHARE: Final = 0.1  # of a step by which the slow rank is later than the others
 _LEAST_NS: Final = 3_000_000
-_SERVER_SHARE: Final = 0.4  # of a step in which even the last worker waits for servers
-_SERVER_NS: Final = 10_000_000
+_SERVER_NS: Final = 10_000_000  # for which even the last worker waits
+_SERVER_SHARE: Final = 0.3  # of a step in which a slow server is at work
 _MOST: Final = 0.8  # of the steps in which this must be so
-_SERVER_RATIO: Final = 1.5  # of the replies of a slow server to those of the others
+_MOST_WAITS: Final = 0.6  # the last worker may ask just before the server looks
+_SERVER_RATIO: Final = 1.5  # of the work of a slow server to that of the others
 
 Step = tuple[int, Sequence[int], Sequence[int]]  # as of StatusPage.steps()
-Replies = Mapping[int, tuple[int, int]]  # as of StatusPage.replies()
 
 
 @dataclass(frozen=True)
@@ -75,46 +75,45 @@ def slow_parts(steps: Mapping[int, Sequence[Step]]) -> list[SlowPart]:
 
 
 def slow_server(
-    steps: Mapping[int, Sequence[Step]], replies: Mapping[int, Replies], ranks: Mapping[int, int]
+    steps: Mapping[int, Sequence[Step]], at_work: Mapping[int, float], ranks: Mapping[int, int]
 ) -> SlowPart | None:
     """Return the server for which all workers wait, the last one included; None: there is none.
 
-    A worker that comes last to a round of updates waits for nobody but the servers.
+    A worker that comes last to a round of updates waits for nobody but the servers. They are slow
+    by themselves if they are at work for a good part of a step; else they, too, lack cores. How
+    long the workers lacked one does not matter: meanwhile the answer may have come.
 
     Args:
         steps: worker's rank -> its latest steps.
-        replies: worker's rank -> what it knows of the servers, for the last seconds.
+        at_work: number of a server -> share of the last seconds in which it was at work, without
+            the time in which it had no core.
         ranks: number of a server -> its rank.
     """
     rows = _common(steps)
     if len(rows) < _LEAST_STEPS or not ranks:
         return None
     step_ns = median(_duration(step) for row in rows for step in row.values())
-    least_ns = max(_SERVER_NS, _SERVER_SHARE * step_ns)
-    waits = [min(_own(each, _EXCHANGE) for each in row.values()) for row in rows]
-    if median(waits) < least_ns or mean(wait > least_ns / 2 for wait in waits) < _MOST:
+    lasted_ns = median(step[1][-1] - step[1][0] for row in rows for step in row.values())
+    waits = [
+        min(marks[_EXCHANGE + 1] - marks[_EXCHANGE] for _, marks, _ in row.values()) for row in rows
+    ]
+    least_ns = max(_SERVER_NS, _LEAST_SHARE * lasted_ns)
+    if mean(waits) < least_ns or mean(wait > least_ns / 2 for wait in waits) < _MOST_WAITS:
         return None
-    who = _slowest(replies, ranks)
-    return SlowPart(who, "to answer", median(waits) / 1e9, step_ns / 1e9)
+    work_ns = {server: at_work.get(server, 0.0) * lasted_ns for server in ranks}
+    slow = [s for s in ranks if work_ns[s] > max(_SERVER_NS, _SERVER_SHARE * step_ns)]
+    if not slow:
+        return None
+    extra_ns = min(median(waits), max(work_ns.values()))
+    return SlowPart(_busiest(slow, at_work, ranks), "to answer", extra_ns / 1e9, step_ns / 1e9)
 
 
-def _slowest(replies: Mapping[int, Replies], ranks: Mapping[int, int]) -> str:
-    """Return the server whose replies take longest; "each server" if no single one stands out."""
-    times = {}
-    for server in ranks:
-        of_workers = [each[server] for each in replies.values() if each.get(server, (0, 0))[0]]
-        if of_workers:
-            times[server] = min(total / n for n, total in of_workers)
-    if len(ranks) == 1:
-        server = next(iter(ranks))
-    elif len(times) < 2:
+def _busiest(slow: Sequence[int], at_work: Mapping[int, float], ranks: Mapping[int, int]) -> str:
+    """Return the server that is most at work; "each server" if no single one stands out."""
+    first, *others = sorted(slow, key=lambda server: -at_work[server])
+    if others and at_work[first] < _SERVER_RATIO * at_work[others[0]]:
         return "each server"
-    else:
-        second, first = sorted(times.values())[-2:]
-        if first < _SERVER_RATIO * second:
-            return "each server"
-        server = max(times, key=times.__getitem__)
-    return f"server {server} (rank {ranks[server]})"
+    return f"server {first} (rank {ranks[first]})"
 
 
 def _common(steps: Mapping[int, Sequence[Step]]) -> list[dict[int, Step]]:

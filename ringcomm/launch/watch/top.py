@@ -9,10 +9,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm._core import monotonic_ns
+from ringcomm.launch.job.run_folder import is_run_folder
 from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.other_hosts import RunFolders
 from ringcomm.launch.watch.rank_rows import (
     COLUMNS,
     RankSample,
@@ -31,7 +34,6 @@ _EVENTS: Final = 5
 _SEARCH_S: Final = 2.0
 _LOOKS: Final = 3  # of --once, in the interval
 _Samples = dict[tuple[str, int], RankSample]
-_verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)  # by job
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,10 +41,9 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.prometheus_port is not None:
         return _serve(args.prometheus_port, args.job)
-    ranks = Ranks()
-    ranks.search()
-    samples = _chosen(ranks, args.job)
-    for problem in sorted(ranks.problems):
+    jobs = Jobs(args.job)
+    samples = jobs.look()
+    for problem in sorted(jobs.problems):
         print(f"ringcomm top: {problem}", file=sys.stderr)
     if not samples:
         what = f"no live job {args.job!r}" if args.job else "no live job"
@@ -55,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
         before = _by_rank(samples)
         for _ in range(_LOOKS):
             time.sleep(args.interval / _LOOKS)
-            samples = _chosen(ranks, args.job)
-        print(_plain(samples, before))
+            samples = jobs.look()
+        print(_plain(jobs, samples, before))
         return 0
-    return _watch(ranks, args.job, args.interval)
+    return _watch(jobs, args.interval)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
         "need not help, so it works while they hang.",
     )
     parser.add_argument(
-        "job", nargs="?", default="", help="beginning of a job's name; default: all"
+        "job",
+        nargs="?",
+        default="",
+        metavar="JOB|RUN",
+        help="beginning of a job's name, or the folder of a run on several hosts; default: all "
+        "jobs that have a rank on this host",
     )
     parser.add_argument("--once", action="store_true", help="print one table as plain text")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead")
@@ -88,14 +94,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _watch(ranks: Ranks, job: str, interval_s: float) -> int:
+class Jobs:
+    """The live jobs whose names begin so, or that of a run's folder.
+
+    Attributes:
+        problems: pages that cannot be read.
+    """
+
+    def __init__(self, what: str) -> None:
+        folder = Path(what).absolute() if what and is_run_folder(Path(what)) else None
+        self._name = "" if folder else what
+        self._is_run = folder is not None
+        self._ranks = Ranks()
+        self._folders = RunFolders(folder)
+        self._verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)
+        self._searched = float("-inf")
+
+    @property
+    def problems(self) -> set[str]:  # noqa: D102 - see above
+        return self._ranks.problems
+
+    def look(self) -> list[RankSample]:
+        """Return the ranks of the jobs that have a live one."""
+        if time.monotonic() > self._searched + _SEARCH_S:
+            self._ranks.search()
+            self._searched = time.monotonic()
+        local = [] if self._is_run else self._ranks.sample(monotonic_ns())
+        samples = self._folders.with_other_hosts(local)
+        live = {s.job for s in samples if not s.is_over and s.job.startswith(self._name)}
+        chosen = [each for each in samples if each.job in live]
+        for job in live:
+            self._verdicts[job].add(_live(chosen, job), self._folders.traffic(job))
+        return chosen
+
+    def verdicts(self, members: Sequence[RankSample]) -> list[str]:
+        """Return who is slow in a job, in words."""
+        job = members[0].job
+        return self._verdicts[job].texts(_live(members, job))
+
+
+def _watch(jobs: Jobs, interval_s: float) -> int:
     """Show the jobs until all are over."""
     try:
         if sys.stdout.isatty():
-            _on_terminal(ranks, job, interval_s)
+            _on_terminal(jobs, interval_s)
         else:
-            for samples, before in _looks(ranks, job, interval_s):
-                print(_plain(samples, before), flush=True)
+            for samples, before in _looks(jobs, interval_s):
+                print(_plain(jobs, samples, before), flush=True)
     except KeyboardInterrupt:
         return 0
     except ModuleNotFoundError:
@@ -126,37 +171,21 @@ def _serve(port: int, job: str) -> int:
     return 0
 
 
-def _on_terminal(ranks: Ranks, job: str, interval_s: float) -> None:
+def _on_terminal(jobs: Jobs, interval_s: float) -> None:
     from rich.live import Live
 
     with Live(auto_refresh=False, screen=True) as live:
-        for samples, before in _looks(ranks, job, interval_s):
-            live.update(_rich(samples, before), refresh=True)
+        for samples, before in _looks(jobs, interval_s):
+            live.update(_rich(jobs, samples, before), refresh=True)
 
 
-def _looks(
-    ranks: Ranks, job: str, interval_s: float
-) -> Iterator[tuple[list[RankSample], _Samples]]:
+def _looks(jobs: Jobs, interval_s: float) -> Iterator[tuple[list[RankSample], _Samples]]:
     """Yield samples and those before them, until the jobs are over."""
     before: _Samples = {}
-    searched = time.monotonic()
-    while samples := _chosen(ranks, job):
+    while samples := jobs.look():
         yield samples, before
         before = _by_rank(samples)
         time.sleep(interval_s)
-        if time.monotonic() > searched + _SEARCH_S:
-            ranks.search()
-            searched = time.monotonic()
-
-
-def _chosen(ranks: Ranks, job: str) -> list[RankSample]:
-    """Return samples of the jobs with this beginning that have a live rank."""
-    samples = ranks.sample(monotonic_ns())
-    live = {each.job for each in samples if not each.is_over and each.job.startswith(job)}
-    chosen = [each for each in samples if each.job in live]
-    for job_name in live:
-        _verdicts[job_name].add(_live(chosen, job_name))
-    return chosen
 
 
 def _live(samples: Sequence[RankSample], job: str) -> list[RankSample]:
@@ -168,22 +197,21 @@ def _by_rank(samples: Sequence[RankSample]) -> _Samples:
 
 
 def _tables(
-    samples: Sequence[RankSample], before: _Samples
+    jobs: Jobs, samples: Sequence[RankSample], before: _Samples
 ) -> list[tuple[str, list[Row], list[str]]]:
     """Return title, rows and further lines of each job."""
     found = []
     for _, group in groupby(samples, key=lambda each: each.job):
         members = list(group)
         rows = [row_of(each, before.get((each.job, each.rank))) for each in members]
-        job = members[0].job
-        lines = latest_events(members, _EVENTS) + _verdicts[job].texts(_live(members, job))
+        lines = latest_events(members, _EVENTS) + jobs.verdicts(members)
         found.append((title_of(members), rows, lines))
     return found
 
 
-def _plain(samples: Sequence[RankSample], before: _Samples) -> str:
+def _plain(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> str:
     lines = []
-    for title, rows, events in _tables(samples, before):
+    for title, rows, events in _tables(jobs, samples, before):
         texts = [COLUMNS, *(row.texts for row in rows)]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         lines.append(title)
@@ -192,13 +220,13 @@ def _plain(samples: Sequence[RankSample], before: _Samples) -> str:
     return "\n".join(lines)
 
 
-def _rich(samples: Sequence[RankSample], before: _Samples) -> Group:
+def _rich(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     parts: list[Any] = []
-    for title, rows, events in _tables(samples, before):
+    for title, rows, events in _tables(jobs, samples, before):
         table = Table(title=title, title_justify="left", expand=False)
         for column in COLUMNS:
             is_number = column in ("rank", "pid", "step", "for", "wait", "MB/s", "CPU", "memory")

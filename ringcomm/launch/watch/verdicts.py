@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar
 
 from ringcomm.launch.watch.late_rank import History
 from ringcomm.launch.watch.rank_rows import RankSample
-from ringcomm.launch.watch.slow_part import Replies, slow_parts, slow_server
+from ringcomm.launch.watch.slow_link import Pair, Traffic, slow_link
+from ringcomm.launch.watch.slow_part import slow_parts, slow_server
+from ringcomm.status.page_enums import BUSY
 
 _WINDOW_NS: Final = 5_000_000_000
+T = TypeVar("T")
 
 
 class Verdicts:
@@ -18,49 +21,76 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._history = History()
-        self._replies: deque[tuple[int, dict[int, Replies]]] = deque()
+        self._work: deque[tuple[int, dict[int, float]]] = deque()  # when, and server -> seconds
+        self._traffic: deque[tuple[int, Mapping[Pair, Traffic]]] = deque()
 
-    def add(self, ranks: Sequence[RankSample]) -> None:
-        """Take a look at the live ranks of the job."""
+    def add(
+        self, ranks: Sequence[RankSample], traffic: Mapping[Pair, Traffic] | None = None
+    ) -> None:
+        """Take a look at the live ranks of the job.
+
+        Args:
+            ranks: those that live.
+            traffic: (from host, to host) -> what was sent until now, if that is known.
+        """
         if not ranks:
             return
         now = ranks[0].time_ns
         self._history.add(now, {each.rank: each.busy_ns for each in _workers(ranks)})
-        self._replies.append((now, {each.rank: each.replies for each in ranks if each.replies}))
-        while len(self._replies) > 1 and now - self._replies[0][0] > _WINDOW_NS:
-            self._replies.popleft()
+        busy = {n: dict(_values(each)).get(BUSY, 0.0) for n, each in _servers(ranks).items()}
+        _append(self._work, now, busy)
+        _append(self._traffic, now, traffic or {})
 
     def texts(self, ranks: Sequence[RankSample]) -> list[str]:
         """Return what is to be said of the live ranks of the job; [] if nobody is slow."""
+        link = slow_link(self._sent())
+        return [*self._slow_ranks(ranks), *([str(link)] if link else [])]
+
+    def _slow_ranks(self, ranks: Sequence[RankSample]) -> list[str]:
         workers = _workers(ranks)
         steps = {each.rank: each.steps for each in workers}
         if workers and all(steps.values()):
-            servers = {
-                int(number): each.rank
-                for each in ranks
-                for name, _, number in [each.page["role"].partition(" ")]
-                if name == "server"
-            }
-            slow = slow_server(steps, self._recent_replies(), servers)
+            servers = {n: each.rank for n, each in _servers(ranks).items()}
+            slow = slow_server(steps, self._at_work(), servers)
             return [str(each) for each in [*slow_parts(steps), *([slow] if slow else [])]]
         late = self._history.late_rank()
         return [] if late is None else [str(late)]
 
-    def _recent_replies(self) -> dict[int, Replies]:
-        """Return the replies of the last seconds."""
-        if not self._replies:
+    def _sent(self) -> dict[Pair, Traffic]:
+        """Return what was sent in the last seconds."""
+        if not self._traffic:
             return {}
-        first, last = self._replies[0][1], self._replies[-1][1]
-        if len(self._replies) == 1:
-            first = {}
-        return {rank: _since(first.get(rank, {}), now) for rank, now in last.items()}
+        before, after = self._traffic[0][1], self._traffic[-1][1]
+        return {pair: each.since(before[pair]) for pair, each in after.items() if pair in before}
+
+    def _at_work(self) -> dict[int, float]:
+        """Return server -> share of the last seconds in which it was at work."""
+        (began, before), (now, after) = self._work[0], self._work[-1]
+        lasted_s = (now - began) / 1e9
+        if not lasted_s:
+            return {}
+        return {n: (busy - before[n]) / lasted_s for n, busy in after.items() if n in before}
 
 
-def _since(before: Replies, now: Replies) -> Replies:
+def _append(looks: deque[tuple[int, T]], now: int, what: T) -> None:
+    """Add a look, and forget those that are too old."""
+    looks.append((now, what))
+    while now - looks[0][0] > _WINDOW_NS:
+        looks.popleft()
+
+
+def _servers(ranks: Sequence[RankSample]) -> dict[int, RankSample]:
+    """Return the servers by their numbers."""
     return {
-        server: (n - before.get(server, (0, 0))[0], total - before.get(server, (0, 0))[1])
-        for server, (n, total) in now.items()
+        int(number): each
+        for each in ranks
+        for name, _, number in [each.page["role"].partition(" ")]
+        if name == "server"
     }
+
+
+def _values(rank: RankSample) -> list[tuple[str, float]]:
+    return [(name, value) for name, _, value in rank.scalars]
 
 
 def _workers(ranks: Sequence[RankSample]) -> list[RankSample]:

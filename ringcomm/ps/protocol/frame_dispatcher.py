@@ -50,16 +50,23 @@ class FrameDispatcher:
         """
         self.link.enter()
         try:
-            if self.server is not None:
-                self.server.look()
-            deliveries = self.link.poll(only_near=only_news)
-            acks = self.link.take_acks()
-            for sequence, clock in acks:
-                assert self.client is not None
-                self.client.on_ack(sequence, clock)
-            return self._take(deliveries) or bool(acks)
+            if self.server is None:
+                return self._look(only_news)
+            self.server.own_time.begin()
+            self.server.look()
+            has_found = self._look(only_news)
+            self.server.own_time.end(has_found=has_found)
+            return has_found
         finally:
             self.link.leave()
+
+    def _look(self, only_news: bool) -> bool:
+        deliveries = self.link.poll(only_near=only_news)
+        acks = self.link.take_acks()
+        for sequence, clock in acks:
+            assert self.client is not None
+            self.client.on_ack(sequence, clock)
+        return self._take(deliveries) or bool(acks)
 
     def _take(self, deliveries: list[Delivery]) -> bool:
         for delivery in deliveries:

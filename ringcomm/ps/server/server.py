@@ -17,9 +17,11 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Kind, Step, is_one_way
 from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.own_time import OwnTime
 from ringcomm.ps.server.perform_actions import Performer
 from ringcomm.ps.server.user_functions import Function
 from ringcomm.ps.snapshot_numbers_and_request_names import HOLD, PAUSE, RELEASE, STOP
+from ringcomm.status.page_enums import BUSY
 
 if TYPE_CHECKING:
     from ringcomm._core import StatusPage
@@ -50,6 +52,7 @@ class Server:
         catalog: the tables.
         job: a name of this job alone.
         page: the status page of this rank, if it has one.
+        own_time: how long it has worked on requests.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Server:
         self.n_requests = self._nbytes_in = 0
         self._began_at = time.monotonic()
         self.page: StatusPage | None = None
+        self.own_time = OwnTime()
         self._shows_at = 0.0
         self._handlers: dict[int, Callable[[Delivery], None]] = {
             Kind.CREATE: self.catalog.create,
@@ -112,6 +116,7 @@ class Server:
             "shards": len(shards),
             "requests": self.n_requests + n_requests,
             "waiting": self.core.n_waiting,
+            BUSY: self.own_time.total_ns / 1e9,
         }
         for name, value in shown.items():
             page.log_scalar(name, -1, float(value))

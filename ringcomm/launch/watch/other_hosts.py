@@ -1,0 +1,166 @@
+"""Lets the watchers of one host see the ranks of all hosts, through the folder of the run.
+
+`ringcomm run` starts a small process per host if there are several. It looks at the ranks of its
+host as `ringcomm top` does, and writes what it sees to the folder, so the job takes no part in it.
+
+    python -m ringcomm.launch.watch.other_hosts FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ringcomm._core import monotonic_ns
+from ringcomm.launch.watch.find_ranks import Ranks
+from ringcomm.launch.watch.rank_rows import Process, RankSample
+from ringcomm.launch.watch.slow_link import Traffic
+from ringcomm.launch.watch.tcp_counters import traffic_of
+from ringcomm.launched import RUN_FOLDER
+
+_INTERVAL_S: Final = 1.0
+_SILENT_S: Final = 10.0  # a host that has written nothing for so long is not heard of
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one host has written.
+
+    Attributes:
+        host: its name.
+        age_s: how long ago; by the clocks of the hosts, which may differ a little.
+        ranks: its ranks at that moment.
+        traffic: (own address, other address) -> what its ranks have sent.
+    """
+
+    host: str
+    age_s: float
+    ranks: tuple[RankSample, ...]
+    traffic: Mapping[tuple[str, str], Traffic]
+
+
+def reports(folder: Path) -> list[Report]:
+    """Return what the hosts of a run have written last."""
+    found = []
+    for path in sorted(folder.glob("host-*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # of another version
+            found.append(_parsed(json.loads(path.read_text())))
+    return found
+
+
+class RunFolders:
+    """The folders of the runs that are watched.
+
+    Args:
+        given: one that is watched wherever its ranks are; None: only those of ranks of this host.
+    """
+
+    def __init__(self, given: Path | None = None) -> None:
+        self._given = given
+        self._of_pids: dict[int, Path | None] = {}
+        self._reports: list[Report] = []
+
+    def with_other_hosts(self, local: Sequence[RankSample]) -> list[RankSample]:
+        """Return the ranks of this host, and of the other hosts of their runs, by job and rank."""
+        for pid in {each.page["pid"] for each in local} - self._of_pids.keys():
+            self._of_pids[pid] = _folder_of(pid)
+        folders = {self._given, *(self._of_pids[each.page["pid"]] for each in local)} - {None}
+        self._reports = [each for folder in folders if folder for each in reports(folder)]
+        remote = {(r.job, r.rank): r for each in self._reports for r in _ranks_of(each)}
+        here = {(each.job, each.rank): each for each in local}
+        return [each for _, each in sorted((remote | here).items())]
+
+    def traffic(self, job: str) -> dict[tuple[str, str], Traffic]:
+        """Return (from host, to host) -> what was sent in a job, as of with_other_hosts()."""
+        mine = [each for each in self._reports if any(rank.job == job for rank in each.ranks)]
+        return traffic_by_host(mine)
+
+
+def _ranks_of(report: Report) -> list[RankSample]:
+    if report.age_s < _SILENT_S:
+        return list(report.ranks)
+    words = f"not heard of for {report.age_s:.0f} s"
+    return [each if each.is_over else replace(each, ending=words) for each in report.ranks]
+
+
+def traffic_by_host(found: Sequence[Report]) -> dict[tuple[str, str], Traffic]:
+    """Return (from host, to host) -> what was sent until now."""
+    host_of = {own: each.host for each in found for own, _ in each.traffic}
+    sums: dict[tuple[str, str], Traffic] = {}
+    for report in found:
+        for (_, other), traffic in report.traffic.items():
+            pair = report.host, host_of.get(other, other)
+            sums[pair] = sums[pair] + traffic if pair in sums else traffic
+    return sums
+
+
+def main(folder: Path) -> None:
+    """Write what the ranks of this host do, until they are over."""
+    host, ranks = os.uname().nodename, Ranks()
+    mine: list[RankSample] = []
+    is_over = False
+    while not is_over:
+        pids = {each for each, place in _started(folder) if place == host}
+        is_over = not any(map(_is_live, pids))  # one more report follows
+        if {each.page["pid"] for each in mine} != pids:
+            ranks.search()
+        mine = [each for each in ranks.sample(monotonic_ns()) if each.page["pid"] in pids]
+        _write(folder / f"host-{host}.json", host, mine)
+        time.sleep(0 if is_over else _INTERVAL_S)
+
+
+def _folder_of(pid: int) -> Path | None:
+    """Return the folder of the run that a rank of this host belongs to, or None."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    match = re.search(rb"(?:^|\0)" + RUN_FOLDER.encode() + rb"=\d+ ([^\0]+)", environ)
+    return Path(os.fsdecode(match[1])) if match else None
+
+
+def _started(folder: Path) -> Iterator[tuple[int, str]]:
+    for path in folder.glob("rank-*.at"):
+        pid, _, host = path.read_text().strip().partition(" ")
+        if pid.isdigit():
+            yield int(pid), host
+
+
+def _write(path: Path, host: str, ranks: Sequence[RankSample]) -> None:
+    traffic = traffic_of([each.page["pid"] for each in ranks if not each.is_over])
+    content = {
+        "host": host,
+        "time": time.time(),
+        "ranks": [asdict(each) for each in ranks],
+        "traffic": [[*ends, *asdict(each).values()] for ends, each in traffic.items()],
+    }
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
+
+
+def _parsed(content: Mapping[str, Any]) -> Report:
+    ranks = []
+    for each in content["ranks"]:
+        process = Process(**each["process"]) if each["process"] else None
+        ranks.append(RankSample(**each | {"process": process}))
+    traffic = {(own, other): Traffic(*rest) for own, other, *rest in content["traffic"]}
+    return Report(content["host"], time.time() - content["time"], tuple(ranks), traffic)
+
+
+def _is_live(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
