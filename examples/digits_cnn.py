@@ -5,9 +5,10 @@
 
 Two lines make it distributed: hvd.init(), and the DistributedOptimizer around the optimizer.
 The rest is what any data-parallel script does: rc.data.Loader gives each rank its share of each
-batch, and rank 0 reports. The data are scikit-learn's digits: 1,797 real scans of 8 x 8 pixels,
-shipped with it; or MNIST's four IDX files, plain or .gz, in the folder --data-dir. With
---checkpoints a run that was ended goes on after its last epoch, on any number of ranks.
+batch, rank 0 reports, and rc.log() is for `ringcomm top` and `ringcomm dashboard`. The data are
+scikit-learn's digits: 1,797 real scans of 8 x 8 pixels, shipped with it; or MNIST's four IDX files,
+plain or .gz, in the folder --data-dir. With --checkpoints a run that was ended goes on after its
+last epoch, on any number of ranks.
 """
 
 import argparse
@@ -48,6 +49,7 @@ def main() -> None:
         metrics = train_one_epoch(model, optimizer, loader)
         schedule.step()
         accuracy = evaluate(model, test)
+        rc.log(step=epoch + 1, accuracy=accuracy)
         if checkpoint is not None:
             checkpoint.save(epoch + 1, **parts)
         if hvd.rank() == 0:
@@ -120,6 +122,7 @@ def train_one_epoch(model, optimizer, loader) -> dict[str, float]:
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
+        rc.log(loss=loss.detach())
         metrics.add(len(labels), loss=loss)
     return metrics.average()
 

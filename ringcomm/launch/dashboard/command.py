@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ringcomm.launch.dashboard.access import Gate
-from ringcomm.launch.dashboard.source import Source, newest_run
+from ringcomm.launch.dashboard.source import Source
 from ringcomm.launch.job.run_folder import RunFolder, is_run_folder
 
 
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 def _source(what: str, runs: Path) -> Source:
     if what and is_run_folder(Path(what)):
         return Source(RunFolder(Path(what).absolute()))
-    return Source(None, what) if what else Source(newest_run(runs))
+    return Source(None, what, None if what else runs)
 
 
 def _refuse(text: str) -> int:

@@ -34,11 +34,12 @@ class Source:
     Args:
         folder: the folder of a run; None: there is none.
         job: beginning of the name of a live job, if there is no folder; "": all live jobs.
+        runs: the folder of runs, of which the newest is shown once there is one; None: no run.
     """
 
-    def __init__(self, folder: RunFolder | None, job: str = "") -> None:
+    def __init__(self, folder: RunFolder | None, job: str = "", runs: Path | None = None) -> None:
         self.folder = folder
-        self._job = job
+        self._job, self._runs = job, runs
         self._ranks = Ranks()
         self._folders = RunFolders(folder.path if folder else None)
         self._lock = threading.Lock()  # each viewer asks from a thread of its own
@@ -105,6 +106,8 @@ class Source:
 
     def _samples(self) -> list[RankSample]:
         if time.monotonic() > self._searched + _SEARCH_S:
+            if self.folder is None and self._runs is not None:
+                self.folder = newest_run(self._runs)
             self._ranks.search()
             self._searched = time.monotonic()
         samples = self._folders.with_other_hosts(self._ranks.sample(monotonic_ns()))

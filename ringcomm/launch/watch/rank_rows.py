@@ -86,14 +86,14 @@ def row_of(now: RankSample, before: RankSample | None) -> Row:
     page = now.page
     state, is_bad = _state(now)
     is_running = now.is_in_operation
-    seconds = (now.time_ns - page["op_start_ns"]) / 1e9 if is_running else 0.0
+    seconds = max(now.time_ns - page["op_start_ns"], 0) / 1e9  # it may have begun since the look
     texts = (
         str(now.rank),
         str(page["pid"]),
         state,
         str(_step(now)),
         _shortened(page["op_name"]) if is_running else "",
-        f"{max(seconds, 0.0):.1f} s" if is_running else "",
+        f"{seconds:.1f} s" if is_running else "",
         *_rates(now, before),
         "" if now.process is None else _amount(now.process.nbytes),
         " ".join(f"{name}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]),
@@ -136,7 +136,7 @@ def as_json(now: RankSample) -> dict[str, Any]:
         "role": now.page["role"],
         "step": _step(now),
         "operation": now.page["op_name"] if is_running else None,
-        "operation_s": (now.time_ns - now.page["op_start_ns"]) / 1e9 if is_running else None,
+        "operation_s": max(now.time_ns - now.page["op_start_ns"], 0) / 1e9 if is_running else None,
         "ended_operations": now.page["n_ended_ops"],
         "ended_nbytes": now.page["ended_nbytes"],
         "busy_s": now.page["busy_ns"] / 1e9,
