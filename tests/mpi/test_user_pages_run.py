@@ -1,4 +1,4 @@
-"""What the pages for users show must run: each python block is a job of 2 ranks."""
+"""What the pages for users show must run: each python block, on 2 ranks."""
 
 import re
 from pathlib import Path
@@ -18,6 +18,22 @@ def test_there_are_blocks():
     assert len(BLOCKS) == 8
 
 
+# With one start of python and torch for all.
+ONE_AFTER_ANOTHER = """
+for number, block in enumerate({blocks}):
+    print("block", number, flush=True)
+    exec(compile(block, f"block {{number}}", "exec"), {{"__name__": "__main__"}})
+"""
+
+
+def test_the_blocks_run_one_after_another(tmp_path):
+    pytest.importorskip("torch", reason="the core is tested without torch, too")
+    job = run_script(2, ONE_AFTER_ANOTHER.format(blocks=BLOCKS), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count(f"block {len(BLOCKS) - 1}") == 2, job.output
+
+
+@pytest.mark.at_length  # for a start of torch takes 3 s of a core, and the test above runs them all
 @pytest.mark.parametrize(
     "block",
     BLOCKS,
