@@ -79,41 +79,39 @@ if dist.get_rank() < 2:
 print("summed", dist.get_backend(), flush=True)
 dist.destroy_process_group()
 """
-
-
+OVER_MPI = ['"ringcomm", init_method="mpi://"', '"gloo", init_method="mpi://"']
 FORMS = [
     '"ringcomm"',
     '"ringcomm", init_method="env://"',
-    '"ringcomm", init_method="mpi://"',
     '"cpu:ringcomm"',
     '"gloo"',
+    *OVER_MPI,
 ]
 
 
-@pytest.mark.parametrize("size", at_length([2, 3], [2]))
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        '"gloo", init_method="mpi://"',
-        *at_length(FORMS, []),
-    ],
-)
-def test_ranks_and_store_come_from_mpi(arguments, size, tmp_path):
-    job = run_script(size, SUM.format(arguments=arguments), cwd=tmp_path)
+def test_ranks_and_store_come_from_mpi_without_an_import_of_ringcomm(tmp_path):
+    script = "".join(SUM.format(arguments=each) for each in OVER_MPI)
+    script = script.replace("import ringcomm.torch\n", "")
+    assert "import ringcomm" not in script
+    job = run_script(2, script, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("summed ringcomm") == job.output.count("summed gloo") == 2
+
+
+@pytest.mark.at_length  # each start of torch takes 2 s of a core, and the test above shows most
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("arguments", FORMS)
+def test_each_form_of_init_process_group_works_alone(arguments, size, tmp_path):
+    script = SUM.format(arguments=arguments)
+    job = run_script(size, script, cwd=tmp_path)
     assert job.code == 0, job.output
     assert job.output.count("summed") == size
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        '"ringcomm", init_method="mpi://"',
-        *at_length(['"cpu:ringcomm", init_method="mpi://"'], []),
-    ],
-)
+@pytest.mark.at_length  # as above
+@pytest.mark.parametrize("arguments", [OVER_MPI[0], '"cpu:ringcomm", init_method="mpi://"'])
 def test_the_backend_is_there_without_an_import_of_ringcomm(arguments, tmp_path):
     script = SUM.format(arguments=arguments).replace("import ringcomm.torch\n", "")
-    assert "import ringcomm" not in script
     job = run_script(2, script, cwd=tmp_path)
     assert job.code == 0, job.output
     assert job.output.count("summed") == 2
@@ -139,15 +137,17 @@ os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "{port}"
     assert job.output.count("summed") == 2
 
 
-@pytest.mark.parametrize("method", at_length(["env://", "mpi://"], ["mpi://"]))
-def test_a_rank_that_is_not_mpis_is_an_error_with_both(method, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "n"), at_length([("env://", 2), ("mpi://", 2)], [("mpi://", 1)])
+)
+def test_a_rank_that_is_not_mpis_is_an_error_with_both(method, n, tmp_path):
     script = 'import os\nos.environ["RANK"] = "1"\n' + SUM.format(
         arguments=f'"ringcomm", init_method="{method}"'
     )
-    job = run_script(2, script, cwd=tmp_path)
+    job = run_script(n, script, cwd=tmp_path)
     assert job.code != 0
-    assert "torch.distributed says rank 1 of 2" in job.output
-    assert "MPI says rank 0 of 2" in job.output
+    assert f"torch.distributed says rank 1 of {n}" in job.output, job.output
+    assert f"MPI says rank 0 of {n}" in job.output
 
 
 @pytest.mark.parametrize(
