@@ -42,14 +42,45 @@ last = hvd.join()
 print("total", total, "arguments", sys.argv[1:], "version", horovod.__version__, "last", last >= 0)
 hvd.shutdown()
 """
+# After which the script begins anew, as one program.
+PROCESS_SETS = """
+import torch
+import horovod.torch as hvd
+from mpi4py import MPI
+halves = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+first, mine = hvd.ProcessSet([0]), hvd.ProcessSet(halves)
+hvd.init(comm=MPI.COMM_WORLD, process_sets=[first, mine])
+rank, known = hvd.rank(), {0: [0, 1, 2], 1: [0], 2: [0, 2], 3: [1]}
+assert hvd.get_process_set_ids_and_ranks() == known
+assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
+assert (mine.process_set_id, mine.ranks) == ((3, [1]) if rank == 1 else (2, [0, 2]))
+of_one, again = MPI.COMM_WORLD.Split(rank), MPI.COMM_WORLD.Split(rank % 2)
+for comm, number in ((MPI.COMM_WORLD, 0), (of_one, 1), (again, 2)):
+    try:
+        hvd.add_process_set(hvd.ProcessSet(comm))
+        raise SystemExit("a process set has these ranks")
+    except ValueError as error:
+        assert f"process_set_id={number}" in str(error)
+assert hvd.get_process_set_ids_and_ranks() == known
+assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
+hvd.remove_process_set(hvd.process_set_by_id(1))
+parts = hvd.add_process_set(hvd.ProcessSet(MPI.COMM_WORLD.Split(int(rank == 0))))
+assert (parts.process_set_id, parts.ranks) == ((4, [0]) if rank == 0 else (5, [1, 2]))
+for each in (mine, parts):
+    hvd.broadcast(torch.zeros(1), each.ranks[0], process_set=each)
+    print("sum", hvd.allreduce(torch.tensor([rank + 1]), op=hvd.Sum, process_set=each).item())
+hvd.shutdown()
+"""
 
 
-def test_a_script_runs_under_the_alias(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    job = run_job(2, "-m", "ringcomm.torch.as_horovod", "train.py", "--epochs", "3", cwd=tmp_path)
+def test_a_script_runs_under_the_alias_and_process_sets_come_from_communicators_at_init(tmp_path):
+    (tmp_path / "train.py").write_text(PROCESS_SETS + SCRIPT)
+    job = run_job(3, "-m", "ringcomm.torch.as_horovod", "train.py", "--epochs", "3", cwd=tmp_path)
     assert job.code == 0, job.output
-    assert job.output.count("total 2.0 arguments ['--epochs', '3'] version 0.28.1 last True") == 2
-    assert job.output.count("agreed: allreduce[wrong]: rank 0 sent float32 (1,)") == 2
+    sums = sorted(line for line in job.output.splitlines() if line.startswith("sum"))
+    assert sums == [f"sum {n}" for n in (1, 2, 4, 4, 5, 5)]
+    assert job.output.count("total 3.0 arguments ['--epochs', '3'] version 0.28.1 last True") == 3
+    assert job.output.count("agreed: allreduce[wrong]: rank 0 sent float32 (1,)") == 3
 
 
 @pytest.mark.at_length
@@ -108,39 +139,6 @@ def test_usage(arguments, code):
     )
     assert done.returncode == code
     assert "usage: python -m ringcomm.torch.as_horovod" in done.stdout + done.stderr
-
-
-def test_process_sets_from_communicators_and_at_init(tmp_path):
-    text = """
-import torch, ringcomm.torch as hvd
-from mpi4py import MPI
-halves = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
-first, mine = hvd.ProcessSet([0]), hvd.ProcessSet(halves)
-hvd.init(comm=MPI.COMM_WORLD, process_sets=[first, mine])
-rank, known = hvd.rank(), {0: [0, 1, 2], 1: [0], 2: [0, 2], 3: [1]}
-assert hvd.get_process_set_ids_and_ranks() == known
-assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
-assert (mine.process_set_id, mine.ranks) == ((3, [1]) if rank == 1 else (2, [0, 2]))
-of_one, again = MPI.COMM_WORLD.Split(rank), MPI.COMM_WORLD.Split(rank % 2)
-for comm, number in ((MPI.COMM_WORLD, 0), (of_one, 1), (again, 2)):
-    try:
-        hvd.add_process_set(hvd.ProcessSet(comm))
-        raise SystemExit("a process set has these ranks")
-    except ValueError as error:
-        assert f"process_set_id={number}" in str(error)
-assert hvd.get_process_set_ids_and_ranks() == known
-assert isinstance(mine.mpi_comm, MPI.Comm) and hvd.global_process_set.mpi_comm is None
-hvd.remove_process_set(hvd.process_set_by_id(1))
-parts = hvd.add_process_set(hvd.ProcessSet(MPI.COMM_WORLD.Split(int(rank == 0))))
-assert (parts.process_set_id, parts.ranks) == ((4, [0]) if rank == 0 else (5, [1, 2]))
-for each in (mine, parts):
-    hvd.broadcast(torch.zeros(1), each.ranks[0], process_set=each)
-    print("sum", hvd.allreduce(torch.tensor([rank + 1]), op=hvd.Sum, process_set=each).item())
-"""
-    job = run_script(3, text, cwd=tmp_path)
-    assert job.code == 0, job.output
-    sums = sorted(line for line in job.output.splitlines() if line.startswith("sum"))
-    assert sums == [f"sum {n}" for n in (1, 2, 4, 4, 5, 5)]
 
 
 MODULES = """
