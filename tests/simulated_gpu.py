@@ -137,8 +137,9 @@ class SimulatedGpu:
 
     def free_stream(self, stream):
         with self._lock:
-            self._freed.add(stream)  # as CUDA does, once it is through
-            self._drop_freed()
+            if not self._is_closed:  # else all are gone: teams of groups that are over end in threads
+                self._freed.add(stream)  # as CUDA does, once it is through
+                self._drop_freed()
 
     def _drop_freed(self):
         for stream in [each for each in self._freed if not self._streams[each]]:
