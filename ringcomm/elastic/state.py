@@ -89,7 +89,8 @@ class State(ABC):
     def commit(self) -> None:
         """Copy the values; a later restore() returns to them. All ranks commit equally often.
 
-        Local: it communicates with no other rank. It costs one copy of all values.
+        It costs one copy of all values. It is local, unless ranks have parts of the state, as with
+        a DistributedOptimizer(shard_state=1): it then sends copies of them, and is collective.
 
         Raises errors, after the copy, as check_host_updates() does.
         """
@@ -138,6 +139,7 @@ class State(ABC):
         self._n_commits, self._is_saved = 0, False
 
     def _keep(self) -> None:
+        self.replicate(self._n_commits + 1)
         n, self._n_commits = self._n_commits, _TORN
         self.save()
         self._is_saved = True
@@ -199,6 +201,15 @@ class State(ABC):
 
         Args:
             is_newest: by rank: its commit is the one that all ranks get.
+        """
+
+    def replicate(self, commit: int) -> None:  # noqa: B027 - mostly there are none
+        """Send other ranks copies of the parts that this rank alone has. Collective if it has any.
+
+        If it fails, the last commit stays as it is.
+
+        Args:
+            commit: number of the commit that follows.
         """
 
     def _require_whole(self, n_commits: int) -> None:

@@ -164,25 +164,6 @@ def test_batches_after_deaths_are_those_of_an_unfailed_run_or_the_rate_is_scaled
     assert job.output.count("as without a failure") == 2, job.output
 
 
-REFUSED = """
-import torch, ringcomm.torch as hvd
-hvd.init()
-model = torch.nn.Linear(2, 2)
-sharded = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shard_state=1)
-try:
-    hvd.elastic.TorchState(model, sharded)
-except hvd.HorovodInternalError as error:
-    assert "Use shard_state=0 in an elastic job" in str(error)
-    print("refused", flush=True)
-"""
-
-
-@pytest.mark.at_length
-def test_a_state_that_is_spread_over_the_ranks_is_refused(tmp_path):
-    job = run_script(1, REFUSED, cwd=tmp_path)
-    assert "refused" in job.output, job.output
-
-
 def test_a_torch_state_returns_to_its_commit():
     torch = pytest.importorskip("torch")
     from ringcomm.torch.elastic import TorchState

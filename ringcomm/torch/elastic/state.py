@@ -97,6 +97,11 @@ class TorchState(ObjectState):
     model and optimizer to memory on the same device, and other values by copy.deepcopy(). Gradients
     are not kept: after a loss, .grad is None. Nor are random generators.
 
+    Of a DistributedOptimizer with shard_state=1, each rank keeps its part, and a copy of the part
+    of the rank before, in host memory: commit() sends it, so it is collective. If a rank is lost,
+    nothing is lost. If a rank and the one after it are lost between two commits, it is a
+    RingcommError on all ranks.
+
     Args:
         model: a torch.nn.Module.
         optimizer: an optimizer, such as a DistributedOptimizer.
@@ -105,8 +110,8 @@ class TorchState(ObjectState):
         kwargs: other modules and optimizers, samplers, and values that can be pickled.
 
     Raises:
-        ConfigError: an optimizer has shard_state=1, so a lost rank takes its part of the state
-            with it.
+        ConfigError: an optimizer has shard_state=1, and is for a process set, which ends with a
+            view.
     """
 
     def __init__(
@@ -124,10 +129,10 @@ class TorchState(ObjectState):
         given = {"model": model, "optimizer": optimizer, **kwargs}
         holders = {n: v for n, v in given.items() if isinstance(v, torch.nn.Module | Optimizer)}
         for name, each in holders.items():
-            if isinstance(each, StateSharding):
+            if isinstance(each, StateSharding) and not each.is_for_all:
                 raise ConfigError(
-                    f"TorchState: {name} has shard_state=1, so each rank has a part of its state, "
-                    "which is lost with the rank. Use shard_state=0 in an elastic job"
+                    f"TorchState: {name} has shard_state=1 and a process set, which is over when a "
+                    "rank is lost. Use shard_state=0, or leave process_set out"
                 )
         super().__init__(**given)
         self._holder_names = tuple(holders)
@@ -144,6 +149,32 @@ class TorchState(ObjectState):
         if to:
             torch._foreach_copy_(to, sources)
 
+    def replicate(self, commit: int) -> None:
+        """Keep copies of the parts that each rank has of an optimizer's state; see State."""
+        for each in self._sharded:
+            each.replicate(commit)
+
+    def unite(self, is_newest: Sequence[bool]) -> None:
+        """Join what the ranks have recorded in samplers, and their parts of optimizers."""
+        super().unite(is_newest)
+        if not self._sharded:
+            return
+        counts = collectives.allgather_object(self._last_commit, name="elastic parts")
+        newest = counts[list(is_newest).index(True)]
+        for each in self._sharded:
+            if newest is None:
+                each.replicate(0)
+            else:
+                each.recover(newest)
+
+    @property
+    def _last_commit(self) -> int | None:
+        return self.n_commits if self._is_saved else None
+
+    @property
+    def _sharded(self) -> list[StateSharding]:
+        return [each for each in self._holders.values() if isinstance(each, StateSharding)]
+
     def restore(self) -> None:
         """Load the copies into models and optimizers, and set the other values."""
         super().restore()
@@ -152,7 +183,11 @@ class TorchState(ObjectState):
             if isinstance(each, torch.nn.Module):
                 each.load_state_dict(saved["state"])
                 continue
-            each.load_state_dict(copy.deepcopy(saved["state"]))  # it may keep the tensors
+            state = copy.deepcopy(saved["state"])  # it may keep the tensors
+            if isinstance(each, StateSharding):
+                each.restore(state)
+            else:
+                each.load_state_dict(state)
             if self._rule is not None:
                 rescale_rates(each, saved["n_ranks"], self._rule)
             each.zero_grad()
@@ -202,7 +237,9 @@ def _bytes_of(value: Any) -> np.ndarray[Any, Any] | None:
 def _tree(holder: torch.nn.Module | Optimizer) -> dict[str, Any]:
     n_steps = holder.n_steps if isinstance(holder, AveragingOptimizer) else 0
     n_ranks = size() if is_initialized() else 1
-    return {"state": holder.state_dict(), "n_steps": n_steps, "n_ranks": n_ranks}
+    spread = holder if isinstance(holder, StateSharding) else None
+    state = holder.state_dict() if spread is None else spread.state_of_all()
+    return {"state": state, "n_steps": n_steps, "n_ranks": n_ranks}
 
 
 def _copied(tree: Any, before: Any, to: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:

@@ -34,16 +34,30 @@ class StateSharding(Protocol):
     Attributes:
         is_spread: True if each rank has a part of the state now; all ranks have the same value.
         is_unscaled: True if unscale() has divided the gradients of this step.
+        is_for_all: True unless it is for a process set.
     """
 
     is_spread: bool
     is_unscaled: bool
+    is_for_all: bool
 
     def unscale(self, divide: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Call divide(), which divides the gradients; see ShardedOptimizer. Collective."""
 
     def state_dict(self, *, root_rank: int | None = None) -> Any:
         """Return the state of the whole optimizer, on root_rank or on all ranks. Collective."""
+
+    def replicate(self, commit: int) -> None:
+        """Keep a copy of each rank's part for this commit on another rank, too. Collective."""
+
+    def recover(self, commit: int) -> None:
+        """Deal the parts of a commit to the ranks of a new view. Collective."""
+
+    def state_of_all(self) -> dict[str, Any]:
+        """Return a state_dict() without the ranks' parts."""
+
+    def restore(self, state_dict: dict[str, Any]) -> None:
+        """Return to a commit, given its state_of_all(); local, on all ranks."""
 
 
 class AveragingOptimizer(Optimizer):

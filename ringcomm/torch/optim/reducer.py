@@ -156,15 +156,7 @@ class GradientReducer:
         self._replan()
 
     def begin_view(self) -> None:
-        """Begin a step among the ranks that are left, as in a first step. Every rank calls it.
-
-        Raises RingcommError if each rank had a part of the optimizer's state.
-        """
-        if self.options.is_sharded:
-            raise RingcommError(
-                "DistributedOptimizer(shard_state=1): a rank is lost, and with it its part of the "
-                "optimizer's state. Start the job again from a checkpoint"
-            )
+        """Begin a step among the ranks that are left, as in a first step. Every rank calls it."""
         self._engine = weakref.ref(engine())
         self._is_spoiled = False
         self.plan.enrol()

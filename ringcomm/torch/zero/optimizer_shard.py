@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
 
+from ringcomm.elastic import on_new_view
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.handle import Handle
 from ringcomm.errors import RingcommError
-from ringcomm.torch.optim.buckets import Bucket
+from ringcomm.torch.optim.buckets import Bucket, view_like
 from ringcomm.torch.optim.reducer import GradientReducer
 from ringcomm.torch.optim.wrapping import settings_of
 from ringcomm.torch.zero.parameter_state import ParameterState, TorchState
 from ringcomm.torch.zero.shares import shares_of
 from ringcomm.torch.zero.weight_shard import MakeUpdate, WeightShard, plan_of
 from ringcomm.torch.zero.whole_states import gather_states
+
+Pieces: TypeAlias = dict[int, tuple[slice, ParameterState]]  # by the parameter's index
+Shares: TypeAlias = dict[int, list[int]]  # elements of each rank, by the parameter's index
 
 
 class OptimizerShard:
@@ -32,10 +36,51 @@ class OptimizerShard:
         self._shards: list[WeightShard] = []
         self.group: Group | None = None
         self._is_fused = False
+        self._adopted: tuple[Pieces, Shares] | None = None  # until the next step
+        self._is_stale = False  # a rank is lost, and with it a part
+        on_new_view(self.begin_view)
 
     def forget(self) -> None:
         """Drop this rank's part; the next step begins with the whole state."""
-        self._shards, self.group = [], None
+        self._shards, self.group, self._adopted, self._is_stale = [], None, None, False
+
+    def begin_view(self) -> None:
+        """Refuse the state from now on, as parts of it are lost, until adopt() or forget()."""
+        self._is_stale = self.group is not None
+
+    def adopt(self, pieces: Pieces, shares: Shares) -> None:
+        """Have this rank's part be `pieces`; shares: how many elements of each parameter all have.
+
+        The next step deals them anew. All ranks call this.
+        """
+        self.forget()
+        self.group, self._adopted = self._reducer.options.group, (pieces, shares)
+
+    def pieces(self) -> Pieces:
+        """Return this rank's part of the state, read only."""
+        if self._adopted is not None:
+            return self._adopted[0]
+        return {
+            index: (shard.updated[index], state)
+            for shard in self._shards
+            for index, state in shard.states().items()
+        }
+
+    def shares(self) -> Shares:
+        """Return how many elements of each parameter each rank has."""
+        if self._adopted is not None:
+            return self._adopted[1]
+        assert self.group is not None
+        return shares_of((shard.plan for shard in self._shards), self.group.size)
+
+    def require_fresh(self) -> None:
+        """Raise RingcommError if a part of the state was lost with a rank, and not restored."""
+        if self._is_stale:
+            raise RingcommError(
+                "DistributedOptimizer(shard_state=1): a rank is lost, and with it its part of the "
+                "optimizer's state. Pass the optimizer to a TorchState, whose commit() keeps a "
+                "copy of each part on another rank (docs/elastic.md), and commit before a loss"
+            )
 
     def step(self, optimizer: Optimizer, make_update: MakeUpdate, *, is_fused: bool) -> None:
         """Take over the optimizer's state, and update all weights by its settings. Collective.
@@ -61,20 +106,27 @@ class OptimizerShard:
 
     def states(self, *, is_wanted: bool) -> dict[torch.Tensor, TorchState]:
         """Return the states of whole parameters, {} unless is_wanted. Collective."""
-        assert self.group is not None
-        views = {index: shard.view(index) for index, shard in _by_index(self._shards).items()}
-        shares = shares_of((shard.plan for shard in self._shards), self.group.size)
-        return {
-            self._reducer.slots[index].parameter: whole.to(views[index].device).shaped(views[index])
-            for index, whole in self._gather(shares)
-            if is_wanted
-        }
+        self.require_fresh()
+        slots, shard_of = self._reducer.slots, _by_index(self._shards)
+        states: dict[torch.Tensor, TorchState] = {}
+        for index, whole in self._gather(self.shares()):
+            p = slots[index].parameter
+            if is_wanted:
+                in_bucket = shard_of.get(index)
+                view = (
+                    view_like(p.new_empty(p.numel()), p)
+                    if in_bucket is None
+                    else in_bucket.view(index)
+                )
+                states[p] = whole.to(view.device).shaped(view)
+        return states
 
     def _arrange(self, make_update: MakeUpdate, *, is_fused: bool) -> Sequence[Bucket]:
         """Return the buckets. If they have changed, make new shards, which is collective."""
         group, buckets = self._reducer.options.group, self._reducer.plan.ensure_buckets()
         plans = [shard.plan for shard in self._shards]
-        is_same = plans == [plan_of(bucket) for bucket in buckets]
+        is_same = plans == [plan_of(bucket) for bucket in buckets] and self._adopted is None
+        self.require_fresh()
         if group is self.group and is_same and is_fused == self._is_fused:
             return buckets
         self._require_same_ranks(group)
@@ -82,11 +134,12 @@ class OptimizerShard:
         fresh = [WeightShard(bucket, slots, group, make_update) for bucket in buckets]
         self._hand_over(fresh, group.size)
         self._shards, self.group, self._is_fused = fresh, group, is_fused
+        self._adopted = None
         return buckets
 
     def _hand_over(self, fresh: Sequence[WeightShard], size: int) -> None:
         """Give the state of each piece to the rank that updates it from now on."""
-        before = shares_of((shard.plan for shard in self._shards), size)
+        before = self.shares() if self.group is not None else {}
         after = shares_of((shard.plan for shard in fresh), size)
         moving = {index: share for index, share in before.items() if share != after[index]}
         shard_of = _by_index(fresh)
@@ -107,7 +160,7 @@ class OptimizerShard:
                 shard.set_part(index, ParameterState.of(state, shard.view(index)))
 
     def _states(self) -> dict[int, ParameterState]:
-        return {index: state for shard in self._shards for index, state in shard.states().items()}
+        return {index: state for index, (_, state) in self.pieces().items()}
 
     def _gather(self, shares: Mapping[int, Sequence[int]]) -> Iterable[tuple[int, ParameterState]]:
         assert self.group is not None

@@ -20,19 +20,22 @@ from ringcomm.collectives.operators import MAX, SUM
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.init_rank_size import rank
 from ringcomm.errors import RingcommError
+from ringcomm.torch.horovod.process_sets import global_process_set
 from ringcomm.torch.optim.averaging_optimizer import OUR_ATTRIBUTES, AveragingOptimizer
 from ringcomm.torch.optim.buckets import is_16_bit, wide
 from ringcomm.torch.optim.wrapping import settings_of, underlying
 from ringcomm.torch.zero.chunk_update import Chunk, ChunkUpdate, OwnClassUpdate
 from ringcomm.torch.zero.fused_update_across_gpus import FusedUpdate, can_fuse, can_push
 from ringcomm.torch.zero.optimizer_shard import OptimizerShard
+from ringcomm.torch.zero.share_copies import ShareCopies
 
 _ELEMENTWISE: Final = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
 _OUR_ATTRIBUTES: Final = (
-    *OUR_ATTRIBUTES, "_shards", "_has_warned_of_changes", "is_unscaled", "grad_scale", "found_inf"
+    *OUR_ATTRIBUTES, "_shards", "_copies", "_has_warned_of_changes", "is_unscaled", "grad_scale",
+    "found_inf",
 )  # fmt: skip
 
 
@@ -76,6 +79,10 @@ class ShardedOptimizer(AveragingOptimizer):
     @functools.cached_property
     def _shards(self) -> OptimizerShard:
         return OptimizerShard(self._reducer)
+
+    @functools.cached_property
+    def _copies(self) -> ShareCopies:
+        return ShareCopies(self._reducer, self._shards)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, together with all ranks; see AveragingOptimizer.
@@ -144,6 +151,29 @@ class ShardedOptimizer(AveragingOptimizer):
         super().load_state_dict(state_dict)
         self._restore_wide(state_dict)
         self._shards.forget()
+
+    @property
+    def is_for_all(self) -> bool:
+        """True unless it is for a process set."""
+        return self._reducer.options.process_set is global_process_set
+
+    # --- for TorchState, in an elastic job --------------------------------------------------------
+    def replicate(self, commit: int) -> None:
+        """Send a copy of this rank's part to the next rank; see ShareCopies. Collective."""
+        self._copies.replicate(commit)
+
+    def recover(self, commit: int) -> None:
+        """Deal the parts of a commit to the ranks of this view; see ShareCopies. Collective."""
+        self._copies.recover(commit)
+
+    def state_of_all(self) -> dict[str, Any]:
+        """Return what this rank has alike with all others: a state_dict() without the parts."""
+        return super().state_dict()
+
+    def restore(self, state_dict: dict[str, Any]) -> None:
+        """Return to a commit, of which all that is alike on all ranks is given; local."""
+        self.load_state_dict(state_dict)
+        self._copies.restore()
 
     @property
     def is_spread(self) -> bool:
