@@ -1,11 +1,16 @@
 """The agreement on who is in the job, under any order of deaths, messages and departures."""
 
+from types import SimpleNamespace
+
 import pytest
 from harness import at_length
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from membership_model import Job, Training, steps
 
+from ringcomm.config import Settings
+from ringcomm.engine.api import heal
+from ringcomm.errors import CommTimeoutError
 from ringcomm.transport.membership.events import (
     Arrive,
     Evict,
@@ -309,3 +314,62 @@ def test_who_comes_back_has_the_state_of_those_that_stayed_though_it_had_a_step_
     job.handle(0, Heal())
     job.finish()
     assert [sorted(job.commits[rank].samples) for rank in (0, 2)] == [list(range(30))] * 2
+
+
+@pytest.mark.parametrize(
+    ("waiting", "members", "is_enough"),
+    [
+        ({0, 1}, {0, 1, 2}, True),
+        ({2}, {0, 1, 2}, False),
+        ({1, 4}, {1, 4, 5, 7}, True),
+        ({4, 5}, {1, 4, 5, 7}, False),
+        ({1}, {1}, True),
+    ],
+)
+def test_those_that_wait_must_be_more_than_half_or_half_with_the_first(waiting, members, is_enough):
+    assert heal._is_enough(waiting, members) == is_enough
+
+
+class Clock:
+    """A membership for which time passes; handle() is told of who is to be killed."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.killed = 0.0, []
+        self.state = Membership.first(0, 4)
+        monkeypatch.setattr(heal.time, "monotonic", lambda: self.now)
+        limits = Settings(elastic=True, elastic_hang_s=5.0, stall_warning_s=0.0)
+        self.patience = heal._Patience(None, limits)
+
+    def wait(self, seconds, missing):
+        self.now += seconds
+        stopped = frozenset({1, 2, 3}) - missing
+        self.state = Membership.first(0, 4)
+        self.state, _ = handle(self.state, Heal())
+        for other in stopped:
+            message = Message(Kind.STOPPED, self.state.view, 0, self.state.changes)
+            self.state, _ = handle(self.state, Heard(other, message))
+        assert set(self.state.missing) == missing
+        self.patience.check(self)
+
+    def handle(self, event):
+        self.killed.append(event.processes)
+
+
+def test_who_heals_waits_anew_for_those_that_are_left_when_another_has_come(monkeypatch):
+    clock = Clock(monkeypatch)
+    clock.wait(0.0, {1, 2})
+    clock.wait(4.0, {2})  # 1 has come
+    clock.wait(4.0, {2})
+    assert clock.killed == []
+    clock.wait(1.5, {2})
+    assert clock.killed == [{2}]
+
+
+def test_a_rank_that_heals_does_not_have_most_of_the_others_killed(monkeypatch):
+    clock = Clock(monkeypatch)
+    clock.wait(0.0, {1, 2, 3})
+    monkeypatch.setattr(heal, "_text_of_wait", lambda *_: "waits")
+    clock.patience._world = SimpleNamespace(transport=SimpleNamespace(view=clock.state.view))
+    with pytest.raises(CommTimeoutError, match="waits"):
+        clock.wait(6.0, {1, 2, 3})
+    assert clock.killed == []
