@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from ringcomm.elastic.checksum import checksum_of
+from ringcomm.elastic.kept_file import KeptFile
 from ringcomm.engine.api import collectives
 from ringcomm.engine.api.heal import require_all_live, stop_for_another_size
 from ringcomm.engine.api.init_rank_size import rank
+from ringcomm.engine.core.current_engine import has_engine
 from ringcomm.errors import MismatchError, RingcommError
 
 
@@ -55,7 +58,12 @@ class State(ABC):
     are left or on none, if each rank commits after each step.
     """
 
+    # The attributes that hold the copies of a commit, each a dict; (): keep_in() is not possible.
+    COPIES: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self) -> None:
+        self._file: KeptFile | None = None
+        self._has_loaded = False
         self._n_commits = 0
         self._is_saved = False
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -95,7 +103,53 @@ class State(ABC):
         Raises errors, after the copy, as check_host_updates() does.
         """
         self._keep()
+        self._keep_in_file()
         self.check_host_updates()
+
+    def keep_in(self, path: str | os.PathLike[str], *, every: int = 1) -> None:
+        """Keep every `every`-th commit in a file, for the case that all ranks are lost.
+
+        Call it on all ranks, before the function with elastic.run. A job that is started again
+        begins with the commit that is in the file, on any number of ranks; rank 0 logs how many
+        later ones are lost. Rank 0 writes in commit(), the file as a whole or not at all; other
+        ranks may become rank 0, so all hosts must see the file. Remove it to begin anew.
+
+        Raises:
+            TypeError: the class has save() and restore() of its own, and does not say in COPIES
+                what they use.
+            ValueError: every is no number >= 1.
+        """
+        if not self.COPIES:
+            raise TypeError(
+                f"keep_in: {type(self).__name__} does not say in COPIES which of its attributes "
+                "hold a commit"
+            )
+        self._file = KeptFile(path, every)
+
+    def _keep_in_file(self) -> None:
+        if self._file is not None and (not has_engine() or rank() == 0):
+            copies = {name: getattr(self, name) for name in self.COPIES}
+            self._file.keep(self._n_commits, copies)
+
+    def _load_file(self) -> None:
+        """Take over the commit that the file of keep_in() holds; on rank 0, once."""
+        if self._file is None or self._has_loaded:
+            return
+        self._has_loaded = True
+        kept = self._file.load() if rank() == 0 and not self._is_saved else None
+        if kept is None or self._file is None:
+            return
+        self.save()
+        for name in self.COPIES:
+            mine, found = sorted(getattr(self, name)), sorted(kept.copies.get(name, {}))
+            if mine != found:
+                raise RingcommError(
+                    f"elastic: {self._file.path} keeps the values {found}, and the state has "
+                    f"{mine}. Remove the file to begin anew"
+                )
+            setattr(self, name, kept.copies[name])
+        self._n_commits, self._is_saved = kept.n_commits, True
+        self._file.say_what_is_lost(kept)
 
     def check_host_updates(self) -> None:
         """Raise an error if the ranks of the job are to change, before an operation fails. Local.
@@ -157,6 +211,7 @@ class State(ABC):
             RingcommError: no rank has a whole commit.
             MismatchError: the commits differ.
         """
+        self._load_file()
         mine = np.array([[self._n_commits, self._is_saved]], np.int64)
         all_ranks: list[list[int]] = collectives.allgather(mine, name="elastic commits").tolist()
         best = max(all_ranks)
@@ -243,6 +298,8 @@ class ObjectState(State):
     once.
     """
 
+    COPIES: ClassVar[tuple[str, ...]] = ("_saved",)
+
     def __init__(self, **values: Any) -> None:
         super().__init__()
         self._names = tuple(values)
@@ -290,6 +347,8 @@ class ArrayState(ObjectState):
     Raises:
         TypeError: an array has elements that are objects.
     """
+
+    COPIES: ClassVar[tuple[str, ...]] = ("_saved", "_copies")
 
     def __init__(self, **values: Any) -> None:
         arrays = {name: each for name, each in values.items() if isinstance(each, np.ndarray)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from typing import Any, Final, get_args
+from typing import Any, ClassVar, Final, get_args
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ class ObjectState(elastic.ObjectState, State):
         get_rank: see bcast_object.
         kwargs: the values, which become attributes.
     """
+
+    COPIES: ClassVar[tuple[str, ...]] = ("_saved", "_positions")
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
         del bcast_object, get_rank
@@ -113,6 +115,8 @@ class TorchState(ObjectState):
         ConfigError: an optimizer has shard_state=1, and is for a process set, which ends with a
             view.
     """
+
+    COPIES: ClassVar[tuple[str, ...]] = ("_saved", "_positions", "_copies")
 
     def __init__(
         self,
