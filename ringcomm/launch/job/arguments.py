@@ -15,6 +15,7 @@ from ringcomm.launch.job.hosts import Host, parse_host_file, parse_hosts
 from ringcomm.launch.job.request import LAUNCHERS, Request
 
 GRACE_S: Final = 20.0
+RESTARTS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Arguments:
     run_folder: Path | None  # None: a new one in `runs`
     runs: Path
     grace_s: float
+    restarts: int  # how often an elastic job is started again
     is_dry_run: bool
     is_verbose: bool
     notes: tuple[str, ...]  # about flags
@@ -68,6 +70,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
         run_folder=args.run_folder,
         runs=args.runs,
         grace_s=args.grace,
+        restarts=args.restarts,
         is_dry_run=args.dry_run,
         is_verbose=args.verbose,
         notes=tuple(args.notes),
@@ -104,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--reserves", type=_count, default=0, metavar="N",
         help="ranks that sleep until dead ones are to be replaced, beside -np")
     add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX workers when ranks die or come")
+    add("--restarts", type=_count, default=RESTARTS, metavar="N",
+        help="how often an elastic job is started again that could not go on, as when a host is "
+        f"lost (default: {RESTARTS})")
     add = parser.add_argument_group("how the ranks are started").add_argument
     add("--launcher", choices=LAUNCHERS, default="mpirun", help="default: mpirun")
     add("--launcher-options", "--mpi-args", "--binding-args", dest="options", action="append",

@@ -18,39 +18,84 @@ from ringcomm.launch.child_process import outside_of_a_job
 from ringcomm.launch.job.arguments import Arguments, parse_arguments
 from ringcomm.launch.job.gather_surroundings import gather_surroundings
 from ringcomm.launch.job.plan import plan
-from ringcomm.launch.job.request import Plan, Surroundings
+from ringcomm.launch.job.request import Plan, Request, Surroundings
+from ringcomm.launch.job.restart.ask_hosts import silent_hosts
+from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
 from ringcomm.launch.job.run_folder import RunFolder
 from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import STOPPED_IN_ORDER, Ending, Verdict, judge_ending
 
-_REFUSED, _CANNOT_START = 2, 127
+_REFUSED, _CANNOT_START, _INTERRUPTED = 2, 127, 130
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the job of this command line; return its exit code, or 2 if it is refused."""
     try:
         args = parse_arguments(argv, sys.executable)
-        now = time.time()
         folder = (
-            RunFolder.named_by_time(args.runs, now)
+            RunFolder.named_by_time(args.runs, time.time())
             if args.run_folder is None
             else RunFolder(args.run_folder.absolute())
         )
-        environ = environment()
-        here = gather_surroundings(environ, folder.path, asks_srun=args.request.launcher == "srun")
-        job = plan(args.request, here)
-        if args.is_dry_run:
-            print(_shown(job))
-            _say(*args.notes, *job.notes)
-            return 0
-        folder.create(_config(argv, args, here, job, now), job.files)
+        if not args.is_dry_run:
+            return _run_and_restart(argv, args, folder)
+        job = plan(args.request, _surroundings(args.request, folder))
+        print(_shown(job))
+        _say(*args.notes, *job.notes)
     except ConfigError as error:
         _say(str(error))
         return _REFUSED
-    return _run(args, here, job, folder)
+    return 0
 
 
-def _run(args: Arguments, here: Surroundings, job: Plan, folder: RunFolder) -> int:
+def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) -> int:
+    """Run the job, and start it again as long as that makes sense; return its last exit code."""
+    request, first, n_restarts = args.request, folder, 0
+    while True:
+        here = _surroundings(request, folder)
+        job = plan(request, here)
+        folder.create(_config(argv, request, here, job, args.notes), job.files)
+        verdict, ending = _run(args, request, here, job, folder)
+        if ending is None:
+            return verdict.code
+        try:
+            decision = decide(
+                Ended(
+                    request=request,
+                    hosts=job.hosts,
+                    code=verdict.code,
+                    was_asked_to_stop=ending.asked is not None or ending.is_stopped,
+                    ends=ending.ends,
+                    silent=_silent(request, job, here) if verdict.code else (),
+                    n_restarts=n_restarts,
+                    limit=args.restarts,
+                )
+            )
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        if decision.why:
+            _say(decision.why)
+        if decision.request is None:
+            return verdict.code
+        n_restarts += 1
+        request, folder = decision.request, first.after_restart(n_restarts)
+
+
+def _surroundings(request: Request, folder: RunFolder) -> Surroundings:
+    asks_srun = request.launcher == "srun"
+    return gather_surroundings(environment(), folder.path, asks_srun=asks_srun)
+
+
+def _silent(request: Request, job: Plan, here: Surroundings) -> frozenset[str]:
+    if request.elastic is None:
+        return frozenset()
+    names = [host.name for host in job.hosts]
+    return silent_hosts(names, agent_of(request), here.environ, own_names=here.own_names)
+
+
+def _run(
+    args: Arguments, request: Request, here: Surroundings, job: Plan, folder: RunFolder
+) -> tuple[Verdict, Ending | None]:
     _say(f"{_described(job, here)}; {_near(folder.path)}", *args.notes, *job.notes)
     if args.is_verbose:
         print(_shown(job), file=sys.stderr, flush=True)
@@ -61,7 +106,8 @@ def _run(args: Arguments, here: Surroundings, job: Plan, folder: RunFolder) -> i
         folder,
         size=job.size,
         grace_s=args.grace_s,
-        goes_on_after_deaths=args.request.elastic is not None,
+        goes_on_after_deaths=request.elastic is not None,
+        silent_hosts=lambda: _silent(request, job, here),
     )
     try:
         ending = supervisor.run()
@@ -72,7 +118,7 @@ def _run(args: Arguments, here: Surroundings, job: Plan, folder: RunFolder) -> i
         supervisor.show_held_messages()
     folder.record_end(_record(verdict, ending, start))
     _say_end(verdict, folder)
-    return verdict.code
+    return verdict, ending
 
 
 def _say_end(verdict: Verdict, folder: RunFolder) -> None:
@@ -103,14 +149,14 @@ def _shown(job: Plan) -> str:
 
 
 def _config(
-    argv: Sequence[str], args: Arguments, here: Surroundings, job: Plan, now: float
+    argv: Sequence[str], request: Request, here: Surroundings, job: Plan, notes: Sequence[str]
 ) -> dict[str, Any]:
     """Return the content of run.json: enough to run the job again, and no secret of the user."""
     return {
         "command": ["ringcomm", "run", *argv],
-        "program": list(args.request.program),
+        "program": list(request.program),
         "working_folder": os.getcwd(),
-        "started": _time_text(now),
+        "started": _time_text(time.time()),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "ranks": job.size,
@@ -119,7 +165,7 @@ def _config(
         "launcher": list(job.argv),
         "variables": dict(job.variables),
         "settings": _settings(here.environ),
-        "notes": [*args.notes, *job.notes],
+        "notes": [*notes, *job.notes],
         "versions": {
             "ringcomm": __version__,
             "python": here.facts.python[0],

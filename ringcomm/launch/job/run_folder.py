@@ -36,6 +36,10 @@ class RunFolder:
             path = path.with_name(f"{name}-{count}")
         return cls(path)
 
+    def after_restart(self, number: int) -> RunFolder:
+        """Return the folder of the same run after it was started again that many times."""
+        return RunFolder(self.path.with_name(f"{self.path.name}-restart-{number}"))
+
     def create(self, config: Mapping[str, Any], files: Mapping[str, str]) -> None:
         """Make the folder with its configuration and with files for the launcher.
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ _ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask the job t
 _PASSED: Final = (signal.SIGUSR1, signal.SIGUSR2)  # mean what the program makes of them
 _TICK_S: Final = 0.05
 _TERM_TO_KILL_S: Final = 3.0
+_LOOK_S: Final = 1.0  # between two looks whether ranks of this host live
 _GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
 _DRAIN_S: Final = 2.0
 _PIECE: Final = 1 << 16
@@ -40,6 +41,8 @@ class Supervisor:
         size: number of ranks.
         grace_s: seconds that ranks have to stop in order when they are asked to.
         goes_on_after_deaths: a dead rank does not end the job; it is reported at once.
+        silent_hosts: asks the hosts of the job, and returns those that do not answer. If there is
+            one, and all ranks of this host have ended, the launcher is ended, which may hang.
     """
 
     def __init__(
@@ -51,11 +54,13 @@ class Supervisor:
         size: int,
         grace_s: float,
         goes_on_after_deaths: bool = False,
+        silent_hosts: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._folder = folder
         self._size = size
         self._stop = _Stop(grace_s)
         self._goes_on = goes_on_after_deaths
+        self._orphan = _Orphan(grace_s, silent_hosts)
         self._logs: dict[int, _Log] = {}
         self._launcher_text = LauncherText()
         self._all_launcher_text = b""
@@ -124,10 +129,12 @@ class Supervisor:
                 drained_by = time.monotonic() + _DRAIN_S  # a child of a rank may hold the pipe
             self._show_logs()
             self._stop.go_on(process, self._local_ranks)
+            self._end_orphan(process)
         while process.poll() is None:  # it has closed its output
             self._pass_on(signals.take(), process)
             self._show_logs()
             self._stop.go_on(process, self._local_ranks)
+            self._end_orphan(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TICK_S)
         _show(self._launcher_text.flush(), sys.stderr)
@@ -170,6 +177,14 @@ class Supervisor:
         for text in texts[self._reports_shown :]:
             _show(text.encode(), sys.stderr)
         self._reports_shown = len(texts)
+
+    def _end_orphan(self, process: subprocess.Popen[bytes]) -> None:
+        """End a launcher that waits for a host which is lost."""
+        is_over = process.poll() is not None or self._stop.signal is not None
+        if is_over or not self._goes_on or not self._orphan.is_due:
+            return
+        here = self._local_ranks()
+        self._orphan.go_on(process, is_idle=bool(here) and not any(map(_lives, here)))
 
     # --- the end ----------------------------------------------------------------------------------
     def _end_session(self, session: int) -> None:
@@ -259,6 +274,45 @@ class _Stop:
         self._asked.update(pids)
 
 
+class _Orphan:
+    """Ends a launcher whose ranks on this host have ended, if another host does not answer."""
+
+    def __init__(self, patience_s: float, silent_hosts: Callable[[], Collection[str]]) -> None:
+        self._patience_s = patience_s
+        self._silent_hosts = silent_hosts
+        self._ask_at = float("inf")
+        self._kill_at = float("inf")
+        self._look_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """True once a second."""
+        return time.monotonic() > self._look_at
+
+    def go_on(self, process: subprocess.Popen[bytes], *, is_idle: bool) -> None:
+        """Take the next step if it is time. is_idle: no rank of this host lives."""
+        now = time.monotonic()
+        self._look_at = now + _LOOK_S
+        if now > self._kill_at:
+            process.kill()
+        elif not is_idle:
+            self._ask_at = float("inf")
+        elif self._ask_at == float("inf"):
+            self._ask_at = now + self._patience_s
+        elif now > self._ask_at and self._kill_at == float("inf"):
+            self._ask_at = now + self._patience_s
+            if silent := self._silent_hosts():
+                names = ", ".join(sorted(silent))
+                print(
+                    f"ringcomm run: the ranks of this host have ended, and {names} cannot be "
+                    "reached: the launcher is ended",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                process.terminate()
+                self._kill_at = time.monotonic() + _TERM_TO_KILL_S
+
+
 class _Signals:
     """Catches signals, which wake a selector; a signal that is ignored stays so (nohup)."""
 
@@ -314,6 +368,12 @@ def _is_rank(pid: int) -> bool:
     """Return True if `ringcomm run` started this process as a rank."""
     mark = f"RINGCOMM_RUN_FOLDER={pid} ".encode()
     return mark in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        return _is_rank(pid)
+    return False
 
 
 def _session_members(session: int) -> list[int]:

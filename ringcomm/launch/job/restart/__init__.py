@@ -1,0 +1,1 @@
+"""Starts an elastic job again that has lost a host, on the hosts that are left."""

@@ -1,0 +1,117 @@
+"""Which elastic jobs `ringcomm run` starts again, where, and which it does not."""
+
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ringcomm.launch.job.hosts import Host, parse_hosts
+from ringcomm.launch.job.records import RankEnd
+from ringcomm.launch.job.request import Request
+from ringcomm.launch.job.restart.ask_hosts import silent_hosts
+from ringcomm.launch.job.restart.decision import Ended, agent_of, decide
+
+REQUEST = Request(program=("train",), np=6, elastic=(2, 6), hosts=parse_hosts("h1:2,h2:2,h3:2"))
+KILLED = {rank: RankEnd() for rank in range(6)}
+STOPPED = {rank: RankEnd(code=75) for rank in range(6)}
+FAILED = KILLED | {3: RankEnd(code=1)}
+LOST = Ended(
+    request=REQUEST,
+    hosts=REQUEST.hosts,
+    code=137,
+    was_asked_to_stop=False,
+    ends=KILLED,
+    silent={"h2"},
+    n_restarts=0,
+    limit=3,
+)
+
+
+@pytest.mark.parametrize("ends", [KILLED, STOPPED, FAILED, {}], ids=["killed", "75", "failed", "-"])
+def test_a_job_that_has_lost_a_host_is_started_again_on_the_others(ends):
+    decision = decide(replace(LOST, ends=ends))
+    assert decision.request == replace(
+        REQUEST, np=4, hosts=(Host("h1", 2), Host("h3", 2)), elastic=(2, 4)
+    )
+    assert decision.why == (
+        "the job has ended, and h2 does not answer; it is started again on h1:2, h3:2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"ends": STOPPED, "code": 75}, "the job could not go on, and its ranks have ended in"),
+        ({"ends": KILLED}, "all ranks were killed"),
+    ],
+)
+def test_a_job_that_could_not_go_on_is_started_again_where_all_hosts_answer(change, reason):
+    decision = decide(replace(LOST, silent=(), **change))
+    assert decision.request == REQUEST
+    assert decision.why.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"code": 0},
+        {"was_asked_to_stop": True},
+        {"silent": (), "ends": FAILED, "code": 1},
+        {"silent": (), "ends": {}},  # its program never called init()
+        {"silent": (), "ends": KILLED | {0: RankEnd(has_left=True)}},
+        {"request": replace(REQUEST, elastic=None)},
+    ],
+)
+def test_no_other_job_is_started_again(change):
+    decision = decide(replace(LOST, **change))
+    assert decision.request is None
+    assert decision.why == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"n_restarts": 3}, "it is not started again: --restarts is 3"),
+        ({"limit": 0}, "it is not started again: --restarts is 0"),
+        (
+            {"silent": {"h1", "h2", "h3"}},
+            "h1, h2, h3 do not answer; it is not started again: the hosts that are left have 0 "
+            "places, and --elastic wants 2 workers",
+        ),
+        ({"request": replace(REQUEST, elastic=(5, 6))}, "have 4 places, and --elastic wants 5"),
+    ],
+)
+def test_a_job_that_cannot_be_started_again_says_why(change, why):
+    decision = decide(replace(LOST, **change))
+    assert decision.request is None
+    assert why in decision.why
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"np": 3, "spares": 1, "reserves": 1, "elastic": (1, 4)}, (3, 1, 0, 3)),
+        ({"np": 2, "spares": 1, "elastic": (2, 5)}, (2, 1, 0, 3)),
+        ({"np": None, "elastic": (2, 6)}, (4, 0, 0, 4)),
+        ({"np": 6, "oversubscribes": True}, (6, 0, 0, 6)),
+    ],
+)
+def test_workers_get_places_before_spares_and_these_before_reserves(given, left):
+    request = decide(replace(LOST, request=replace(REQUEST, **given))).request
+    assert (request.np, request.spares, request.reserves, request.elastic[1]) == left
+
+
+def test_hosts_are_asked_as_mpirun_reaches_them():
+    assert agent_of(REQUEST)[0] == "ssh"
+    assert agent_of(replace(REQUEST, ssh=("-p", "7")))[-2:] == ("-p", "7")
+    options = ("--prtemca", "plm_ssh_agent", "/a/ssh -q", "--mca", "x", "y")
+    assert agent_of(replace(REQUEST, options=options)) == ("/a/ssh", "-q")
+
+
+def test_hosts_that_do_not_run_a_command_are_silent(tmp_path):
+    agent = [sys.executable, "-c", "import sys; sys.exit(255 * (sys.argv[1] == 'h2'))"]
+    names = ["me", "h1", "h2"]
+    assert silent_hosts(names, agent, os.environ, own_names={"me"}) == {"h2"}
+    missing = [str(tmp_path / "missing")]
+    assert silent_hosts(names, missing, os.environ, own_names={"me"}) == frozenset()
