@@ -108,6 +108,7 @@ void bind_pipe_endpoint(nb::module_& m) {
       .def("take_acks", &take_acks)
       .def("await_ack", &PipeEndpoint::await_ack, "sequence"_a, "limit_ns"_a, "taken"_a,
            nb::call_guard<nb::gil_scoped_release>())
+      .def("forget", &PipeEndpoint::forget, "rank"_a)
       .def_prop_ro("n_unsent", &PipeEndpoint::n_unsent)
       .def_prop_ro("has_frames", &PipeEndpoint::has_frames)
       .def("enter", &PipeEndpoint::enter, nb::call_guard<nb::gil_scoped_release>())

@@ -54,7 +54,7 @@ class World:
         n_servers, n_workers: how many there are.
         n_ops: what each client does before it leaves.
         may_fail: servers may refuse partitions.
-        may_die: a worker dies, but not the chief.
+        may_die: clients die, all but one worker; what they have sent last is lost.
     """
 
     def __init__(self, shapes, choices, n_servers, n_workers, n_ops, *, may_fail, may_die=False):
@@ -64,6 +64,7 @@ class World:
         leader = n_servers - 1
         workers = tuple(range(1, n_workers + 1))
         self.chief = workers[-1]
+        self.acked = set()  # of the dead: table, partition and update
         self.members = Members(workers, (0,), tuple(range(n_servers)), leader)
         self.leader_rank = FIRST_SERVER + leader
         self.now = 0.0
@@ -100,7 +101,8 @@ class World:
 
     def settle(self, request, server):
         """Note that a request has been answered, which happens once."""
-        if request.content != "copy" and request.header.sequence:
+        is_new = request.content != "copy" and request.source not in self.dead
+        if is_new and request.header.sequence:
             self.open.remove((*identity(request), server))
 
     def makes_a_mistake(self):
@@ -147,11 +149,26 @@ class World:
             self.servers[self.choices.below(self.n_servers)].handle(on.TimePassed())
         elif what < 252:
             self.repeat()
-        elif self.may_die and not self.dead:
-            rank = self.members.workers[0]
-            if not self.clients[rank].has_left:
-                self.dead.add(rank)
-                self.clients[rank].die()
+        elif self.may_die:
+            live = [client for client in self.clients.values() if not client.has_left]
+            workers = [client for client in live if client.is_worker]
+            if len(workers) > 1:
+                self.kill(live[self.choices.below(len(live))])
+
+    def kill(self, client):
+        """Let a client die: each server hears of it behind what had left."""
+        self.dead.add(client.rank)
+        self.open = {each for each in self.open if each[0] != client.rank}
+        for server in self.servers:
+            channel = self.channels[client.rank, server.rank]
+            for _ in range(self.choices.below(8) % (len(channel) + 1)):
+                channel.pop()
+        client.die()
+        workers = [rank for rank in self.members.workers if rank not in self.dead]
+        live = [rank for rank in workers if not self.clients[rank].has_left]
+        if client.rank == self.chief and live:
+            self.chief = live[-1]
+            self.clients[self.chief].succeed()
 
     def deliver(self, pair):
         message, receiver = self.channels[pair].popleft(), self.ranks[pair[1]]
@@ -252,22 +269,31 @@ class World:
         for rank, client in self.clients.items():
             issued = client.issued[number, part]
             if has_rounds:
-                issued = [name for name in issued if len(name) > 2 or name[1] == "initial"]
-            came = [name for name in singly if name[0] == rank]
+                issued = [name for name in issued if len(name) > 2]
+            came = [name for name in singly if name[0] == rank and name[1] != "initial"]
             if rank in self.dead:
                 assert came == [name for name in issued if name in came]
             else:
                 assert came == issued
+        firsts = [at for at, entry in enumerate(log) if entry[1] == "initial"]
+        assert firsts == ([0] if self.shapes[number].is_of_chief and log else [])
+        acked = {name for *place, name in self.acked if place == [number, part]}
+        assert acked <= {name for _, *names in rounds for name in names} | {*singly}
         if has_rounds:
             expected = []
             for number_of_round, names in sorted(self.rounds[number].items()):
                 found = [name for _, (name, parts) in sorted(names.items()) if part in parts]
                 if found and self.is_kept(number, number_of_round):
                     expected.append((number_of_round, *found))
+            rounds, expected = self.of_the_living(rounds), self.of_the_living(expected)
             if self.shapes[number].is_held and self.is_abandoned:
                 assert rounds == [each for each in expected if each in rounds]
-            elif not self.dead:
+            else:
                 assert rounds == expected
+
+    def of_the_living(self, rounds):
+        live = [(n, *(name for name in names if name[0] not in self.dead)) for n, *names in rounds]
+        return [entry for entry in live if len(entry) > 1]
 
 
 def identity(request):

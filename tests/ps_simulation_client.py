@@ -207,10 +207,19 @@ class Client:
             self.answer_notices()
             return
         del self.asked[sequence]
+        self.note_ack(message)
         if ask.key is not None:
             self.send_again(self.orders[ask.key].answered(sequence))
             self.answer_notices()
         ask.on_done(message)
+
+    def note_ack(self, reply):
+        """Take note of what must be in the values, whatever dies."""
+        header, shape = reply.to.header, self.world.shapes.get(reply.to.header.table)
+        is_update = header.kind == Kind.PUSH and reply.to.flag in ("", "assign")
+        if is_update and not shape.is_held and reply.status == Status.OK:
+            places = reply.to.body.items()
+            self.world.acked.update((header.table, part, name) for part, name in places)
 
     def on_notice(self, notice):
         key, epoch, owners = notice
@@ -301,9 +310,7 @@ class Client:
 
     def begin(self, number):
         for part in range(self.world.shapes[number].n_partitions):
-            name = (self.rank, "initial")
-            self.issued[number, part].append(name)
-            self.push_part(number, part, "initial", name)
+            self.push_part(number, part, "initial", (self.rank, "initial"))
 
     def push_part(self, number, part, flag, name, clock=0, *, on_done=nothing):
         ask = Ask(Kind.PUSH, (number, part), clock, flag, body={part: name}, on_done=on_done)
@@ -486,7 +493,8 @@ class Client:
         if self.world.shapes[number].mode.has_rounds:
             assert reply.clock >= wanted
         else:
-            assert [name for name in log if name[0] == self.rank][: len(expected)] == expected
+            own = [name for name in log if name[0] == self.rank and name[1] != "initial"]
+            assert own[: len(expected)] == expected
 
     def step(self):
         self.clock += 1
@@ -588,6 +596,12 @@ class Client:
         if go_on is not None:
             go_on()
         return go_on is not None
+
+    def succeed(self):
+        """Be the chief from now on: send first values of what may have none."""
+        for number in self.owners:
+            if self.world.shapes[number].is_of_chief:
+                self.begin(number)
 
     def die(self):
         """Be dead: each server hears of it behind all that was sent."""

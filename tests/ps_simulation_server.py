@@ -97,7 +97,11 @@ class Server:
     def on_request(self, request):
         header, content = request.header, request.content
         kind = header.kind
-        if kind in (Kind.PUSH, Kind.PULL):
+        if content == "died":
+            self.handle(on.Died(request.source))
+        elif request.source in self.core.dead:
+            return
+        elif kind in (Kind.PUSH, Kind.PULL):
             self.arrived(request)
         elif kind == Kind.ENTER and header.option == Entry.ASK:
             self.handle(on.Entered(request))
@@ -106,9 +110,7 @@ class Server:
         elif kind == Kind.TICK:
             self.handle(on.Awaited(request) if header.option else on.Ticked(request))
         elif kind == Kind.LEAVE:
-            self.handle(on.Left(request.source, request if content is None else None))
-            if content is not None:  # it is dead
-                self.world.settle(request, self.rank)
+            self.handle(on.Left(request.source, request))
         elif kind == Kind.CREATE:
             self.create(request)
         elif kind == Kind.MOVE:

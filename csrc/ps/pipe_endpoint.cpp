@@ -72,6 +72,7 @@ bool PipeEndpoint::ask(std::uint32_t rank, FrameHeader header, Chunk meta, Chunk
 // False if it waits for room.
 bool PipeEndpoint::put(Connection& connection, const Chunk* chunks, std::size_t n) {
   const std::lock_guard lock(connection.mutex);
+  if (connection.is_forgotten) return true;
   if (connection.unsent.empty() && connection.mate.to_it.put(chunks, n)) {
     connection.mate.memory->bell().ring();
     return true;
@@ -81,6 +82,15 @@ bool PipeEndpoint::put(Connection& connection, const Chunk* chunks, std::size_t 
     kept.append(static_cast<const char*>(chunks[i].data), chunks[i].nbytes);
   ++n_unsent_;
   return false;
+}
+
+void PipeEndpoint::forget(std::uint32_t rank) {
+  Connection* const connection = connection_to(rank);
+  if (connection == nullptr) return;
+  const std::lock_guard lock(connection->mutex);
+  connection->is_forgotten = true;
+  n_unsent_ -= connection->unsent.size();
+  connection->unsent.clear();
 }
 
 bool PipeEndpoint::flush(Connection& connection) {
@@ -195,6 +205,10 @@ Program::Step PipeEndpoint::pass() {
     while (inbox_.size() < kInboxMax) {
       const Pipe::Message message = connection.mate.from_it.peek();
       if (message.data == nullptr) break;
+      if (connection.is_forgotten) {
+        connection.mate.from_it.pop();
+        continue;
+      }
       if (!connection.is_held && note_ack(message.data, message.nbytes)) {
         has_news = true;
       } else if (connection.is_held || !carry_out(connection, message.data, message.nbytes)) {

@@ -45,6 +45,8 @@ class PipeEndpoint : public Program {
   // rank is not reached, or the body can be neither in the frame nor read where it stands.
   bool ask(std::uint32_t rank, FrameHeader header, Chunk meta, Chunk body);
   std::size_t n_unsent() const { return n_unsent_.load(); }
+  // Any thread. That rank is dead: what it has sent, and what is for it, is dropped from now on.
+  void forget(std::uint32_t rank);
 
   // What Python does between these two is not interfered with.
   void enter() { mutex_.lock(); }
@@ -88,6 +90,7 @@ class PipeEndpoint : public Program {
     Mate mate;
     std::mutex mutex;
     std::deque<std::string> unsent;
+    std::atomic<bool> is_forgotten{false};
     bool is_held = false;
   };
   struct Open {

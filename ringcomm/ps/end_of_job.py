@@ -39,6 +39,8 @@ class EndOfTraining:
     | ASK | | COUNT to the chief; calls wait from now on |
     | COUNT of all who live | AT to all workers; calls go on | |
     | AT, NOW | | calls go on |
+    | the chief died | | what is known to its heir, by succeed(): COUNT, AT or NOW |
+    | COUNT, AT or NOW to the heir | ASK, AT or NOW to all, as if it had been told by ps.stop() | |
 
     Args:
         me: this rank.
@@ -53,6 +55,7 @@ class EndOfTraining:
         self._is_asked = False
         self._counts: dict[int, int] = {}  # of workers, for the chief
         self._workers: tuple[int, ...] = ()
+        self._heirs: tuple[Collection[int], Collection[int]] | None = None  # this rank is the chief
 
     def is_over(self) -> bool | None:
         """Count a call of should_stop(), and return what it returns; None: not known yet."""
@@ -82,6 +85,12 @@ class EndOfTraining:
         with self._lock:
             if self._is_asked:
                 return
+        self._begin(workers, evaluators, by_count=by_count)
+
+    def _begin(
+        self, workers: Collection[int], evaluators: Collection[int], *, by_count: bool
+    ) -> None:
+        with self._lock:
             self._is_asked = True
             self._workers = tuple(workers)
             self._counts[self._me] = self._count
@@ -92,21 +101,57 @@ class EndOfTraining:
             self._send(rank, Stop.ASK if is_asked else Stop.NOW, 0)
         self.decide(())
 
+    def succeed(self, chief: int, workers: Collection[int], evaluators: Collection[int]) -> None:
+        """Take note that the chief died, in the midst of ps.stop() perhaps.
+
+        Args:
+            chief: the worker that follows it.
+            workers: that live.
+            evaluators: likewise.
+        """
+        if chief == self._me:
+            self._heirs = workers, evaluators
+            if self._is_asked or self._counts:
+                self._go_on_as_chief()
+        elif self._is_asked:
+            self._say_what_is_known(chief)
+
+    def _go_on_as_chief(self) -> None:
+        assert self._heirs is not None
+        workers, evaluators = self._heirs
+        if self._last is None:
+            self._begin(workers, evaluators, by_count=True)
+            return
+        for rank in {*workers, *evaluators} - {self._me}:
+            is_told = self._last and rank in workers
+            self._send(rank, Stop.AT if is_told else Stop.NOW, self._last if is_told else 0)
+
+    def _say_what_is_known(self, chief: int) -> None:
+        with self._lock:
+            last, count = self._last, self._count
+        if last is None:
+            self._send(chief, Stop.COUNT, count)
+        else:
+            self._send(chief, Stop.AT if last else Stop.NOW, last)
+
     def on_frame(self, source: int, option: int, clock: int) -> None:
         """Take a frame of Kind.STOP."""
         if option == Stop.COUNT:
             self._counts[source] = clock
+            if self._heirs is not None and not self._workers:
+                self._go_on_as_chief()
             self.decide(())
             return
         with self._lock:
-            self._is_asked = True
-            count = self._count
+            self._is_asked, was_known = True, self._last is not None
             if option == Stop.NOW:
                 self._last = 0
             elif option == Stop.AT:
                 self._last = clock
         if option == Stop.ASK:
-            self._send(source, Stop.COUNT, count)
+            self._say_what_is_known(source)
+        elif self._heirs is not None and not was_known:
+            self._go_on_as_chief()
 
     def undecided(self, gone: Collection[int]) -> list[int]:
         """Return the workers whose counts the chief awaits."""
@@ -175,11 +220,11 @@ def serve(
         warn_after_s: log once for which clients it waits, after so many seconds.
 
     Raises:
-        PeerFailedError: a rank died.
+        PeerFailedError: a rank died without which the job cannot go on.
     """
     server = dispatcher.server
     assert server is not None
-    wait = Wait(label, tuple(range(engine.job_size)))
+    wait = Wait.in_job(label, engine)
     hopeless: list[RingcommError] = []
     began_at = time.monotonic()
     warn_at = began_at + warn_after_s

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ringcomm.errors import CommTimeoutError, RingcommError
+from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
 from ringcomm.ps.client.future import require_timeout
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, release
 from ringcomm.ps.client.request import Request
@@ -40,7 +40,8 @@ def evaluator(every: int) -> Callable[[F], F]:
     multiple of `every`, or more if the evaluation before took longer; none is made up for. The
     snapshot may be some steps further. Within the function ps.table(...) and pull() read it. The
     function must be marked before ps.init(), which calls it on ranks that evaluate. An error that
-    it raises ends the whole job, training too, as the failure of any rank does.
+    it raises ends the evaluator; in an elastic job training goes on without it, in any other the
+    job ends, as with the failure of any rank.
     """
     if every < 1:
         raise ValueError(f"ps.evaluator: every is {every}; it must be 1 or more")
@@ -102,7 +103,7 @@ def reports(*, until: int | None = None, timeout_s: float | None = None) -> list
 
     Raises:
         CommTimeoutError: no evaluator has reported such a step by then.
-        PeerFailedError: a rank died.
+        PeerFailedError: a rank died that the job needs, or all evaluators died before they had.
     """
     require_timeout("ps.reports", timeout_s)
     current = session()
@@ -127,7 +128,12 @@ def _await_report(
     evaluators = current.layout.evaluators
     if not evaluators:
         raise RingcommError("ps.reports: nobody evaluates. Pass evaluators=1 to ps.init()")
-    if not current.client.drive_until(has_come, "ps.reports", timeout_s):
+    peers = current.engine.watch.peers
+
+    def is_over() -> bool:
+        return has_come() or all(rank in peers.dead for rank in evaluators)
+
+    if not current.client.drive_until(is_over, "ps.reports", timeout_s):
         label = current.engine.transport.label
         raise CommTimeoutError(
             f"ps.reports: no report of step {step} or later has come in time from "
@@ -135,6 +141,15 @@ def _await_report(
             + ". Does the function marked @ps.evaluator call ps.report()? Else wait longer with "
             "timeout_s=",
             missing=list(evaluators),
+        )
+    if not has_come():
+        transport, rank = current.engine.transport, evaluators[-1]
+        raise PeerFailedError(
+            f"ps.reports: {transport.label(rank)}, an evaluator, {peers.dead[rank]}, and no other "
+            f"one is left, so no report of step {step} will come. Training can go on without it",
+            rank=rank,
+            reason=peers.dead[rank],
+            view=transport.view.number,
         )
 
 

@@ -18,6 +18,7 @@ from ringcomm.ps.checkpoint.replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
 from ringcomm.ps.evaluation import evaluate, is_marked
+from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.protocol.link import Link
@@ -52,11 +53,14 @@ def init(
     On a server this does not return: it serves until all workers and evaluators have left, and
     raises SystemExit(0).
 
+    With RINGCOMM_ELASTIC=1, under a launcher that lets the others go on, workers and evaluators may
+    die: docs/parameter_server.md says what follows. Without it, any death ends the job.
+
     Args:
         servers: how many; None: RINGCOMM_PS_SERVERS, or as many as declare the role, or 1. They are
             taken one per host in turn from the highest rank down.
         evaluators: how many of the ranks below the servers evaluate; None: RINGCOMM_PS_EVALUATORS,
-            or none. One that fails ends the job, as any rank does.
+            or none.
         role: of this command; None: what remains. Where one command declares servers
             (`python -m ringcomm.ps.server`), no others are made.
         replication: copies of each partition; more than 1 is not there yet.
@@ -146,7 +150,12 @@ def _start(
     transport, me = engine.transport, engine.job_rank
     dispatcher = FrameDispatcher()
     pipes = _connect(engine, layout)
-    link = Link(transport, transport.short_messages(), context, dispatcher.place_for, pipes)
+    survivable = layout.survivable if engine.settings.elastic else frozenset[int]()
+    engine.watch.peers.survivable = survivable
+    link = Link(
+        transport, transport.short_messages(), context, dispatcher.place_for, pipes,
+        survivable=survivable,
+    )  # fmt: skip
     client = Client(engine, link, layout, deadline_s)
     training = EndOfTraining(
         me,
@@ -171,11 +180,14 @@ def _start(
         dispatcher.server.page = engine.page
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
-    engine.extensions.add_service(dispatcher)
-    engine.extensions.add_waits(lambda: client.waits.label)
-    return Session(
+    dispatcher.deaths = Deaths(engine.watch.peers.dead, survivable)
+    current = Session(
         engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
     )
+    dispatcher.deaths.listeners.append(current.on_death)
+    engine.extensions.add_service(dispatcher)
+    engine.extensions.add_waits(lambda: client.waits.label)
+    return current
 
 
 def _connect(engine: Engine, layout: Layout) -> Pipes:
@@ -281,13 +293,14 @@ def should_stop() -> bool:
 def _await_end(current: Session) -> None:
     """Return once it is known which call of should_stop() is the last one."""
     engine, training, label = current.engine, current.training, "ps.should_stop"
+    peers = engine.watch.peers
 
     def is_known() -> bool:
-        training.decide(engine.watch.peers.left)
+        training.decide(peers.gone)
         return training.is_decided
 
     if not current.client.drive_until(is_known, label, None):
-        late = training.undecided(engine.watch.peers.left) or [current.layout.chief]
+        late = training.undecided(peers.gone) or [current.layout.chief]
         names = ", ".join(map(engine.transport.label, late))
         raise CommTimeoutError(
             f"{label}: the chief has called ps.stop(), and {names} did not answer within "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
 from ringcomm.errors import ConfigError
@@ -45,19 +45,39 @@ class Layout:
     Attributes:
         workers: train. The default group, in this order.
         servers: own partitions, by server number.
-        evaluators: read snapshots. If one fails the job ends, as with any rank.
+        evaluators: read snapshots.
         leader: number of the server that opens tables, and decides what moves.
+        gone: workers that cannot follow a chief that died: they died, or had left by then.
     """
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     evaluators: tuple[int, ...]
     leader: int = 0
+    gone: set[int] = field(default_factory=set, compare=False)
 
     @property
     def chief(self) -> int:
-        """The worker that initialises, checkpoints and logs."""
-        return self.workers[0]
+        """The worker that initialises, checkpoints and logs: the lowest one that is not gone."""
+        return next((rank for rank in self.workers if rank not in self.gone), self.workers[0])
+
+    @property
+    def survivable(self) -> frozenset[int]:
+        """The ranks that may die in an elastic job: all but servers."""
+        return frozenset({*self.workers, *self.evaluators} - {*self.servers})
+
+    def lose(self, rank: int, left: Collection[int]) -> bool:
+        """Take note that a rank died; return True if another worker is the chief now.
+
+        Args:
+            rank: see above.
+            left: ranks that have left in order. A chief that has is followed by nobody.
+        """
+        before = self.chief
+        self.gone.add(rank)
+        if rank == before:
+            self.gone.update(left)
+        return self.chief != before
 
     @property
     def server_numbers(self) -> tuple[int, ...]:

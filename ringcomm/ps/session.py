@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
 from ringcomm.ps.roles import Layout
 
 _CACHE_LINE: Final = 64
+_log: Final = logging.getLogger("ringcomm")
 
 
 @dataclass(eq=False)
@@ -72,6 +74,12 @@ class Session:
     opening: threading.Lock = field(default_factory=threading.Lock)
     saving: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def may_be_chief(self) -> bool:
+        """True on a worker that follows the chief if that one dies."""
+        me = self.engine.job_rank
+        return me in self.layout.workers and bool(self.engine.watch.peers.survivable - {me})
+
     def memory(self, nbytes: int) -> Bytes:
         """Return memory that this node maps, or ordinary memory where none is shared."""
         return memory_of(self.engine, nbytes)
@@ -113,6 +121,37 @@ class Session:
             rest(self.client)
         self.has_rested = True
 
+    def on_death(self, rank: int, how: str) -> None:
+        """Go on without a rank that died; in the thread that drives."""
+        layout, peers, server = self.layout, self.engine.watch.peers, self.dispatcher.server
+        self.client.link.forget(rank)
+        has_other_chief = layout.lose(rank, peers.left)
+        if server is not None:
+            server.on_death(rank)
+            if server.index == layout.leader:
+                _log.warning(
+                    "ps: %s, %s, %s; the job goes on without it",
+                    self.engine.transport.label(rank), _role_in_words(layout, rank), how,
+                )  # fmt: skip
+        self.training.decide(peers.gone)
+        if has_other_chief:
+            live = [each for each in layout.workers if each not in peers.gone]
+            evaluators = [each for each in layout.evaluators if each not in peers.gone]
+            self.training.succeed(layout.chief, live, evaluators)
+            if layout.chief == self.engine.job_rank:
+                _log.warning("ps: rank %d is the chief now", self.engine.job_rank)
+                self._begin_tables()
+
+    def _begin_tables(self) -> None:
+        """Send the first values of tables that the chief before this one may not have sent."""
+        tables = [*self.tables.values()]
+
+        def send() -> None:
+            for table in tables:
+                table.begin()
+
+        threading.Thread(target=send, name="ringcomm-ps-chief", daemon=True).start()
+
     def leave(self) -> None:
         """Leave the servers, once nothing of this rank is under way; then serve on, on a server.
 
@@ -153,8 +192,14 @@ def require_not_begun(what: str, why: str) -> None:
         raise ConfigError(f"{what}: must stand before ps.init(), {why}")
 
 
+def _role_in_words(layout: Layout, rank: int) -> str:
+    if layout.role_of(rank) == "worker":
+        return f"worker {layout.workers.index(rank)}"
+    return f"evaluator {layout.evaluators.index(rank)}"
+
+
 def is_chief() -> bool:
-    """Return True on the worker that initialises, checkpoints and logs: the lowest one."""
+    """Return True on the worker that initialises, checkpoints and logs: the lowest that lives."""
     current = session()
     return current.engine.job_rank == current.layout.chief
 

@@ -50,6 +50,7 @@ class PeerTable:
     broken: dict[int, Obstacle] = field(default_factory=dict)
     gave_up: dict[int, GaveUp] = field(default_factory=dict)  # rank -> the error at its deadline
     has_lost: bool = False  # some rank is in `dead`, `broken` or `gave_up`
+    survivable: frozenset[int] = frozenset()  # ranks without which the job goes on if they die
     _gone: set[int] = field(default_factory=set)
     _entered: dict[int, set[int]] = field(default_factory=dict)
     _elsewhere: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -135,6 +136,16 @@ class PeerTable:
     def whereabouts(self, key: int) -> dict[int, str]:
         """Return, for each rank that is known not to have entered operation `key`, where it is."""
         return dict(sorted(self._elsewhere.get(key, {}).items()))
+
+    @property
+    def gone(self) -> Collection[int]:
+        """The other ranks that have left or died."""
+        return self._gone
+
+    @property
+    def fatal(self) -> dict[int, str]:
+        """The dead ranks without which the job does not go on, and how they died."""
+        return {rank: how for rank, how in self.dead.items() if rank not in self.survivable}
 
     @property
     def are_all_gone(self) -> bool:

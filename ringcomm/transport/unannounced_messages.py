@@ -61,18 +61,19 @@ class ShortMessages:
         require_fit(data, dest)
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], dest, self._tag)
-            if not request.Test():
+            if not self._is_sent(request):
                 self._unsent.append((request, data))
         except self._mpi.Exception as error:
-            raise WireFault(str(error)) from error
+            if not self._is_of_a_death(error):
+                raise WireFault(str(error)) from error
 
     def collect(self) -> list[ShortMessage]:
         """Return the messages that have arrived. Raises WireFault."""
         messages: list[ShortMessage] = []
         try:
             if self._unsent:
-                self._unsent = [each for each in self._unsent if not each[0].Test()]
-            while self._receives[0][0].Test(self._status):
+                self._unsent = [each for each in self._unsent if not self._is_sent(each[0])]
+            while self._has_come(self._receives[0][0]):
                 _, buffer = self._receives.popleft()
                 nbytes = self._status.Get_count(self._mpi.BYTE)
                 messages.append(
@@ -82,6 +83,28 @@ class ShortMessages:
         except self._mpi.Exception as error:
             raise WireFault(str(error)) from error
         return messages
+
+    def _has_come(self, request: MPI.Request) -> bool:
+        try:
+            return bool(request.Test(self._status))
+        except self._mpi.Exception as error:
+            if not self._is_of_a_death(error):
+                raise
+            self._comm.Ack_failed()  # the receive goes on; without this it never would
+            return False
+
+    def _is_sent(self, request: MPI.Request) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception as error:
+            if self._is_of_a_death(error):
+                return True  # it is lost
+            raise
+
+    def _is_of_a_death(self, error: MPI.Exception) -> bool:
+        """Return True if MPI survives the death of a rank (ULFM), and reports one."""
+        names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+        return error.Get_error_class() in [getattr(self._mpi, name, None) for name in names]
 
     @property
     def n_unsent(self) -> int:

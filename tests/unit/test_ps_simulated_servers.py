@@ -9,14 +9,14 @@ import pytest
 from harness import at_length, is_fast
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ps_simulation import Choices, Members, World
+from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
+from ps_simulation import Choices, World
 from ps_simulation_messages import Request, Shape
 
 from ringcomm.ps.placement.view import Move
 from ringcomm.ps.protocol.frames import Header, Kind
 from ringcomm.ps.server.core import events as on
 from ringcomm.ps.server.core import migration_leader
-from ringcomm.ps.server.core.core import Core
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import AppliedHere, Unit
 from ringcomm.ps.update_modes import SSP, FirstOf, Mode
@@ -28,15 +28,16 @@ ANY_ORDER = settings(
 )  # fmt: skip
 MODES = {"async": Mode("async"), "sync": Mode("sync"), "first_of": FirstOf(2), "ssp": SSP(1)}
 WITHOUT_ENTRIES = ("async", "sync", "ssp")
+HELD = ("sync", "first_of")
 KINDS = {"dense": True, "rows": False}
 
 
 def runs(test):
     """Call a test with the choices of many runs, and how many take part in them."""
-    few = st.integers(2, 3)
+    few, some = st.integers(2, 3), st.integers(2, 4)
     numbers = st.binary(min_size=100, max_size=800)
     given_all = given(
-        numbers=numbers, n_servers=few, n_workers=few, n_ops=st.integers(2, 10),
+        numbers=numbers, n_servers=few, n_workers=some, n_ops=st.integers(2, 10),
         may_fail=st.booleans(),
     )  # fmt: skip
     return ANY_ORDER(given_all(test))
@@ -84,57 +85,29 @@ def test_rows_move_in_several_views(mode, may_fail, **sizes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", WITHOUT_ENTRIES)
+@pytest.mark.parametrize("mode", MODES)
 @runs
-def test_nothing_is_kept_for_a_worker_that_died(mode, kind, may_fail, **sizes):
+def test_who_lives_loses_nothing_by_deaths_and_nothing_is_kept_for_the_dead(
+    mode, kind, may_fail, **sizes
+):
     run([Shape(MODES[mode], KINDS[kind])], may_fail=may_fail, may_die=True, **sizes)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", HELD)
+@runs
+def test_a_mean_that_is_held_ends_though_some_of_its_workers_die(mode, kind, may_fail, **sizes):
+    run([Shape(MODES[mode], KINDS[kind], is_held=True)], may_fail=may_fail, may_die=True, **sizes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@runs
+def test_a_chief_that_dies_between_first_values_is_followed_by_another(mode, may_fail, **sizes):
+    shapes = [Shape(MODES[mode], True, is_of_chief=True)]
+    run(shapes, may_fail=may_fail, may_die=True, **sizes)
+
+
 # --- one core, step by step ---------------------------------------------------------------------
-KEY = (1, 0)
-
-
-def core_of(mode, workers=(1, 2), *, index=0, is_ready=True):
-    """Return server 0 or 1 of two; server 0 leads, and has the one partition of a dense table."""
-    core = Core(index, lambda: Members(workers, (9,), (0, 1), 0))
-    core.add_table(Table(1, "w", mode, True, [0]))
-    if index == 0:
-        core.add_unit(Unit(KEY, mode, AppliedHere(), workers, is_ready=is_ready))
-    return core
-
-
-def push(worker, sequence, *, view=0, clock=0):
-    header = Header(Kind.PUSH, origin=worker, sequence=sequence, view=view, table=1, clock=clock)
-    return Request(worker, header, body=f"of {worker}")
-
-
-def arrive(core, request, *, is_held=False):
-    """Let a push arrive, and be decoded if it is carried out; return the names of what follows."""
-    actions = core.handle(on.Arrived(request, KEY, request.header.clock), 0.0)
-    if names(actions) == ["Carry"]:
-        event = on.Pushed(KEY, request, request.body, is_held=is_held)
-        actions = core.handle(event, 0.0)
-    return names(actions)
-
-
-def give(core, what, **more):
-    return names(core.handle(on.ServerMessage(0, {"do": what, "table": 1, "unit": 0, **more}), 0.0))
-
-
-def leave(core, worker):
-    return names(core.handle(on.Left(worker), 0.0))
-
-
-def names(actions):
-    return [type(action).__name__ for action in actions]
-
-
-def freeze(core):
-    """Let the partition stand still, and be sent to server 1."""
-    assert give(core, "freeze") == ["Close", "Send"]
-    assert give(core, "give", moves=[(0, 1)]) == ["Export"]
-
-
 def commit(core):
     core.handle(on.Taken(KEY, 0, ""), 0.0)
     return give(core, "commit", epoch=1, moved=[(0, 1)], clocks=[(1, 0), (2, 0)])

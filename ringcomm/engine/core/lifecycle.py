@@ -47,7 +47,8 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
             use the engine.
 
     Returns:
-        True if the engine is not broken and no rank has failed: MPI can be finalized.
+        True if the engine is not broken, and no rank has failed without which the job cannot go on.
+        MPI can be finalized if none has died at all.
     """
     state, progress, watch = engine.state, engine.progress, engine.watch
     if state.is_closed or state.n_forks != n_forks():
@@ -69,9 +70,9 @@ def leave(engine: Engine, how: str, *, keeps_wire: bool = False) -> bool:
         progress.run_until(Farewell(watch, engine.settings).is_over)
     if engine.job_size > DIRECT and (state.is_broken or not watch.peers.are_all_gone):
         _rest(engine, how)
-    is_clean = not state.is_broken and not watch.peers.dead
+    is_clean = not state.is_broken and not watch.peers.fatal
     if not (keeps_wire and state.has_waited_in_vain):
-        close(engine, is_clean=is_clean)
+        close(engine, is_clean=is_clean and not watch.peers.dead)
     return is_clean
 
 

@@ -32,7 +32,7 @@ class Driving(Protocol):
 
 @dataclass
 class Wait:
-    """A wait as refuse_hopeless() takes it: any death ends it."""
+    """A wait as refuse_hopeless() takes it: a death ends it."""
 
     label: str
     members: tuple[int, ...]
@@ -44,14 +44,20 @@ class Wait:
     late: tuple[int, ...] = ()
     helps_if_data_are_unequal: str = "end all workers together, or this one with rc.shutdown()"
 
+    @classmethod
+    def in_job(cls, label: str, engine: Driving) -> Wait:
+        """Return a wait that ends with each death that the job does not survive."""
+        survivable = engine.watch.peers.survivable
+        return cls(label, tuple(r for r in range(engine.job_size) if r not in survivable))
+
 
 def drive_until(engine: Driving, is_over: Callable[[], bool], label: str, timeout_s: float) -> bool:
     """Drive the loop; return True once is_over(), False if that takes longer than timeout_s.
 
     Raises:
-        PeerFailedError: a rank died.
+        PeerFailedError: a rank died without which the job cannot go on.
     """
-    wait, looks = Wait(label, tuple(range(engine.job_size))), itertools.count(1)
+    wait, looks = Wait.in_job(label, engine), itertools.count(1)
     hopeless: list[RingcommError] = []
 
     def is_enough() -> bool:

@@ -247,10 +247,10 @@ def _tell_workers(current: Session, label: str) -> None:
     Those that wait in ringcomm know it once this returns: a barrier could be faster than the news.
     One that computes finds the news when it looks.
     """
-    replaced, left = current.replaced, current.engine.watch.peers.left
-    replaced.begin([rank for rank in current.layout.workers if rank not in left])
+    replaced, peers = current.replaced, current.engine.watch.peers
+    replaced.begin([rank for rank in current.layout.workers if rank not in peers.gone])
     current.engine.nudge()
-    current.client.drive_until(lambda: not replaced.unaware(left), label, _NEWS_S)
+    current.client.drive_until(lambda: not replaced.unaware(peers.gone), label, _NEWS_S)
 
 
 def _limit_of(current: Session, timeout_s: float | None) -> float:

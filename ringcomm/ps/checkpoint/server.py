@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Record
 from ringcomm.ps.checkpoint.values_by_name import LoadPlan, plan_load
@@ -27,6 +28,7 @@ from ringcomm.ps.protocol.remote_errors import error_text
 from ringcomm.ps.server.dense.partition import DensePartition
 from ringcomm.ps.server.rows.hash_shard import Shard
 from ringcomm.ps.server.rows.row_partition import RowsPartition
+from ringcomm.ps.snapshot_numbers_and_request_names import owner_of
 
 if TYPE_CHECKING:
     from ringcomm.ps.placement.view import Partition
@@ -97,6 +99,8 @@ class Store:
         self._is_there: dict[Path, bool] = {}
         self._saved: dict[Partition, _Saved] = {}
         self._prepared: dict[int, list[tuple[_Wanted, State]]] = {}
+        self._given_up: set[int] = set()  # saves whose owner died while they were written
+        self._writing: dict[int, threading.Event] = {}  # set when a save is written, or given up
 
     # --- save -----------------------------------------------------------------------------------
     def begin(self, number: int, root: str) -> None:
@@ -140,21 +144,40 @@ class Store:
         self._taken.pop(number, None)
         self._roots.pop(number, None)
 
+    def give_up(self, rank: int) -> None:
+        """Write no more for a rank that died: nobody would complete its checkpoint."""
+        for number in [each for each in self._taken if owner_of(each) == rank]:
+            self.drop(number)
+        self._given_up.update(each for each in self._writing if owner_of(each) == rank)
+
     def on_save(self, request: Delivery) -> None:
         """Write what was taken, beside everything else; reply when it is on disk."""
         content = json.loads(request.meta)
-        items = self._taken[content["id"]]
-        self.drop(content["id"])
-        folder = Path(content["folder"])
-        self._beside(request, lambda: self._write(folder, items))
+        number = content["id"]
+        items = self._taken[number]
+        self.drop(number)
+        folder, before = Path(content["folder"]), [*self._writing.values()]
+        is_over = self._writing[number] = threading.Event()
 
-    def _write(self, folder: Path, items: list[_Item]) -> dict[str, Any]:
+        def write() -> dict[str, Any]:
+            try:
+                for each in before:
+                    each.wait()  # one that was given up soon ends
+                return self._write(number, folder, items)
+            finally:
+                del self._writing[number]
+                is_over.set()
+
+        self._beside(request, write)
+
+    def _write(self, number: int, folder: Path, items: list[_Item]) -> dict[str, Any]:
         if not folder.is_dir():
             raise FileNotFoundError(self._unseen(folder))
         writer = files.Writer(folder, self._index)
         written = {}
         try:
             for item in items:
+                self._require_owner(number)
                 if item.state is None:
                     assert item.before is not None
                     record = item.before.record
@@ -166,8 +189,13 @@ class Store:
             entry = writer.finish()
         finally:
             writer.close()
+        self._require_owner(number)
         self._saved = _worth_keeping(written)
         return entry
+
+    def _require_owner(self, number: int) -> None:
+        if number in self._given_up:
+            raise RingcommError(f"ps.save: rank {owner_of(number)}, whose save this is, died")
 
     # --- restore --------------------------------------------------------------------------------
     def on_restore(self, request: Delivery) -> list[Key]:

@@ -81,12 +81,12 @@ class Client:
     def idle_epoch(self, partition: Partition) -> int:
         """Return the epoch of a partition to which no request is under way; -1 if one is.
 
-        Also -1 once a rank has died: a request to the server then raises that.
+        Also -1 once a rank has died that the job needs: a request to the server then raises that.
         """
         if self._send_queue.n_waiting and self._send_queue.has(partition):
             return -1
         order = self._orders[partition]
-        return order.epoch if order.is_empty and not self._engine.watch.peers.dead else -1
+        return order.epoch if order.is_empty and not self._engine.watch.peers.fatal else -1
 
     def timestamp(self) -> int:
         """Return the number of a new request."""

@@ -83,6 +83,9 @@ class TableBase:
             "servers: pull() fetches them, and ps.save() saves them"
         )
 
+    def begin(self) -> None:
+        """Send the first values, which the chief sends; on its heir."""
+
     def note_replaced(self) -> None:
         """Take note that a checkpoint may have replaced all values."""
 

@@ -11,6 +11,7 @@ from ringcomm.ps.protocol.frames import Kind, Step
 if TYPE_CHECKING:
     from ringcomm.arrays.base import Bytes
     from ringcomm.ps.client.outstanding_requests import Outstanding
+    from ringcomm.ps.protocol.deaths import Deaths
     from ringcomm.ps.protocol.frames import Header
     from ringcomm.ps.protocol.link import Delivery, Link
     from ringcomm.ps.server.server import Server
@@ -26,9 +27,11 @@ class FrameDispatcher:
         on_stop: takes frames of Kind.STOP; set before the first poll.
         on_replaced: takes frames of Kind.REPLACED; likewise.
         link: the wire; set before the first poll.
+        deaths: looked for at each poll; likewise.
     """
 
     link: Link
+    deaths: Deaths
     on_stop: Callable[[Delivery], None]
     on_replaced: Callable[[Delivery], None]
 
@@ -66,7 +69,9 @@ class FrameDispatcher:
         for sequence, clock in acks:
             assert self.client is not None
             self.client.on_ack(sequence, clock)
-        return self._take(deliveries) or bool(acks)
+        has_moved = self._take(deliveries) or bool(acks)
+        self.deaths.look()  # what the dead have sent has come before
+        return has_moved
 
     def _take(self, deliveries: list[Delivery]) -> bool:
         for delivery in deliveries:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ringcomm._core import WireFault
 from ringcomm.arrays.base import Bytes
 from ringcomm.ps.protocol.frames import (
     INLINE_MAX,
@@ -75,6 +76,7 @@ class Link:
         context: number that only this link has among the groups of the job.
         place_for: returns memory for a body that comes as a message; None: new memory.
         pipes: carry frames between ranks of this node, once connected; None: `messages` do.
+        survivable: ranks without which the job goes on if they die; see forget().
     """
 
     def __init__(
@@ -84,8 +86,11 @@ class Link:
         context: int,
         place_for: Callable[[Header], Bytes | None],
         pipes: Pipes | None = None,
+        *,
+        survivable: Collection[int] = (),
     ) -> None:
         self._transport = transport
+        self._survivable = survivable
         self._short_messages = messages
         self._context = context
         self._place_for = place_for
@@ -100,6 +105,21 @@ class Link:
         self._sends: list[_Sending] = []
         self._queues: list[deque[_Incoming]] = [deque() for _ in range(transport.size)]
         self._n_waiting = 0
+        self._dead: set[int] = set()
+
+    def forget(self, rank: int) -> None:
+        """Drop what a dead rank has sent, and what is for it; in the thread that drives."""
+        self._dead.add(rank)
+        if self._endpoint is not None:
+            self._endpoint.forget(rank)
+        self._outgoing[rank].clear()
+        sends = [each.request for each in self._sends if each.dest == rank]
+        self._sends = [each for each in self._sends if each.dest != rank]
+        receives = [each.request for each in self._queues[rank] if each.request is not None]
+        self._n_waiting -= len(receives)
+        self._queues[rank].clear()
+        self._joiner.forget(rank)
+        self._transport.abandon([*receives, *(each for each in sends if each is not None)])
 
     def shares_memory(self, rank: int) -> bool:
         """Return True if this rank's bodies need not be copied to get there."""
@@ -134,6 +154,8 @@ class Link:
             body: kept until it is sent. A large one in memory that `dest` maps is read there: it
                 must not change until `dest` has replied.
         """
+        if dest in self._dead:
+            return
         if not body.nbytes or body.nbytes <= INLINE_MAX - max(0, len(meta) - META_MAX):
             self._put(dest, packed(header, meta, body.data if body.nbytes else b""))
             return
@@ -280,6 +302,8 @@ class Link:
     def flush(self) -> None:
         """Put on the wire what waits to leave; poll() does so, too."""
         for dest, queue in enumerate(self._outgoing):
+            if dest in self._dead:
+                queue.clear()  # another thread was about to send
             while queue:
                 batch = [queue.popleft()]
                 room = SHORT_MESSAGE_MAX - len(batch[0])
@@ -288,11 +312,24 @@ class Link:
                     batch.append(queue.popleft())
                 self._short_messages.send(dest, batch[0] if len(batch) == 1 else b"".join(batch))
         while self._bodies:
-            self._sends.append(self._bodies.popleft())
+            sending = self._bodies.popleft()
+            if sending.dest not in self._dead:
+                self._sends.append(sending)
         if self._sends:
-            self._sends = [each for each in self._sends if not each.test()]
+            self._sends = [each for each in self._sends if not self._is_over(each, each.dest)]
+
+    def _is_over(self, request: Request | _Sending, rank: int) -> bool:
+        """Test a request; if its rank dies, it is over with forget(), once that is known."""
+        try:
+            return request.test()
+        except WireFault:
+            if rank in self._survivable:
+                return False
+            raise
 
     def _admit(self, source: int, frame: Frame) -> None:
+        if source in self._dead:
+            return
         if frame.header.kind == Kind.PIECE:
             whole = self._joiner.add(source, frame)
             if whole is None:
@@ -312,8 +349,8 @@ class Link:
         self._queues[source].append(_Incoming(Delivery(source, header, frame.meta, body), request))
 
     def _arrived(self) -> Iterable[Delivery]:
-        for queue in self._queues:
-            while queue and (queue[0].request is None or queue[0].request.test()):
+        for source, queue in enumerate(self._queues):
+            while queue and (queue[0].request is None or self._is_over(queue[0].request, source)):
                 incoming = queue.popleft()
                 self._n_waiting -= incoming.request is not None
                 yield incoming.delivery
@@ -324,10 +361,10 @@ class _Sending:
 
     def __init__(self, transport: Transport, body: Bytes, dest: int, tag: int) -> None:
         self._start: Callable[[], Request] = lambda: transport.isend(body, dest, tag)
-        self._request: Any = None
+        self.dest = dest
+        self.request: Request | None = None
 
     def test(self) -> bool:
-        if self._request is None:
-            self._request = self._start()
-        done: bool = self._request.test()
-        return done
+        if self.request is None:
+            self.request = self._start()
+        return self.request.test()

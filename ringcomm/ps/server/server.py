@@ -123,6 +123,8 @@ class Server:
 
     def on_request(self, request: Delivery) -> None:
         """Carry out a request; a mistake is replied to its sender, and changes nothing."""
+        if request.source in self.core.dead:  # it may have been said by another server
+            return
         self.n_requests += 1
         self._nbytes_in += request.body.nbytes
         try:
@@ -143,6 +145,11 @@ class Server:
                     f"{_named(request.header)}: {type(error).__name__}: {error}. This is a defect"
                 ) from error
             self._replies.fail(request, error)
+
+    def on_death(self, rank: int) -> None:
+        """Go on without a client that died."""
+        self._performer.store.give_up(rank)
+        self._handle(on.Died(rank))
 
     # --- clocks, snapshots, checkpoints ---------------------------------------------------------
     def _tick(self, request: Delivery) -> None:

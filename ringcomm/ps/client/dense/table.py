@@ -121,12 +121,12 @@ def table(
     )
 
     def make(created: dict[str, Any]) -> Table:
-        table = Table(current, spec, updater, created)
-        if values is not None and is_chief():
-            table.push_initial(values).wait()
-        return table
+        return Table(current, spec, updater, created, values)
 
-    return open_once(current, spec, make)
+    opened = open_once(current, spec, make)
+    if values is not None and is_chief():
+        opened.begin()
+    return opened
 
 
 def _block_of(label: str, block_nbytes: int, itemsize: int, count: int) -> int:
@@ -171,9 +171,13 @@ class Table(TableBase):
     asking = ("_pushes", "_pulls")
 
     def __init__(
-        self, current: Session, spec: Spec, updater: Updater, created: dict[str, Any]
-    ) -> None:
+        self, current: Session, spec: Spec, updater: Updater, created: dict[str, Any],
+        values: Array | None,
+    ) -> None:  # fmt: skip
         super().__init__(current, spec, updater, created)
+        self._first_values = values
+        if values is not None and current.may_be_chief and not is_chief():
+            self._first_values = values.copy()  # for as long as the chief may die before it
         self.shape = spec.shape
         self.blocks = Blocks(current, spec, created)
         self._packer = Packer.of(spec, current.group.index)
@@ -301,6 +305,12 @@ class Table(TableBase):
         nothing = np.empty(0, self.dtype)
         return self._pushes.push(Contribution(nothing, 0, weight, flags), self._updater)
 
+    def begin(self) -> None:
+        """See TableBase."""
+        values, self._first_values = self._first_values, None
+        if values is not None:
+            self.push_initial(values).wait()
+
     def push_initial(self, values: Array) -> Future[Pushed]:
         """Send the first values of the table, from the chief."""
         flat = np.ascontiguousarray(values).reshape(-1)
@@ -352,7 +362,13 @@ class Table(TableBase):
             out = np.empty(shape, self.dtype)
         else:
             require_out(f"pull[{self.name}]", out, self.dtype, shape, may_be_flat=True)
-        return self._pulls.pull(out, start, stop, exact=exact)
+        pulled = self._pulls.pull(out, start, stop, exact=exact)
+        if self._first_values is not None and where is None:
+            pulled.then(lambda _: self._forget_first_values())
+        return pulled
+
+    def _forget_first_values(self) -> None:
+        self._first_values = None
 
     def push_pull(
         self, x: Array, *, out: Array | None = None, weight: float = 1.0

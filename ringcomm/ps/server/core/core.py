@@ -9,9 +9,10 @@
 | snapshots | core.moments |
 | moves and pauses | core.migration |
 | when a table that was closed goes | core.closed_tables |
+| what follows when a rank leaves, or dies | core.departures |
 
 Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a
-round) ends with Left: each part has leave(rank).
+round) ends with Left, or with Died: each part has leave(rank), and some have die(rank).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ringcomm.ps.server.core.actions import (
     Retry,
 )
 from ringcomm.ps.server.core.closed_tables import ClosedTables
+from ringcomm.ps.server.core.departures import Departures
 from ringcomm.ps.server.core.migration import Members, Migration
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
@@ -50,6 +52,7 @@ class Core:
     Attributes:
         tables: by number.
         left: ranks that ask nothing more.
+        dead: those of them that died.
         rested: workers that complete no more steps.
         progress: how far the workers are.
         clocks: of the workers.
@@ -59,12 +62,15 @@ class Core:
     def __init__(self, index: int, members: Callable[[], Members]) -> None:
         self._index, self._members = index, members
         self.tables: dict[int, Table] = {}
-        self.left: set[int] = set()
-        self.rested: set[int] = set()
         self.moments = Moments()
         self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
         self.clocks = self.progress.clocks
         self._migration = Migration(index, members, self.tables, self)
+        self._departures = departures = Departures(
+            members, self.tables, progress=self.progress, moments=self.moments,
+            migration=self._migration, units=self,
+        )  # fmt: skip
+        self.left, self.dead, self.rested = departures.left, departures.dead, departures.rested
         self._closed = ClosedTables(self.tables, self.left, lambda: self._migration.is_quiet)
         self._handlers: dict[type, Callable[[Any, float], Iterable[Action]]] = {
             **self._migration.handlers,
@@ -83,7 +89,7 @@ class Core:
             on.Held: self._on_held,
             on.MomentEnded: self._on_let,
             on.Closed: self._closed.on_closed,
-            on.Left: self._on_left,
+            **departures.handlers,
         }
 
     def handle(self, event: on.Event, now: float) -> list[Action]:
@@ -96,6 +102,8 @@ class Core:
         Raises:
             KeyError, ValueError: the request makes no sense here; nothing has changed.
         """
+        if self.dead and self._departures.voids(event):
+            return []
         actions = self._handlers[type(event)](event, now)
         done = actions if type(actions) is list else list(actions)
         return done + self._closed.due() if self._closed.numbers else done
@@ -114,10 +122,9 @@ class Core:
         """Add a unit, which this server has from now on."""
         table = self.tables[unit.key[0]]
         table.units[unit.key[1]] = unit
-        for rank in self.left:
-            unit.leave(rank)
-        for rank in self.rested:
-            unit.rest(rank)
+        self._departures.apply_to(unit)
+        if unit.rounds is not None:
+            unit.rounds.without = table.without
         self.moments.stop_new(unit)
         self._migration.add_unit(unit)
         return [] if unit.stands_still else [Open(unit.key, table.epoch_of(unit.key))]
@@ -227,16 +234,16 @@ class Core:
 
     def _on_held(self, event: on.Held, _: float) -> Iterator[Action]:
         yield from self.moments.hold(event.number, event.request, self.units(), event.rounds)
-        yield from self._resume(event.number)
+        yield from self.resume(event.number)
 
     def _on_let(self, event: on.MomentEnded, _: float) -> Iterator[Action]:
         yield from self.moments.release(event.number, keeps_copies=event.keeps_copies)
-        yield from self._resume(event.number)
+        yield from self.resume(event.number)
         if event.lets_move:
             yield from self._migration.resume(event.number)
         yield Reply(event.request)
 
-    def _resume(self, *numbers: int) -> Iterator[Action]:
+    def resume(self, *numbers: int) -> Iterator[Action]:
         """Yield what follows if moments stop rounds no more."""
         resumed = self.moments.resume(*numbers)
         for unit in [*self.units()] if resumed else ():
@@ -244,21 +251,3 @@ class Core:
                 yield from self.flow(unit, unit.rounds.unlimit(*resumed))
         if not self.live_workers:
             yield from self.moments.take_as_they_are()
-
-    # --- ranks that leave, and workers that stop ------------------------------------------------
-    def _on_left(self, event: on.Left, now: float) -> Iterator[Action]:
-        rank, rests = event.rank, event.still_asks
-        (self.rested if rests else self.left).add(rank)
-        (self.progress.rest if rests else self.progress.leave)(rank)
-        for unit in [*self.units()]:
-            yield from self.flow(unit, (unit.rest if rests else unit.leave)(rank))
-        if not rests:
-            owned = self.moments.owned_by(rank)
-            for number in owned:
-                yield from self.moments.release(number)
-            yield from self._resume(*owned)
-        yield from self.progress.advance()
-        if not rests:
-            yield from self._migration.leave(rank, now)
-        if event.request is not None:
-            yield Reply(event.request)

@@ -160,8 +160,14 @@ class Closed(NamedTuple):
     table: int
 
 
+class Died(NamedTuple):
+    """A rank is dead."""
+
+    rank: int
+
+
 class Left(NamedTuple):
-    """A rank asks nothing more: it has left, or it is dead."""
+    """A rank asks nothing more: it has left."""
 
     rank: int
     request: Request | None = None
@@ -197,5 +203,5 @@ class TimePassed(NamedTuple):
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Pushed | Released | Read | Decided | Loaded | Entered
     | Joined | Ticked | Awaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
-    | Noted | Closed | Left | ServerMessage | Taken | Finished | TimePassed
+    | Noted | Closed | Died | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

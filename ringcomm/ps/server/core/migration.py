@@ -98,7 +98,6 @@ class Migration:
             on.Settling: self._on_settling,
             on.MovesAsked: lambda event, _: self._leader.ask(event.request, event.moves),
             on.Noted: self._on_noted,
-            on.ServerMessage: self._on_message,
             on.Taken: lambda event, _: self._participant.taken(*event),
             on.Finished: self._on_finished,
             on.TimePassed: lambda _, now: self.look(now),
@@ -133,8 +132,10 @@ class Migration:
         yield from self._participant.look(now, self._units.clocks_of)
         yield from self._leader.look(now)
 
-    def leave(self, rank: int, now: float) -> Iterator[Action]:
+    def leave(self, rank: int, now: float, *, is_dead: bool) -> Iterator[Action]:
         """Keep nothing for a rank that has left, and wait for nothing of it."""
+        if is_dead:
+            self._participant.forget(rank)
         self._settling = [each for each in self._settling if each.source != rank]
         yield from self._participant.leave(rank)
         yield from self._leader.leave(rank)
@@ -162,7 +163,8 @@ class Migration:
             yield from self._units.flow(unit, [])
         yield from self._participant.look(now, self._units.clocks_of)
 
-    def _on_message(self, event: on.ServerMessage, now: float) -> Iterator[Action]:
+    def on_message(self, event: on.ServerMessage, now: float) -> Iterator[Action]:
+        """Carry out a message of another server, or of this one."""
         server, message = event
         key, what = (message["table"], message["unit"]), message["do"]
         if what == "answer":

@@ -209,7 +209,7 @@ class Leader:
         gone = sorted(pending - {*self._clients()})
         if gone:  # it could not contribute again
             migration.problems.append(
-                f"table {migration.table.name}: worker {gone[0]} has left, and its part of a round "
+                f"table {migration.table.name}: worker {gone[0]} is gone, and its part of a round "
                 "waits for the others. Try again after the round"
             )
             return self._send("thaw")
@@ -219,6 +219,13 @@ class Leader:
         return self._give(migration)
 
     def _give(self, migration: _Migration) -> list[Action]:
+        held = {tuple(each["held"]) for each in migration.answers if each["held"] is not None}
+        if len(held) > 1:  # a worker died, and its gradient had come to some servers
+            migration.problems.append(
+                f"table {migration.table.name}: a worker died, and its part of a round that waits "
+                "for its release is on some servers alone. Try again after the round"
+            )
+            return self._send("thaw")
         by_source: dict[int, list[tuple[int, int]]] = {}
         for move in migration.moves:
             owner = migration.table.owners[move.partition[1]]

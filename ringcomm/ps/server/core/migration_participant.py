@@ -118,6 +118,11 @@ class Participant:
         if unit.stands_still and unit.rounds is not None:
             unit.rounds.limit(_MOVE, _NOWHERE)
 
+    def forget(self, rank: int) -> None:
+        """Drop the requests of a rank that has died."""
+        for frozen in self._frozen.values():
+            frozen.kept = [each for each in frozen.kept if each.source != rank]
+
     def leave(self, rank: int) -> list[Action]:
         """Wait for nothing of a client that has left."""
         return [
@@ -156,7 +161,7 @@ class Participant:
         self._frozen[key] = _Frozen()
         unit = self._tables[key[0]].units.get(key[1])
         if unit is None:  # the destination of a dense partition
-            return self._answer("freeze", key, at=None, pending=[], clocks=[])
+            return self._answer("freeze", key, at=None, pending=[], held=None, clocks=[])
         unit.stands_still = True
         rounds, pending = unit.rounds, []
         if rounds is not None:
@@ -167,6 +172,7 @@ class Participant:
             key,
             at=(0, False) if rounds is None else rounds.at,
             pending=pending,
+            held=_held(unit),
             clocks=[*clocks(unit).items()],
         )
 
@@ -174,7 +180,7 @@ class Participant:
         """Go so far: all that it takes is on its way here."""
         frozen, unit = self._frozen[key], self._tables[key[0]].units.get(key[1])
         if unit is None or unit.rounds is None:
-            return [self._answer("drain", key)]
+            return [self._answer("drain", key, held=None)]
         frozen.at = at
         unit.rounds.limit(_MOVE, at)
         kept, frozen.kept = frozen.kept, []
@@ -189,7 +195,7 @@ class Participant:
         if frozen.at is None or unit.rounds.at < frozen.at:
             return []
         frozen.at = None
-        return [self._answer("drain", key)]
+        return [self._answer("drain", key, held=_held(unit))]
 
     def give(self, key: Key, moves: Iterable[tuple[int, int]]) -> list[Action]:
         """Send partitions to their new owners."""
@@ -256,3 +262,9 @@ class Participant:
     def _answer(self, of: str, key: Key, **more: Any) -> Send:
         message = {"do": "answer", "of": of, "table": key[0], "unit": key[1], **more}
         return Send(self._leader(), message)
+
+
+def _held(unit: Unit) -> list[int] | None:
+    """Return the workers whose mean is held; None: none is."""
+    held = None if unit.rounds is None else unit.rounds.held
+    return None if held is None else sorted(held)

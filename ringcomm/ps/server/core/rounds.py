@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ringcomm.ps.server.core.actions import Action, Contribution, End, Hold, Key, Late, Released
+
+_KEPT: Final = 4096  # rounds of a worker that may not be over in all blocks
 
 
 class Release(NamedTuple):
@@ -28,6 +30,8 @@ class Rounds:
     | open | a release | it waits for the mean |
     | held | a release | End, then Released; so for each that waits |
     | held | all have left whose mean it is | End, which drops the mean |
+    | open | a worker dies | its contributions are dropped; then as if it had left |
+    | open, FirstOf | all that were let in are dead | End without contributions |
     | any | a contribution or a release of a round that is over | Late; Released |
 
     While limit() stands, the unit goes no further than it says.
@@ -39,9 +43,11 @@ class Rounds:
 
     Attributes:
         current: rounds that are over.
+        without: of FirstOf, dead workers that were let in, by round: nobody waits for them.
     """
 
     def __init__(self, key: Key, workers: Iterable[int], first_of: int | None = None) -> None:
+        self.without: Mapping[int, set[int]] = {}
         self._key = key
         self._live = set(workers)
         self._first_of = first_of
@@ -87,6 +93,17 @@ class Rounds:
         self._live.discard(worker)
         return self.advance()
 
+    def die(self, worker: int) -> list[Action]:
+        """Wait no more for a worker that died; it did not end the step of an open round."""
+        for number in [*self._came]:
+            self._came[number].pop(worker, None)
+            if not self._came[number]:
+                del self._came[number]
+        for let_in in self._let_in.values():
+            let_in.discard(worker)
+        self._releases = [each for each in self._releases if each.request.header.origin != worker]
+        return self.leave(worker)
+
     def limit(self, who: int, at: tuple[int, bool]) -> None:
         """Go no further than `at`, see the property of that name, until unlimit(who)."""
         self._limits[who] = at
@@ -111,6 +128,12 @@ class Rounds:
                 is_held = any(each.is_held for each in came)
                 if not (self._may_be((self.current, True)) if is_held else may_end):
                     return actions
+                if not came:
+                    self._let_in.pop(self.current, None)
+                    ended = End(self._key, self.current + 1, came, drops=True)
+                    self.current += 1
+                    actions.append(ended)
+                    continue
                 if is_held:
                     self._take(came)
                     self._held = frozenset(each.worker for each in came)
@@ -144,15 +167,20 @@ class Rounds:
         Worker order makes the sum the same whatever the order of arrival.
         """
         came = self._came.get(self.current)
-        if not came:
+        without = self.without.get(self.current, ()) if self.without else ()
+        if not (came or without):
             return None
-        counting = set(came)
+        counting = set(came or ())
         if self._first_of is not None:
             counting &= self._let_in.get(self.current, set())
-            if len(counting) < self._first_of and not self._live <= counting:
+            n_awaited = self._first_of - len(without)
+            if len(counting) < n_awaited and not self._live <= counting:
                 return None
+            if not counting:
+                return [] if n_awaited <= 0 else None
         elif not self._live <= counting:
             return None
+        assert came is not None
         return [came[worker] for worker in sorted(counting)] or None
 
     def missing(self, rank: int) -> tuple[str, set[int]] | None:
@@ -238,14 +266,15 @@ class Entries:
 
     Attributes:
         current: rounds whose workers are known.
+        joined: of a table that shares these rounds: the one in which it began.
     """
 
     def __init__(self, workers: Iterable[int], first_of: int) -> None:
         self._live = set(workers)
         self._first_of = first_of
         self._in: defaultdict[int, set[int]] = defaultdict(set)
-        self._last: dict[int, int] = {}  # of each worker: the round that it was let into last
-        self._joined: dict[int, int] = {}  # of a later table: the round in which it began
+        self._rounds: dict[int, deque[int]] = {}  # of each worker: those that it was let into
+        self.joined: dict[int, int] = {}  # of a later table: the round in which it began
         self.current = 0
 
     def ask(self, worker: int, number: int) -> bool:
@@ -253,23 +282,34 @@ class Entries:
 
         A worker that asks again, because the answer was lost, gets the same answer.
         """
+        rounds = self._rounds.setdefault(worker, deque(maxlen=_KEPT))
         if number < self.current:
-            return self._last.get(worker) == number
+            return number in rounds
         if len(self._in[number]) >= self._first_of and worker not in self._in[number]:
             return False
+        if number not in rounds:
+            rounds.append(number)
         self._in[number].add(worker)
-        self._last[worker] = number
         self._advance()
         return True
 
     def join(self, table: int) -> int:
         """Return the round in which another table begins to share these rounds."""
-        return self._joined.setdefault(table, self.current)
+        return self.joined.setdefault(table, self.current)
 
     def leave(self, worker: int) -> None:
         """Wait no more for a worker."""
         self._live.discard(worker)
         self._advance()
+
+    def die(self, worker: int) -> list[int]:
+        """Wait no more for a worker; return the rounds that it was let into.
+
+        Its places stay taken: somebody else's gradient could count in some blocks and not in others
+        of which the dead worker's had come.
+        """
+        self.leave(worker)
+        return [*self._rounds.pop(worker, ())]
 
     def _advance(self) -> None:
         while entered := self._in.get(self.current):

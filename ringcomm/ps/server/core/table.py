@@ -23,6 +23,7 @@ class Table:
         units: of this server, by partition or 0.
         openers: ranks that have opened it, and use it; for the leader.
         closing: requests that are answered once it is gone; likewise.
+        without: of FirstOf, dead workers that were let in, by round.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Table:
     units: dict[int, Unit] = field(default_factory=dict)
     openers: set[int] = field(default_factory=set)
     closing: list[Request] = field(default_factory=list)
+    without: dict[int, set[int]] = field(default_factory=dict)
 
     def key_of(self, partition: int) -> Key:
         """Return the key of the unit that a partition belongs to."""

@@ -122,9 +122,9 @@ class Unit:
             return []
         return [Acknowledge(self.key, request)]
 
-    def begin(self, request: Request, *, is_initial: bool = False) -> list[Action] | None:
+    def begin(self, request: Request) -> list[Action] | None:
         """Take note of a push that is carried out now; else return what happens instead."""
-        if not (self.is_ready or is_initial):  # the chief's values would undo it
+        if not self.is_ready:  # the chief's values would undo it
             self.waiting.add(0, Retry(request))
             return []
         if self.came_before(request):
@@ -135,10 +135,8 @@ class Unit:
 
     def initialize(self, request: Request, payload: Any) -> list[Action]:
         """Write the initial values of the table, unless it has values already."""
-        refused = self.begin(request, is_initial=True)
-        if refused is not None:
-            return refused
-        first = not self.is_ready
+        first = not self.is_ready  # one that comes again writes nothing. It is not taken note of:
+        # what this rank has pushed before it became the chief waits for it, and is yet to come.
         self.is_ready = True
         return [Write(self.key, request, payload if first else None)]
 
@@ -240,6 +238,12 @@ class Unit:
         """Wait for nothing of a rank that has left, and keep nothing for it."""
         self.waiting.forget(rank)
         return self.rest(rank)
+
+    def die(self, rank: int) -> list[Action]:
+        """Wait for nothing of a rank that has died, and drop what has not been carried out."""
+        self.waiting.forget(rank, is_dead=True)
+        self.fence.pop(rank, None)
+        return [] if self.rounds is None else self.rounds.die(rank)
 
     def rest(self, rank: int) -> list[Action]:
         """Wait for nothing of a worker that completes no more steps."""

@@ -48,11 +48,11 @@ class Waiting:
         self._heap.clear()
         return [each.then.request for each in taken]
 
-    def forget(self, rank: int) -> None:
-        """Drop the reads of a rank that has left; what it has pushed counts."""
+    def forget(self, rank: int, *, is_dead: bool = False) -> None:
+        """Drop the reads of a rank that has left; what it has pushed counts, unless it died."""
         self._heap = [
             each
             for each in self._heap
-            if isinstance(each.then, Retry) or each.then.request.source != rank
+            if each.then.request.source != rank or (isinstance(each.then, Retry) and not is_dead)
         ]
         heapq.heapify(self._heap)

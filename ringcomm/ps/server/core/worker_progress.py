@@ -6,7 +6,7 @@
 | Joined | a reply with the round in which another table begins to share the rounds |
 | Ticked | the worker's clock goes on; if it was the slowest, reads and Awaited that wait go on |
 | Awaited | a reply once the slowest worker has come so far, or no worker is left |
-| a worker leaves | nobody waits for its steps, and it takes no place in a round |
+| a worker leaves, or dies | nobody waits for its steps, and it takes no place in a new round |
 """
 
 from __future__ import annotations
@@ -85,6 +85,16 @@ class Progress:
         """Wait for no step of a rank, and answer none of its requests; advance() follows."""
         self.rest(rank)
         self._awaiting = [each for each in self._awaiting if each[1].source != rank]
+
+    def die(self, rank: int) -> dict[int, list[int]]:
+        """Do as leave(); return the rounds of FirstOf that the rank was let into, by table."""
+        rounds: dict[int, list[int]] = {}
+        for first, entries in self._entries.items():
+            let_in = entries.die(rank)
+            for table, began in {first: 0, **entries.joined}.items() if let_in else ():
+                rounds[table] = [number - began for number in let_in if number >= began]
+        self.leave(rank)
+        return rounds
 
     def rest(self, rank: int) -> None:
         """Wait for no step of a rank; advance() follows."""

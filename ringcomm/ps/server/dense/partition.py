@@ -174,8 +174,8 @@ class DensePartition(Block):
             present = None if mean is None else self._present_in(gradients)
             hyper = gradients[0].hyper
         else:
-            assert self.held is not None
-            (mean, present), self.held = self.held, None
+            assert self.held is not None or drops  # a round whose workers are all dead has no mean
+            (mean, present), self.held = self.held or (None, None), None
             hyper = self.updater.hyper if release is None else release.hyper
             if mean is not None and release is not None:
                 scale(mean, release.weight)

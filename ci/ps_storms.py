@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Kills workers, chiefs and evaluators of parameter-server jobs; the state of the rest is exact.
+
+usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
+
+Ends with 1 if a job hangs, if its exit code is not that of a good job, if an acknowledged push is
+lost or one counts twice, or if a checkpoint that is complete cannot be read.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from storms import LAUNCHERS
+
+JOB = Path(__file__).with_name("ps_storm_job.py")
+MODES = ("sync", "async", "ssp", "first_of")
+MOMENTS = ("before", "sent", "acked", "soon", "soon", "moving", "snapshot")
+OF_CHIEFS = (*MOMENTS, "opening", "saving", "stopping")
+SHARE, STEPS, N_SERVERS, LIMIT_S = 840, 20, 2, 300
+GOOD = "--runtime-options", "continuous,error-nonzero-status=0"  # else mpirun's code is not 0
+
+
+@dataclass
+class Outcome:
+    problems: list
+    output: str
+    seconds: float
+
+
+@dataclass
+class Storm:
+    """A job whose ranks are killed. kills: RANK@STEP:WHEN, see ps_storm_job.py."""
+
+    mode: str
+    n_workers: int
+    kills: list
+    launcher: str
+
+    def __str__(self):
+        return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {' '.join(self.kills)}"
+
+    @property
+    def options(self):
+        return GOOD if self.launcher == "continuous" else LAUNCHERS[self.launcher]
+
+    def run(self):
+        """Run the job; return its Outcome."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self._run_in(Path(folder))
+
+    def _run_in(self, out):
+        kills = [f"--kill={kill}" for kill in self.kills]
+        command = [
+            Path(sys.executable).parent / "mpirun", "--oversubscribe", *self.options,
+            "-np", str(self.n_workers + 1 + N_SERVERS), sys.executable, JOB, "--out", out,
+            "--mode", self.mode, "--servers", str(N_SERVERS), "--steps", str(STEPS), *kills,
+        ]  # fmt: skip
+        root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+        mine = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | dict.fromkeys(root, "1") | mine | {"TMPDIR": str(out)}
+        began = time.monotonic()
+        job = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+        problems = []
+        try:
+            output, _ = job.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            output, _ = job.communicate()
+            problems.append("hangs")
+        problems += list(self._problems(out, job.returncode))
+        return Outcome(problems, output, time.monotonic() - began)
+
+    def _problems(self, out, code):
+        """Yield what is wrong with the end of the job."""
+        killed = {int(path.suffix[1:]) for path in out.glob("kill.*")}
+        acked = {int(p.suffix[1:]): int(p.read_text() or 0) for p in out.glob("acked.*")}
+        results = [json.loads(path.read_text()) for path in sorted(out.glob("result.*"))]
+        live = set(range(self.n_workers)) - killed
+        if code != 0:
+            yield f"the exit code is {code}"
+        if {each["index"] for each in results} != live:
+            yield f"{sorted(live)} live, and {[each['index'] for each in results]} have ended"
+            return
+        chiefs = [each["index"] for each in results if each["is_chief"]]
+        is_too_late = any("stopping" in kill for kill in self.kills)  # to hear of the death
+        if chiefs != [min(live)] and not is_too_late:
+            yield "the chief is not the lowest worker that lives"
+        for each in results:
+            yield from self._wrong_values(each, killed, acked)
+
+    def _wrong_values(self, result, killed, acked):
+        me, steps, applied = result["index"], result["steps"], result["applied"]
+        for block, row in enumerate(result["values"]):
+            where = f"worker {me} has {row} in block {block} after {steps} steps"
+            if self.mode == "sync":
+                live = {x for worker, x in enumerate(row) if worker not in killed}
+                if sum(row) != SHARE * steps or live != {max(row)} or applied != steps:
+                    yield where
+            elif self.mode == "first_of":
+                if sum(row) % SHARE or not applied * SHARE / 2 <= row[me] <= applied * SHARE:
+                    yield f"{where}, {applied} applied"
+            elif row[me] != applied or applied != steps:
+                yield where
+            for worker in killed & set(range(self.n_workers)):
+                n = acked.get(worker, 0)
+                least, most = n, n + 1
+                if self.mode in ("sync", "first_of"):
+                    least, most = n * SHARE / self.n_workers, (n + 1) * SHARE
+                if not least <= row[worker] <= most:
+                    yield f"{where}; {n} of worker {worker}, which died, were acknowledged"
+
+
+def random_storm(rng, launcher):
+    """Return a storm; of the workers at least one lives."""
+    mode, n = rng.choice(MODES), rng.randint(2, 4)
+    kind = rng.choice(("worker", "chief", "evaluator", "two"))
+    workers = {"worker": [rng.randrange(n)], "chief": [0], "evaluator": []}.get(kind)
+    if workers is None:
+        workers = rng.sample(range(n), min(2, n - 1))
+    kills = []
+    for rank in workers:
+        when = rng.choice(MOMENTS if rank else OF_CHIEFS)
+        step = rng.randint(1, STEPS - 2)
+        step = {"opening": 0, "saving": 4 * rng.randint(1, 4), "stopping": STEPS}.get(when, step)
+        kills.append(f"{rank}@{step}:{when}")
+    if kind == "evaluator" or (kind == "two" and rng.random() < 0.5):
+        kills.append(f"{n}@{rng.randint(2, STEPS)}:evaluating")
+    return Storm(mode, n, kills, launcher)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--storms", type=int, default=200)
+    parser.add_argument("--launcher", choices=(*LAUNCHERS, "both"), default="both")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    launchers = [*LAUNCHERS] if args.launcher == "both" else [args.launcher]
+    counts, seconds = Counter(), []
+    for number in range(args.storms):
+        seed = args.seed + number
+        storm = random_storm(random.Random(seed), launchers[number % len(launchers)])
+        outcome = storm.run()
+        counts["wrong" if outcome.problems else "right"] += 1
+        seconds.append(outcome.seconds)
+        print(
+            f"{seed}: {storm}: {outcome.problems or 'right'}, {outcome.seconds:.1f} s", flush=True
+        )
+        if outcome.problems:
+            print(outcome.output, flush=True)
+    print(f"{dict(counts)}, {sum(seconds) / max(1, len(seconds)):.1f} s each")
+    sys.exit(bool(counts["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

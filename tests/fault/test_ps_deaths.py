@@ -1,0 +1,41 @@
+"""Parameter-server jobs whose workers, chiefs and evaluators are killed; see ci/ps_storms.py."""
+
+import random
+
+import pytest
+from harness import IS_MPICH, at_length
+from ps_storms import Storm, random_storm
+
+pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
+
+# mode, number of workers, who is killed (rank 3 evaluates), launcher
+GATE = {
+    "sync": ("sync", 3, ["1@6:sent", "3@4:evaluating"], "ulfm"),
+    "first_of": ("first_of", 3, ["0@20:stopping"], "continuous"),
+}
+EACH = {
+    **GATE,
+    "async": ("async", 3, ["2@5:acked", "3@4:evaluating"], "continuous"),
+    "ssp": ("ssp", 3, ["0@8:saving", "1@6:before"], "ulfm"),
+    "opening": ("sync", 3, ["0@0:opening"], "ulfm"),
+    "snapshot": ("sync", 3, ["1@6:snapshot"], "continuous"),
+}
+
+
+@pytest.mark.parametrize("name", at_length(EACH, GATE))  # a job takes 3 s
+def test_the_others_go_on_and_have_what_was_acknowledged(name):
+    storm = Storm(*EACH[name])
+    outcome = storm.run()
+    assert not outcome.problems, (str(storm), outcome.problems, outcome.output)
+    for kill in storm.kills:
+        rank = int(kill.partition("@")[0])
+        role = f"worker {rank}" if rank < storm.n_workers else "evaluator 0"
+        assert f", {role}, died" in outcome.output, outcome.output
+    assert ("is the chief now" in outcome.output) == any(k[0] == "0" for k in storm.kills)
+
+
+@pytest.mark.parametrize("seed", at_length(range(20), []))  # random ones take 3 s each
+def test_after_a_storm_all_that_live_have_the_exact_state(seed):
+    storm = random_storm(random.Random(seed), "ulfm")
+    outcome = storm.run()
+    assert not outcome.problems, (str(storm), outcome.problems, outcome.output)

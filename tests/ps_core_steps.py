@@ -1,0 +1,53 @@
+"""One core of a server of the parameter server, step by step."""
+
+from ps_simulation import Members
+from ps_simulation_messages import Request
+
+from ringcomm.ps.protocol.frames import Header, Kind
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.core import Core
+from ringcomm.ps.server.core.table import Table
+from ringcomm.ps.server.core.unit import AppliedHere, Unit
+
+KEY = (1, 0)
+
+
+def core_of(mode, workers=(1, 2), *, index=0, is_ready=True):
+    """Return server 0 or 1 of two; server 0 leads, and has the one partition of a dense table."""
+    core = Core(index, lambda: Members(workers, (9,), (0, 1), 0))
+    core.add_table(Table(1, "w", mode, True, [0]))
+    if index == 0:
+        core.add_unit(Unit(KEY, mode, AppliedHere(), workers, is_ready=is_ready))
+    return core
+
+
+def push(worker, sequence, *, view=0, clock=0):
+    header = Header(Kind.PUSH, origin=worker, sequence=sequence, view=view, table=1, clock=clock)
+    return Request(worker, header, body=f"of {worker}")
+
+
+def arrive(core, request, *, is_held=False):
+    """Let a push arrive, and be decoded if it is carried out; return the names of what follows."""
+    actions = core.handle(on.Arrived(request, KEY, request.header.clock), 0.0)
+    if names(actions) == ["Carry"]:
+        event = on.Pushed(KEY, request, request.body, is_held=is_held)
+        actions = core.handle(event, 0.0)
+    return names(actions)
+
+
+def give(core, what, **more):
+    return names(core.handle(on.ServerMessage(0, {"do": what, "table": 1, "unit": 0, **more}), 0.0))
+
+
+def leave(core, worker):
+    return names(core.handle(on.Left(worker), 0.0))
+
+
+def names(actions):
+    return [type(action).__name__ for action in actions]
+
+
+def freeze(core):
+    """Let the partition stand still, and be sent to server 1."""
+    assert give(core, "freeze") == ["Close", "Send"]
+    assert give(core, "give", moves=[(0, 1)]) == ["Export"]

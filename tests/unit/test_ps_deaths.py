@@ -1,0 +1,319 @@
+"""Clients of a parameter server die: the others go on, and what was acknowledged counts once."""
+
+import itertools
+import random
+from collections import defaultdict, deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from harness import DEADLINE_S
+from ps_core_steps import KEY, arrive, core_of, freeze, give, names, push
+from ps_jobs import run_all
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.config import Settings
+from ringcomm.ps.end_of_job import EndOfTraining
+from ringcomm.ps.protocol.deaths import Deaths
+from ringcomm.ps.protocol.frames import Entry, Header, Kind
+from ringcomm.ps.roles import Layout
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.server.core.rounds import Entries
+from ringcomm.ps.update_modes import FirstOf, Mode
+
+ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
+MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
+
+
+class Boom(Exception):
+    """Ends a rank as a kill would, with ranks as threads."""
+
+
+def ended(results, n_dead):
+    """Return what the others returned."""
+    dead = [each for each in results if isinstance(each, Boom)]
+    assert len(dead) == n_dead
+    for each in results:
+        if isinstance(each, BaseException) and not isinstance(each, Boom):
+            raise each
+    return [each for each in results if not isinstance(each, Boom)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_worker_that_dies_holds_nobody_up_and_the_lowest_that_lives_is_the_chief(mode, victim):
+    def body(rank):
+        table = ps.table("w", 600, "float64", updater=ps.optim.Add(), mode=mode, block_nbytes=1600)
+        for step in range(12):
+            if rank == victim and step == 5:
+                table.push(np.full(600, 12.0))  # nobody may be let in for it, nor wait for it
+                raise Boom
+            table.push(np.full(600, 12.0)).wait()
+            ps.complete_step()
+            values = table.pull().wait()
+        return ps.is_chief(), values.tolist()
+
+    results = ended(run_all(3, body, 2, settings=ELASTIC), 1)
+    lived = [each for each in results if each != "ended with 0"]
+    assert [is_chief for is_chief, _ in lived] == [True, False]
+    if mode == "sync":
+        assert all(values == [12.0 * 12] * 600 for _, values in lived)
+
+
+def test_the_mean_is_over_those_that_live():
+    def body(rank):
+        table = ps.table("w", 1, "float64", updater=ps.optim.Add(), mode="sync")
+        table.push(np.array([3.0 ** (rank + 1)])).wait()
+        if rank == 1:
+            raise Boom
+        table.push(np.array([100.0 * (1 + rank)])).wait()
+        return table.pull().wait().item()
+
+    results = ended(run_all(3, body, settings=ELASTIC), 1)
+    assert results[:2] == [13.0 + 200.0] * 2
+
+
+def test_a_chief_that_dies_before_the_first_values_is_followed_by_the_next():
+    def body(rank):
+        if rank == 0:
+            raise Boom
+        table = ps.table("w", 5, "float64", init=np.arange(5) * float(rank))
+        return table.pull().wait().tolist()
+
+    results = ended(run_all(3, body, settings=ELASTIC), 1)
+    assert results[:2] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+
+
+def test_who_waits_for_reports_hears_that_no_evaluator_is_left():
+    def body(rank):
+        if ps.is_chief():
+            with pytest.raises(rc.PeerFailedError, match=r"an evaluator.*no other one is left"):
+                ps.reports(until=1)
+        return ps.table("w", 3).pull().wait().tolist() if rank < 2 else None
+
+    def fail(_step):
+        raise Boom
+
+    ps.evaluator(every=1)(fail)
+    try:
+        results = run_all(2, with_a_step(body), settings=ELASTIC, evaluators=1)
+    finally:
+        ps.evaluation._evaluation = None
+    assert ended(results, 1)[:2] == [[0.0] * 3] * 2
+
+
+def with_a_step(body):
+    def main(rank):
+        ps.complete_step()
+        return body(rank)
+
+    return main
+
+
+def test_without_the_elastic_mode_a_death_ends_the_job():
+    def body(rank):
+        if rank == 1:
+            raise Boom
+        table = ps.table("w", 1, mode="sync")
+        table.push(np.ones(1, np.float32)).wait()
+
+    results = run_all(3, body)
+    assert sum(isinstance(each, rc.PeerFailedError) for each in results) == 3
+
+
+# --- the core, step by step ---------------------------------------------------------------------
+def die(core, worker):
+    return names(core.handle(on.Died(worker), 0.0))
+
+
+def test_a_contribution_of_the_dead_to_an_open_round_is_dropped():
+    core = core_of(Mode("sync"), (1, 2, 3))
+    assert arrive(core, push(1, 5)) == []
+    assert arrive(core, push(2, 5)) == []
+    assert die(core, 1) == []
+    request = push(3, 5)
+    core.handle(on.Arrived(request, KEY, 0), 0.0)
+    (end,) = core.handle(on.Pushed(KEY, request, "g"), 0.0)
+    assert [each.worker for each in end.contributions] == [2, 3]
+
+
+def test_a_death_ends_the_round_that_waited_for_the_dead_alone():
+    core = core_of(Mode("sync"))
+    assert arrive(core, push(1, 5)) == []
+    assert die(core, 2) == ["End"]
+    assert die(core, 2) == []
+
+
+def test_what_a_dead_worker_has_pushed_before_the_values_does_not_count():
+    core = core_of(Mode("async"), is_ready=False)
+    assert arrive(core, push(2, 5)) == []
+    assert die(core, 2) == []
+    assert names(core.handle(on.Initialized(KEY, push(1, 1), "values"), 0.0)) == ["Write"]
+
+
+def test_own_pushes_before_the_values_count_though_their_worker_is_the_chief_by_now():
+    core = core_of(Mode("async"), is_ready=False)
+    assert arrive(core, push(2, 5)) == []
+    assert names(core.handle(on.Initialized(KEY, push(2, 6), "values"), 0.0)) == ["Write", "Retry"]
+    assert arrive(core, push(2, 5)) == ["Apply"]
+
+
+def test_a_request_of_the_dead_that_was_kept_is_not_carried_out_after_the_move():
+    core = core_of(Mode("async"))
+    freeze(core)
+    assert arrive(core, push(1, 5)) == []
+    die(core, 1)
+    assert "Retry" not in give(core, "thaw")
+    assert core.handle(on.Arrived(push(1, 6), KEY, None), 0.0) == []
+
+
+def enter(core, worker, clock):
+    header = Header(Kind.ENTER, origin=worker, table=1, clock=clock, option=Entry.ASK)
+    (reply,) = core.handle(on.Entered(replace_header(worker, header)), 0.0)
+    return not reply.is_late
+
+
+def replace_header(worker, header):
+    return push(worker, 0)._replace(header=header)
+
+
+def test_a_round_whose_workers_are_all_dead_ends_without_an_update():
+    core = core_of(FirstOf(1), (1, 2, 3))
+    assert enter(core, 1, 0)
+    assert not enter(core, 2, 0)
+    sent = core.handle(on.Died(1), 0.0)
+    assert names(sent) == ["Send", "Send"]  # to both servers
+    message = sent[0].message
+    assert (message["worker"], message["rounds"]) == (1, [0])
+    (end,) = core.handle(on.ServerMessage(0, message), 0.0)
+    assert (end.number, [*end.contributions], end.drops) == (1, [], True)
+
+
+def test_nobody_is_let_into_a_round_for_a_dead_worker():
+    entries = Entries((1, 2, 3), 2)
+    assert entries.ask(1, 0)
+    assert entries.die(1) == [0]
+    assert entries.ask(2, 0)
+    assert not entries.ask(3, 0)
+
+
+def test_a_round_of_which_a_dead_worker_was_ends_with_those_that_live_in_it():
+    core = core_of(FirstOf(2), (1, 2, 3), index=0)
+    core.handle(on.ServerMessage(1, {"do": "without", "table": 1, "worker": 1, "rounds": [0]}), 0.0)
+    request = push(2, 5)
+    core.handle(on.Arrived(request, KEY, 0), 0.0)
+    (end,) = core.handle(on.Pushed(KEY, request, "g", lets_in=True), 0.0)
+    assert [each.worker for each in end.contributions] == [2]
+
+
+def test_rows_do_not_move_while_servers_hold_means_of_other_workers():
+    core = core_of(Mode("sync"))
+    core.tables[1] = replace(core.tables[1], is_dense=False)
+    header = Header(Kind.MOVE, origin=9)
+    move = ps.placement.view.Move((1, 0), 0, 1)
+    core.handle(on.MovesAsked(push(9, 1)._replace(header=header), [move]), 0.0)
+    answer = {"do": "answer", "of": "freeze", "table": 1, "unit": 0, "at": (0, True)}
+    answer |= {"pending": [], "clocks": []}
+    core.handle(on.ServerMessage(0, {**answer, "held": [1, 2]}), 0.0)
+    said = core.handle(on.ServerMessage(1, {**answer, "held": [2]}), 0.0)
+    assert [each.message["do"] for each in said] == ["thaw", "thaw"]
+
+
+# --- the chief, and who follows it --------------------------------------------------------------
+def test_the_chief_is_the_lowest_worker_that_neither_died_nor_had_left_by_then():
+    layout = Layout((0, 1, 2, 3), (4,), ())
+    assert not layout.lose(2, [])
+    assert layout.chief == 0
+    assert layout.lose(0, [1])
+    assert layout.chief == 3
+    assert Layout((0, 1), (1, 2), (3,)).survivable == {0, 3}
+
+
+def test_deaths_are_told_once_and_only_those_that_the_job_survives():
+    dead, told = {}, []
+    deaths = Deaths(dead, {1, 2})
+    deaths.listeners.append(lambda rank, how: told.append((rank, how)))
+    for rank in (2, 3):
+        dead[rank] = f"died as {rank}"
+        deaths.look()
+        deaths.look()
+    assert told == [(2, "died as 2")]
+
+
+class Workers:
+    """Workers that run should_stop() while the chief dies in the midst of ps.stop()."""
+
+    def __init__(self, rng, n):
+        self.rng, self.live = rng, list(range(n))
+        self.channels = defaultdict(deque)
+        self.ends = [
+            EndOfTraining(me, lambda to, option, clock, me=me: self.send(me, to, option, clock))
+            for me in range(n)
+        ]
+        self.counts, self.over = [0] * n, set()
+
+    def send(self, source, dest, option, clock):
+        self.channels[source, dest].append((option, clock))
+
+    def deliver(self):
+        busy = [pair for pair, channel in sorted(self.channels.items()) if channel]
+        if not busy:
+            return False
+        source, dest = self.rng.choice(busy)
+        option, clock = self.channels[source, dest].popleft()
+        if dest in self.live:
+            self.ends[dest].on_frame(source, option, clock)
+        return True
+
+    def call(self, me, *, limit):
+        """Call should_stop() on a worker, unless it waits."""
+        spread = self.counts[me] - min(self.counts[each] for each in self.live)
+        if me in self.over or spread >= limit:
+            return
+        is_over = self.ends[me].is_over()
+        if is_over is not None:
+            self.counts[me] += 1
+            if is_over:
+                self.over.add(me)
+
+    def kill_chief(self):
+        victim = self.live.pop(0)
+        for pair, channel in self.channels.items():
+            for _ in range(self.rng.randrange(len(channel) + 1) if pair[0] == victim else 0):
+                channel.pop()
+        for me in self.rng.sample(self.live, len(self.live)):
+            self.channels[victim, me].clear()  # see Link.forget()
+            self.ends[me].succeed(self.live[0], [*self.live], [])
+            for _ in range(self.rng.randrange(3)):
+                self.deliver()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_all_workers_end_at_one_call_though_chiefs_die_within_stop(seed):
+    rng = random.Random(seed)
+    workers = Workers(rng, rng.randint(3, 5))
+    workers.ends[0].begin(workers.live, [], by_count=True)
+    n_deaths = rng.randint(1, 2)
+    for _ in range(rng.randrange(25)):
+        if rng.random() < 0.5:
+            workers.deliver()
+        else:
+            workers.call(rng.choice(workers.live), limit=2)
+    for _ in range(n_deaths):
+        workers.kill_chief()
+        for _ in range(rng.randrange(10)):
+            workers.deliver()
+    if not any(workers.ends[me]._is_asked for me in workers.live) and not any(
+        workers.channels.values()
+    ):
+        return  # nobody had heard of it
+    for turn in itertools.count():
+        while workers.deliver():
+            pass
+        for me in workers.live:
+            workers.call(me, limit=2)
+        if workers.over >= {*workers.live}:
+            break
+        assert turn < 100, "somebody waits for ever"
+    assert len({workers.counts[me] for me in workers.live}) == 1
