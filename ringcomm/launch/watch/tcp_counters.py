@@ -1,4 +1,4 @@
-"""What the kernel counts of the TCP connections of some processes of this host: sock_diag(7).
+"""Counters of the kernel for the TCP connections of some processes of this host: sock_diag(7).
 
 Any process of the host may ask; the job takes no part in it.
 """

@@ -38,10 +38,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Gap:
-    """What is not covered.
+    """Losses that are not covered.
 
     Attributes:
-        why: what the user is told.
+        why: text for the user.
         ends_job: every death ends the job; else some do.
         first: what the user must do before a command that covers all can be given.
     """
