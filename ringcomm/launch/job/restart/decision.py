@@ -47,7 +47,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Decision:
-    """The next job, if any. request: the job to start; None: none. why: for the user; "": obvious."""
+    """The next job. request: how to start it; None: none. why: for the user; "": obvious."""
 
     request: Request | None
     why: str = ""
