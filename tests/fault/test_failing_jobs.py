@@ -144,7 +144,14 @@ WITH_A_LATE_GUARDIAN = """from ringcomm.engine.api import world
         subprocess.Popen(["sh", "-c", wake], start_new_session=True)"""
 
 
-@pytest.mark.parametrize("end", ["rc.shutdown()", "pass", WITH_A_LATE_GUARDIAN])
+# Rank 1 leaves meanwhile, and the program does not look at what became of its operation.
+AFTER_THE_OTHER = """while not handle.done():
+            time.sleep(0.01)  # done() alone tells, for wait() would raise"""
+
+
+@pytest.mark.parametrize(
+    "end", ["rc.shutdown()", "pass", WITH_A_LATE_GUARDIAN, AFTER_THE_OTHER], ids=range(4)
+)
 def test_what_cannot_be_completed_at_the_end_is_the_job_s_failure(end, tmp_path):
     body = f"""
     rc.init()

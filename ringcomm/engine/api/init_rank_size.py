@@ -33,7 +33,7 @@ from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.lifecycle import close, leave, see_others_leave, stop
 from ringcomm.engine.progress.deadlines import PROGRAM_ENDED
 from ringcomm.engine.progress.timeline import Timeline
-from ringcomm.errors import NotInitializedError, RingcommError
+from ringcomm.errors import NotInitializedError, PeerFailedError, RingcommError
 from ringcomm.launched import (
     is_fault_tolerant,
     is_hydra,
@@ -339,13 +339,13 @@ def _leave_job(world: World) -> Failure | None:
     failure = world.words.failure
     if failure is None:
         is_clean = _leave(world, PROGRAM_ENDED)
-        dead = world.engine.watch.peers.dead
+        blamed = _blamed(world.engine)
         if world.engine.state.broke_while_leaving is not None:
             world.words.end_with(world.engine.state.broke_while_leaving)
             world.words.wait_for_report()
             failure = world.words.failure
-        elif dead and not world.survives_deaths:
-            world.words.follow(next(iter(dead)))
+        elif blamed is not None and not world.survives_deaths:
+            world.words.follow(blamed)
     else:
         tell_the_others(failure)
         stop(world.engine)
@@ -358,6 +358,18 @@ def _leave_job(world: World) -> Failure | None:
     if world.guardian is not None:
         world.guardian.disown()
     return failure
+
+
+def _blamed(engine: Engine) -> int | None:
+    """Return the rank because of which this one cannot leave in order; None if there is none.
+
+    It may have left in order itself, while an operation of this rank was under way, which the
+    program did not wait for.
+    """
+    for rank in engine.watch.peers.dead:
+        return rank
+    error = engine.state.error
+    return error.rank if isinstance(error, PeerFailedError) else None
 
 
 def _leave(world: World, how: str, *, keeps_wire: bool = False) -> bool:
