@@ -67,7 +67,7 @@ def train(state):
         if not handles and me == 0:
             handles.append(rc.allreduce_async(np.ones(3), name="never"))
         step(state)
-        time.sleep(0.002)
+        time.sleep(0.002)  # so that deaths fall into steps, too
     return "done"
 
 assert train(state) == "done"
@@ -182,7 +182,7 @@ def train(state):
         state.step += 1
         sizes.append(rc.size())
         state.x += rc.allreduce(np.ones(1000))
-        time.sleep(0.02)
+        time.sleep(0.02)  # so that those who are asked for come within these steps
         state.commit()
 
 sizes = []
@@ -215,7 +215,7 @@ def train(state):
         if (me, state.step) == (0, 5):
             os.kill(os.getpid(), signal.SIGSTOP)
         if (me, state.step) == (2, 10) and len(sys.argv) > 1:
-            time.sleep(600)
+            time.sleep(600)  # it hangs until it is killed
         step(state)
 
 train(state)
@@ -246,7 +246,7 @@ train(state)
 """
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # waits for 3 s, and its twin above shows most
 def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job(tmp_path):
     job = run_elastic(3, MOST_HANG, cwd=tmp_path, RINGCOMM_ELASTIC_HANG_S="2")
     assert "half of its ranks or more do not come" in job.output, job.output
@@ -269,7 +269,7 @@ def train(state):
         state.step += 1
         sizes.append(rc.size())
         state.x += rc.allreduce(np.ones(1000))
-        time.sleep(0.01)
+        time.sleep(0.01)  # so that those who are asked for come within these steps
         state.commit()
 
 sizes = []

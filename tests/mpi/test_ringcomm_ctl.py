@@ -163,7 +163,7 @@ SERVED = (
 )
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # 3 jobs of 3 ranks, for what the steps above show
 @pytest.mark.parametrize("mode", ["", "sync", "async"])
 def test_a_job_of_two_lines_takes_commands(mode, tmp_path):
     (tmp_path / "train.py").write_text(SERVED if mode else TWO_LINES)
@@ -179,7 +179,7 @@ def test_a_job_of_two_lines_takes_commands(mode, tmp_path):
     assert code == 0, said
     step = re.search(r"after step (\d+)", said)[1]
     assert ctl(tmp_path, "pause")[0] == 0
-    time.sleep(0.5)
+    time.sleep(0.5)  # steps would be made meanwhile
     assert ctl(tmp_path, "resume")[0] == 0
     assert ctl(tmp_path, "stop")[0] == 0
     done = finish_job(job)
@@ -198,7 +198,7 @@ if rc.rank() == 0:
         tell(dest, kind, text, **fields)
         told.append((kind.name, fields.get("round")))
         if sys.argv[1] == "after the first" and told[-1] == ("CONTROL", 2):
-            time.sleep(0.5)
+            time.sleep(0.5)  # rank 1 has the command by then, and acts on it
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[1] == "before" and told[-1] == ("CONTROL", 0):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -206,7 +206,7 @@ if rc.rank() == 0:
 """
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # jobs of 4 ranks, for one moment each
 @pytest.mark.parametrize("when", ["before", "after the first"])
 def test_a_rank_that_dies_between_ends_the_job_at_once(when, tmp_path):
     (tmp_path / "train.py").write_text(STEPS.replace("late =", f"{DIES}\nlate ="))
@@ -230,7 +230,7 @@ ELASTIC = (
     .partition("def train(state):\n")[0]
     + """def train(state):
     while not (rc.size() < 4 and os.path.exists("enough")):
-        time.sleep(0.01)
+        time.sleep(0.01)  # a step takes so long
         state.x += rc.allreduce(np.ones(3))
         state.step += 1
         state.commit()
@@ -247,7 +247,7 @@ train(state)
 )
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # jobs of 4 ranks, for one moment each
 @pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 @pytest.mark.parametrize("when", ["before", "after the first"])
 def test_of_an_elastic_job_all_or_none_have_taken_the_command(when, tmp_path):
@@ -265,7 +265,7 @@ def test_of_an_elastic_job_all_or_none_have_taken_the_command(when, tmp_path):
     assert rates == ({"0.1"} if when == "before" else {"0.5"}), output
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # any wait ends so, which tests/fault shows
 def test_a_death_during_a_pause_ends_the_job(tmp_path):
     (tmp_path / "train.py").write_text(STEPS)
     job = start_job(3, tmp_path / "train.py", cwd=tmp_path)
@@ -313,7 +313,7 @@ STALLS = """
 import time
 import ringcomm as rc
 rc.init()
-def collate():
+def collate():  # takes longer than a stall
     time.sleep(2.5)
 if rc.rank() == 1:
     collate()

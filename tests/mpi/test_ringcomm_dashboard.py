@@ -299,12 +299,12 @@ rc.init()
 while not rc.should_stop():
     rc.allreduce_(__import__("numpy").ones(3))
     rc.step()
-    time.sleep(0.005)
+    time.sleep(0.005)  # a step takes so long
 print(P.lr, flush=True)
 """
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # it sends what `ringcomm ctl` sends
 def test_the_dashboard_controls_the_job_that_it_shows(dashboard, tmp_path):
     (tmp_path / "train.py").write_text(CONTROLLED)
     job = subprocess.Popen(

@@ -144,7 +144,7 @@ def test_a_program_that_knows_nothing_of_ringcomm_runs(tmp_path):
     assert "x " in job.err
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # a plan, which tests/unit shows
 def test_one_rank_has_no_prefix_and_its_own_exit_code(tmp_path):
     job = run(tmp_path, 1, "rc.init(); print('alone', flush=True); sys.exit(5)")
     assert (job.code, job.out) == (5, "alone\n")
@@ -181,7 +181,7 @@ def test_servers_and_an_evaluator_are_added_to_the_workers(tmp_path):
     assert sorted(job.out.splitlines()) == ["[0] worker 0 of 2", "[1] worker 1 of 2"]
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # it sets RINGCOMM_TIMELINE, no more
 def test_each_rank_records_a_timeline(tmp_path):
     job = run(tmp_path, 2, "rc.init(); rc.allreduce(np.ones(3), name='w')", "--timeline")
     assert job.code == 0, job
@@ -264,7 +264,7 @@ rc.init()
 rc.barrier()
 here()
 while True:
-    time.sleep(0.1)
+    time.sleep(0.1)  # a step takes so long
     rc.allreduce(np.ones(3))
 """
 HANDLED = """
@@ -275,7 +275,7 @@ rc.init()
 rc.barrier()
 here()
 while not rc.allreduce(np.array([len(stop)]))[0]:
-    time.sleep(0.05)
+    time.sleep(0.05)  # a step takes so long
 time.sleep(0.7)  # longer than Open MPI's mpirun gives ranks after SIGTERM
 open(f"checkpoint.{rc.rank()}", "w").close()
 """
@@ -318,7 +318,7 @@ def test_ranks_that_do_not_end_are_killed_after_the_grace_period(tmp_path):
     assert processes_of(done.folder) == []
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # seldom used
 def test_a_second_signal_skips_the_grace_period(tmp_path):
     body = "for n in (15, 2): signal.signal(n, signal.SIG_IGN)\n" + WAITING
     job = Started(tmp_path, "-np", 2, "--grace", "1000", script(tmp_path, body))
@@ -329,7 +329,7 @@ def test_a_second_signal_skips_the_grace_period(tmp_path):
     assert job.finish().code == 130
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # seldom used
 def test_sigusr1_is_the_programs_own(tmp_path):
     body = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n" + WAITING
     body = body.replace("rc.allreduce(np.ones(3))", "pass")
@@ -347,13 +347,13 @@ def test_nothing_is_left_when_ringcomm_run_itself_is_killed(tmp_path):
     wait_until(lambda: processes_of(tmp_path / "run") == [], lambda: processes_of(tmp_path / "run"))
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # takes 2 s
 def test_the_job_goes_on_when_the_reader_of_its_output_has_gone(tmp_path):
     body = """
     rc.init()
     for i in range(20):
         print("line", i, flush=True)
-        time.sleep(0.05)
+        time.sleep(0.05)  # the reader goes meanwhile
     """
     job = Started(tmp_path, "-np", 2, script(tmp_path, body))
     assert "line" in job.process.stdout.readline()
@@ -363,7 +363,7 @@ def test_the_job_goes_on_when_the_reader_of_its_output_has_gone(tmp_path):
     assert (tmp_path / "run" / "rank-1.log").read_text().splitlines()[-1] == "line 19"
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # 2 ranks with torch take 6 s of a core
 @pytest.mark.skipif(IS_MPICH, reason="torch is in the environment of Open MPI")
 def test_ddp_over_gloo_finds_the_other_ranks_without_a_change(tmp_path):
     body = """

@@ -24,7 +24,7 @@ if "wait" in sys.argv:
     rc.barrier()
     open("waiting", "w").close()
     while True:
-        time.sleep(0.05)
+        time.sleep(0.05)  # until the signal comes
 rc.barrier()
 """
 
@@ -117,7 +117,7 @@ def test_srun_starts_the_ranks_if_asked_to(environ):
     assert [log[:8] for log in logs()] == ["2 0 2 0 ", "2 1 2 1 "]
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # salloc shows it in the gate
 def test_the_culprits_exit_code_comes_through_srun(environ):
     with_srun(environ)
     job = call(environ, "salloc", "-n3", *COMMAND, "--launcher", "srun", "train.py", "fail")

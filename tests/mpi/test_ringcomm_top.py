@@ -40,7 +40,7 @@ rc.note_event("epoch 2 begins")
 if rc.rank() == 1:
     open("slow", "w").close()
     while not os.path.exists("go on"):
-        time.sleep(0.02)
+        time.sleep(0.02)  # nobody tells of a file
 rc.allreduce(np.ones(250_000, np.float32), name="layer3.weight")
 rc.barrier()
 """
@@ -150,7 +150,7 @@ def test_the_live_table_goes_on_until_the_job_is_over(hanging, tmp_path):
     assert "ringcomm top: all jobs are over" in text
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # the table shows the same numbers
 def test_prometheus_gets_the_same_numbers(hanging, tmp_path):
     pytest.importorskip("prometheus_client", reason="the core is tested without it, too")
     job = facts_of(tmp_path)[0]["job"]

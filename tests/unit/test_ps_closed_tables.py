@@ -25,7 +25,7 @@ def require_names(*names):
         if all(each == {*names} for each in found):
             break
         assert time.monotonic() < until, found
-        time.sleep(0.01)
+        time.sleep(0.01)  # nobody tells what other servers hold
     rc.barrier()
 
 

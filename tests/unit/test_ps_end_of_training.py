@@ -81,7 +81,7 @@ def test_the_chief_alone_may_stop_and_may_do_so_twice():
             ps.stop()
             ps.stop()
         while not ps.should_stop():
-            time.sleep(0.001)
+            time.sleep(0.001)  # it is asked again and again, as a loop of steps does
         return ps.should_stop()
 
     assert run_workers(3, body) == [True] * 3
@@ -94,10 +94,10 @@ def test_a_worker_that_leaves_before_it_answers_holds_up_nobody():
         if rank == 2:
             return True
         if rank == 0:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the others ask already
             ps.stop()
         while not ps.should_stop():
-            time.sleep(0.001)
+            time.sleep(0.001)  # as above
         return True
 
     assert run_workers(3, body) == [True] * 3
@@ -132,7 +132,7 @@ def test_evaluators_hear_of_it():
             if rank == 0:
                 ps.stop()
             while not ps.should_stop():
-                time.sleep(0.001)
+                time.sleep(0.001)  # as above
             return "stopped"
         finally:
             leave(engine(), "done")

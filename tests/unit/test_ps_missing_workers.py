@@ -176,7 +176,7 @@ def test_a_warning_says_it_long_before_the_deadline(caplog):
         client, end = session().client, time.monotonic() + 2.0
         while time.monotonic() < end:
             client.listen()
-            time.sleep(0.01)
+            time.sleep(0.01)  # it computes, and takes note of requests
         table.push(ONES).wait()
 
     def waiting():

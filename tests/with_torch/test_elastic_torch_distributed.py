@@ -200,7 +200,7 @@ BUILTIN = "ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)"
 ANEW = "ddp = DistributedDataParallel(model)"
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # 4 ranks with torch take 10 s of a core
 @pytest.mark.parametrize(
     ("hook", "again"),
     at_length([("", ""), ("", ANEW), (NODE_HOOK, ""), (BUILTIN, "")], [("", "")]),

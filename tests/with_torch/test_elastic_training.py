@@ -69,7 +69,7 @@ print("equal", flush=True)
 """
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # 4 ranks with torch; the next test compares weights, too
 @pytest.mark.parametrize("launcher", at_length(list(LAUNCHERS), ["ulfm"]))
 def test_weights_after_deaths_equal_those_of_an_unfailed_run_with_the_same_batches(
     launcher, tmp_path

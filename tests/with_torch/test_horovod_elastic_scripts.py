@@ -127,7 +127,7 @@ def test_digits_are_learned_from_each_sample_although_ranks_die(every, tmp_path)
     assert result["sizes"][-1] == 1
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # 2 ranks with torch; the test above deals samples, too
 def test_without_a_death_the_sampler_deals_each_sample_and_pads_the_shares(tmp_path):
     results = results_of(DIGITS.replace("EVERY", "1"), [], cwd=tmp_path, n=2)
     assert [r["double"] for r in results] == [[1, 1]] * 2

@@ -156,7 +156,7 @@ def test_a_rank_that_lost_the_mean_gets_the_weights_of_one_that_has_applied_it(m
     assert "a rank is lost" in output
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # 3 ranks with torch take 8 s of a core
 @elastic
 def test_ranks_that_have_all_lost_the_mean_leave_the_step_out(tmp_path):
     kills = [[2, 7, "after step"]]
@@ -196,7 +196,7 @@ except ValueError as error:
 
 
 @elastic
-@pytest.mark.at_length
+@pytest.mark.at_length  # likewise
 def test_two_optimizers_go_on_together(tmp_path):
     options, environment = LAUNCHERS["ulfm"], {"RINGCOMM_ELASTIC": "1"}
     job = run_script(3, TWO, cwd=tmp_path, options=options, env=environment)
@@ -220,7 +220,7 @@ for step in range(12):
 """
 
 
-@pytest.mark.at_length
+@pytest.mark.at_length  # 2 ranks with torch, for a warning
 def test_in_another_job_a_failure_ends_it_and_a_warning_has_said_so(tmp_path):
     job = run_script(2, NOT_ELASTIC, cwd=tmp_path)
     assert job.code != 0
