@@ -137,7 +137,7 @@ class SimulatedGpu:
 
     def free_stream(self, stream):
         with self._lock:
-            if not self._is_closed:  # else all are gone
+            if not self._is_closed:  # a team of a group that is over ends in a thread, maybe later
                 self._freed.add(stream)  # as CUDA does, once it is through
                 self._drop_freed()
 
