@@ -1,0 +1,134 @@
+"""`ringcomm check` asks this very machine, in children that may fail."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringcomm.launch.check_install import gather_facts
+from ringcomm.launch.child_process import run_child
+
+
+def ringcomm(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ringcomm", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        env={**os.environ, **variables},
+        check=False,
+    )
+
+
+def test_check_starts_no_mpi_and_imports_no_torch():
+    script = (
+        "import sys; from ringcomm.launch.cli import main; code = main(['check']); "
+        "sys.exit(code or any(name in sys.modules for name in ('mpi4py', 'torch', 'cupy')))"
+    )
+    outcome = run_child([sys.executable, "-P", "-c", script], os.environ, deadline_s=120)
+    assert outcome.code == 0, outcome.output
+
+
+FAKES = {
+    "dies": ("import os; os.kill(os.getpid(), 11)", "none could be loaded (signal 11: no output)"),
+    "talks": ("print('hello'); print('world')", "none could be loaded (exit 1: "),
+    "asks": (
+        "import mpi4py\nclass MPI: Get_library_version = lambda: f'{mpi4py.rc.initialize} start'",
+        "False start",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "found"), FAKES.values(), ids=FAKES)
+def test_the_library_is_asked_in_a_child_and_not_started(source, found, tmp_path):
+    (tmp_path / "mpi4py.py").write_text(f"class rc: initialize = True\n{source}\n")
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ended = ringcomm("check", "--json", PYTHONPATH=os.pathsep.join(paths))
+    checks = {each["subject"]: each for each in json.loads(ended.stdout)["checks"]}
+    assert checks["MPI library"]["found"].startswith(found)
+
+
+GPU_FAKES = {
+    "dies": ("import os; os.kill(os.getpid(), 11)", 60, "signal 11: no output"),
+    "ends the program": ("import os; os.write(1, b'sorry'); os._exit(5)", 60, "exit 5: sorry"),
+    "hangs": ("import time; time.sleep(60)", 1, "no answer in 1 s"),
+}
+
+
+@pytest.mark.parametrize(("source", "limit_s", "error"), GPU_FAKES.values(), ids=GPU_FAKES)
+def test_the_gpu_is_looked_for_in_a_child_that_may_fail(
+    source, limit_s, error, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gather_facts, "_ANSWER_S", limit_s)
+    (tmp_path / "cupy.py").write_text(source)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    assert gather_facts._gpu(os.environ) == (None, error)
+
+
+ROOT_FOLDER = Path(__file__).parents[2]
+
+
+def in_folder(folder, *arguments):
+    # -S keeps out what is really installed, which may be imported from here, too.
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "statement", ["from ringcomm import _core", "from ringcomm._core import x"]
+)
+def test_in_the_source_folder_the_import_says_to_leave_it(statement):
+    last = in_folder(ROOT_FOLDER, "-c", statement).stderr.splitlines()[-1]
+    assert last == (
+        f"ImportError: {ROOT_FOLDER} is ringcomm's source folder, which has no compiled part: "
+        "take it out of PYTHONPATH, and start python elsewhere or with -P; or type: "
+        f"pip install -e {ROOT_FOLDER}"
+    )
+
+
+def test_elsewhere_the_import_says_to_install_anew(tmp_path):
+    (tmp_path / "ringcomm").mkdir()
+    for name in ("__init__.py", "_version.py", "_core.py"):
+        shutil.copy(ROOT_FOLDER / "ringcomm" / name, tmp_path / "ringcomm")
+    last = in_folder(tmp_path, "-c", "import ringcomm._core").stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: the ringcomm in {tmp_path} has no compiled part for")
+
+
+def test_check_in_the_source_folder_says_to_leave_it():
+    ended = in_folder(ROOT_FOLDER, "-m", "ringcomm", "check")
+    assert ended.returncode == 1, ended.stderr
+    (line,) = (line for line in ended.stdout.splitlines() if "compiled part" in line)
+    assert line.endswith(f"change to another folder, or python -P, or pip install -e {ROOT_FOLDER}")
+
+
+# What an enclosing job left in the environment; believed, it would make every rank a job of one.
+STALE = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "gone@1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_FD": "77",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variables", [{}, STALE], ids=["alone", "inside a job"])
+def test_two_ranks_do_a_real_allreduce(variables):
+    ended = ringcomm("check", "--run", "--json", **variables)
+    report = json.loads(ended.stdout)
+    run = report["checks"][-1]
+    assert ended.returncode == 0, report
+    assert run["subject"] == "run"
+    assert run["found"].startswith("2 ranks, allreduce correct")
