@@ -293,7 +293,7 @@ FACES = [
         "which.process_set_id, self._next_id = self._next_id, self._next_id + 1",
         "which.process_set_id, self._next_id = self._next_id, len(self)",
         "after remove_process_set() two process sets have one id",
-        ("with_torch/test_horovod_collectives.py",),
+        ("with_torch/test_horovod_process_sets.py",),
     ),
     Mutation(
         "batch-size-for-samples",
