@@ -422,8 +422,44 @@ def test_an_elastic_job_that_has_lost_a_rank_ends_well(tmp_path):
 
 
 @pytest.mark.skipif(IS_MPICH, reason="Open MPI alone lets the other ranks live")
-def test_an_elastic_job_that_has_lost_too_many_ranks_fails(tmp_path):
+def test_an_elastic_job_that_has_lost_too_many_ranks_is_started_again(tmp_path):
     program = script(tmp_path, SURVIVES.replace("DEATHS", "[(1, 7), (0, 9)]"))
-    done = Started(tmp_path, "-np", 3, "--elastic", "2:3", program).finish()
-    assert done.code != 0, done
-    assert "the job has lost 2 ranks, and init() was prepared for 1" in done.err + done.out
+    done = Started(tmp_path, "-np", 3, "--elastic", "2:3", "--restarts", "1", program).finish()
+    assert done.code == 75, done
+    assert done.out.count("1 ranks are left, and RINGCOMM_ELASTIC_MIN is 2; no others") == 2, done
+    assert "its ranks have ended in order; it is started again" in done.err
+    assert "it is not started again: --restarts is 1" in done.err
+
+
+DIES = """
+rc.init()
+state = rc.elastic.ArrayState(step=0, sum=np.zeros(1))
+state.keep_in("state", every=3)
+
+@rc.elastic.run
+def train(state):
+    began = state.step
+    while state.step < 20:
+        state.sum += rc.allreduce(np.ones(1), rc.AVERAGE)
+        state.step += 1
+        state.commit()
+        if began == 0 and state.step == began + 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+    print(f"began at {began}, ended with {state.sum[0]}", flush=True)
+
+train(state)
+"""
+
+
+@pytest.mark.skipif(IS_MPICH, reason="--elastic needs Open MPI 5")
+def test_a_job_whose_ranks_are_all_lost_goes_on_from_the_kept_commit(tmp_path):
+    program = script(tmp_path, DIES)
+    done = Started(tmp_path, "-np", 2, "--elastic", "1:2", program).finish()
+    assert done.code == 0, done
+    assert done.out.count("began at 9, ended with 20.0") == 2, done
+    assert done.out.count("goes on from commit 9, ") == 1, done
+    assert "1 commit after it is lost" in done.out
+    assert "all ranks were killed; it is started again" in done.err
+    assert done.end["code"] == 137
+    again = json.loads((tmp_path / "run-restart-1" / "end.json").read_text())
+    assert again["code"] == 0

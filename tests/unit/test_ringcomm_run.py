@@ -262,6 +262,14 @@ VERDICTS = {
                                   {"goes_on_after_deaths": True}, 0, None),
     "all dead in an elastic job": ([KILLED] * 2, [Failure(1, 137, "x"), Failure(0, 139, "y")], 0,
                                    "", {"goes_on_after_deaths": True}, 137, 1),
+    "too few are left in an elastic job": (
+        [KILLED, RankEnd(False, 75), GOOD], [Failure(0, 137, "x"), Failure(1, 75, "y")], 0, "",
+        {"goes_on_after_deaths": True}, 75, None,
+    ),
+    "a failure beside those that stop": (
+        [RankEnd(False, 75), RankEnd(False, 3)], [Failure(1, 3, "x"), Failure(0, 75, "y")], 0, "",
+        {"goes_on_after_deaths": True}, 3, 1,
+    ),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ringcomm.launch.job.launchers import Order, start_by_mpirun, start_by_srun
 from ringcomm.launch.job.request import Plan, Request, Surroundings
 
 _THREADS: Final = "OMP_NUM_THREADS"
+_BELOW_MIN: Final = 4  # so many losses more end with code 75 and a checkpoint; others with an error
 _SLURM: Final = "the hosts of this Slurm job"
 
 
@@ -175,7 +176,7 @@ def _variables(request: Request, here: Surroundings, where: _Where, threads: int
         low, _ = request.elastic
         made["RINGCOMM_ELASTIC"] = "1"
         made["RINGCOMM_ELASTIC_MIN"] = str(low)
-        made["RINGCOMM_ELASTIC_LOSSES"] = str(where.size - low)
+        made["RINGCOMM_ELASTIC_LOSSES"] = str(min(where.size - low + _BELOW_MIN, where.size - 1))
         if reserves := where.roles.get("reserve", 0):
             made["RINGCOMM_RESERVES"] = str(reserves)
     if request.timeline is not None:

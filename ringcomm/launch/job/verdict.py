@@ -59,8 +59,18 @@ class Verdict:
 
 def judge_ending(ending: Ending) -> Verdict:
     """Return the verdict: the first of these rules that applies."""
-    rules = (_failed_rank, _stopped, _completed, _bad_exit, _by_launcher)
+    rules = (_could_not_go_on, _failed_rank, _stopped, _completed, _bad_exit, _by_launcher)
     return next(verdict for rule in rules if (verdict := rule(ending)) is not None)
+
+
+def _could_not_go_on(e: Ending) -> Verdict | None:
+    """The ranks of an elastic job that have not died have saved a checkpoint, and stopped."""
+    if not e.goes_on_after_deaths or e.asked is not None or e.is_stopped:
+        return None
+    codes = {end.code for end in e.ends.values()} - {None, 0}  # 0: of rc.elastic.leave()
+    if codes != {STOPPED_IN_ORDER}:
+        return None
+    return Verdict(STOPPED_IN_ORDER, "too few ranks were left, or some could not be reached")
 
 
 def _failed_rank(e: Ending) -> Verdict | None:
