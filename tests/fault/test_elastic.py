@@ -234,6 +234,28 @@ def test_ranks_that_hang_are_killed_if_the_user_wants_it_and_the_others_go_on(in
     assert f"rank 3 is done: 1 of {n}" in job.output
 
 
+WAITS_FOR_ONE_THAT_HANGS = """
+@rc.elastic.run
+def train(state):
+    pair = rc.Group([0, 2]) if rc.size() == 4 else None
+    while state.step < 20:
+        if (me, state.step) == (0, 5):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if pair is not None and me in (0, 2):
+            rc.allreduce(np.ones(3), group=pair)
+        step(state)
+
+train(state)
+print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
+"""
+
+
+@pytest.mark.at_length  # it takes some seconds more than the limit
+def test_a_rank_that_only_waits_for_one_that_hangs_is_not_taken_for_another(tmp_path):
+    job = run_elastic(4, WAITS_FOR_ONE_THAT_HANGS, cwd=tmp_path, RINGCOMM_ELASTIC_HANG_S="6")
+    assert "rank 2 is done: 1 of 3" in job.output, job.output
+
+
 MOST_HANG = """
 @rc.elastic.run
 def train(state):

@@ -116,6 +116,24 @@ def test_who_hears_that_the_run_is_over_does_not_heal_although_a_member_has_died
     assert job.states[1].view == View.first(3)
 
 
+def test_what_a_lost_rank_has_sent_does_not_count_once_others_rely_on_its_loss():
+    job = Job(3)
+    for rank in range(3):
+        job.handle(rank, Finish())
+    for source, dest in ((0, 2), (1, 2), (1, 0)):  # for rank 2 the run is over, as it says
+        job.deliver(source, dest)
+    job.dead.add(2)
+    job.queues[2, 1].clear()
+    job.see(0, 2)
+    job.handle(0, Heal())
+    while job.queues[2, 0]:
+        job.deliver(2, 0)
+    assert job.states[0].phase is Phase.HEALING
+    job.finish()
+    assert job.over[:2] == [1, 1]
+    assert {job.states[rank].view.members for rank in (0, 1)} == {(0, 1)}
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_rank_that_leaves_tells_those_that_heal_and_learns_that_they_go_on(when):
     job = Job(3)
@@ -284,6 +302,8 @@ def test_who_is_out_of_the_next_view_and_hears_of_another_loss_first_still_learn
     assert job.states[0].view.members == (0,)
     job.queues[2, 1].clear()  # rank 1 never hears that rank 2 was ready
     job.dead.add(2)
+    job.rest()
+    assert job.states[1].view == job.states[0].view
     job.finish()
     assert job.over == [1, 1, 0]
     assert (job.states[1].run, job.states[1].is_member) == (1, False)

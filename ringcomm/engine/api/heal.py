@@ -93,9 +93,10 @@ def evict(error: CommTimeoutError) -> bool:
     if not (waits_in_vain and missing) or world.transport.rank in missing:
         return False
     processes = frozenset(view.members[rank] for rank in missing)
+    if not is_enough and _await_end_of_any(world, membership, processes):
+        return True  # some of them only waited for the others, and have had those killed
     if not is_enough:
         _log.error("%s The job ends, because half of its ranks or more do not come.", error)
-        _await_end(world, membership, processes)
     membership.handle(Evict(processes))
     return is_enough
 
@@ -114,12 +115,17 @@ def is_given_up(error: Exception) -> bool:
     return world.engine.settings.kills_hanging_ranks and world.engine.state.is_broken
 
 
-def _await_end(world: World, membership: MembershipService, processes: frozenset[int]) -> None:
-    """Return once processes have ended, at the latest after RINGCOMM_GRACE_S."""
+def _await_end_of_any(
+    world: World, membership: MembershipService, processes: frozenset[int]
+) -> bool:
+    """Return True once one of these processes has ended, False after RINGCOMM_GRACE_S."""
     end = time.monotonic() + world.engine.settings.grace_s
-    while processes - membership.state.changes.lost and time.monotonic() < end:
+    while time.monotonic() < end:
+        if processes & membership.state.changes.lost:
+            return True
         world.presence.look(at_once=True)
         world.presence.parking.sleep(_LONGEST_NAP_S)
+    return False
 
 
 def finish_run() -> None:
