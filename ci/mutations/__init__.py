@@ -4,6 +4,7 @@ Each imports and sums two float32 arrays over two ranks, so that only a test of 
 breaks can tell. Those in C++ compile.
 """
 
+from mutations.client import CLIENT
 from mutations.cpp import CPP
 from mutations.elastic import ELASTIC
 from mutations.engine import CACHE, DTYPE, ORDER
@@ -30,5 +31,6 @@ MUTATIONS = [
     *PS_CORE,
     *PS,
     *GPU,
+    *CLIENT,
 ]
 CPP_MUTATIONS = [*CPP, *PS_CPP]

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-CATEGORIES = ("order", "cache", "dtype", "fault", "optimizer", "ps", "gpu", "node", "wire")
+CATEGORIES = (
+    "order",
+    "cache",
+    "dtype",
+    "fault",
+    "optimizer",
+    "ps",
+    "gpu",
+    "node",
+    "wire",
+    "client",
+)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from typing import Final
 
 BUSY: Final = "busy_s"  # the scalar of a server by which `ringcomm top` tells that it is slow
 
+SPARE, RESERVE = "spare", "reserve"  # roles of processes without a place in an elastic job
+
 
 class State(IntEnum):
     """State of a rank."""

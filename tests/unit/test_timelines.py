@@ -2,6 +2,7 @@
 
 import json
 
+from ringcomm.engine.progress.timeline import Timeline
 from ringcomm.launch.watch.timeline_command import main
 from ringcomm.launch.watch.timelines import clock_offsets, merge, read_events, spans_of, summary
 
@@ -67,7 +68,58 @@ def test_a_merged_file_is_json_with_an_end_for_each_operation(tmp_path, capsys):
     kinds = [event["ph"] for event in events]
     assert (kinds.count("B"), kinds.count("E")) == (41, 41)
     assert events[-1]["args"] == {"outcome": "unfinished"}
+    require_trace_event_format(events)
     assert main(["summary", str(tmp_path)]) == 0
     assert "allreduce[w]" in capsys.readouterr().out
     assert main(["summary", str(tmp_path / "none")]) == 1
     assert read_events("]") == []
+
+
+def test_what_ranks_record_is_in_the_format_of_perfetto_once_merged(tmp_path):
+    for rank in range(2):
+        timeline = Timeline(tmp_path / "timeline", rank)
+        lanes = [timeline.begin(label, 100) for label in ("allreduce[w]", "barrier #1", "x")]
+        with lanes[1].phase("agree"):
+            pass
+        for lane in lanes[:2]:
+            lane.end("")
+        timeline.begin("allreduce[w]", 100).end("")
+        timeline.close()
+    assert main(["merge", str(tmp_path), "-o", str(tmp_path / "all.json")]) == 0
+    merged = json.loads((tmp_path / "all.json").read_text())
+    require_trace_event_format(merged["traceEvents"])
+    assert {event["ph"] for event in merged["traceEvents"]} == {"B", "E", "M", "X"}
+
+
+def require_trace_event_format(events):
+    """Fail unless Perfetto would show these: the fields and rules of the Trace Event Format.
+
+    Of that format are: B and E in pairs on each thread, with times in microseconds that do not go
+    back; X, with a duration; and M, whose names it lists.
+    """
+    open_ones, latest = {}, {}
+    for event in events:
+        row = event["pid"], event["tid"]
+        assert all(type(each) is int for each in row)
+        assert event["ph"] in ("B", "E", "M", "X")
+        assert isinstance(event["ts"], int | float)
+        assert event["ts"] >= 0
+        assert isinstance(event.get("args", {}), dict)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
+            assert isinstance(event["args"], dict)
+            continue
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert event["name"]
+            continue
+        assert event["ts"] >= latest.get(row, 0)
+        latest[row] = event["ts"]
+        if event["ph"] == "B":
+            assert isinstance(event["name"], str)
+            assert event["name"]
+            open_ones[row] = open_ones.get(row, 0) + 1
+        else:
+            open_ones[row] -= 1
+            assert open_ones[row] >= 0, "an end without a beginning"
+    assert not any(open_ones.values()), "an operation without an end"

@@ -8,7 +8,7 @@ import time
 from ringcomm.engine.api.heal import clear_memory, elastic_world, in_next_view, withdraw
 from ringcomm.engine.api.world import World, begin_view, current
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.status.page_enums import State
+from ringcomm.status.page_enums import SPARE, State
 from ringcomm.transport.membership.events import (
     Arrive,
     Resize,
@@ -40,6 +40,7 @@ def take_place() -> bool:
         PeerFailedError: a rank is lost as the view begins.
     """
     world, membership = elastic_world()
+    world.transport.page.set_role(SPARE)
     world.transport.stop()
     if membership.state.phase is Phase.OUTSIDE:
         membership.handle(Arrive())

@@ -15,7 +15,7 @@ from ringcomm.engine.core.lifecycle import end_view, meet
 from ringcomm.errors import PeerFailedError, RingcommError
 from ringcomm.launched import command_for
 from ringcomm.status.last_words import Failure, LastWords
-from ringcomm.status.page_enums import State
+from ringcomm.status.page_enums import RESERVE, SPARE, State
 from ringcomm.transport.membership.coverage import Gap
 from ringcomm.transport.membership.find_gap import hosts_of
 
@@ -115,7 +115,13 @@ def begin_view(world: World) -> None:
     table = load(engine.settings, engine.transport) if engine.job_rank == 0 else ""
     meet(engine, __version__, table)
     engine.progress.work_in_background()
-    world.transport.page.set_state(State.RUNNING)
+    page, view = world.transport.page, world.transport.view
+    page.set_state(State.RUNNING)
+    if world.membership is not None:
+        me = world.transport.rank
+        page.set_role("" if me == world.presence.number else f"rank {me}")
+        if view.number:
+            page.note_event(f"goes on as rank {me} of {len(view.members)}, view {view.number}")
 
 
 def stay_outside(world: World) -> None:
@@ -127,6 +133,8 @@ def stay_outside(world: World) -> None:
         "before it into that function"
     )
     end_view(world.engine, error)  # its page says STARTING, until it has a place
+    is_reserve = world.presence.number >= world.presence.size - world.engine.settings.reserves
+    world.transport.page.set_role(RESERVE if is_reserve else SPARE)
 
 
 def topology_of(places: NDArray[Any], rank: int) -> Topology:

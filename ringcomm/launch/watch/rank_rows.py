@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ringcomm.status.page_enums import Ending, OpState, State
+from ringcomm.status.page_enums import RESERVE, SPARE, Ending, OpState, State
 
 COLUMNS: Final = (
     "rank", "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory", "scalars",
@@ -158,11 +158,18 @@ def _state(now: RankSample) -> tuple[str, bool]:
         return "dead", True
     if page["heartbeat_ns"] and now.time_ns - page["heartbeat_ns"] > _LATE_NS:
         return f"stopped for {(now.time_ns - page['heartbeat_ns']) / 1e9:.0f} s", True
-    if page["state"] == State.RUNNING:
-        doing = "waits" if page["op_state"] == OpState.RUNNING else "computes"
-        role = f"{page['role']}: " if page["role"] not in ("", "worker") else ""
-        return role + ("paused" if page["is_paused"] else doing), False
-    return State(page["state"]).name.lower(), False
+    return _good_state(page), False
+
+
+def _good_state(page: Mapping[str, Any]) -> str:
+    role = str(page["role"])
+    if role in (SPARE, RESERVE):
+        return role
+    if page["state"] != State.RUNNING:
+        return State(page["state"]).name.lower()
+    doing = "waits" if page["op_state"] == OpState.RUNNING else "computes"
+    shown = f"{role}: " if role not in ("", "worker") else ""
+    return shown + ("paused" if page["is_paused"] else doing)
 
 
 def _step(now: RankSample) -> int:

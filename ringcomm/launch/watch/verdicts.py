@@ -13,6 +13,7 @@ from ringcomm.launch.watch.slow_part import slow_parts, slow_server
 from ringcomm.status.page_enums import BUSY
 
 _WINDOW_NS: Final = 5_000_000_000
+_TRAINING: Final = ("", "worker", "rank")  # the last one has taken another rank's place
 T = TypeVar("T")
 
 
@@ -95,4 +96,4 @@ def _values(rank: RankSample) -> list[tuple[str, float]]:
 
 def _workers(ranks: Sequence[RankSample]) -> list[RankSample]:
     """Return the ranks that train: all, unless roles are given."""
-    return [each for each in ranks if each.page["role"] in ("", "worker")]
+    return [each for each in ranks if each.page["role"].partition(" ")[0] in _TRAINING]

@@ -37,12 +37,24 @@ function isGone(rank) {
   return rank.memory_nbytes == null;
 }
 
+// It has no place in the job, and waits for one.
+function isSpare(rank) {
+  return rank.state === "spare" || rank.state === "reserve";
+}
+
+function kindOf(rank) {
+  if (rank.is_bad) return "bad";
+  if (isGone(rank)) return "gone";
+  if (isSpare(rank)) return "spare";
+  return rank.operation ? "waits" : "";
+}
+
 function showRing(ranks) {
   const place = (i) => {
     const angle = (2 * Math.PI * i) / ranks.length - Math.PI / 2;
     return ranks.length === 1 ? [0, 0] : [95 * Math.cos(angle), 95 * Math.sin(angle)];
   };
-  const live = ranks.map((r, i) => [r, i]).filter(([r]) => !r.is_bad && !isGone(r));
+  const live = ranks.map((r, i) => [r, i]).filter(([r]) => ["", "waits"].includes(kindOf(r)));
   const parts = [];
   live.forEach(([, i], k) => {
     const [x1, y1] = place(i);
@@ -51,8 +63,7 @@ function showRing(ranks) {
   });
   ranks.forEach((r, i) => {
     const [cx, cy] = place(i);
-    const kind = r.is_bad ? "bad" : isGone(r) ? "gone" : r.state === "waits" ? "waits" : "";
-    const node = svg("circle", { class: `node ${kind}`, cx, cy, r: 13 });
+    const node = svg("circle", { class: `node ${kindOf(r)}`, cx, cy, r: 13 });
     node.appendChild(svg("title", {})).textContent = `rank ${r.rank}: ${r.state}`;
     const label = svg("text", { x: cx, y: cy });
     label.textContent = r.rank;
