@@ -14,6 +14,7 @@ PACKAGE = ROOT / "ringcomm"
 PLACES = {
     "launch/watch/prometheus.py": {"prometheus"},
     "launch/watch": {"cli"},
+    "launch/progress.py": {"cli"},
     "launch/dashboard": {"dashboard"},
 }
 CORE = {"numpy", "mpi4py", "ringcomm"}

@@ -11,6 +11,7 @@ from ringcomm import config
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, Finding, has_problem, judge
 from ringcomm.launch.check_install.trial_job import run_trial
+from ringcomm.launch.progress import working
 
 _WIDTH = max(map(len, SUBJECTS))
 
@@ -48,7 +49,9 @@ def _examine(*, with_trial: bool) -> Iterator[Finding]:
     findings = judge(facts)
     yield from findings
     if with_trial:
-        yield run_trial(facts, findings, environ)
+        with working("two ranks do an allreduce"):
+            found = run_trial(facts, findings, environ)
+        yield found
 
 
 def _line(finding: Finding) -> str:
