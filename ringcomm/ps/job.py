@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from ringcomm.config import read_settings
+from ringcomm.data.work_queue import keep_queues
 from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
@@ -185,6 +186,7 @@ def _start(
         engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
     )
     dispatcher.deaths.listeners.append(current.on_death)
+    keep_queues(engine, layout.rank_of(layout.leader))
     engine.extensions.add_service(dispatcher)
     engine.extensions.add_waits(lambda: client.waits.label)
     return current

@@ -32,6 +32,7 @@ class Kind(IntEnum):
     DROPPED = 14  # message `round` of the barrier in which the ranks drop group `key`
     CONTROL = 15  # a command of `ringcomm ctl`: its identity `key`, a step `value`; `round`: see
     # engine/control/rounds.py
+    WORK = 16  # question number `value` about a WorkQueue; `flag`: its answer. The text is JSON
 
 
 LETTERS = (Kind.AGREE, Kind.OFFER, Kind.ANSWER)  # an operation waits for these, as for data

@@ -183,3 +183,10 @@ def test_nobody_waits_for_servers_that_have_nothing_more_to_do(tmp_path):
     told = [float(each) for each in re.findall(r"left after ([\d.]+) s", job.output)]
     assert len(told) == 2
     assert max(told) < 3
+
+
+def test_ranks_take_the_work_of_the_example_and_each_sample_is_seen_twice(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "work_queue.py"
+    job = run_job(3, example, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert "each sample was seen twice" in job.output

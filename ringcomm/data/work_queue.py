@@ -1,0 +1,228 @@
+"""rc.data.WorkQueue: ranks take the parts of an epoch one by one, so that fast ranks take more."""
+
+from __future__ import annotations
+
+import json
+import operator
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ringcomm.data.epoch_order import Indices, epoch_order
+from ringcomm.data.leases import OVER, WAIT, Leases
+from ringcomm.engine.api import init_rank_size
+from ringcomm.engine.core.engine import Engine
+from ringcomm.engine.core.layer_hooks import Extension
+from ringcomm.engine.peers.drive_until import drive_until
+from ringcomm.errors import CommTimeoutError, MismatchError, RingcommError
+from ringcomm.transport.control_header import TEXT_MAX, Header, Kind
+
+_AGAIN_S: Final = 1.0  # a question is asked again: who keeps the queue may not have had it yet
+_PAUSE_S: Final = 0.01  # before a rank asks again while others have the last parts
+_OTHERS_S: Final = 1e-3  # for which who keeps the queue looks for questions before its own
+_STATE: Final = {"epoch", "next", "undone"}  # see Leases.state()
+_Spec = dict[str, Any]
+
+
+class Queues:
+    """The queues of this rank: those that it keeps for all, and its questions about others.
+
+    Args:
+        engine: of this rank.
+        home: the rank of the job that keeps the queues.
+    """
+
+    def __init__(self, engine: Engine, home: int) -> None:
+        self._engine, self.home = engine, home
+        self._kept: dict[str, tuple[_Spec, Leases]] = {}
+        self._answers: dict[str, tuple[int, Any]] = {}  # by queue: number of the question
+        self._lock = threading.Lock()
+        engine.watch.listeners[Kind.WORK] = self._hear
+
+    def ask(self, number: int, question: _Spec, limit_s: float) -> Any:
+        """Return the answer of the rank that keeps the queues.
+
+        Raises:
+            CommTimeoutError: it does not come within limit_s.
+            PeerFailedError: a rank died without which the job cannot go on.
+        """
+        engine, name = self._engine, question["name"]
+        if engine.job_rank == self.home:
+            drive_until(engine, lambda: False, f"queue[{name}]", _OTHERS_S)
+            return self._answer(self.home, question)
+        text = json.dumps(question, separators=(",", ":"))
+        if len(text.encode()) > TEXT_MAX:
+            raise RingcommError(
+                f"queue[{name}]: its name and state take more than {TEXT_MAX} bytes"
+            )
+        end = time.monotonic() + limit_s
+
+        def is_there() -> bool:
+            return self._answers.get(name, (-1, None))[0] == number
+
+        while not is_there():
+            if time.monotonic() >= end:
+                raise CommTimeoutError(
+                    f"queue[{name}]: {engine.transport.label(self.home)}, which keeps the queue, "
+                    f"did not answer within {limit_s:g} s. Each rank of the job must make the "
+                    "queue; raise the limit with RINGCOMM_TIMEOUT_S",
+                    missing=[self.home],
+                )
+            engine.watch.tell(self.home, Kind.WORK, text, value=number)
+            drive_until(engine, is_there, f"queue[{name}]", min(_AGAIN_S, limit_s))
+        return self._answers.pop(name)[1]
+
+    def _hear(self, source: int, header: Header, text: str) -> None:
+        content = json.loads(text)
+        if header.flag:
+            self._answers[content["name"]] = header.value, content["answer"]
+            return
+        answer = {"name": content["name"], "answer": self._answer(source, content)}
+        self._engine.watch.tell(
+            source, Kind.WORK, json.dumps(answer), value=header.value, flag=True
+        )
+
+    def _answer(self, rank: int, question: _Spec) -> Any:
+        with self._lock:
+            name, spec = question["name"], question["spec"]
+            kept = self._kept.setdefault(name, (spec, Leases(spec["parts"], spec["state"])))
+            if kept[0] != spec:
+                return {"error": f"queue[{name}]: rank {rank} says {spec}, others say {kept[0]}"}
+            leases = kept[1]
+            for gone in self._engine.watch.peers.gone:
+                leases.leave(gone)
+            if question["do"] == "state":
+                return leases.state()
+            is_done = question["part"] >= 0
+            is_done = is_done and leases.done(rank, question["epoch"], question["part"])
+            if question["do"] == "leave":
+                leases.leave(rank)
+            takes = question["do"] == "take"
+            part = leases.take(rank, question["epoch"]) if takes else OVER
+            return {"part": part, "holders": leases.holders if part == WAIT else []}
+
+
+QUEUES: Final = Extension[Queues]()
+
+
+def keep_queues(engine: Engine, home: int) -> None:
+    """Let a rank of the job keep all queues; on every rank."""
+    engine.extensions.keep(QUEUES, Queues(engine, home))
+    if engine.job_rank == home:
+        engine.progress.work_in_background()  # it answers while it computes
+
+
+class WorkQueue:
+    """Samples that ranks take part by part: who is fast takes more.
+
+    Each iteration is an epoch, and yields arrays of indices. A part is done when this rank asks for
+    the next one, or calls done(). Of an epoch each part that is reported done was given out once;
+    one whose rank died, or broke off the loop, before that is given out again. The loop ends on all
+    ranks once all parts are done.
+
+    Beside parameter servers a server keeps the queue, so that any other rank may die. Else rank 0
+    does, and answers at the latest 0.2 s after a question if it computes.
+
+    Args:
+        n: samples of an epoch.
+        size: samples of a part; the last one of an epoch may be shorter.
+        name: of the queue. On all ranks that use it, all arguments are the same.
+        shuffle: another order in each epoch.
+        seed: of the order.
+        state: a state_dict() to go on from; the number of ranks may be another one.
+
+    Raises:
+        ValueError: n or size is less than 1.
+        TypeError: state is not of state_dict(), or name is no string.
+    """
+
+    def __init__(
+        self, n: int, size: int, *, name: str = "work", shuffle: bool = True, seed: int = 0,
+        state: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._n, self._size = operator.index(n), operator.index(size)
+        if self._n < 1 or self._size < 1:
+            raise ValueError(f"WorkQueue: n is {n}, size is {size}; both must be 1 or more")
+        self._name, self._shuffle, self._seed = name, bool(shuffle), operator.index(seed)
+        if not isinstance(name, str):
+            raise TypeError(f"WorkQueue: name is {name!r}; it must be a string")
+        if state is not None and not (isinstance(state, dict) and state.keys() == _STATE):
+            raise TypeError(f"WorkQueue: state is {state!r}; it must be of state_dict()")
+        parts = -(-self._n // self._size)
+        self._spec = {
+            "n": self._n, "size": self._size, "parts": parts, "shuffle": self._shuffle,
+            "seed": self._seed, "state": state,
+        }  # fmt: skip
+        self.epoch = 0 if state is None else int(state["epoch"])
+        self._part, self._number = -1, 0
+        engine = init_rank_size.engine()
+        if engine.extensions.get(QUEUES) is None:
+            keep_queues(engine, 0)
+
+    def __iter__(self) -> Iterator[Indices]:
+        """Yield the samples of the parts that this rank takes, until the epoch is over.
+
+        Raises:
+            CommTimeoutError: others have the last parts for longer than RINGCOMM_TIMEOUT_S.
+            MismatchError: ranks pass different arguments.
+            PeerFailedError: a rank died without which the job cannot go on.
+        """
+        order = epoch_order(self._n, seed=self._seed, epoch=self.epoch, is_shuffled=self._shuffle)
+        is_whole = False
+        try:
+            while (part := self._take()) != OVER:
+                self._part = part
+                yield order[part * self._size : (part + 1) * self._size]
+            is_whole = True
+        finally:
+            if not is_whole and self._part >= 0:  # the loop was broken off within a part
+                self._part = -1
+                self._ask("leave")
+        self.epoch += 1
+
+    def done(self) -> None:
+        """Report the part that was yielded last as done, such as before a checkpoint."""
+        if self._part >= 0:
+            self._ask("done")
+            self._part = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the epoch stands, for WorkQueue(state=): what is not done comes again."""
+        return dict(self._ask("state"))
+
+    def _take(self) -> int:
+        engine = init_rank_size.engine()
+        limit_s = engine.settings.timeout_or_inf
+        end = time.monotonic() + limit_s
+        while True:
+            answer = self._ask("take")
+            self._part = -1
+            if answer["part"] != WAIT:
+                return int(answer["part"])
+            if time.monotonic() >= end:
+                raise CommTimeoutError(
+                    f"queue[{self._name}]: ranks {answer['holders']} have had the last parts of "
+                    f"epoch {self.epoch} for {limit_s:g} s. They compute, or have stopped taking: "
+                    "a loop that ends early gives its part back with its end",
+                    missing=answer["holders"],
+                )
+            drive_until(engine, lambda: False, f"queue[{self._name}]", _PAUSE_S)
+
+    def _ask(self, do: str) -> Any:
+        engine = init_rank_size.engine()
+        queues = engine.extensions.get(QUEUES)
+        if queues is None:
+            raise RingcommError(
+                f"queue[{self._name}]: it was made before rc.shutdown(), or before ranks were "
+                "lost. Make it again, with the state_dict() of a checkpoint"
+            )
+        self._number += 1
+        question = {
+            "name": self._name, "do": do, "spec": self._spec, "epoch": self.epoch,
+            "part": self._part,
+        }  # fmt: skip
+        answer = queues.ask(self._number, question, engine.settings.timeout_or_inf)
+        if "error" in answer:
+            raise MismatchError(answer["error"])
+        return answer

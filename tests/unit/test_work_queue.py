@@ -1,0 +1,138 @@
+"""WorkQueue: each part of an epoch is done once; what a death left open is given out again."""
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from harness import DEADLINE_S, outcomes, run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ps_jobs import run_all
+
+import ringcomm as rc
+from ringcomm.config import Settings
+from ringcomm.data.leases import OVER, WAIT, Leases
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(
+    n=st.integers(1, 12),
+    events=st.lists(
+        st.tuples(st.sampled_from(("take", "done", "again", "die", "resume")), st.integers(0, 3))
+    ),
+)
+def test_what_is_reported_done_is_done_once_and_the_rest_is_given_out(n, events):
+    leases, done, held, last = Leases(n), Counter(), {}, {}
+    for what, rank in events:
+        if what == "take":
+            part = leases.take(rank, 0)
+            if part >= 0:
+                assert held.setdefault(rank, part) == part
+                assert done[part] == 0
+            else:
+                assert part == (WAIT if held else OVER)
+        elif what == "done" and rank in held:
+            last[rank] = held.pop(rank)
+            assert leases.done(rank, 0, last[rank])
+            done[last[rank]] += 1
+        elif what == "again" and rank in last:
+            assert not leases.done(rank, 0, last[rank])
+        elif what == "die":
+            held.pop(rank, None)
+            leases.leave(rank)
+        elif what == "resume":
+            leases, held = Leases(n, leases.state()), {}
+        assert len({*held.values()}) == len(held)
+    for rank in [*held]:
+        leases.leave(rank)
+    while (part := leases.take(9, 0)) >= 0:
+        assert leases.done(9, 0, part)
+        done[part] += 1
+    assert part == OVER
+    assert done == dict.fromkeys(range(n), 1)
+    assert leases.take(9, 1) == 0
+
+
+def test_fast_ranks_take_more_and_each_sample_is_seen_once_per_epoch():
+    def body(rank):
+        queue = rc.data.WorkQueue(100, 4, seed=3)
+        seen = []
+        for _ in range(2):
+            for indices in queue:
+                time.sleep(0.1 if rank == 2 else 0.005)  # rank 2 is slow
+                seen.append(indices)
+        rc.barrier()
+        return seen
+
+    seen = run_ranks(3, body)
+    counts = np.bincount(np.concatenate([*itertools.chain(*seen)]), minlength=100)
+    assert (counts == 2).all()
+    assert len(seen[2]) < min(len(seen[0]), len(seen[1]))
+
+
+def test_it_goes_on_from_a_state_on_another_number_of_ranks():
+    def begin(rank):
+        queue, found = rc.data.WorkQueue(40, 5), None
+        if rank == 1:
+            indices = next(parts := iter(queue))
+            queue.done()
+            next(parts)
+            found = indices.tolist(), queue.state_dict()
+        rc.barrier()
+        return found
+
+    def go_on(_rank):
+        queue = rc.data.WorkQueue(40, 5, state=state)
+        seen = [int(each) for indices in queue for each in indices]
+        rc.barrier()
+        return seen
+
+    done, state = run_ranks(2, begin)[1]
+    assert state == {"epoch": 0, "next": 2, "undone": [1]}
+    rest = itertools.chain(*run_ranks(3, go_on))
+    assert sorted([*done, *rest]) == [*range(40)]
+
+
+def test_a_loop_that_is_broken_off_gives_its_part_back():
+    def body(_rank):
+        queue = rc.data.WorkQueue(6, 2, shuffle=False)
+        for _ in queue:
+            break
+        return [indices.tolist() for indices in queue]
+
+    assert run_ranks(1, body) == [[[0, 1], [2, 3], [4, 5]]]
+
+
+def test_ranks_that_pass_other_arguments_are_told_both():
+    def body(rank):
+        seen = [*rc.data.WorkQueue(6, 2 + rank)]
+        rc.barrier()
+        return seen
+
+    results = outcomes(2, body)
+    assert any(isinstance(each, rc.MismatchError) for each in results)
+    text = next(str(each) for each in results if isinstance(each, rc.MismatchError))
+    assert "'size': 2" in text
+    assert "'size': 3" in text
+
+
+class Boom(Exception):
+    """Ends a rank as a kill would, with ranks as threads."""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lease_of_a_worker_that_died_comes_back(victim):
+    def body(rank):
+        seen = []
+        for indices in rc.data.WorkQueue(60, 3):
+            if rank == victim:
+                raise Boom
+            seen += indices.tolist()
+        return seen
+
+    elastic = Settings(timeout_s=DEADLINE_S, elastic=1)
+    results = run_all(3, body, settings=elastic)
+    lived = [each for each in results if isinstance(each, list)]
+    assert sorted(itertools.chain(*lived)) == [*range(60)]
