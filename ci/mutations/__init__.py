@@ -14,6 +14,7 @@ from mutations.mutation import CATEGORIES, CppMutation, Mutation
 from mutations.ps import PS
 from mutations.ps_core import PS_CORE
 from mutations.ps_cpp import PS_CPP
+from mutations.ps_deaths import PS_DEATHS
 from mutations.torch import CHANGES, FACES, OPTIMIZER
 
 __all__ = ["CATEGORIES", "CPP_MUTATIONS", "MUTATIONS", "CppMutation", "Mutation"]
@@ -29,6 +30,7 @@ MUTATIONS = [
     *NODE,
     *FACES,
     *PS_CORE,
+    *PS_DEATHS,
     *PS,
     *GPU,
     *CLIENT,

@@ -226,7 +226,7 @@ PS_CORE = [
         "ps",
         "ps/server/core/waiting_requests.py",
         """\
-            if isinstance(each.then, Retry) or each.then.request.source != rank
+            if each.then.request.source != rank or (isinstance(each.then, Retry) and not is_dead)
 """,
         """\
             if each.then.request.source != rank
@@ -252,12 +252,12 @@ PS_CORE = [
     Mutation(
         "ps-a-moment-outlives-its-owner",
         "ps",
-        "ps/server/core/core.py",
+        "ps/server/core/departures.py",
         """\
-        yield from self._resume(*owned)
+        yield from self._units.resume(*owned)
 """,
         """\
-        yield from self._resume()
+        yield from self._units.resume()
 """,
         "rounds stand still for ever once a rank has left within a snapshot",
         ("unit/test_ps_simulated_servers.py",),
@@ -342,7 +342,7 @@ return self._free(key, epoch)
         "ps-an-answer-is-forgotten",
         "ps",
         "ps/server/core/rounds.py",
-        "return self._last.get(worker) == number",
+        "return number in rounds",
         "return False",
         "a worker that is in a round hears that it is late, and its step counts in some blocks",
         ("unit/test_ps_rounds.py",),
