@@ -86,7 +86,7 @@ class Storm:
     def _problems(self, out, code):
         """Yield what is wrong with the end of the job."""
         killed = {int(path.suffix[1:]) for path in out.glob("kill.*")}
-        acked = {int(p.suffix[1:]): int(p.read_text() or 0) for p in out.glob("acked.*")}
+        acked = {int(path.suffix[1:]): path.stat().st_size for path in out.glob("acked.*")}
         results = [json.loads(path.read_text()) for path in sorted(out.glob("result.*"))]
         live = set(range(self.n_workers)) - killed
         if code != 0:
