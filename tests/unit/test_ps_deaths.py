@@ -293,7 +293,8 @@ class Workers:
 def test_all_workers_end_at_one_call_though_chiefs_die_within_stop(seed):
     rng = random.Random(seed)
     workers = Workers(rng, rng.randint(3, 5))
-    workers.ends[0].begin(workers.live, [], by_count=True)
+    by_count = seed % 2 == 0
+    workers.ends[0].begin(workers.live, [], by_count=by_count)
     n_deaths = rng.randint(1, 2)
     for _ in range(rng.randrange(25)):
         if rng.random() < 0.5:
@@ -315,5 +316,5 @@ def test_all_workers_end_at_one_call_though_chiefs_die_within_stop(seed):
             workers.call(me, limit=2)
         if workers.over >= {*workers.live}:
             break
-        assert turn < 100, "somebody waits for ever"
-    assert len({workers.counts[me] for me in workers.live}) == 1
+        assert turn < 100, "somebody goes on, or waits, for ever"
+    assert len({workers.counts[me] for me in workers.live}) == 1 or not by_count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Sequence
@@ -175,8 +176,8 @@ class Table(TableBase):
         values: Array | None,
     ) -> None:  # fmt: skip
         super().__init__(current, spec, updater, created)
-        self._first_values = values
-        if values is not None and current.may_be_chief and not is_chief():
+        self._first_values = values if is_chief() else None
+        if values is not None and self._first_values is None and current.may_be_chief:
             self._first_values = values.copy()  # for as long as the chief may die before it
         self.shape = spec.shape
         self.blocks = Blocks(current, spec, created)
@@ -307,9 +308,10 @@ class Table(TableBase):
 
     def begin(self) -> None:
         """See TableBase."""
-        values, self._first_values = self._first_values, None
+        values = self._first_values
         if values is not None:
             self.push_initial(values).wait()
+            self._first_values = None
 
     def push_initial(self, values: Array) -> Future[Pushed]:
         """Send the first values of the table, from the chief."""
@@ -364,11 +366,13 @@ class Table(TableBase):
             require_out(f"pull[{self.name}]", out, self.dtype, shape, may_be_flat=True)
         pulled = self._pulls.pull(out, start, stop, exact=exact)
         if self._first_values is not None and where is None:
-            pulled.then(lambda _: self._forget_first_values())
+            pulled.then(self._forget_first_values)
         return pulled
 
-    def _forget_first_values(self) -> None:
-        self._first_values = None
+    def _forget_first_values(self, pulled: Future[Array]) -> None:
+        with contextlib.suppress(Exception):  # raised where the pull is waited for
+            pulled.result()
+            self._first_values = None
 
     def push_pull(
         self, x: Array, *, out: Array | None = None, weight: float = 1.0
