@@ -5,7 +5,8 @@ usage: ci/watching.py [--phases 20] [--phase-s 2]
 
 A job of 2 ranks trains in steps of some 10 ms. In every other phase it is watched and logs; else
 both watchers are stopped and it does not. Prints the median CPU time and duration of the steps of
-both kinds, and the CPU that the watchers take; exits with 1 if a step takes more than 1 % longer. Needs .venv of ./ci/test.
+both kinds, and the CPU that the watchers take; exits with 1 if a step takes more than 1 % longer.
+Needs .venv of ./ci/test.
 """
 
 import argparse
