@@ -102,7 +102,9 @@ def test_a_server_is_named_although_its_workers_lack_cores_for_most_of_a_step():
         ]
         for rank, each in steps.items()
     }
-    assert slow_server(loaded, {0: 0.5}, {0: 3}).who == "server 0 (rank 3)"
+    found = slow_server(loaded, {0: 0.5}, {0: 3})
+    assert found.who == "server 0 (rank 3)"
+    assert found.extra_s < found.step_s
     assert slow_server(loaded, {0: 0.02}, {0: 3}) is None
 
 

@@ -105,7 +105,7 @@ def slow_server(
     if not slow:
         return None
     extra_ns = min(median(waits), max(work_ns.values()))
-    return SlowPart(_busiest(slow, at_work, ranks), "to answer", extra_ns / 1e9, step_ns / 1e9)
+    return SlowPart(_busiest(slow, at_work, ranks), "to answer", extra_ns / 1e9, lasted_ns / 1e9)
 
 
 def _busiest(slow: Sequence[int], at_work: Mapping[int, float], ranks: Mapping[int, int]) -> str:
