@@ -115,13 +115,4 @@ CLIENT = [
         "a job with spares ends although enough ranks are left",
         ("unit/test_ringcomm_run_plan.py",),
     ),
-    Mutation(
-        "ranks-behind-ranks",
-        "client",
-        "launch/job/plan.py",
-        "    if here.rank_of:\n",
-        "    if here.rank_of and request.hosts:\n",
-        "each rank of a job starts a job of its own",
-        ("unit/test_ringcomm_run_plan.py",),
-    ),
 ]
