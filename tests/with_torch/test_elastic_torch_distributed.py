@@ -5,6 +5,7 @@ import json
 import pytest
 from harness import IS_MPICH, at_length, run_script
 from storms import LAUNCHERS
+from training_scripts import DATA_AND_NETWORK
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 
@@ -20,7 +21,6 @@ dist.init_process_group("ringcomm")
 torch.set_num_threads(1)
 me, STEPS = dist.get_rank(), 20
 kills = json.loads(sys.argv[1])
-mse = torch.nn.functional.mse_loss
 
 def die_if(step, moment):
     die = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -29,14 +29,8 @@ def die_if(step, moment):
     if moment == "before backward" and [me, step, "inside"] in kills:
         threading.Timer(random.random() * 3e-3, die).start()
 
-def data(step, member):
-    like = {"generator": torch.Generator().manual_seed(step * 100 + member), "dtype": torch.float64}
-    return torch.randn(8, 16, **like), torch.randn(8, 4, **like)
-
 def make():
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(16, 40), torch.nn.Tanh(), torch.nn.Linear(40, 4)]
-    model = torch.nn.Sequential(*layers).double()
+    model = network(40)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 def check(model, history):
@@ -104,7 +98,9 @@ check(model, state.history)
 def results_of(n, script, kills, *, cwd, launcher="ulfm"):
     environment = {"RINGCOMM_ELASTIC": "1"}
     options, arguments = LAUNCHERS[launcher], json.dumps(kills)
-    job = run_script(n, PRELUDE + script, arguments, cwd=cwd, options=options, env=environment)
+    job = run_script(
+        n, PRELUDE + DATA_AND_NETWORK + script, arguments, cwd=cwd, options=options, env=environment
+    )
     lines = [line for line in job.output.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == n - len(kills), job.output
     assert len(set(lines)) == 1

@@ -3,8 +3,14 @@
 import pytest
 from harness import IS_MPICH, at_length, run_ranks, run_script
 from storms import LAUNCHERS
+from training_scripts import DATA_AND_NETWORK
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
+
+
+def text_of(script):
+    return script.replace("DATA_AND_NETWORK", DATA_AND_NETWORK)
+
 
 TRAINING = """
 import os, signal, sys
@@ -16,17 +22,10 @@ hvd.init()
 torch.set_num_threads(1)
 STEPS, me = 30, hvd.rank()
 WHEN = {0: (12, "after backward"), 3: (20, "in forward")}.get(me, (-1, ""))
-mse = torch.nn.functional.mse_loss
 
-def data(step, member):
-    random = torch.Generator().manual_seed(step * 100 + member)
-    like = {"generator": random, "dtype": torch.float64}
-    return torch.randn(8, 16, **like), torch.randn(8, 4, **like)
-
+DATA_AND_NETWORK
 def make():
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
-    model = model.double()
+    model = network(32)
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 def die_if(step, moment):
@@ -76,7 +75,7 @@ def test_weights_after_deaths_equal_those_of_an_unfailed_run_with_the_same_batch
 ):
     environment = {"RINGCOMM_ELASTIC": "1"}
     options = LAUNCHERS[launcher]
-    job = run_script(4, TRAINING, cwd=tmp_path, options=options, env=environment)
+    job = run_script(4, text_of(TRAINING), cwd=tmp_path, options=options, env=environment)
     assert job.output.count("equal") == 2, job.output
 
 
@@ -92,12 +91,10 @@ N, BATCH, EPOCHS, RATE, me, constant = 230, 4, 2, 0.05, hvd.rank(), sys.argv[1]
 KILLS = {(0, 6, "after backward"), (3, 19, "in forward")}
 like = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
 X, Y = torch.randn(N, 16, **like), torch.randn(N, 4, **like)
-mse = torch.nn.functional.mse_loss
 
+DATA_AND_NETWORK
 def make():
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
-    model = model.double()
+    model = network(32)
     return model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 
 def die_if(step, moment):
@@ -158,7 +155,7 @@ def test_batches_after_deaths_are_those_of_an_unfailed_run_or_the_rate_is_scaled
     constant, tmp_path
 ):
     job = run_script(
-        4, BATCHES, constant, cwd=tmp_path, options=LAUNCHERS["ulfm"],
+        4, text_of(BATCHES), constant, cwd=tmp_path, options=LAUNCHERS["ulfm"],
         env={"RINGCOMM_ELASTIC": "1"},
     )  # fmt: skip
     assert job.output.count("as without a failure") == 2, job.output

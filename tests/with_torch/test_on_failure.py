@@ -6,6 +6,7 @@ import random
 import pytest
 from harness import IS_MPICH, at_length, run_script
 from storms import LAUNCHERS
+from training_scripts import DATA_AND_NETWORK
 
 import ringcomm.torch as hvd
 
@@ -21,7 +22,6 @@ torch.set_num_threads(1)
 me, STEPS = hvd.rank(), 24
 kills = {(rank, step): when for rank, step, when in json.loads(sys.argv[1])}
 behind = json.loads(sys.argv[2])  # (rank, step): it loses the mean that it has got
-mse = torch.nn.functional.mse_loss
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -33,14 +33,9 @@ def die_if(step, moment):
     if when == "inside" and moment == "in forward":
         threading.Timer(random.random() * 4e-3, die).start()
 
-def data(step, member):
-    like = {"generator": torch.Generator().manual_seed(step * 100 + member), "dtype": torch.float64}
-    return torch.randn(8, 16, **like), torch.randn(8, 4, **like)
-
+DATA_AND_NETWORK
 def make():
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(16, 300), torch.nn.Tanh(), torch.nn.Linear(300, 4)]
-    model = torch.nn.Sequential(*layers).double()
+    model = network(300)
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 def bits(model):
@@ -101,6 +96,7 @@ result = {"member": me, "view": rc.elastic.view().number, "off": off, "history":
 print("RESULT", json.dumps(result), flush=True)
 """
 
+TRAINING = TRAINING.replace("DATA_AND_NETWORK", DATA_AND_NETWORK)
 elastic = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 
 
