@@ -242,7 +242,7 @@ CHANGES = [
         "weights-are-changed-by-a-part",
         "optimizer",
         "torch/optim/reducer.py",
-        "            slot.part.require_equal_weights()\n",
+        "            part.require_equal_weights()\n",
         "            pass\n",
         "with shard_state=1 an update by hand gives each rank other weights",
         ("with_torch/test_ways_around_step.py",),
