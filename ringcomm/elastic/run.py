@@ -14,7 +14,7 @@ from ringcomm.elastic.state import HostsUpdatedInterrupt, State
 from ringcomm.engine.api.heal import evict, finish_run, heal, is_given_up
 from ringcomm.engine.api.init_rank_size import init, shutdown
 from ringcomm.engine.api.outside import request_size, take_place
-from ringcomm.engine.api.world import current
+from ringcomm.engine.api.world import current, is_outside
 from ringcomm.engine.control.missed_commands import take_missed_commands
 from ringcomm.engine.control.settings import PROGRAM
 from ringcomm.errors import (
@@ -223,12 +223,6 @@ def request_scale(n: int) -> None:
         RingcommError: the job is not elastic.
     """
     request_size(n)
-
-
-def is_outside() -> bool:
-    """Return True if this process has no place in the job."""
-    world = current()
-    return world is not None and world.is_outside
 
 
 def _end_of_view(error: Exception) -> RingcommError | None:

@@ -252,9 +252,10 @@ class MpiTransport:
                 self._mpi.ANY_SOURCE, _CONTROL_TAG, self._status
             ):
                 buffer = np.empty(self._status.Get_count(), np.uint8)
-                source = self._rank_of[self._status.source]
+                source = self._rank_of.get(self._status.source)
                 message.Recv(buffer)
-                events.append(Arrived(source, buffer.tobytes()))
+                if source is not None:  # else a spare that fails: its end is seen as well
+                    events.append(Arrived(source, buffer.tobytes()))
         except self._mpi.Exception:
             if self.presence.is_fault_tolerant:
                 self._control.Ack_failed()  # else a wildcard probe fails for ever

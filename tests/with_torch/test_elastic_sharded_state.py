@@ -277,6 +277,14 @@ def test_state_and_losses_after_deaths_are_those_of_an_unfailed_run_with_the_sam
 
 
 @in_jobs
+@pytest.mark.at_length  # one job is in the gate
+@pytest.mark.parametrize("make", at_length(["adam", "sgd"], ["adam"]))
+def test_a_spare_gets_the_part_of_a_lost_rank(make, tmp_path):
+    output = run_training(["1@9:stepped"], tmp_path, make=make, RINGCOMM_SPARES="1")
+    assert output.count("equal on 3 ranks") == 3, output
+
+
+@in_jobs
 @pytest.mark.at_length  # threads show it in the gate
 def test_if_a_rank_and_the_one_after_it_are_lost_at_once_all_others_say_what_is_lost(tmp_path):
     output = run_training(["1@9:stepped", "2@9:stepped"], tmp_path)

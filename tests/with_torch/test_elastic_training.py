@@ -87,7 +87,8 @@ import ringcomm.torch as hvd
 
 hvd.init()
 torch.set_num_threads(1)
-N, BATCH, EPOCHS, RATE, me, constant = 230, 4, 2, 0.05, hvd.rank(), sys.argv[1]
+N, BATCH, EPOCHS, RATE, me = 230, 4, 2, 0.05, hvd.rank()
+constant, n_spares = sys.argv[1], int(sys.argv[2])
 KILLS = {(0, 6, "after backward"), (3, 19, "in forward")}
 like = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
 X, Y = torch.randn(N, 16, **like), torch.randn(N, 4, **like)
@@ -127,7 +128,8 @@ def train(state):
 
 train(state)
 sizes = [len(each) for each in state.history]
-assert sizes == sorted(sizes, reverse=True) and set(sizes) == {4, 3, 2}, sizes
+least = 2 + n_spares  # two ranks are killed
+assert sizes == sorted(sizes, reverse=True) and set(sizes) == {*range(least, 5)}, sizes
 plain = rc.data.ShardedSampler(N, remainder="uneven", rank=0, size=1)
 expected = [set(batch) for _ in range(EPOCHS) for batch in plain.batches(4 * BATCH)]
 used = [sorted(index for part, _ in each for index in part) for each in state.history]
@@ -150,15 +152,17 @@ print("as without a failure", flush=True)
 """
 
 
+@pytest.mark.parametrize("n_spares", at_length([0, 1], [1]))
 @pytest.mark.parametrize("constant", at_length(["global", "local"], ["global"]))
 def test_batches_after_deaths_are_those_of_an_unfailed_run_or_the_rate_is_scaled(
-    constant, tmp_path
+    constant, n_spares, tmp_path
 ):
     job = run_script(
-        4, text_of(BATCHES), constant, cwd=tmp_path, options=LAUNCHERS["ulfm"],
-        env={"RINGCOMM_ELASTIC": "1"},
+        4 + n_spares, text_of(BATCHES), constant, str(n_spares), cwd=tmp_path,
+        options=LAUNCHERS["ulfm"],
+        env={"RINGCOMM_ELASTIC": "1", "RINGCOMM_SPARES": str(n_spares)},
     )  # fmt: skip
-    assert job.output.count("as without a failure") == 2, job.output
+    assert job.output.count("as without a failure") == 2 + n_spares, job.output
 
 
 def test_a_torch_state_returns_to_its_commit():

@@ -90,6 +90,11 @@ def current() -> World | None:
     return _world
 
 
+def is_outside() -> bool:
+    """Return True if this process has no place in the job."""
+    return _world is not None and _world.is_outside
+
+
 def enter(world: World | None) -> None:
     """Set the world of this process, and with it the engine; None: remove both."""
     global _world  # noqa: PLW0603 - one per process, as in MPI

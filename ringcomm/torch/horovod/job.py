@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm import config
 from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.api.world import is_outside
 from ringcomm.engine.executors.gpu_loader import device_executor
 from ringcomm.errors import ConfigError
 from ringcomm.torch.horovod import process_sets as sets
@@ -44,7 +45,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             f"init(comm={list(members)}): this job has ranks 0 to {engine().size - 1}. Pass a "
             "communicator, comm=MPI.COMM_WORLD.Split(...), or use process sets"
         )
-    sets.prepare(process_sets or ())
+    if not is_outside():  # a spare makes groups when it has a place
+        sets.prepare(process_sets or ())
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

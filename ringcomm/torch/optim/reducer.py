@@ -20,6 +20,7 @@ from ringcomm.arrays import any_adapter_for
 from ringcomm.collectives.operators import AVERAGE
 from ringcomm.elastic import on_new_view
 from ringcomm.engine.api.init_rank_size import engine
+from ringcomm.engine.api.world import is_outside
 from ringcomm.errors import MismatchError, RingcommError
 from ringcomm.torch.backward.begin_and_end import Passes
 from ringcomm.torch.backward.concurrent_tasks import CollectiveTask, finish_together
@@ -84,7 +85,8 @@ class GradientReducer:
         self.samples: float | None = None
         self._are_samples_used = False
         self.follow(named_parameters)
-        self.plan.enrol()
+        if not is_outside():  # in a spare begin_view() does it
+            self.plan.enrol()
         on_new_view(self.begin_view)
 
     def set_passes_per_step(self, n: int) -> None:
