@@ -15,7 +15,7 @@ BLOCKS = [
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
 
 
 # With one start of python and torch for all.
@@ -37,7 +37,18 @@ def test_the_blocks_run_one_after_another(tmp_path):
 @pytest.mark.parametrize(
     "block",
     BLOCKS,
-    ids=["arrays", "async", "registered", "torch", "elastic", "kept", "samples", "weighed", "ddp"],
+    ids=[
+        "arrays",
+        "async",
+        "registered",
+        "torch",
+        "elastic",
+        "kept",
+        "samples",
+        "weighed",
+        "sharded",
+        "ddp",
+    ],
 )
 def test_block_runs(block, tmp_path):
     if "import torch" in block:

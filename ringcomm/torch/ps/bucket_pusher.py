@@ -142,7 +142,7 @@ class BucketPusher:
 
     def fetch_values(self, buckets: Sequence[ServedBucket]) -> list[str]:
         """Fetch the values, front layers first; return the outcomes of the pushes."""
-        pulls = [(bucket, bucket.table.pull(out=bucket.room())) for bucket in reversed(buckets)]
+        pulls = [(bucket, bucket.pull()) for bucket in reversed(buckets)]
         outcomes = []
         for bucket, pull in pulls:
             if bucket.push is not None:  # if the push was refused, the pull would never end

@@ -126,7 +126,8 @@ class ServedBucket:
         self._dtype = slots[0].parameter.dtype
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
-        self._fetched: Snapshot | None = None  # of the parameters, with the servers' values
+        # Of the parameters, with the servers' values; None: these are under way.
+        self._fetched: Snapshot | None = None
         self._turn = 0
         more = f"+{len(slots) - 1}" if slots[1:] else ""
         # If servers only take means, they cannot distinguish a missing gradient from zeros.
@@ -182,6 +183,11 @@ class ServedBucket:
         values: Array = self._flat().numpy()
         return values
 
+    def pull(self) -> Future[NDArray[Any]]:
+        """Ask for the servers' values; land() follows, in a step that is repeated if this fails."""
+        self._fetched = None
+        return self.table.pull(out=self.room())
+
     def land(self) -> None:
         """Give the parameters the values in room()."""
         if self._is_lone:
@@ -197,7 +203,8 @@ class ServedBucket:
 
         is_thorough: look for writes through .data, too.
         """
-        assert self._fetched is not None, "no values have been fetched"
+        if self._fetched is None:
+            return None
         place = self._fetched.changed(self._parameters, is_thorough=is_thorough)
         return None if place is None else self.slots[place]
 
