@@ -31,6 +31,7 @@ class Completion:
         self._pending = pending
         self.progress = Progress(watch, settings, self._on_over, self.break_engine)
         self._last_dropped = ""
+        self._has_raised = False
         self._has_warned_of_names = False
 
     def result_of(self, task: Task | CompletedTask, timeout_s: float | None = None) -> Any:
@@ -43,6 +44,7 @@ class Completion:
             self._wait(task, math.inf if timeout_s is None else timeout_s)
         task.is_asked = True
         if isinstance(task.error, RingcommError):
+            self._has_raised = True
             raise copy.copy(task.error) from task.error.__cause__  # a traceback per waiter
         if task.error is not None:
             raise task.error
@@ -62,7 +64,12 @@ class Completion:
             self.progress.fail_soon(self._state.copy_of_error)
 
     def warn_of_dropped(self, error: BaseException) -> None:
-        """Log an error that no caller will see; once if it has ended several operations."""
+        """Log an error that no caller will see; once if it has ended several operations.
+
+        What has broken the engine is not logged if a caller of another operation has its error.
+        """
+        if self._has_raised and self._state.is_broken:
+            return
         text = str(error)
         if text != self._last_dropped:
             self._last_dropped = text
