@@ -272,6 +272,27 @@ def test_a_lane_of_an_abandoned_step_is_free_once_its_team_is_retired():
     assert two.memories[0].usage()[0] == 0
 
 
+def test_a_lane_that_a_lost_rank_might_read_is_free_once_its_team_is_retired():
+    two = Two()
+    private = [np.full(3 << 20, r, np.uint8) for r in range(2)]
+    first, second = (
+        _core.start_reduce(two.teams[r], SLOT, 42, x, x, [], TO_ALL, 0, SUM, 8, 1)
+        for r, x in enumerate(private)
+    )
+    while not first.is_over:
+        first.advance()
+        if not first.is_over:
+            second.advance()
+    assert not second.is_over  # and its rank dies
+    del first
+    team = two.teams[0]
+    two.teams.clear()
+    assert two.memories[0].usage()[0] >= 1 << 20
+    team.retire()
+    del team
+    assert two.memories[0].usage()[0] == 0
+
+
 @pytest.mark.parametrize("ends_by", ["its last reference", "being advanced"])
 def test_a_step_of_a_retired_team_does_not_touch_the_windows_of_the_next(ends_by):
     """An error may hold the last reference to a step until the next view has begun."""
