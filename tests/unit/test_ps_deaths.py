@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from harness import DEADLINE_S
-from ps_core_steps import KEY, arrive, core_of, freeze, give, names, push
+from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
 from ps_jobs import run_all
 
 import ringcomm as rc
@@ -205,6 +205,76 @@ def test_a_round_of_which_a_dead_worker_was_ends_with_those_that_live_in_it():
     core.handle(on.Arrived(request, KEY, 0), 0.0)
     (end,) = core.handle(on.Pushed(KEY, request, "g", lets_in=True), 0.0)
     assert [each.worker for each in end.contributions] == [2]
+
+
+ROUNDS = {"sync": Mode("sync"), "first_of": FirstOf(2)}
+
+
+def bereft(mode, *, is_held=False):
+    """Return a core of two workers that has dropped a gradient of worker 1, which died.
+
+    Once worker 2 has left, who hears of the death last ends the round with it, or holds its mean.
+    """
+    core = core_of(mode)
+    request = push(1, 5)
+    core.handle(on.Arrived(request, KEY, 0), 0.0)
+    event = on.Pushed(KEY, request, "g", is_held=is_held, lets_in=mode.name == "first_of")
+    assert core.handle(event, 0.0) == []
+    assert die(core, 1) == []
+    return core
+
+
+@pytest.mark.parametrize("leaves_first", [True, False])
+@pytest.mark.parametrize("mode", ROUNDS)
+def test_a_drain_goes_past_a_round_that_others_ended_before_they_heard_of_a_death(
+    mode, leaves_first
+):
+    core = bereft(ROUNDS[mode])
+    if leaves_first:
+        leave(core, 2)
+    assert give(core, "freeze") == ["Close", "Send"]
+    drained = give(core, "drain", at=(1, False))
+    if not leaves_first:
+        assert drained == []  # worker 2 may contribute
+        drained = leave(core, 2)
+    assert drained == ["End", "Send"]
+    assert core.unit_of(KEY).rounds.at == (1, False)
+
+
+def test_a_drain_carries_out_what_was_kept_before_it_goes_past_a_round():
+    core = bereft(Mode("sync"))
+    assert give(core, "freeze") == ["Close", "Send"]
+    kept = push(2, 5)
+    assert arrive(core, kept) == []
+    core.handle(on.Left(2, still_asks=True), 0.0)
+    assert give(core, "drain", at=(1, False)) == ["Retry", "Settled"]
+    core.handle(on.Arrived(kept, KEY, 0), 0.0)
+    end, _ = core.handle(on.Pushed(KEY, kept, "g"), 0.0)
+    assert [each.worker for each in end.contributions] == [2]
+    assert core.handle(on.Finished(KEY), 0.0) == []
+
+
+@pytest.mark.parametrize("mode", ROUNDS)
+def test_who_cannot_hold_the_mean_of_a_dead_worker_says_so_in_a_drain(mode):
+    core = bereft(ROUNDS[mode], is_held=True)
+    leave(core, 2)
+    give(core, "freeze")
+    message = {"do": "drain", "table": 1, "unit": 0, "at": (0, True)}
+    (answer,) = core.handle(on.ServerMessage(0, message), 0.0)
+    assert (answer.message["of"], answer.message["held"]) == ("drain", [])
+
+
+def test_a_read_does_not_wait_for_a_round_that_nobody_lives_to_end():
+    core = bereft(Mode("sync"))
+    pull = push(2, 6)._replace(header=Header(Kind.PULL, origin=2, table=1, clock=1))
+    assert names(core.handle(on.Read(KEY, pull), 0.0)) == []
+    assert names(core.handle(on.Left(2, still_asks=True), 0.0)) == ["Serve"]
+
+
+def test_a_snapshot_takes_as_it_is_what_nobody_lives_to_end():
+    core = bereft(Mode("sync"))
+    core.handle(on.Held(push(9, 1), 9 << 32, {1: 1}), 0.0)
+    assert names(core.handle(on.Left(2, still_asks=True), 0.0)) == ["Take", "Reply"]
 
 
 def test_rows_do_not_move_while_servers_hold_means_of_other_workers():

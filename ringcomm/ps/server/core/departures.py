@@ -9,6 +9,10 @@
 A mean that is held has what had come. The server that decides who is in a round of ps.FirstOf says
 to all servers in which rounds a dead worker was (the message "without"). Nobody is let in for it:
 its gradient may count in some blocks already, and nobody else may count in a part of them alone.
+
+Servers hear of a death at different times: one may have ended a round with the gradient that
+another drops. While a worker lives, the round waits for it on all of them. If none does, reads take
+the values as they are, and a server whose rows move ends the round without an update.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ class Departures:
     def apply_to(self, unit: Unit) -> None:
         """Let a new unit wait for nothing of those that are gone."""
         for rank in self.left:
-            unit.leave(rank)
+            (unit.die if rank in self.dead else unit.leave)(rank)
         for rank in self.rested:
             unit.rest(rank)
 
@@ -97,9 +101,10 @@ class Departures:
         (self.rested if rests else self.left).add(rank)
         (self._progress.rest if rests else self._progress.leave)(rank)
         for unit in [*self._units.units()]:
-            yield from self._units.flow(unit, (unit.rest if rests else unit.leave)(rank))
+            yield from self._flow(unit, (unit.rest if rests else unit.leave)(rank))
         if rests:
             yield from self._progress.advance()
+            yield from self._units.resume()
         else:
             yield from self._end_what_it_owned(rank, now)
         if event.request is not None:
@@ -116,7 +121,7 @@ class Departures:
             message = {"do": "without", "table": table, "worker": rank, "rounds": rounds}
             yield from (Send(server, message) for server in self._members().server_numbers)
         for unit in [*self._units.units()]:
-            yield from self._units.flow(unit, unit.die(rank))
+            yield from self._flow(unit, unit.die(rank))
         yield from self._end_what_it_owned(rank, now)
 
     def _end_what_it_owned(self, rank: int, now: float) -> Iterator[Action]:
@@ -140,4 +145,8 @@ class Departures:
             table.without.setdefault(number, set()).add(message["worker"])
         for unit in [*table.units.values()]:
             if unit.rounds is not None:
-                yield from self._units.flow(unit, unit.rounds.advance())
+                yield from self._flow(unit, unit.rounds.advance())
+
+    def _flow(self, unit: Unit, actions: list[Action]) -> Iterator[Action]:
+        yield from self._units.flow(unit, actions)
+        yield from self._migration.on_progress(unit.key)

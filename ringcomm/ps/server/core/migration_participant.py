@@ -22,6 +22,7 @@ from ringcomm.ps.server.core.actions import (
     Send,
     Settled,
 )
+from ringcomm.ps.server.core.rounds import Rounds
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit
 
@@ -182,20 +183,26 @@ class Participant:
         if unit is None or unit.rounds is None:
             return [self._answer("drain", key, held=None)]
         frozen.at = at
-        unit.rounds.limit(_MOVE, at)
         kept, frozen.kept = frozen.kept, []
         frozen.origins.clear()
-        return [*unit.rounds.advance(), *map(Retry, kept), *self.on_progress(key)]
+        if not kept:
+            return self._reach(unit.rounds, key, at)
+        unit.rounds.limit(_MOVE, at)
+        return [*unit.rounds.advance(), *map(Retry, kept), Settled(key)]
+
+    def _reach(self, rounds: Rounds, key: Key, at: tuple[int, bool]) -> list[Action]:
+        return [*rounds.reach(_MOVE, at), *self.on_progress(key)]
 
     def on_progress(self, key: Key) -> list[Action]:
         """Answer to the leader once the unit has come as far as it is to go."""
         frozen, unit = self._frozen.get(key), self._tables[key[0]].units.get(key[1])
         if frozen is None or unit is None or unit.rounds is None:
             return []
-        if frozen.at is None or unit.rounds.at < frozen.at:
+        if frozen.at is None or not unit.rounds.has_reached(frozen.at):
             return []
+        held = [] if unit.rounds.at < frozen.at else _held(unit)
         frozen.at = None
-        return [self._answer("drain", key, held=_held(unit))]
+        return [self._answer("drain", key, held=held)]
 
     def give(self, key: Key, moves: Iterable[tuple[int, int]]) -> list[Action]:
         """Send partitions to their new owners."""
@@ -254,10 +261,13 @@ class Participant:
 
     def settled(self, unit: Unit) -> list[Action]:
         """Go on with a unit, once all requests that were kept have reached it."""
-        unit.stands_still = unit.key in self._frozen
-        if unit.stands_still or unit.rounds is None:
+        frozen = self._frozen.get(unit.key)
+        unit.stands_still = frozen is not None
+        if unit.rounds is None:
             return []
-        return unit.rounds.unlimit(_MOVE)
+        if frozen is None:
+            return unit.rounds.unlimit(_MOVE)
+        return [] if frozen.at is None else self._reach(unit.rounds, unit.key, frozen.at)
 
     def _answer(self, of: str, key: Key, **more: Any) -> Send:
         message = {"do": "answer", "of": of, "table": key[0], "unit": key[1], **more}

@@ -32,9 +32,11 @@ class Rounds:
     | held | all have left whose mean it is | End, which drops the mean |
     | open | a worker dies | its contributions are dropped; then as if it had left |
     | open, FirstOf | all that were let in are dead | End without contributions |
+    | open, without contributions | no worker lives, and it is to go further | the same |
     | any | a contribution or a release of a round that is over | Late; Released |
 
-    While limit() stands, the unit goes no further than it says.
+    While limit() stands, the unit goes no further than it says. A server that heard of a death
+    before others did may have dropped what ended a round there, so it may have to go further.
 
     Args:
         key: of the unit.
@@ -56,6 +58,8 @@ class Rounds:
         self._held: frozenset[int] | None = None  # workers whose mean waits for a release
         self._releases: list[Release] = []
         self._limits: dict[int, tuple[int, bool]] = {}
+        self._goals: dict[int, tuple[int, bool]] = {}  # those limits that are to be reached
+        self._has_lost = False  # a worker died, whose contributions others may have had
         self.current = 0
 
     def contribute(
@@ -102,16 +106,33 @@ class Rounds:
         for let_in in self._let_in.values():
             let_in.discard(worker)
         self._releases = [each for each in self._releases if each.request.header.origin != worker]
+        self._has_lost = True
         return self.leave(worker)
 
     def limit(self, who: int, at: tuple[int, bool]) -> None:
         """Go no further than `at`, see the property of that name, until unlimit(who)."""
         self._limits[who] = at
 
+    def reach(self, who: int, at: tuple[int, bool]) -> list[Action]:
+        """Go as far as `at`, with no contributions if nobody is left to make them; see limit()."""
+        self._limits[who] = self._goals[who] = at
+        return self.advance()
+
+    @property
+    def is_over(self) -> bool:
+        """True if workers died, and none lives that could contribute to the current round."""
+        is_empty = self._held is None and self.current not in self._came
+        return self._has_lost and is_empty and not self._live
+
+    def has_reached(self, at: tuple[int, bool]) -> bool:
+        """Return True if the unit has come as far as `at`, or would have to hold no mean at all."""
+        return self.at >= at or (at == (self.current, True) and self._complete() == [])
+
     def unlimit(self, *who: int) -> list[Action]:
         """Go on, as far as these are concerned."""
         for each in who:
             self._limits.pop(each, None)
+            self._goals.pop(each, None)
         return self.advance()
 
     def advance(self) -> list[Action]:
@@ -168,6 +189,8 @@ class Rounds:
         """
         came = self._came.get(self.current)
         without = self.without.get(self.current, ()) if self.without else ()
+        if self._goals and self.is_over and self.at < max(self._goals.values()):
+            return []
         if not (came or without):
             return None
         counting = set(came or ())

@@ -172,7 +172,7 @@ class Unit:
         if not self.is_ready:
             return -1
         if self.rounds is not None:
-            return self.rounds.current
+            return math.inf if self.rounds.is_over else self.rounds.current
         if self.mode.name != "ssp":
             return math.inf
         return -1 if self.stands_still else clocks.slowest_with(self.fence)
