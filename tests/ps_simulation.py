@@ -208,10 +208,23 @@ class World:
         """Let a worker leave that waits for one table, while others wait for it in another."""
         waiting = [each for each in self.clients.values() if not each.is_leaving]
         if len(self.shapes) == 1 or not waiting:
-            return False
+            return self.meet_deadline()
         waiting[0].has_abandoned = True
         waiting[0].leave()
         return True
+
+    def meet_deadline(self):
+        """Let a worker leave at its deadline, where a move waits for a mean that it has abandoned.
+
+        Its own pause waits for the move. Without deaths another worker releases the mean.
+        """
+        if not self.dead or not any(shape.is_held for shape in self.shapes.values()):
+            return False
+        clients = self.clients.values()
+        waiting = [each for each in clients if each.has_abandoned and not each.has_left]
+        for client in waiting[:1]:
+            client.say_left()
+        return bool(waiting)
 
     # --- what must hold
     def require_bounded(self, server, key, request):

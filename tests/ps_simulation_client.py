@@ -579,14 +579,17 @@ class Client:
 
         def go_on():
             if n_moved[0] == self.n_moved:
-                self.ask_servers(Kind.LEAVE, nothing)
-                self.has_left = True
+                self.say_left()
             else:
                 granted(None)
 
         content = "pause", moment_number(self.rank), 0.0
         leader = [self.world.members.leader]
         self.ask_servers(Kind.SNAPSHOT, granted, leader, content=content)
+
+    def say_left(self):
+        self.ask_servers(Kind.LEAVE, nothing)
+        self.has_left = True
 
     def look(self):
         """Go on leaving if all is settled; return True if so."""
