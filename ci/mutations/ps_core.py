@@ -282,14 +282,19 @@ PS_CORE = [
         "ps-a-drain-goes-too-far",
         "ps",
         "ps/server/core/migration_participant.py",
-        """\
-        unit.rounds.limit(_MOVE, at)
-""",
-        """\
-        unit.rounds.limit(_MOVE, (at[0] + 1, True))
-""",
+        "rounds.reach(_MOVE, at)",
+        "rounds.reach(_MOVE, (at[0] + 1, True))",
         "servers move rows between different rounds",
         ("unit/test_ps_simulated_servers.py",),
+    ),
+    Mutation(
+        "ps-a-drain-waits-for-the-dead",
+        "ps",
+        "ps/server/core/rounds.py",
+        "if self._goals and self.is_over and self.at < max(self._goals.values()):",
+        "if self._goals is None:",
+        "rows that move stand still for ever, for servers heard of a death at different times",
+        ("unit/test_ps_deaths.py", "unit/test_ps_simulated_servers.py"),
     ),
     Mutation(
         "ps-kept-requests-are-overtaken",
