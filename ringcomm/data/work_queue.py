@@ -15,12 +15,13 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.engine.peers.drive_until import drive_until
-from ringcomm.errors import CommTimeoutError, MismatchError, RingcommError
+from ringcomm.errors import CommTimeoutError, MismatchError, NotInitializedError, RingcommError
 from ringcomm.transport.control_header import TEXT_MAX, Header, Kind
 
 _AGAIN_S: Final = 1.0  # a question is asked again: who keeps the queue may not have had it yet
 _PAUSE_S: Final = 0.01  # before a rank asks again while others have the last parts
 _OTHERS_S: Final = 1e-3  # for which who keeps the queue looks for questions before its own
+_NO_ANSWER: Final = 0  # number of a message that is no question
 _STATE: Final = {"epoch", "next", "undone"}  # see Leases.state()
 _Spec = dict[str, Any]
 
@@ -37,7 +38,7 @@ class Queues:
         self._engine, self.home = engine, home
         self._kept: dict[str, tuple[_Spec, Leases]] = {}
         self._answers: dict[str, tuple[int, Any]] = {}  # by queue: number of the question
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a loop that ends within it gives its part back
         engine.watch.listeners[Kind.WORK] = self._hear
 
     def ask(self, number: int, question: _Spec, limit_s: float) -> Any:
@@ -51,11 +52,7 @@ class Queues:
         if engine.job_rank == self.home:
             drive_until(engine, lambda: False, f"queue[{name}]", _OTHERS_S)
             return self._answer(self.home, question)
-        text = json.dumps(question, separators=(",", ":"))
-        if len(text.encode()) > TEXT_MAX:
-            raise RingcommError(
-                f"queue[{name}]: its name and state take more than {TEXT_MAX} bytes"
-            )
+        text = _text_of(question)
         end = time.monotonic() + limit_s
 
         def is_there() -> bool:
@@ -73,12 +70,21 @@ class Queues:
             drive_until(engine, is_there, f"queue[{name}]", min(_AGAIN_S, limit_s))
         return self._answers.pop(name)[1]
 
+    def leave(self, question: _Spec) -> None:
+        """Give a part back, and wait for nothing: a loop may end at any time, and in any thread."""
+        if self._engine.job_rank == self.home:
+            self._answer(self.home, question)
+        else:
+            self._engine.watch.tell(self.home, Kind.WORK, _text_of(question), value=_NO_ANSWER)
+
     def _hear(self, source: int, header: Header, text: str) -> None:
         content = json.loads(text)
         if header.flag:
             self._answers[content["name"]] = header.value, content["answer"]
             return
         answer = {"name": content["name"], "answer": self._answer(source, content)}
+        if header.value == _NO_ANSWER:
+            return
         self._engine.watch.tell(
             source, Kind.WORK, json.dumps(answer), value=header.value, flag=True
         )
@@ -101,6 +107,14 @@ class Queues:
             takes = question["do"] == "take"
             part = leases.take(rank, question["epoch"]) if takes else OVER
             return {"part": part, "holders": leases.holders if part == WAIT else []}
+
+
+def _text_of(question: _Spec) -> str:
+    text = json.dumps(question, separators=(",", ":"))
+    if len(text.encode()) > TEXT_MAX:
+        name = question["name"]
+        raise RingcommError(f"queue[{name}]: its name and state take more than {TEXT_MAX} bytes")
+    return text
 
 
 QUEUES: Final = Extension[Queues]()
@@ -178,7 +192,7 @@ class WorkQueue:
         finally:
             if not is_whole and self._part >= 0:  # the loop was broken off within a part
                 self._part = -1
-                self._ask("leave")
+                self._leave()
         self.epoch += 1
 
     def done(self) -> None:
@@ -209,6 +223,15 @@ class WorkQueue:
                 )
             drive_until(engine, lambda: False, f"queue[{self._name}]", _PAUSE_S)
 
+    def _leave(self) -> None:
+        """Give back what this rank has, unless the queue is gone."""
+        try:
+            queues = init_rank_size.engine().extensions.get(QUEUES)
+        except NotInitializedError:
+            return
+        if queues is not None:
+            queues.leave(self._question("leave"))
+
     def _ask(self, do: str) -> Any:
         engine = init_rank_size.engine()
         queues = engine.extensions.get(QUEUES)
@@ -218,11 +241,13 @@ class WorkQueue:
                 "lost. Make it again, with the state_dict() of a checkpoint"
             )
         self._number += 1
-        question = {
-            "name": self._name, "do": do, "spec": self._spec, "epoch": self.epoch,
-            "part": self._part,
-        }  # fmt: skip
-        answer = queues.ask(self._number, question, engine.settings.timeout_or_inf)
+        answer = queues.ask(self._number, self._question(do), engine.settings.timeout_or_inf)
         if "error" in answer:
             raise MismatchError(answer["error"])
         return answer
+
+    def _question(self, do: str) -> _Spec:
+        return {
+            "name": self._name, "do": do, "spec": self._spec, "epoch": self.epoch,
+            "part": self._part,
+        }  # fmt: skip

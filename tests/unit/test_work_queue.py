@@ -14,6 +14,8 @@ from ps_jobs import run_all
 import ringcomm as rc
 from ringcomm.config import Settings
 from ringcomm.data.leases import OVER, WAIT, Leases
+from ringcomm.engine.core.current_engine import engine
+from ringcomm.transport.control_header import Kind
 
 
 @settings(deadline=None, derandomize=True, database=None)
@@ -103,6 +105,19 @@ def test_a_loop_that_is_broken_off_gives_its_part_back():
         return [indices.tolist() for indices in queue]
 
     assert run_ranks(1, body) == [[[0, 1], [2, 3], [4, 5]]]
+
+
+def test_a_loop_that_is_dropped_waits_for_nobody():
+    def body(rank):
+        queue = rc.data.WorkQueue(4, 2)
+        if rank == 1:
+            parts = iter(queue)
+            next(parts)
+            engine().watch.listeners[Kind.WORK] = lambda *_: None  # rank 1 hears no answer
+            parts.close()
+        rc.barrier()
+
+    run_ranks(2, body)
 
 
 def test_ranks_that_pass_other_arguments_are_told_both():
