@@ -11,6 +11,7 @@ from torch import nn
 from training_models import assert_close, copies, data, fit, network, share, weights
 
 import ringcomm.torch as hvd
+from ringcomm.torch import ps
 from ringcomm.torch.ps import buckets
 
 OPTIMIZERS = {
@@ -399,3 +400,23 @@ def test_a_parameter_that_one_worker_does_not_use_counts_as_zeros_there():
             optimizer.step()
         expected += weights(model[which])
     assert_close(got, expected, 1e-12)
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_rate_that_the_program_changes_counts_in_the_next_step(is_tensor):
+    """Also one that it writes to a tensor, which stays the same object."""
+
+    def body(_):
+        model, rate = torch.nn.Linear(3, 1), torch.tensor(1.0) if is_tensor else 1.0
+        sgd = torch.optim.SGD(model.parameters(), lr=rate)
+        optimizer = ps.DistributedOptimizer(sgd, model.named_parameters(), mode="async")
+        for power in range(4):
+            new = 0.5 ** (power // 2)
+            rate.fill_(new) if is_tensor else optimizer.param_groups[0].update(lr=new)
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            expected = model.weight.detach() - new * model.weight.grad
+            optimizer.step()
+            torch.testing.assert_close(model.weight.detach(), expected)
+
+    run_workers(1, body)

@@ -37,7 +37,8 @@ class BucketPusher:
         self.buckets: list[ServedBucket] = []
         self.n_pushed = 0
         self.samples: float | None = None
-        self._updaters: dict[int, Updater] = {}
+        self._updaters: dict[int, Updater] = {}  # of this step
+        self._known_updaters: dict[int, tuple[Mapping[str, Any], Updater]] = {}
         self._rounds: FirstOfRounds | None = None  # a gradient counts in all tables, or none
         if options.mode.name == "first_of":
             self._rounds = FirstOfRounds(session.client, is_shared=True)
@@ -115,7 +116,7 @@ class BucketPusher:
         """Return the updater with the current hyper-parameters."""
         known = self._updaters.get(bucket.group)
         if known is None:
-            known = self._updaters[bucket.group] = self.options.updater(self.groups[bucket.group])
+            known = self._updaters[bucket.group] = self._present_updater(bucket.group)
         before = bucket.table.updater
         if known.slot_names != before.slot_names:
             raise ValueError(
@@ -124,6 +125,17 @@ class BucketPusher:
                 "setting: for a momentum that is 0 at first, pass 1e-30"
             )
         return known
+
+    def _present_updater(self, group: int) -> Updater:
+        """Return the updater with a group's hyper-parameters, as they are now."""
+        values = self.groups[group]
+        known = self._known_updaters.pop(group, None)
+        if known is None or known[0] != values:
+            known = dict(values), self.options.updater(values)
+            if not all(_is_fixed(x) for name, x in values.items() if name != "params"):
+                return known[1]
+        self._known_updaters[group] = known
+        return known[1]
 
     def enter(self) -> None:
         """Ask to enter the round, in modes in which not all workers are in it."""
@@ -181,12 +193,18 @@ class BucketPusher:
         if self.options.class_name is None:
             return
         for group, pushed in self._updaters.items():
-            now = self.options.updater(self.groups[group])
-            if self.n_pushed and now != pushed:
+            now = self._present_updater(group)
+            if self.n_pushed and now is not pushed and now != pushed:
                 raise RingcommError(
                     f"{WHO}: parameter group {group} became {now} after backward(), which had "
                     f"pushed gradients with {pushed}. Change hyper-parameters before backward()"
                 )
+
+
+def _is_fixed(x: object) -> bool:
+    """Return True if nobody can change a hyper-parameter in place, as a tensor may be."""
+    numbers = x if type(x) is tuple else (x,)
+    return all(isinstance(each, int | float | str | None) for each in numbers)
 
 
 def _refuse_half_frozen(bucket: ServedBucket) -> None:
