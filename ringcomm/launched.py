@@ -5,6 +5,7 @@ Only config.py and this module read the environment, and only this module change
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shlex
@@ -205,14 +206,36 @@ def _launcher_since(ancestor: int) -> bool:
 
 def mpirun_command() -> tuple[str, ...]:
     """Return the command line of the mpirun that started this process; () if it is elsewhere."""
-    for pid, name in _ancestors():
-        if name.startswith(("prterun", "mpirun", "mpiexec", "orterun")):
-            try:
-                with open(f"/proc/{pid}/cmdline") as file:
-                    return tuple(file.read().split("\0")[:-1])
-            except OSError:
-                return ()
+    for pid in itertools.islice(_mpirun_and_above(), 1):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+            return tuple(file.read().split("\0")[:-1])
     return ()
+
+
+def launcher_terminal(descriptor: int, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the terminal on which the launcher prints what this process writes, or None.
+
+    Args:
+        descriptor: 1: of stdout; 2: of stderr.
+        environ: environment to examine; by default, that of this process.
+    """
+    if not is_launched_by_mpi(environ):
+        return os.ttyname(descriptor) if os.isatty(descriptor) else None
+    # `ringcomm run` reads what its mpirun prints, and prints that itself.
+    depth = 2 if RUN_FOLDER in environ else 1
+    for pid in itertools.islice(_mpirun_and_above(), depth):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if path.startswith(("/dev/pts/", "/dev/tty")):
+                return path
+    return None
+
+
+def _mpirun_and_above() -> Iterator[int]:
+    """Yield the pids of this process's mpirun, if that is on this host, and of its ancestors."""
+    names = ("prterun", "mpirun", "mpiexec", "orterun")
+    above = itertools.dropwhile(lambda each: not each[1].startswith(names), _ancestors())
+    return (pid for pid, _ in above)
 
 
 def _ancestors() -> Iterator[tuple[int, str]]:

@@ -27,6 +27,7 @@ from ringcomm.engine.core.algorithm_choice import MODULES
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.plan import Plan
 from ringcomm.launch.bench.cases import parse_sizes
+from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.transport.channel import Channel
 
 _FLOAT32 = DTYPES["float32"]
@@ -43,10 +44,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"ringcomm tune: {refusal}", file=sys.stderr)
         rc.shutdown()
         return 2
-    seconds = {
-        collective: dict(_measured(collective, args.sizes, args.seconds / len(COLLECTIVES)))
-        for collective in COLLECTIVES
-    }
+    n_all = len(COLLECTIVES) * len(args.sizes)
+    with progress_bar("tune", n_all, shows=rc.rank() == 0) as bar:
+        seconds = {collective: dict(_measured(collective, args, bar)) for collective in COLLECTIVES}
     current = engine()
     layout = describe(current.groups.default.ranks.nodes)
     if rc.rank() == 0:
@@ -85,20 +85,25 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _measured(
-    collective: str, sizes: list[int], budget_s: float
+    collective: str, args: argparse.Namespace, bar: ProgressBar
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield (nbytes, seconds by algorithm), medians of the slowest rank's times."""
-    for nbytes in sizes:
+    budget_s = args.seconds / len(COLLECTIVES) / len(args.sizes)
+    for nbytes in args.sizes:
         if rc.rank() == 0:
-            print(f"measuring {collective}, {bytes_text(nbytes)}", file=sys.stderr, flush=True)
+            line = bar.over(f"measuring {collective}, {bytes_text(nbytes)}", 2)
+            print(line, file=sys.stderr, flush=True)
         group = engine().groups.default
         nodes, shares_memory = group.ranks.nodes, group.shares_memory
         case = Case(collective, nbytes, _FLOAT32, nodes, shares_memory=shares_memory)
         names = list(choose(case).seconds)
         x = Flat(np.zeros(nbytes // 4 * 4, np.uint8), _FLOAT32)
         first = _round(collective, names, x)  # warms up, and gives the number of rounds
-        n_rounds = min(max(int(budget_s / len(sizes) / sum(first)), _MIN_ROUNDS), _MAX_ROUNDS)
-        rounds = [_round(collective, names, x) for _ in range(n_rounds)]
+        n_rounds = min(max(int(budget_s / sum(first)), _MIN_ROUNDS), _MAX_ROUNDS)
+        rounds = []
+        for _ in range(n_rounds):
+            rounds.append(_round(collective, names, x))
+            bar.advance(1 / n_rounds)
         by_name = zip(*rounds, strict=True)
         medians = [statistics.median(times) for times in by_name]
         yield nbytes, dict(zip(names, medians, strict=True))

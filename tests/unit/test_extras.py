@@ -14,7 +14,7 @@ PACKAGE = ROOT / "ringcomm"
 PLACES = {
     "launch/watch/prometheus.py": {"prometheus"},
     "launch/watch": {"cli"},
-    "launch/progress.py": {"cli"},
+    "progress_bar.py": {"cli"},
     "launch/dashboard": {"dashboard"},
 }
 CORE = {"numpy", "mpi4py", "ringcomm"}
@@ -39,7 +39,7 @@ def names_of(extra):
 
 def files_of(extra):
     """Return the files that work with an extra: each file belongs to the first place it is in."""
-    for path in sorted(PACKAGE.glob("launch/**/*.py")):
+    for path in [PACKAGE / "progress_bar.py", *PACKAGE.glob("launch/**/*.py")]:
         name = str(path.relative_to(PACKAGE))
         place = next((each for each in PLACES if name.startswith(each)), None)
         if place is not None and extra in PLACES[place]:

@@ -448,10 +448,10 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(
 ):
     write, is_full = files.write, threading.local()
 
-    def failing(path, content):
+    def failing(path, content, **how):
         if getattr(is_full, "now", False):
             raise OSError(28, "No space left on device")
-        write(path, content)
+        write(path, content, **how)
 
     monkeypatch.setattr(files, "write", failing)
 

@@ -28,6 +28,7 @@ from ringcomm.launch.bench import table
 from ringcomm.launch.bench.cases import COLLECTIVES, Case, make_case, parse_sizes, wire_bytes
 from ringcomm.launch.bench.runner import MODES, Array, Bind, Contender, measure, memcpy, ringcomm_in
 from ringcomm.launch.usable_cores import usable_cores
+from ringcomm.progress_bar import progress_bar
 
 _OF_INTEREST = ("RINGCOMM_", "OMPI_MCA_", "MPIR_CVAR_")
 _OF_THE_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")  # mpirun sets OMPI_MCA_*
@@ -169,19 +170,24 @@ def _measure(
     contenders += [Contender(name, "private", bind, send, recv) for name, bind in others.items()]
     contenders.append(Contender("memcpy", "private", memcpy, send, recv))
     link, hosts = report["link_gbps"], report["hosts"]
-    for cases in series:
-        first, has_wire = cases[0], link is not None
-        title = " ".join(filter(None, (first.collective, first.dtype.name, first.op)))
-        _say("#", f"# {title}", *table.heading(has_wire=has_wire))
-        for case in cases:
-            rows = measure(
-                case, contenders, forms=args.forms, seconds=args.seconds, batches=args.iterations
-            )
-            for row in rows:
-                if link is not None and row.time_us is not None and row.engine != "memcpy":
-                    row.wire_share = wire_bytes(case, hosts) / (row.time_us * 1e3) / link
-            _say(*_note_algorithm(case, rows), *table.lines(rows, has_wire=has_wire))
-            report["rows"] += [dataclasses.asdict(row) for row in rows]
+    with progress_bar("bench", sum(map(len, series)), shows=rc.rank() == 0) as bar:
+        for cases in series:
+            first, has_wire = cases[0], link is not None
+            title = " ".join(filter(None, (first.collective, first.dtype.name, first.op)))
+            heading = ["#", f"# {title}", *table.heading(has_wire=has_wire)]
+            _say(*map(bar.over, heading))
+            for case in cases:
+                rows = measure(
+                    case, contenders, forms=args.forms, seconds=args.seconds,
+                    batches=args.iterations,
+                )  # fmt: skip
+                for row in rows:
+                    if link is not None and row.time_us is not None and row.engine != "memcpy":
+                        row.wire_share = wire_bytes(case, hosts) / (row.time_us * 1e3) / link
+                lines = [*_note_algorithm(case, rows), *table.lines(rows, has_wire=has_wire)]
+                _say(*map(bar.over, lines))
+                report["rows"] += [dataclasses.asdict(row) for row in rows]
+                bar.advance(1)
 
 
 def _series(args: Namespace, dtypes: list[np.dtype[Any]]) -> Iterator[list[Case]]:

@@ -11,7 +11,7 @@ from ringcomm import config
 from ringcomm.launch.check_install.gather_facts import gather
 from ringcomm.launch.check_install.judge_facts import SUBJECTS, Finding, has_problem, judge
 from ringcomm.launch.check_install.trial_job import run_trial
-from ringcomm.launch.progress import working
+from ringcomm.progress_bar import working
 
 _WIDTH = max(map(len, SUBJECTS))
 

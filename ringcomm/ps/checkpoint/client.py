@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from ringcomm._version import __version__
 from ringcomm.errors import RingcommError
+from ringcomm.progress_bar import progress_bar
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Checkpoint
-from ringcomm.ps.client.future import Future, require_timeout
+from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
 from ringcomm.ps.client.json_requests import ask_json
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
 from ringcomm.ps.protocol.frame_meta import COMMIT, FORGET, PREPARE
@@ -21,6 +22,7 @@ from ringcomm.ps.protocol.frames import Kind
 from ringcomm.ps.session import Session, is_chief, session
 
 _log = logging.getLogger("ringcomm")
+_REDRAW_S: Final = 0.2  # of the bar
 _NEWS_S: Final = 2.0  # of the wait for workers that wait in ringcomm
 
 
@@ -64,14 +66,20 @@ def save(
         raise ValueError(f"ps.save: keep is {keep}; it must be 1 or more, or None")
     step = None if step is None else operator.index(step)
     with current.saving:  # else two threads would have the same folder
-        outer = _begin(current, Path(path).resolve(), step, keep, limit_s)
+        outer = _begin(current, Path(path).resolve(), step, keep, limit_s, shows_bar=not background)
     if not background:
         outer.wait(limit_s)
     return outer
 
 
 def _begin(
-    current: Session, root: Path, step: int | None, keep: int | None, limit_s: float
+    current: Session,
+    root: Path,
+    step: int | None,
+    keep: int | None,
+    limit_s: float,
+    *,
+    shows_bar: bool,
 ) -> Future[Path]:
     """Make the servers copy what is to be written, and begin to write it."""
     _finish_last(current, limit_s)
@@ -92,7 +100,7 @@ def _begin(
         "rounds": moment.rounds,
         "tables": moment.tables,
     }
-    outer = _write(current, number, folder, manifest, keep)
+    outer = _write(current, number, folder, manifest, keep, shows_bar=shows_bar)
     if current.last_save is None:
         current.engine.extensions.before_leaving(
             lambda: _finish_last(current, _limit_of(current, None))
@@ -167,7 +175,13 @@ def load(
 
 # --- save ---------------------------------------------------------------------------------------
 def _write(
-    current: Session, number: int, folder: Path, manifest: dict[str, Any], keep: int | None
+    current: Session,
+    number: int,
+    folder: Path,
+    manifest: dict[str, Any],
+    keep: int | None,
+    *,
+    shows_bar: bool,
 ) -> Future[Path]:
     """Make all servers write, and a thread of this process complete the checkpoint."""
     client = current.client
@@ -179,8 +193,11 @@ def _write(
         each.then(lambda _: written.release())
 
     def complete() -> None:
-        for _ in inner:  # also after an error: what others still write could not be removed
-            written.acquire()  # a job that dies meanwhile ends this process, too
+        with progress_bar("ps.save", len(inner), shows=shows_bar) as bar:
+            for _ in inner:  # also after an error: what others still write could not be removed
+                while not written.acquire(timeout=_REDRAW_S):  # a job that dies ends this process
+                    bar.advance(0)
+                bar.advance(1)
         try:
             servers = [each.wait()[0] for each in inner]
             files.write_manifest(folder, {**manifest, "servers": servers})
@@ -218,7 +235,13 @@ def _restore(
         manifest = checkpoint.manifest
         prepare = {**common, "do": PREPARE, "folder": str(checkpoint.folder)}
         try:
-            answers = ask_json(client, Kind.RESTORE, prepare).wait(limit_s)
+            with progress_bar(label, len(client.servers)) as bar:
+                asked = [ask_json(client, Kind.RESTORE, prepare, [n]) for n in client.servers]
+                for each in asked:
+                    each.then(lambda _: bar.advance(1))
+                answers = [
+                    answer for [answer] in FutureOfAll(client, "restore", asked).wait(limit_s)
+                ]
         except BaseException:
             ask_json(client, Kind.RESTORE, {**common, "do": FORGET}).wait()
             raise

@@ -198,7 +198,7 @@ class Checkpoint:
             name: states[name] if name in states else p if name in values else p.state_dict()
             for name, p in parts.items()
         }
-        files.write(path, {**content, _OURS: ours})
+        files.write(path, {**content, _OURS: ours}, shows_bar=True)
         files.tidy(self.folder, self.keep)
 
     def _write_shard(self, step: int, shard: Any) -> list[Any] | None:
@@ -215,7 +215,7 @@ class Checkpoint:
         for each in self.steps()[::-1] if step is None else [_natural(step)]:
             path = files.main_path(self.folder, each)
             try:
-                content = _checked(path, files.read(path))
+                content = _checked(path, files.read(path, shows_bar=True))
             except BrokenFileError as error:
                 problems.append(str(error))
                 continue

@@ -8,12 +8,14 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 import torch
 
 from ringcomm.atomic_files import BrokenFileError, replacing
+from ringcomm.progress_bar import ProgressBar, progress_bar
 
+_PIECE: Final = 16 << 20
 _MAIN: Final = re.compile(r"step-(\d+)\.pt")
 _SHARD: Final = re.compile(r"step-(\d+)\.rank-\d+-of-\d+\.pt")
 _TEMPORARY: Final = re.compile(r"\.step-.*\.tmp")
@@ -37,22 +39,32 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def write(path: Path, content: Mapping[str, Any]) -> None:
+def write(path: Path, content: Mapping[str, Any], *, shows_bar: bool = False) -> None:
     """Write a file for torch.load(weights_only=True); replace an older file in one step.
+
+    One rank shows a bar on the terminal, not all.
 
     Raises TypeError if torch.load() would refuse the class of an object in it.
     """
-    with replacing(path, lambda written: _require_loadable(written, content)) as file:
-        torch.save(dict(content), file)
+    with (
+        replacing(path, lambda written: _require_loadable(written, content)) as file,
+        progress_bar(f"save {path.name}", _nbytes(content), shows=shows_bar) as bar,
+    ):
+        torch.save(dict(content), cast(IO[bytes], _Counting(file, bar)))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the content of a file. Raises BrokenFileError if it is damaged."""
+def read(path: Path, *, shows_bar: bool = False) -> dict[str, Any]:
+    """Return the content of a file; one rank shows a bar, not all.
+
+    Raises BrokenFileError if it is damaged.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise BrokenFileError(f"{path}: its part {damaged} has changed since it was written")
+        with (
+            zipfile.ZipFile(path) as archive,
+            progress_bar(f"read {path.name}", path.stat().st_size, shows=shows_bar) as bar,
+        ):
+            for part in archive.infolist():
+                _require_intact(path, archive, part, bar)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except BrokenFileError:
         raise
@@ -63,6 +75,46 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BrokenFileError(f"{path}: holds a {type(content).__name__}, not a checkpoint")
     return content
+
+
+def _require_intact(
+    path: Path, archive: zipfile.ZipFile, part: zipfile.ZipInfo, bar: ProgressBar
+) -> None:
+    """Raise BrokenFileError if a part is not what was written."""
+    try:
+        with archive.open(part) as file:
+            while piece := file.read(_PIECE):
+                bar.advance(len(piece))
+    except zipfile.BadZipFile as error:
+        text = f"{path}: its part {part.filename} has changed since it was written"
+        raise BrokenFileError(text) from error
+
+
+def _nbytes(content: object) -> int:
+    """Return about how many bytes a file with this content has: those of its tensors."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    if isinstance(content, Mapping):
+        content = list(content.values())
+    return sum(map(_nbytes, content)) if isinstance(content, list | tuple) else 0
+
+
+class _Counting(io.RawIOBase):
+    """Passes on what is written, and says how much."""
+
+    def __init__(self, file: IO[bytes], bar: ProgressBar) -> None:
+        self._file, self._bar = file, bar
+
+    def writable(self) -> bool:
+        """See io."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """See io."""
+        view = memoryview(data).cast("B")
+        for start in range(0, view.nbytes, _PIECE):
+            self._bar.advance(self._file.write(view[start : start + _PIECE]))
+        return view.nbytes
 
 
 def tidy(folder: Path, keep: int | None) -> None:
