@@ -67,13 +67,13 @@ void py_reduce_many(const std::vector<Bytes>& dsts, const std::vector<ConstBytes
               sources.data(), sources.size(), nbytes / itemsize(dtype), divisor);
 }
 
-void py_combine_rounded(Bytes out, const std::vector<ConstBytes>& srcs, int code, int op,
+void py_combine_at_once(Bytes out, const std::vector<ConstBytes>& srcs, int code, int op,
                         std::size_t divisor) {
   const auto dtype = from_code<DType>("dtype", code);
   const std::size_t count = require_elements(dtype, out.data(), out.nbytes());
   const auto sources = pointers_of<const void*>(srcs, out.nbytes(), dtype);
   nb::gil_scoped_release unlocked;
-  combine_rounded(from_code<Op>("op", op), dtype, out.data(), sources.data(), sources.size(), count,
+  combine_at_once(from_code<Op>("op", op), dtype, out.data(), sources.data(), sources.size(), count,
                   divisor);
 }
 
@@ -103,7 +103,7 @@ void bind_kernels(nb::module_& m) {
   m.def("divide", &py_divide, "data"_a.noconvert(), "divisor"_a, "dtype"_a);
   m.def("reduce_many", &py_reduce_many, "dsts"_a.noconvert(), "srcs"_a.noconvert(), "dtype"_a,
         "op"_a, "divisor"_a);
-  m.def("combine_rounded", &py_combine_rounded, "out"_a.noconvert(), "sources"_a.noconvert(),
+  m.def("combine_at_once", &py_combine_at_once, "out"_a.noconvert(), "sources"_a.noconvert(),
         "dtype"_a, "op"_a, "divisor"_a);
   m.def("copy_memory", &py_copy_memory, "out"_a, "x"_a, "nbytes"_a, Unlocked());
 }

@@ -64,9 +64,9 @@ void bind_schedule(nb::module_& m) {
       .def("combine", [](Schedule& s, PySpan total, PySpan x, int dtype, int op) {
         s.combine(span(total), span(x), from_code<DType>("dtype", dtype), from_code<Op>("op", op));
       }, "total"_a, "x"_a, "dtype"_a, "op"_a)
-      .def("combine_rounded", [](Schedule& s, PySpan out, const std::vector<PySpan>& sources,
+      .def("combine_at_once", [](Schedule& s, PySpan out, const std::vector<PySpan>& sources,
                                  int dtype, int op, std::size_t divisor) {
-        s.combine_rounded(span(out), spans(sources), from_code<DType>("dtype", dtype),
+        s.combine_at_once(span(out), spans(sources), from_code<DType>("dtype", dtype),
                           from_code<Op>("op", op), divisor);
       }, "out"_a, "sources"_a, "dtype"_a, "op"_a, "divisor"_a)
       .def("divide", [](Schedule& s, PySpan total, int dtype, std::size_t divisor) {

@@ -311,7 +311,7 @@ def _reduce(what):
     if what.dtype.is_16bit_float:
         out = np.empty_like(total)
         code = what.dtype.kernel, what.op.kernel, what.divisor
-        _core.combine_rounded(out, sources, *code)
+        _core.combine_at_once(out, sources, *code)
         total = out
     else:
         for source in sources[1:]:

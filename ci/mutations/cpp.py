@@ -6,6 +6,16 @@ Some show in a race alone: the tests and stress runs named for them make it like
 from mutations.mutation import CppMutation
 
 CPP = [
+    # --- the reduction kernels ------------------------------------------------------------------
+    CppMutation(
+        "an-average-adds-in-its-own-type",
+        "dtype",
+        "kernels",
+        "row.average != nullptr;",
+        "row.average == nullptr;",
+        "an average of integers wraps: 200 and 250 of uint8 give 97",
+        ("unit/test_reduce_many.py", "unit/test_collectives.py"),
+    ),
     # --- the node engine ------------------------------------------------------------------------
     CppMutation(
         "who-gave-up-is-not-looked-for",

@@ -242,6 +242,15 @@ CACHE = [
 
 DTYPE = [
     Mutation(
+        "averages-of-integers-on-the-way",
+        "dtype",
+        "collectives/operators.py",
+        "or (self is Op.AVERAGE and dtype.is_integer)",
+        "",
+        "between hosts an average of uint8 wraps: 200 and 250 give 97",
+        ("unit/test_collectives.py",),
+    ),
+    Mutation(
         "who-joined-adds-zero-to-all",
         "dtype",
         "engine/executors/joined_rank.py",

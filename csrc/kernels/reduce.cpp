@@ -44,26 +44,31 @@ using Division = void (*)(void* data, std::size_t count, std::size_t divisor);
   RINGCOMM_REDUCTION(min_##T, reduce_range<T, Min>) \
   RINGCOMM_REDUCTION(max_##T, reduce_range<T, Max>) \
   RINGCOMM_DIVISION(T)
+#define RINGCOMM_INTEGER(T) RINGCOMM_ORDERED(T) RINGCOMM_REDUCTION(average_##T, average_range<T>)
 #define RINGCOMM_SUMMED(T)                          \
   RINGCOMM_REDUCTION(sum_##T, reduce_range<T, Sum>) \
   RINGCOMM_REDUCTION(product_##T, reduce_range<T, Product>)
-#define RINGCOMM_NUMBER(T) RINGCOMM_SUMMED(T) RINGCOMM_ORDERED(T)
+#define RINGCOMM_FLOAT(T) RINGCOMM_SUMMED(T) RINGCOMM_ORDERED(T)
 #define RINGCOMM_HALF(name, attributes, H)                              \
   attributes void sum_##name(const Job& job) { reduce_halves<H, Sum>(job); }         \
   attributes void product_##name(const Job& job) { reduce_halves<H, Product>(job); } \
   attributes void min_##name(const Job& job) { reduce_halves<H, Min>(job); }         \
   attributes void max_##name(const Job& job) { reduce_halves<H, Max>(job); }
 
-RINGCOMM_NUMBER(f32)
-RINGCOMM_NUMBER(f64)
-RINGCOMM_NUMBER(u8)
-RINGCOMM_NUMBER(u16)
-RINGCOMM_NUMBER(u32)
-RINGCOMM_NUMBER(u64)
-RINGCOMM_ORDERED(i8)  // sums and products are those of the unsigned types
-RINGCOMM_ORDERED(i16)
-RINGCOMM_ORDERED(i32)
-RINGCOMM_ORDERED(i64)
+RINGCOMM_FLOAT(f32)
+RINGCOMM_FLOAT(f64)
+RINGCOMM_SUMMED(u8)
+RINGCOMM_SUMMED(u16)
+RINGCOMM_SUMMED(u32)
+RINGCOMM_SUMMED(u64)
+RINGCOMM_INTEGER(u8)
+RINGCOMM_INTEGER(u16)
+RINGCOMM_INTEGER(u32)
+RINGCOMM_INTEGER(u64)
+RINGCOMM_INTEGER(i8)  // sums and products are those of the unsigned types
+RINGCOMM_INTEGER(i16)
+RINGCOMM_INTEGER(i32)
+RINGCOMM_INTEGER(i64)
 RINGCOMM_COMPLEX_PRODUCT(product_c64, f32)
 RINGCOMM_COMPLEX_PRODUCT(product_c128, f64)
 RINGCOMM_REDUCTION(both, reduce_range<u8, Both>)
@@ -93,6 +98,7 @@ void in_parts(const Job& job) {
 struct Row {
   Reduction by_op[n_codes<Op>];
   Division divide;
+  Reduction average = nullptr;  // of integers: the sum, divided, in more bits than the dtype's
 };
 #define RINGCOMM_ROW(S, T) sum_##S, product_##S, min_##T, max_##T
 #define RINGCOMM_BITS(n) in_parts<bytes_and, n>, in_parts<bytes_or, n>, in_parts<bytes_xor, n>
@@ -103,14 +109,14 @@ constexpr Row kRows[] = {
     {{RINGCOMM_ROW(bf16, bf16)}, divide_f32},
     {{RINGCOMM_ROW(f32, f32)}, divide_f32},
     {{RINGCOMM_ROW(f64, f64)}, divide_f64},
-    {{RINGCOMM_ROW(u8, i8), RINGCOMM_BITS(1)}, divide_i8},
-    {{RINGCOMM_ROW(u16, i16), RINGCOMM_BITS(2)}, divide_i16},
-    {{RINGCOMM_ROW(u32, i32), RINGCOMM_BITS(4)}, divide_i32},
-    {{RINGCOMM_ROW(u64, i64), RINGCOMM_BITS(8)}, divide_i64},
-    {{RINGCOMM_ROW(u8, u8), RINGCOMM_BITS(1)}, divide_u8},
-    {{RINGCOMM_ROW(u16, u16), RINGCOMM_BITS(2)}, divide_u16},
-    {{RINGCOMM_ROW(u32, u32), RINGCOMM_BITS(4)}, divide_u32},
-    {{RINGCOMM_ROW(u64, u64), RINGCOMM_BITS(8)}, divide_u64},
+    {{RINGCOMM_ROW(u8, i8), RINGCOMM_BITS(1)}, divide_i8, average_i8},
+    {{RINGCOMM_ROW(u16, i16), RINGCOMM_BITS(2)}, divide_i16, average_i16},
+    {{RINGCOMM_ROW(u32, i32), RINGCOMM_BITS(4)}, divide_i32, average_i32},
+    {{RINGCOMM_ROW(u64, i64), RINGCOMM_BITS(8)}, divide_i64, average_i64},
+    {{RINGCOMM_ROW(u8, u8), RINGCOMM_BITS(1)}, divide_u8, average_u8},
+    {{RINGCOMM_ROW(u16, u16), RINGCOMM_BITS(2)}, divide_u16, average_u16},
+    {{RINGCOMM_ROW(u32, u32), RINGCOMM_BITS(4)}, divide_u32, average_u32},
+    {{RINGCOMM_ROW(u64, u64), RINGCOMM_BITS(8)}, divide_u64, average_u64},
     {{either, both, both, either, both, either, one}, nullptr},
     {{in_parts<sum_f32, 2>, product_c64}, divide_f32},
     {{in_parts<sum_f64, 2>, product_c128}, divide_f64},
@@ -173,8 +179,11 @@ void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const 
   if (reduce == nullptr) throw std::invalid_argument("this operator has no meaning for this dtype");
   if (divisor != 1 && divide == nullptr)
     throw std::invalid_argument("no kernel divides what this operator gives for this dtype");
+  const bool is_average = op == Op::sum && n_src > 1 && divisor >= n_src && row.average != nullptr;
+  if (is_average && n_src > kMostAveraged)
+    throw std::invalid_argument("an average of more than 65536 integers");
   const DefaultFpEnvironment here;
-  reduce({dst, n_dst, src, n_src, count, divisor, divide});
+  (is_average ? row.average : reduce)({dst, n_dst, src, n_src, count, divisor, divide});
 }
 
 void combine(Op op, DType dtype, void* dst, const void* src, std::size_t count) {
@@ -191,10 +200,8 @@ void divide(DType dtype, void* data, std::size_t count, std::size_t divisor) {
   reduce_many(Op::sum, dtype, &data, 1, &source, 1, count, divisor);
 }
 
-void combine_rounded(Op op, DType dtype, void* out, const void* const* sources,
+void combine_at_once(Op op, DType dtype, void* out, const void* const* sources,
                      std::size_t n_sources, std::size_t count, std::size_t divisor) {
-  if (!is_16bit_float(dtype))
-    throw std::invalid_argument("combine_rounded: float16 and bfloat16 only");
   reduce_many(op, dtype, &out, 1, sources, n_sources, count, divisor);
 }
 

@@ -8,6 +8,8 @@
 
 namespace ringcomm {
 
+constexpr std::size_t kMostAveraged = std::size_t{1} << 16;  // integers, see SumOf
+
 std::size_t itemsize(DType dtype);
 std::size_t alignment(DType dtype);
 
@@ -16,12 +18,12 @@ std::size_t require_elements(DType dtype, const void* data, std::size_t nbytes);
 
 // Every dst[j][i] = ((src[0][i] op src[1][i]) op src[2][i] ...) / divisor, computed once.
 //
-// Integers wrap, and are divided truncating toward zero. bool: sum and max are "or", product and
-// min are "and". NaN wins in min and max. 16-bit floats are reduced and divided in float32 and
-// rounded once. The bits of an element depend on the bits of its sources alone, not on the
-// instruction set, nor on where a range begins and ends: a NaN that was computed is always the same
-// one. n_dst, n_src and divisor are at least 1. Throws std::invalid_argument where op or divisor
-// mean nothing for dtype.
+// Integers wrap, but not in an average, where divisor is n_src or more; quotients are truncated
+// toward zero. bool: sum and max are "or", product and min are "and". NaN wins in min and max.
+// 16-bit floats are reduced and divided in float32 and rounded once. The bits of an element depend
+// on the bits of its sources alone, not on the instruction set, nor on where a range begins and
+// ends: a NaN that was computed is always the same one. n_dst, n_src and divisor are at least 1.
+// Throws std::invalid_argument where op or divisor mean nothing for dtype.
 void reduce_many(Op op, DType dtype, void* const* dst, std::size_t n_dst, const void* const* src,
                  std::size_t n_src, std::size_t count, std::size_t divisor);
 
@@ -32,8 +34,8 @@ void combine(Op op, DType dtype, void* dst, const void* src, std::size_t count);
 // data[i] /= divisor; integers truncate toward zero. divisor > 0. Not for bool and 16-bit floats.
 void divide(DType dtype, void* data, std::size_t count, std::size_t divisor);
 
-// reduce_many() of 16-bit floats to one destination.
-void combine_rounded(Op op, DType dtype, void* out, const void* const* sources,
+// reduce_many() to one destination.
+void combine_at_once(Op op, DType dtype, void* out, const void* const* sources,
                      std::size_t n_sources, std::size_t count, std::size_t divisor);
 
 }  // namespace ringcomm

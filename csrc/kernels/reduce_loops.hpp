@@ -127,5 +127,47 @@ void reduce_range(const Job& job) {
   }
 }
 
+// A type that holds the sum of up to kMostAveraged integers of type T. Floats and doubles are added
+// and divided many at a time: the sum is exact, and so is the truncated quotient, see dividend().
+__extension__ using Int128 = __int128;
+template <class T>
+using SumOf = std::conditional_t<sizeof(T) == 1, float,
+                                 std::conditional_t<sizeof(T) <= 4, double, Int128>>;
+
+template <class T>
+T quotient(SumOf<T> sum, SumOf<T> by) {
+  using Integer = std::conditional_t<std::is_same_v<T, std::uint32_t>, std::int64_t, std::int32_t>;
+  if constexpr (sizeof(T) <= 4) {
+    return static_cast<T>(static_cast<Integer>(sum / by));
+  } else {
+    const auto narrow = static_cast<std::int64_t>(sum);  // a division of 128 bits is a call
+    if (narrow == sum) return static_cast<T>(narrow / static_cast<std::int64_t>(by));
+    return static_cast<T>(sum / by);
+  }
+}
+
+// dst[*][i] = (src[0][i] + src[1][i] + ...) / divisor, of integers: the sum does not wrap. The
+// divisor is at least the number of sources.
+template <class T>
+void average_range(const Job& job) {
+  using Sum = SumOf<T>;
+  constexpr std::size_t kBlock = kBlockBytes / sizeof(Sum);
+  const auto by = static_cast<Sum>(job.divisor);
+  Sum sums[kBlock];
+  std::size_t n = 0;
+  for (std::size_t start = 0; start < job.count; start += n) {
+    n = std::min(kBlock, job.count - start);
+    const T* const first = at<T>(job.src[0], start);
+    for (std::size_t i = 0; i < n; ++i) sums[i] = static_cast<Sum>(first[i]);
+    for (std::size_t k = 1; k < job.n_src; ++k) {
+      const T* const next = at<T>(job.src[k], start);
+      for (std::size_t i = 0; i < n; ++i) sums[i] += static_cast<Sum>(next[i]);
+    }
+    T* const out = at<T>(job.dst[0], start);
+    for (std::size_t i = 0; i < n; ++i) out[i] = quotient<T>(sums[i], by);
+    copy_on<T>(job, 1, start, n);
+  }
+}
+
 }  // namespace
 }  // namespace ringcomm

@@ -190,11 +190,11 @@ bool Run::carry_out(const Combine& combine) {
   return true;
 }
 
-bool Run::carry_out(const CombineRounded& combine) {
+bool Run::carry_out(const CombineAtOnce& combine) {
   std::vector<const void*> sources;
   sources.reserve(combine.sources.size());
   for (const Span& source : combine.sources) sources.push_back(workspace_->at(source));
-  ringcomm::combine_rounded(combine.op, combine.dtype, workspace_->at(combine.out), sources.data(),
+  ringcomm::combine_at_once(combine.op, combine.dtype, workspace_->at(combine.out), sources.data(),
                             sources.size(), combine.out.nbytes / itemsize(combine.dtype),
                             combine.divisor);
   return true;

@@ -111,7 +111,7 @@ class Run final : public Program {
   bool carry_out(const Start& start);
   bool carry_out(const Wait& wait);
   bool carry_out(const Combine& combine);
-  bool carry_out(const CombineRounded& combine);
+  bool carry_out(const CombineAtOnce& combine);
   bool carry_out(const Divide& divide);
   bool carry_out(const Copy& copy);
   void note_move() { moves_.fetch_add(1, std::memory_order_release); }

@@ -40,14 +40,14 @@ void Schedule::combine(Span total, Span x, DType dtype, Op op) {
   if (total.nbytes > 0) actions_.emplace_back(Combine{total, x, dtype, op});
 }
 
-void Schedule::combine_rounded(Span out, std::vector<Span> sources, DType dtype, Op op,
+void Schedule::combine_at_once(Span out, std::vector<Span> sources, DType dtype, Op op,
                                std::size_t divisor) {
   for (const Span& source : sources)
     if (count(source, dtype) != count(out, dtype))
       throw std::invalid_argument("spans differ in size");
   if (divisor == 0) throw std::invalid_argument("divisor is 0");
   if (out.nbytes > 0)
-    actions_.emplace_back(CombineRounded{out, std::move(sources), dtype, op, divisor});
+    actions_.emplace_back(CombineAtOnce{out, std::move(sources), dtype, op, divisor});
 }
 
 void Schedule::divide(Span total, DType dtype, std::size_t divisor) {

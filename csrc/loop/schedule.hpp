@@ -30,7 +30,7 @@ struct Combine {
   DType dtype;
   Op op;
 };
-struct CombineRounded {
+struct CombineAtOnce {
   static constexpr const char* kPhase = "reduce";
   Span out;
   std::vector<Span> sources;
@@ -48,7 +48,7 @@ struct Copy {
   static constexpr const char* kPhase = "copy";
   Span out, x;
 };
-using Action = std::variant<Start, Wait, Combine, CombineRounded, Divide, Copy>;
+using Action = std::variant<Start, Wait, Combine, CombineAtOnce, Divide, Copy>;
 
 struct MessageSpec {
   bool is_receive;
@@ -67,7 +67,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   std::size_t receive(Span out, int peer);
   void wait(std::vector<std::size_t> messages);
   void combine(Span total, Span x, DType dtype, Op op);
-  void combine_rounded(Span out, std::vector<Span> sources, DType dtype, Op op,
+  void combine_at_once(Span out, std::vector<Span> sources, DType dtype, Op op,
                        std::size_t divisor);
   void divide(Span total, DType dtype, std::size_t divisor);
   void copy(Span out, Span x);

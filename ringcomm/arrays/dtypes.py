@@ -19,6 +19,11 @@ class DType:
         return self.name in ("float16", "bfloat16")
 
     @property
+    def is_integer(self) -> bool:
+        """True for signed and unsigned integers."""
+        return "int" in self.name
+
+    @property
     def is_complex(self) -> bool:
         """True for complex64 and complex128."""
         return self.name.startswith("complex")

@@ -11,9 +11,10 @@ from ringcomm.arrays.dtypes import DType
 class Op(Enum):
     """A reduction operator: combines the values of all ranks into one.
 
-    SUM and PRODUCT of integers wrap. AVERAGE is the sum divided by the number of ranks; for
-    integers it is truncated toward zero. For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
-    MIN and MAX return NaN if a value is NaN. 16-bit floats are reduced in float32 and rounded once.
+    SUM and PRODUCT of integers wrap. AVERAGE is the sum divided by the number of ranks; that of
+    integers does not wrap, and is truncated toward zero. For bool, SUM and MAX are "or", PRODUCT
+    and MIN are "and". MIN and MAX return NaN if a value is NaN. 16-bit floats are reduced in
+    float32 and rounded once.
     """
 
     SUM = "sum"
@@ -38,6 +39,14 @@ class Op(Enum):
     def divisor(self, size: int) -> int:
         """Return the number by which the sum of `size` ranks' values is divided."""
         return size if self is Op.AVERAGE else 1
+
+    def is_at_once(self, dtype: DType) -> bool:
+        """Return True if all ranks' values of an element must be combined in one step.
+
+        A partial result has more bits than the dtype: 16-bit floats would be rounded at each step,
+        and the sum of an average of integers would wrap.
+        """
+        return dtype.is_16bit_float or (self is Op.AVERAGE and dtype.is_integer)
 
     def require(self, dtype: DType) -> None:
         """Raise TypeError if this operator has no meaning for `dtype`."""
@@ -90,13 +99,3 @@ class ReductionOptions(NamedTuple):
             raise TypeError(
                 f"{self.factors} has no meaning for bool: cast, or leave the factors out"
             )
-
-    def carried_out(self, dtype: DType, size: int) -> tuple[Op, float]:
-        """Return the operator that the ranks use, and the factor by which they scale its result.
-
-        The scaled average of integers becomes sum * (factor / size), which is rounded only once.
-        """
-        is_integer = not (dtype.is_float or dtype.is_complex)
-        if self.op is AVERAGE and is_integer and self.postscale != 1.0:
-            return SUM, self.postscale / size
-        return self.op, self.postscale

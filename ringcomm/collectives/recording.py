@@ -195,6 +195,6 @@ class _Recorder(Performer):
     def divide(self, total: Flat, divisor: int) -> None:
         self._schedule.divide(_span(total), total.dtype.kernel, divisor)
 
-    def combine_rounded(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
+    def combine_at_once(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
         spans = [_span(source) for source in sources]
-        self._schedule.combine_rounded(_span(out), spans, out.dtype.kernel, op.kernel, divisor)
+        self._schedule.combine_at_once(_span(out), spans, out.dtype.kernel, op.kernel, divisor)

@@ -17,6 +17,7 @@ from typing import Final, Literal, NamedTuple
 from ringcomm.arrays.dtypes import DTYPES, DType
 from ringcomm.collectives.measured_times import Table
 from ringcomm.collectives.message_patterns import WIRE_SEGMENT_NBYTES, circulant_hops, segment_count
+from ringcomm.collectives.operators import SUM, Op
 from ringcomm.collectives.ranks_by_host import describe, host_order, hosts
 
 
@@ -30,6 +31,7 @@ class Case:
     nodes: tuple[int, ...]  # for each rank of the group, a number that identifies its host
     is_deterministic: bool = False  # elements are reduced in rank order
     shares_memory: bool = False  # all ranks of the group map each other's memory
+    op: Op = SUM
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,11 @@ def _unfit(algorithm: str, case: Case) -> str:
     adds_on_the_way = case.collective != "allgather" and algorithm not in ("node", "direct")
     is_hierarchical = algorithm == "hierarchical"
     n_ranks = [len(host) for host in hosts(case.nodes)]
+    harm = f"round {case.dtype}" if case.dtype.is_16bit_float else f"divide {case.dtype}"
     reasons = {
         "not all ranks share one node's memory": algorithm == "node" and not case.shares_memory,
-        f"it would round {case.dtype} at every rank, not once at the end": (
-            adds_on_the_way and case.dtype.is_16bit_float
+        f"it would {harm} at every rank, not once at the end": (
+            adds_on_the_way and case.op.is_at_once(case.dtype)
         ),
         "it does not reduce in rank order": adds_on_the_way and case.is_deterministic,
         "it is for allreduce alone": is_hierarchical and case.collective != "allreduce",

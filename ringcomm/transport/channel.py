@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from ringcomm._core import NodeStep, Schedule, WireFault, combine, combine_rounded, divide
+from ringcomm._core import NodeStep, Schedule, WireFault, combine, combine_at_once, divide
 from ringcomm.arrays.base import Bytes, Flat
 from ringcomm.transport.base import ANY_SOURCE, Request, Transport
 from ringcomm.transport.control_header import Kind
@@ -231,10 +231,10 @@ class Channel(Performer):
         with self.phase("reduce"):
             divide(total.bytes, divisor, total.dtype.kernel)
 
-    def combine_rounded(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
+    def combine_at_once(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
         raw = [source.bytes for source in sources]
         with self.phase("reduce"):
-            combine_rounded(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
+            combine_at_once(out.bytes, raw, out.dtype.kernel, op.kernel, divisor)
 
     def tell(self, dest: int, kind: Kind, text: str = "", **fields: Any) -> None:
         """Send a control message to a rank of the group."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol, Self
 
 from ringcomm.arrays.base import Bytes, Flat
+from ringcomm.arrays.dtypes import DType
 from ringcomm.transport.base import Request
 
 
@@ -25,6 +26,10 @@ class Reduction(Protocol):
 
     def divisor(self, size: int) -> int:
         """Return the divisor of the combined values of `size` ranks; 1 for all but an average."""
+        ...
+
+    def is_at_once(self, dtype: DType) -> bool:
+        """Return True if all ranks' values of an element must be combined in one step."""
         ...
 
 
@@ -74,15 +79,15 @@ class Performer(ABC):
 
     @abstractmethod
     def combine(self, total: Flat, x: Flat, op: Reduction) -> None:
-        """Set total to total op x, element by element. Not for 16-bit floats."""
+        """Set total to total op x, element by element. Not if op.is_at_once(dtype)."""
 
     @abstractmethod
     def divide(self, total: Flat, divisor: int) -> None:
-        """Divide each element; integers truncate toward zero. Not for 16-bit floats."""
+        """Divide each element. Not for 16-bit floats."""
 
     @abstractmethod
-    def combine_rounded(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
-        """Set out to ((sources[0] op sources[1]) op ...) / divisor, in float32, rounded once."""
+    def combine_at_once(self, out: Flat, sources: list[Flat], op: Reduction, divisor: int) -> None:
+        """Set out to ((sources[0] op sources[1]) op ...) / divisor, rounded once."""
 
     async def exchange(self, data: Bytes, dest: int, out: Bytes, source: int) -> None:
         """Send to one rank while receiving from another; return when both are done."""
@@ -99,8 +104,8 @@ class Performer(ABC):
         Combines them in the order of the list, so the bits do not depend on the size of the
         buffers. Overwrites sources[0].
         """
-        if out.dtype.is_16bit_float:
-            self.combine_rounded(out, sources, op, op.divisor(len(sources)))
+        if op.is_at_once(out.dtype):
+            self.combine_at_once(out, sources, op, op.divisor(len(sources)))
             return
         total = sources[0]
         for source in sources[1:]:

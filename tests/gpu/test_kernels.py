@@ -128,7 +128,7 @@ DIVISIONS = [
 
 
 @pytest.mark.parametrize(("dtype", "n"), at_length(EVERY_DIVISION, DIVISIONS), ids=str)
-@pytest.mark.parametrize("divisor", [2, 3, 1024, 70_001, 2**40])
+@pytest.mark.parametrize("divisor", [2, 3, 1024, 70_001, 2**32 - 1])
 def test_quotients_have_the_bits_of_the_cpu(dtype, n, divisor):
     check_reduce(SUM, dtype, n, 1003, "shifted alike", divisor=divisor)
 

@@ -76,6 +76,39 @@ def test_average_of_integers_truncates_toward_zero(size, dtype):
     assert all(np.array_equal(r, expected) for r in results)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint64", "int64"])
+@pytest.mark.parametrize("forced", ["auto", "ring", "hierarchical"])
+@pytest.mark.usefixtures("wire")
+def test_averages_of_integers_do_not_wrap(dtype, forced, monkeypatch):
+    monkeypatch.setenv("RINGCOMM_ALGORITHM", forced)
+    info, size = np.iinfo(dtype), 3
+    tops = [[info.max - 20 * r - k for k in range(15)] for r in range(size)]
+    low = [each - info.max + 60 for top in tops for each in top[::-1]]
+    lows = [low[15 * r : 15 * r + 15] for r in range(size)]
+    rows = np.array([[*t, *b, *[info.min] * 3] for t, b in zip(tops, lows, strict=True)], dtype)
+    exact = [sum(column) for column in zip(*rows.tolist(), strict=True)]
+    expected = [abs(each) // size * (1 if each >= 0 else -1) for each in exact]
+    n = len(expected) // size  # elements of each rank
+
+    def body(rank):
+        x = rows[rank]
+        whole = [
+            rc.allreduce(x, rc.AVERAGE),
+            rc.allreduce_(x.copy(), rc.AVERAGE),
+            rc.allreduce_async(x, rc.AVERAGE, name="a").wait(),
+            np.concatenate(rc.grouped_allreduce([x[:5], x[5:]], rc.AVERAGE)),
+            rc.allreduce(x, rc.AVERAGE, deterministic=True),
+        ]
+        at_root = rc.reduce(x, rc.AVERAGE, 0)
+        if rank == 0:
+            whole.append(at_root)
+        return [each.tolist() for each in whole], rc.reduce_scatter(x, rc.AVERAGE).tolist()
+
+    for rank, (whole, part) in enumerate(run_ranks(size, body)):
+        assert all(each == expected for each in whole)
+        assert part == expected[rank * n : (rank + 1) * n]
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_integer_sums_wrap(dtype):
     top = np.iinfo(dtype).max

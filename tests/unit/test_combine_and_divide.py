@@ -153,7 +153,7 @@ def test_codes_are_checked_wherever_they_come_in(dtype, op, message):
     calls = [
         lambda: _core.combine(out, x, dtype, op),
         lambda: _core.reduce_many([out], [x, x], dtype, op, 1),
-        lambda: _core.combine_rounded(out, [x], dtype, op, 1),
+        lambda: _core.combine_at_once(out, [x], dtype, op, 1),
         lambda: _core.Schedule([8, 8]).combine((0, 0, 8), (1, 0, 8), dtype, op),
     ]
     for call in calls:

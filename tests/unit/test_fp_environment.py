@@ -85,7 +85,7 @@ def test_16_bit_floats_round_to_nearest_and_keep_subnormal_numbers(bits, dtype):
         narrow = np.empty(4000, np.uint8)
         _core.convert(narrow, values.view(np.uint8), number.kernel, wide.kernel)
         total = np.empty(4000, np.uint8)
-        _core.combine_rounded(total, [narrow, narrow], number.kernel, rc.SUM.kernel, 3)
+        _core.combine_at_once(total, [narrow, narrow], number.kernel, rc.SUM.kernel, 3)
         back = np.empty(8000, np.uint8)
         _core.convert(back, narrow, wide.kernel, number.kernel)
         return [narrow.tobytes(), total.tobytes(), back.tobytes()]

@@ -59,13 +59,15 @@ def expected_of(op, rows, divisor=1):
     is_half = rows[0].dtype.name in HALVES
     combine = complex_product if op is PRODUCT and rows[0].dtype.kind == "c" else NUMPY[op]
     with np.errstate(all="ignore"):
+        if divisor != 1 and rows[0].dtype.kind in "iu":
+            is_average = divisor >= len(rows)  # its sum does not wrap
+            total = sum(row.astype(object) if is_average else row for row in rows)
+            quotient = np.abs(total.astype(object)) // divisor
+            return np.where(total < 0, -quotient, quotient).astype(rows[0].dtype)
         total = rows[0].astype(np.float32) if is_half else rows[0].copy()
         for row in rows[1:]:
             total = combine(total, row.astype(total.dtype))
-        if divisor != 1 and total.dtype.kind in "iu":
-            quotient = np.abs(total.astype(object)) // divisor
-            total = np.where(total < 0, -quotient, quotient).astype(total.dtype)
-        elif divisor != 1:
+        if divisor != 1:
             reals = total.view(total.real.dtype)
             reals /= reals.dtype.type(divisor)
         return total.astype(rows[0].dtype)
@@ -137,6 +139,19 @@ def test_the_sum_is_divided(name, n_src, divisor):
     assert len({bits(dst) for dst in dsts}) == 1
 
 
+@pytest.mark.parametrize("name", [n for n in DTYPES if "int" in n])
+@pytest.mark.parametrize("n_src", [2, 3, 64, 1000])
+def test_averages_at_both_ends_of_the_range_are_exact(name, n_src):
+    info = np.iinfo(name)
+    ends = np.array([info.min, info.min + 1, info.max - 1, info.max], name)
+    which = np.random.default_rng(n_src).integers(0, 4, (n_src, 301))
+    which[:, :4] = np.arange(4)  # all ranks at the same end
+    rows = [*ends[which]]
+    means = reduced(SUM, rows, n_src)
+    assert_same(means, expected_of(SUM, rows, n_src))
+    assert means[:4].tolist() == ends.tolist()
+
+
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16"])
 @pytest.mark.parametrize("divisor", [1, 3, 7, 127, 181, 255, 256, 32767, 65535])
 def test_every_small_integer_divides_toward_zero(name, divisor):
@@ -178,14 +193,12 @@ def test_midpoints_and_their_neighbours_round_to_even(name):
         assert_same(reduced(SUM, rows), expected_of(SUM, rows))
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_combine_rounded_is_the_same_for_one_destination(name):
+@pytest.mark.parametrize("name", [*HALVES, "uint8", "int64"])
+def test_combine_at_once_is_the_same_for_one_destination(name):
     rows = sources(name, 1004, 3)
     out, raw = np.empty_like(rows[0]), [row.view(np.uint8) for row in rows]
-    _core.combine_rounded(out.view(np.uint8), raw, DTYPES[name].kernel, SUM.kernel, 3)
+    _core.combine_at_once(out.view(np.uint8), raw, DTYPES[name].kernel, SUM.kernel, 3)
     assert bits(out) == bits(reduced(SUM, rows, 3))
-    with pytest.raises(ValueError, match="float16 and bfloat16 only"):
-        _core.combine_rounded(raw[0].copy(), raw, DTYPES["float32"].kernel, SUM.kernel, 3)
 
 
 def test_sum_is_in_the_order_of_the_sources():

@@ -76,7 +76,7 @@ def test_integers_are_truncated_before_the_sum_and_once_after_it(size):
         return reduced(np.array([3, -3, 7]), rc.AVERAGE, 0.5, 1.5).tolist()
 
     before = [1, -1, 3]  # 1.5, -1.5 and 3.5, truncated
-    expected = [int(n * size * (1.5 / size)) for n in before]
+    expected = [int(n * 1.5) for n in before]
     assert run_ranks(size, body) == [expected] * size
 
 

@@ -54,17 +54,15 @@ class Explanation:
 
     Attributes:
         case: the collective, and the facts on which the choice depends.
-        op: the operator.
         choice: the algorithm, the times of all that fit, and why the others do not fit.
     """
 
     case: Case
-    op: Op
     choice: Choice
 
     def __str__(self) -> str:
         case, choice = self.case, self.choice
-        how = f" {self.op}" if case.collective != "allgather" else ""
+        how = f" {case.op}" if case.collective != "allgather" else ""
         how += ", deterministic" if case.is_deterministic else ""
         lines = [
             f"{case.collective} of {bytes_text(case.nbytes)} {case.dtype}{how} on "
@@ -125,8 +123,8 @@ def explain(
     if for_gpu:
         return _explain_gpu(current, group)
     nodes = group.ranks.nodes
-    case = Case(collective, nbytes, known, nodes, deterministic, group.shares_memory)
-    return Explanation(case, op, current.selection.choice(case))
+    case = Case(collective, nbytes, known, nodes, deterministic, group.shares_memory, op)
+    return Explanation(case, current.selection.choice(case))
 
 
 def _explain_gpu(current: EngineContext, group: Group) -> GpuExplanation:

@@ -8,10 +8,12 @@ from typing import Any, Final
 from ringcomm.arrays.base import Flat
 from ringcomm.collectives.algorithms import circulant, direct, hierarchical, node, ring, segmented
 from ringcomm.collectives.measured_times import Table
+from ringcomm.collectives.operators import ReductionOptions
 from ringcomm.collectives.select_algorithm import Case, Choice, choose
 from ringcomm.config import Settings
 from ringcomm.transport.channel import Channel
 
+_NONE: Final = ReductionOptions()
 _log = logging.getLogger("ringcomm")
 
 MODULES: Final[dict[str, Any]] = {
@@ -39,13 +41,22 @@ class Selection:
         return choose(case, self.forced.get(case.collective), self.table)
 
     def algorithm(
-        self, collective: str, x: Flat, t: Channel, *, is_deterministic: bool = False
+        self, collective: str, x: Flat, t: Channel, options: ReductionOptions = _NONE
     ) -> Any:
-        """Return the module of the algorithm for a collective on `x` among the ranks of t."""
+        """Return the module of the algorithm for a collective on `x` among the ranks of t.
+
+        `options` are those of a reduction.
+        """
         if t.meeting is not None and collective not in self.forced:
             return node
         case = Case(
-            collective, x.bytes.nbytes, x.dtype, t.nodes, is_deterministic, t.meeting is not None
+            collective,
+            x.bytes.nbytes,
+            x.dtype,
+            t.nodes,
+            options.deterministic,
+            t.meeting is not None,
+            options.op,
         )
         choice = self.choice(case)
         if choice.overruled and t.rank == 0:

@@ -53,19 +53,18 @@ class Allreduce(Reduction):
         else:
             work, flat = self.working_copy()
             source = flat
-        op, factor = options.carried_out(flat.dtype, group.size)
         choose = group.engine.selection.algorithm
 
         def finish(t: Channel | None = None) -> Any:
-            scale(flat, factor)
+            scale(flat, options.postscale)
             return written(x, work, adapter, t) if self.in_place else work
 
         async def run(t: Channel) -> Any:
             if source is not flat:
                 t.copy(flat, source)
-            algorithm = choose("allreduce", flat, t, is_deterministic=options.deterministic)
-            await perform(algorithm.allreduce_, t, flat, op=op)
+            algorithm = choose("allreduce", flat, t, options)
+            await perform(algorithm.allreduce_, t, flat, op=options.op)
             return finish(t)
 
-        step = reduction_in_node(source, flat.bytes, op, group)
+        step = reduction_in_node(source, flat.bytes, options.op, group)
         return Plan(self.call, flat.bytes.nbytes, run, step, finish)

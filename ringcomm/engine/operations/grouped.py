@@ -92,10 +92,9 @@ class GroupedAllreduce(GroupedOperation):
                 if len(parts) > 1:
                     with t.phase("copy"):
                         fused = Flat(np.concatenate([part.bytes for part in parts]), fused.dtype)
-                algorithm = choose("allreduce", fused, t, is_deterministic=options.deterministic)
-                op, factor = options.carried_out(fused.dtype, group.size)
-                await perform(algorithm.allreduce_, t, fused, op=op)
-                scale(fused, factor)
+                algorithm = choose("allreduce", fused, t, options)
+                await perform(algorithm.allreduce_, t, fused, op=options.op)
+                scale(fused, options.postscale)
                 if len(parts) > 1:
                     places = consecutive([part.count for part in parts])
                     with t.phase("copy"):

@@ -135,7 +135,7 @@ def plan_reduce_scatter_into(
     async def run(t: Channel) -> A:
         flat = source.like(source.count)
         t.copy(flat, source)
-        algorithm = choose("reduce_scatter", flat, t, is_deterministic=options.deterministic)
+        algorithm = choose("reduce_scatter", flat, t, options)
         own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
         t.copy(result, own)
         return finish()

@@ -59,7 +59,7 @@ class Reduce(Reduction):
 
         async def run(t: Channel) -> Any:
             out = flat if is_root else None
-            algorithm = choose("reduce_scatter", flat, t, is_deterministic=options.deterministic)
+            algorithm = choose("reduce_scatter", flat, t, options)
             if algorithm is node:
                 await node.reduce(flat, out, root, t, options.op)
             else:

@@ -64,11 +64,10 @@ class ReduceScatter(Reduction):
         parts, mine = rows_by_rank(shape, group)
         out: Any = x[mine] if in_place else adapter.empty(x, (mine.stop - mine.start, *shape[1:]))
         target = adapter.flat(out)
-        op, factor = options.carried_out(source.dtype, group.size)
         choose = group.engine.selection.algorithm
 
         def finish(t: Channel | None = None) -> Any:
-            scale(target, factor)
+            scale(target, options.postscale)
             if in_place:
                 written(x, work, adapter, t)
             return out
@@ -78,11 +77,11 @@ class ReduceScatter(Reduction):
             if is_borrowed:
                 flat = source.like(source.count)
                 t.copy(flat, source)
-            algorithm = choose("reduce_scatter", flat, t, is_deterministic=options.deterministic)
-            own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=op)
+            algorithm = choose("reduce_scatter", flat, t, options)
+            own = await perform(algorithm.reduce_scatter_, t, flat, parts, op=options.op)
             if not in_place:
                 t.copy(target, own)
             return finish(t)
 
-        step = reduction_in_node(source, target.bytes, op, group, parts)
+        step = reduction_in_node(source, target.bytes, options.op, group, parts)
         return Plan(self.call, source.bytes.nbytes, run, step, finish)

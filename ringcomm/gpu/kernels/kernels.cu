@@ -27,7 +27,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// The values of RC_TYPE and RC_TARGET: a dtype's name and _t.
+// The values of RC_TYPE and RC_TARGET: a dtype's name and _t, or Averaged<> of an integer's.
 struct float16_t {
   u16 bits;
 };
@@ -47,6 +47,17 @@ using uint64_t = u64;
 using bool_t = u8;
 using complex64_t = Complex<float>;
 using complex128_t = Complex<double>;
+
+// An integer of which the average is computed: the sum has more bits, and does not wrap.
+template <class T>
+struct Averaged {
+  T value;
+};
+// A sum of integers of 64 bits, in two's complement.
+struct Sum128 {
+  u64 low;
+  i64 high;
+};
 
 template <class T>
 constexpr bool kIsFloat = false;
@@ -105,6 +116,13 @@ RC_INLINE float widen(float16_t x) { return widen_float16(x.bits); }
 RC_INLINE float widen(bfloat16_t x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 
 template <class T>
+RC_INLINE i64 widen(Averaged<T> x) {
+  return x.value;
+}
+RC_INLINE Sum128 widen(Averaged<i64> x) { return {static_cast<u64>(x.value), x.value < 0 ? -1 : 0}; }
+RC_INLINE Sum128 widen(Averaged<u64> x) { return {x.value, 0}; }
+
+template <class T>
 using Wide = decltype(widen(T()));
 
 // Converts a computed number to an element: rounds once, and makes a NaN canonical.
@@ -123,6 +141,12 @@ struct To<bfloat16_t> {
   static RC_INLINE bfloat16_t from(float x) {
     return {static_cast<u16>(x != x ? 0x7fc0u : narrow_bfloat16(x))};
   }
+};
+
+template <class T>
+struct To<Averaged<T>> {
+  static RC_INLINE Averaged<T> from(i64 x) { return {static_cast<T>(x)}; }
+  static RC_INLINE Averaged<T> from(Sum128 x) { return {static_cast<T>(x.low)}; }
 };
 
 // --- memory --------------------------------------------------------------------------------------
@@ -252,6 +276,10 @@ struct Sum {
   static RC_INLINE Complex<T> of(Complex<T> a, Complex<T> b) {
     return {a.re + b.re, a.im + b.im};
   }
+  static RC_INLINE Sum128 of(Sum128 a, Sum128 b) {
+    const u64 low = a.low + b.low;
+    return {low, a.high + b.high + (low < a.low)};
+  }
 };
 
 struct Product {
@@ -329,6 +357,23 @@ struct Division {
     if (divisor == 1) return x;
     if constexpr (sizeof(T) == 8) return x / static_cast<T>(divisor);
     else return static_cast<T>(static_cast<i64>(x) / divisor);
+  }
+};
+
+template <>
+struct Division<Sum128> {
+  u64 divisor;  // less than 2^32; the quotient has 64 bits
+
+  explicit RC_INLINE Division(i64 by) : divisor(static_cast<u64>(by)) {}
+  RC_INLINE Sum128 of(Sum128 x) const {
+    if (divisor == 1) return x;
+    const bool is_negative = x.high < 0;
+    const u64 low = is_negative ? u64{0} - x.low : x.low;
+    const u64 high = is_negative ? ~static_cast<u64>(x.high) + (x.low == 0) : u64(x.high);
+    const u64 upper = high % divisor << 32 | low >> 32;
+    const u64 lower = upper % divisor << 32 | (low & 0xffffffffu);
+    const u64 quotient = upper / divisor << 32 | lower / divisor;
+    return {is_negative ? u64{0} - quotient : quotient, 0};
   }
 };
 

@@ -35,7 +35,8 @@ _IN_FLIGHT = 8  # kInFlight in kernels.cu
 class ReduceKernel(Kernel):
     """targets[*][i] = round((sources[0][i] op sources[1][i] op ...) / divisor), for all i.
 
-    16-bit floats are combined in float32 and rounded once. The results have the bits of
+    16-bit floats are combined in float32 and rounded once; an average of integers, by as many as
+    there are sources or more, does not wrap. The results have the bits of
     csrc/kernels. A single source is copied, but a 16-bit NaN becomes the canonical NaN, as on the
     CPU. There are at most 496 sources and targets.
     """
@@ -45,19 +46,20 @@ class ReduceKernel(Kernel):
     count: int  # elements of each array
     dtype: DType
     op: Op  # AVERAGE means SUM, with a divisor
-    divisor: int = 1  # 1 for bitwise operators and for bool
+    divisor: int = 1  # below 2^32; 1 for bitwise operators and for bool
 
     def __post_init__(self) -> None:
         self.op.require(self.dtype)
         require_counts(self.sources, self.targets)
-        if self.divisor < 1 or (self.divisor != 1 and not self._gives_numbers):
+        if not 1 <= self.divisor < 1 << 32 or (self.divisor != 1 and not self._gives_numbers):
             raise ValueError(f"{self.op} of {self.dtype} cannot be divided by {self.divisor}")
 
     def _macros(self) -> dict[str, object]:
+        name = f"{self.dtype.name}_t"
         operators = OPERATORS_OF_BOOL if self.dtype.name == "bool" else _OPERATORS
         return {
             "KERNEL": "REDUCE",
-            "TYPE": f"{self.dtype.name}_t",
+            "TYPE": f"Averaged<{name}>" if self._is_average_of_integers else name,
             "OP": operators[self.op],
             "SOURCES": len(self.sources),
             "TARGETS": len(self.targets),
@@ -70,6 +72,11 @@ class ReduceKernel(Kernel):
     def _n_blocks(self) -> int:
         positions = min(4, _IN_FLIGHT // min(_IN_FLIGHT, len(self.sources)))
         return -(-self.count * self.dtype.itemsize // (BLOCK * positions * 16))
+
+    @property
+    def _is_average_of_integers(self) -> bool:
+        is_sum = self.op in (SUM, AVERAGE) and len(self.sources) > 1
+        return is_sum and self.divisor >= len(self.sources) and self.dtype.is_integer
 
     @property
     def _gives_numbers(self) -> bool:

@@ -231,7 +231,7 @@ class NcclTransport:
 def is_native(work: Reduce) -> bool:
     """Return True if NCCL's own reduction gives the results that ringcomm promises."""
     dtype, op = work.dtype, work.op
-    if work.is_deterministic or dtype.is_16bit_float or op not in OPERATORS:
+    if work.is_deterministic or op.is_at_once(dtype) or op not in OPERATORS:
         return False
     if dtype.is_complex:
         return op in (SUM, AVERAGE) and _is_even(work)
