@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -10,11 +12,12 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.errors import ConfigError
-from ringcomm.launched import RANK_PROCESS, RUN_FOLDER, is_on
+from ringcomm.launched import RANK_PROCESS, RUN_FOLDER, is_on, launched_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+_log = logging.getLogger("ringcomm")
 _PREFIX = "RINGCOMM_"
 _PARAMETER = "RINGCOMM_PARAM_"  # of the program; see rc.Params
 PARAMETERS_FILE = "RINGCOMM_PARAMS"
@@ -187,25 +190,33 @@ def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings of `environ` (this process's by default).
 
+    A RINGCOMM_ variable that is not known may be somebody else's: of a Kubernetes service or of a
+    site's module that are called ringcomm. The first rank logs a warning, once.
+
     Raises:
-        ConfigError: a RINGCOMM_ variable is not known, or its value is not valid.
+        ConfigError: a value is not valid, or the name of a variable that is not known differs from
+            a setting's in one or two letters.
     """
     known = {_PREFIX + f.name.upper(): f for f in fields(Settings)}
     values: dict[str, Any] = {}
+    others: list[str] = []
     for variable in environ:
         is_ours = variable.startswith(_PREFIX) and not variable.startswith(_PARAMETER)
         if not is_ours or variable in (RANK_PROCESS, RUN_FOLDER, PARAMETERS_FILE):
             continue
         if variable not in known:
-            import difflib  # for mistakes only
-
-            close = difflib.get_close_matches(variable, known, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise ConfigError(
-                f"{variable} is not a setting of ringcomm.{hint} Known: {', '.join(known)}."
-            )
+            meant = next((name for name in known if _differ_in_two_letters(variable, name)), "")
+            if meant:
+                raise ConfigError(
+                    f"{variable} is not a setting of ringcomm. Did you mean {meant}? Known: "
+                    f"{', '.join(known)}."
+                )
+            others.append(variable)
+            continue
         field, text = known[variable], environ[variable]
         values[field.name] = _value(variable, text, str(field.type))
+    if others and launched_rank(environ) == 0:
+        _warn_of(", ".join(others))
     found = Settings(**values)
     if values.get("ps_servers") == 0:
         raise ConfigError(
@@ -231,6 +242,25 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     return found
 
 
+@functools.cache  # once
+def _warn_of(names: str) -> None:
+    _log.warning(
+        "%s: not settings of ringcomm, which ignores them. Another program's variables may be "
+        "called so; docs/running.md lists the settings",
+        names,
+    )
+
+
+def _differ_in_two_letters(a: str, b: str) -> bool:
+    """Return True if at most two letters are to be put in, left out or replaced."""
+    row = list(range(len(b) + 1))  # the differences of a[:n] from b[:0], b[:1], ...
+    for n, letter in enumerate(a, 1):
+        before, row = row, [n]
+        for k, other in enumerate(b, 1):
+            row.append(min(before[k] + 1, row[k - 1] + 1, before[k - 1] + (letter != other)))
+    return row[-1] <= 2
+
+
 # Horovod's variables that correspond to one of our settings: name -> (setting, factor).
 _HOROVOD = {
     "HOROVOD_FUSION_THRESHOLD": ("fusion_mib", 1 / (1 << 20)),
@@ -244,7 +274,7 @@ def horovod_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return read_settings(), with Horovod's variables where the RINGCOMM_ variable is not set.
 
     Raises:
-        ConfigError: a variable is not known, or its value is not valid.
+        ConfigError: as read_settings(), or a value of Horovod's is not valid.
     """
     found = read_settings(environ)
     changes: dict[str, Any] = {}

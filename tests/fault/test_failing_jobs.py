@@ -67,10 +67,10 @@ def test_an_error_in_init_is_printed_once_though_no_rank_knows_another(tmp_path)
         time.sleep(0.001)
     rc.init()
     """
-    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_CYCEL": "1"})
+    job = run_script(3, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT": "1"})
     assert job.code != 0
     assert job.output.count("Traceback") == 1, job.output
-    assert job.output.count("ConfigError: RINGCOMM_CYCEL is not a setting") == 1
+    assert job.output.count("ConfigError: RINGCOMM_TIMEOUT is not a setting") == 1
 
 
 def test_a_rank_that_ends_early_is_named_as_having_left(tmp_path):

@@ -46,7 +46,19 @@ def test_an_unknown_setting_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"RINGCOMM_TIMOUT_S .*Did you mean RINGCOMM_TIMEOUT_S"):
         config.read_settings({"RINGCOMM_TIMOUT_S": "1"})
     with pytest.raises(ConfigError, match="Known: RINGCOMM_TIMEOUT_S, "):
-        config.read_settings({"RINGCOMM_XYZZY": "1"})
+        config.read_settings({"RINGCOMM_TIMEOUT": "1"})
+
+
+def test_variables_of_others_are_named_once_by_the_first_rank_and_ignored(caplog):
+    others = {"RINGCOMM_PORT": "tcp://10.0.0.17:80", "RINGCOMM_ROOT": "/apps", "RINGCOMM_XYZ": "1"}
+    config._warn_of.cache_clear()
+    for rank in "10":
+        settings = config.read_settings({**others, "OMPI_COMM_WORLD_RANK": rank})
+        assert settings == config.Settings()
+        assert bool(caplog.records) == (rank == "0")
+    config.read_settings(others)
+    [record] = caplog.records
+    assert "RINGCOMM_PORT, RINGCOMM_ROOT, RINGCOMM_XYZ: not settings" in record.getMessage()
 
 
 @pytest.mark.parametrize(
