@@ -176,14 +176,17 @@ def program_parameters(environ: Mapping[str, str] = os.environ) -> tuple[str, di
     return environ.get(PARAMETERS_FILE, ""), values
 
 
-def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of the tables of `ringcomm tune`."""
+def tuning_folder(settings: Settings, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of the tables of `ringcomm tune`; None if this user has no home."""
     from pathlib import Path  # takes 8 ms, which `import ringcomm` saves
 
     if settings.tuning:
         return Path(settings.tuning)
     xdg = environ.get("XDG_CACHE_HOME", "")
-    cache = Path(xdg) if xdg.startswith("/") else Path.home() / ".cache"  # XDG: ignore if relative
+    try:
+        cache = Path(xdg) if xdg.startswith("/") else Path.home() / ".cache"  # XDG: not a relative
+    except RuntimeError:  # HOME is not set, and the user's number has no entry
+        return None
     return cache / "ringcomm" / "tuning"
 
 

@@ -26,6 +26,7 @@ from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.algorithm_choice import MODULES
 from ringcomm.engine.core.call import Call
 from ringcomm.engine.core.plan import Plan
+from ringcomm.errors import ConfigError
 from ringcomm.launch.bench.cases import parse_sizes
 from ringcomm.progress_bar import ProgressBar, progress_bar
 from ringcomm.transport.channel import Channel
@@ -44,11 +45,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"ringcomm tune: {refusal}", file=sys.stderr)
         rc.shutdown()
         return 2
+    current = engine()
+    layout = describe(current.groups.default.ranks.nodes)
+    if problem := rc.broadcast_object(_problem_of_place(layout) if rc.rank() == 0 else ""):
+        if rc.rank() == 0:
+            print(f"ringcomm tune: {problem}", file=sys.stderr)
+        rc.shutdown()
+        return 2
     n_all = len(COLLECTIVES) * len(args.sizes)
     with progress_bar("tune", n_all, shows=rc.rank() == 0) as bar:
         seconds = {collective: dict(_measured(collective, args, bar)) for collective in COLLECTIVES}
-    current = engine()
-    layout = describe(current.groups.default.ranks.nodes)
     if rc.rank() == 0:
         table = Table(layout, current.transport.implementation, __version__, seconds)
         print(_printed(table))
@@ -57,6 +63,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"written to {tuning_files.save(current.settings, table)}", flush=True)
     rc.shutdown()
     return 0
+
+
+def _problem_of_place(layout: str) -> str:
+    """Return why the table cannot be written, before minutes are spent on it; "" if it can."""
+    current = engine()
+    try:
+        tuning_files.require_place(current.settings, layout, current.transport.implementation)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:

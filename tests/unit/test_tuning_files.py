@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ringcomm.config import Settings
 from ringcomm.engine.api import tuning_files
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.lifecycle import meet
+from ringcomm.errors import ConfigError
 from ringcomm.launch import tune
 from ringcomm.transport.channel import Channel
 
@@ -174,3 +176,20 @@ def test_what_is_measured_goes_as_operations_do(collective, monkeypatch):
 
     assert min(run_ranks(3, body, hub=LoopbackHub(3, (0, 1, 2)))) > 0
     assert len(schedules) == 3
+
+
+def test_who_has_no_home_or_may_not_write_there_is_told_the_variable(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert config.tuning_folder(Settings()) is None
+    assert tuning_files.load(Settings(), WIRE) == ""
+    with pytest.raises(ConfigError, match=r"no home: .* Set RINGCOMM_TUNING"):
+        tuning_files.require_place(Settings(), TABLE.layout, TABLE.implementation)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(ConfigError, match=f"cannot write to {blocked}/t: .* Set RINGCOMM_TUNING"):
+        tuning_files.save(in_folder(blocked / "t"), TABLE)
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")

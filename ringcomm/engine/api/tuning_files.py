@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import tempfile
 from pathlib import Path
 
 from ringcomm._version import __version__
@@ -11,6 +13,7 @@ from ringcomm.atomic_files import replacing
 from ringcomm.collectives.measured_times import Table
 from ringcomm.collectives.ranks_by_host import describe
 from ringcomm.config import Settings, tuning_folder
+from ringcomm.errors import ConfigError
 from ringcomm.transport.base import Transport
 
 _log = logging.getLogger("ringcomm")
@@ -20,6 +23,8 @@ def load(settings: Settings, transport: Transport) -> str:
     """Return the text of this topology's table. If it cannot be used, warn and return ""."""
     layout = describe(transport.nodes)
     path = table_path(settings, layout, transport.implementation)
+    if path is None:
+        return ""
     try:
         text = path.read_text()
         problem = _problem(Table.loads(text), layout, transport.implementation)
@@ -48,22 +53,44 @@ def load(settings: Settings, transport: Transport) -> str:
 
 
 def save(settings: Settings, table: Table) -> Path:
-    """Write the table where load() finds it, as a whole or not at all, and return the path."""
-    path = table_path(settings, table.layout, table.implementation)
+    """Write the table where load() finds it, as a whole or not at all, and return the path.
+
+    Raises ConfigError if the folder cannot be written.
+    """
+    path = require_place(settings, table.layout, table.implementation)
     with replacing(path) as file:
         file.write(table.dumps().encode())
     return path
 
 
-def table_path(settings: Settings, layout: str, implementation: str) -> Path:
-    """Return the path of the table for an MPI implementation and a layout of ranks over hosts."""
+def require_place(settings: Settings, layout: str, implementation: str) -> Path:
+    """Return the path of a table. Raises ConfigError if a file cannot be written there."""
+    path = table_path(settings, layout, implementation)
+    advice = "Set RINGCOMM_TUNING to a folder that this user can write"
+    if path is None:
+        raise ConfigError(f"no home: HOME is not set, and user {os.getuid()} has none. {advice}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path.parent}: {error.strerror}. {advice}") from error
+    return path
+
+
+def table_path(settings: Settings, layout: str, implementation: str) -> Path | None:
+    """Return the path of the table for an MPI implementation and a layout of ranks over hosts.
+
+    None if there is no folder for it, because the user has no home.
+    """
     import hashlib  # here, or `import ringcomm` would load OpenSSL, too (5 ms)
 
     key = f"{layout} {implementation}"
     name = re.sub(r"[^a-z0-9.]+", "-", key.lower())
     if len(name) > 100:
         name = f"{name[:80]}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-    return tuning_folder(settings) / f"{name}.json"
+    folder = tuning_folder(settings)
+    return None if folder is None else folder / f"{name}.json"
 
 
 def _problem(table: Table, layout: str, implementation: str) -> str:

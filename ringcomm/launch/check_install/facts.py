@@ -48,6 +48,7 @@ class Facts:
     is_guardian_executable: bool
     cores: int  # number of cores that this process can use
     is_root: bool
+    has_home: bool = True  # HOME is set, or the user has an entry with a home
     allows_root: bool  # ROOT_VARIABLES are set
     settings_error: str = ""  # what is wrong with a RINGCOMM_ variable; "": nothing
     lacks_nccl4py: bool = False  # RINGCOMM_NCCL asks for nccl4py, which is missing

@@ -57,6 +57,7 @@ def gather(environ: Mapping[str, str], *, with_gpu: bool = True) -> Facts:
         is_guardian_executable=guardian is not None and os.access(guardian, os.X_OK),
         cores=min(_cores(os.sched_getaffinity(0)), cgroup_limit()),
         is_root=os.geteuid() == 0,
+        has_home="HOME" in environ or os.path.expanduser("~") != "~",
         allows_root=all(environ.get(name) == "1" for name in ROOT_VARIABLES),
         settings_error=settings_error,
         lacks_nccl4py=lacks_nccl4py,

@@ -90,6 +90,8 @@ def _mpirun(facts: Facts) -> _Verdict:
         return _Verdict("problem", "neither beside Python nor on PATH", _mend_mpi(facts))
     if launcher.kind is None:
         found = f"{launcher.path} does not run ({launcher.error})"
+        if not facts.has_home:  # Open MPI 5 ends with "Failed initializing opal"
+            return _Verdict("problem", f"{found}: HOME is not set", "export HOME=/tmp")
         return _Verdict("problem", found, _mend_mpi(facts))
     found = f"{launcher.kind} ({launcher.path})"
     if facts.mpi.kind is None:
