@@ -13,6 +13,7 @@ from ringcomm.transport.membership.events import (
     EndRun,
     Evict,
     Finish,
+    GiveUp,
     GoneOn,
     Heal,
     Heard,
@@ -22,6 +23,7 @@ from ringcomm.transport.membership.events import (
     Resize,
     Send,
 )
+from ringcomm.transport.membership.eviction import Eviction, eviction
 from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Message
 from ringcomm.transport.membership.view import View
@@ -30,11 +32,12 @@ from ringcomm.transport.membership.view import View
 class Job:
     """Processes that are machines, and messages between them: in order per pair, at any speed.
 
-    The last n_spares of them begin outside.
+    The last n_spares of them begin outside. hosts: the host of each; only there it can be killed.
     """
 
-    def __init__(self, size, n_spares=0):
+    def __init__(self, size, n_spares=0, hosts=None):
         self.size = size
+        self.hosts = hosts or [0] * size
         n_members = size - n_spares
         self.states = [Membership.first(me, size, n_spares) for me in range(size)]
         self.dead = set()
@@ -49,6 +52,7 @@ class Job:
         self.is_working = set(range(n_members))  # in the last view of each
         self.hangs = set()  # those that do nothing, until they are killed
         self.to_kill = set()
+        self.evicted = set()  # (who waits, for whom): told to kill them
 
     def live(self):
         return [r for r in range(self.size) if r not in self.dead]
@@ -85,7 +89,7 @@ class Job:
                     self.went_on[rank].append(other)
                 case KillHere(processes):
                     assert processes <= self.hangs | self.dead, "only those that hang are killed"
-                    self.to_kill |= processes
+                    self.to_kill |= processes & self.near(rank)
         if most_sends is not None:
             self.dead.add(rank)
 
@@ -165,13 +169,34 @@ class Job:
             call, *arguments = moves[0]
             call(*arguments)
 
+    def near(self, rank):
+        return {each for each in range(self.size) if self.hosts[each] == self.hosts[rank]}
+
     def evict(self):
-        """Let who waits for those that hang have them killed; return False if nobody does."""
+        """Let one that waits in vain do what eviction() says; return False if nobody waits.
+
+        Time passes: who may kill at once does so before others, and who must give up comes last.
+        """
+        waits = []
         for rank in self.live():
-            if rank not in self.hangs and (missing := frozenset(self.missing(rank)) - self.dead):
-                self.handle(rank, Evict(missing))
-                return True
-        return False
+            missing = frozenset(self.missing(rank)) - self.dead
+            if rank in self.hangs or not missing:
+                continue
+            state = self.states[rank]
+            here = [m for m in state.view.members if m == rank or m in state.colleagues]
+            may = eviction(missing, here, self.near(rank))
+            if (rank, missing) in self.evicted:
+                may = Eviction.NEVER
+            waits.append((may, rank, missing))
+        if not waits:
+            return False
+        may, rank, missing = min(waits)
+        if may is Eviction.NEVER:
+            self.handle(rank, GiveUp())
+        else:
+            self.evicted.add((rank, missing))
+            self.handle(rank, Evict(missing))
+        return True
 
     def missing(self, rank):
         state = self.states[rank]
@@ -205,8 +230,8 @@ class Training(Job):
     not see a loss before.
     """
 
-    def __init__(self, n_members, n_spares, n_samples, batch_size):
-        super().__init__(n_members + n_spares, n_spares)
+    def __init__(self, n_members, n_spares, n_samples, batch_size, hosts=None):
+        super().__init__(n_members + n_spares, n_spares, hosts)
         self.n_samples, self.batch_size = n_samples, batch_size
         start = {"epoch": 0, "phases": (), "first_size": n_members}
         self.first = Commit(0, start)
@@ -290,12 +315,15 @@ class Training(Job):
         return super().missing(rank)
 
 
-def steps(job, data, *, most=9):
+def steps(job, data, *, most=9, any_may_hang=False):
     """Do a few things that a user or a fault does, and things that follow, in any order.
 
-    most: 9, or more, so that less goes wrong; ranks hang then, too.
+    most: 9, or more, so that less goes wrong; ranks hang then, too, less than half of them unless
+    any_may_hang.
     """
     for _ in range(data.draw(st.integers(0, 90))):
+        if job.hangs.issuperset(job.live()):
+            return
         live = [rank for rank in job.live() if rank not in job.hangs]
         chosen = data.draw(st.integers(0, most))
         rank = live[data.draw(st.integers(0, len(live) - 1))]
@@ -312,7 +340,7 @@ def steps(job, data, *, most=9):
         elif chosen == 3 and job.states[rank].phase is Phase.OUTSIDE:
             n = data.draw(st.none() | st.integers(0, job.size)) if len(live) > 1 else None
             job.handle(rank, Arrive(), n)
-        elif chosen == 10 and 2 * (len(job.hangs - job.dead) + 1) < len(live):
+        elif chosen == 10 and (any_may_hang or 2 * (len(job.hangs - job.dead) + 1) < len(live)):
             job.hangs.add(rank)
         elif moves:
             call, *arguments = moves[data.draw(st.integers(0, len(moves) - 1))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import traceback
 from collections.abc import Callable
 from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
@@ -11,7 +12,7 @@ from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 from ringcomm.elastic.enough_ranks import await_enough_ranks
 from ringcomm.elastic.new_view import tell_listeners
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
-from ringcomm.engine.api.heal import evict, finish_run, heal, is_given_up
+from ringcomm.engine.api.heal import evict, finish_run, heal, is_given_up, kill_who_stays
 from ringcomm.engine.api.init_rank_size import init, shutdown
 from ringcomm.engine.api.outside import request_size, take_place
 from ringcomm.engine.api.world import current, is_outside
@@ -26,7 +27,7 @@ from ringcomm.errors import (
 )
 
 _log = logging.getLogger("ringcomm")
-TOO_FEW: Final = 75  # EX_TEMPFAIL: start the job again to go on
+TOO_FEW: Final = os.EX_TEMPFAIL  # 75: start the job again to go on
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
@@ -146,7 +147,8 @@ def _resume(state: State) -> None:
     state.resume()
     state.on_reset()
     if not has_enough:
-        _save_and_stop(state)
+        _save(state)
+        raise SystemExit(TOO_FEW)
 
 
 def _heal(end: RingcommError, state: State) -> bool:
@@ -159,20 +161,21 @@ def _heal(end: RingcommError, state: State) -> bool:
 
 def _stop_if_given_up(error: Exception, state: State) -> None:
     """If others do not come, go back to the last commit, save a checkpoint, and end with 75."""
-    if not is_given_up(error):
+    if not isinstance(error, CommTimeoutError) or not is_given_up(error):
         return
-    if not state.has_commit:
+    if state.has_commit:
+        _log.error("%s The job ends with a checkpoint: start it again to go on", error)
+        state.restore()
+        _save(state)
+    else:
         _log.error("%s The job ends before its first commit: start it again", error)
-        raise SystemExit(TOO_FEW)
-    _log.error("%s The job ends with a checkpoint: start it again to go on", error)
-    state.restore()
-    _save_and_stop(state)
+    kill_who_stays(error)
+    raise SystemExit(TOO_FEW)
 
 
-def _save_and_stop(state: State) -> NoReturn:
+def _save(state: State) -> None:
     for save in PROGRAM.checkpoints:
         save(state.n_commits)
-    raise SystemExit(TOO_FEW)
 
 
 def _begin_again(state: State, skip_sync: bool) -> None:

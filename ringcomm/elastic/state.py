@@ -33,6 +33,7 @@ class Positioned(Protocol):
 
 
 _TORN = -1  # a commit was interrupted half-way
+_NONE = -2  # this process has no part in the state of the job yet
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -185,12 +186,12 @@ class State(ABC):
 
     def _sync_from_root_if_derived(self) -> None:
         """Make sync() send the values of rank 0, as before the first commit."""
-        if type(self).sync is not State.sync:
-            self.forget_commits()
+        if type(self).sync is not State.sync and self._n_commits != _NONE:
+            self._n_commits, self._is_saved = 0, False
 
     def forget_commits(self) -> None:
         """Forget what was committed: this process has no place, and others go on without it."""
-        self._n_commits, self._is_saved = 0, False
+        self._n_commits, self._is_saved = _NONE, False
 
     def _keep(self) -> None:
         self.replicate(self._n_commits + 1)
@@ -208,7 +209,7 @@ class State(ABC):
         What a rank has received is compared with what the others have; see verify().
 
         Raises:
-            RingcommError: no rank has a whole commit.
+            RingcommError: no rank has a whole commit, or all that had the state are lost.
             MismatchError: the commits differ.
         """
         self._load_file()
@@ -218,6 +219,11 @@ class State(ABC):
         root = all_ranks.index(best)
         n_commits, is_saved = best
         self._require_whole(n_commits)
+        if n_commits == _NONE:
+            raise RingcommError(
+                "elastic: all ranks that had the state of the job are lost, before those that are "
+                "left got it. Start the job again from a checkpoint"
+            )
         if not self._is_saved:
             self.save()
         self.unite([each == best for each in all_ranks])

@@ -191,10 +191,14 @@ class MpiTransport:
         return events
 
     def _stops(self) -> list[Event]:
-        news = [each for each in self.presence.stopped if each.rank not in self._stopped]
-        self._stopped.update(each.rank for each in news)
-        ranks = [self._rank_of[each.rank] for each in news]
-        return [Died(r, each.reason, r) for r, each in zip(ranks, news, strict=True)]
+        """Return as dead the members that have stopped, as the view is to have another size."""
+        membership = self.presence.membership
+        if membership is None or not membership.state.wants_another_size:
+            return []
+        news = set(membership.state.stopped) - self._stopped
+        self._stopped |= news
+        reason = "has stopped, so that ranks can join or leave"
+        return [Died(rank, reason, rank) for rank in sorted(self._rank_of[each] for each in news)]
 
     def park(self, seconds: float) -> None:
         self.presence.parking.sleep(seconds)

@@ -292,6 +292,11 @@ class Presence:
             return ""
         return where_is(self._neighbours[number].page.snapshot())
 
+    @property
+    def near(self) -> frozenset[int]:
+        """The other processes of this node that have not ended, as far as this one knows."""
+        return frozenset(self._neighbours.ranks) - self._ended
+
     def _note_end(self, number: int) -> None:
         self._ended.add(number)
         self._neighbours.unwatch(number)
@@ -305,15 +310,6 @@ class Presence:
         if last_words["end_kind"] == Ending.PEER_FAILED:
             blames = last_words["end_code"]
         self.deaths.append(Died(number, how_it_ended(last_words), blames))
-
-    @property
-    def stopped(self) -> list[Died]:
-        """The members that have stopped, because the view is to have another size."""
-        state = None if self.membership is None else self.membership.state
-        if state is None or not state.wants_another_size:
-            return []
-        reason = "has stopped, so that ranks can join or leave"
-        return [Died(each, reason, each) for each in state.stopped]
 
     def _kill(self, number: int) -> None:
         """Kill a process of this host that hangs."""

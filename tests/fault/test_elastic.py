@@ -260,20 +260,50 @@ MOST_HANG = """
 @rc.elastic.run
 def train(state):
     while state.step < 20:
-        if me != 1 and state.step == 5:
+        if me == 0 and state.step == 2:
+            rc.elastic.request_scale(3)  # so rank 3 is a process without a place, as rank 4 is
+        if me in (0, 2) and state.step == 5:
             os.kill(os.getpid(), signal.SIGSTOP)
         step(state)
 
-train(state)
+rc.on_checkpoint(lambda n: print("saved", n, flush=True))
+try:
+    train(state)
+except SystemExit as end:
+    print(f"rank {me} ends with {end.code}", flush=True)
+    raise
 """
 
 
-@pytest.mark.at_length  # waits for 3 s, and its twin above shows most
-def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job(tmp_path):
-    job = run_elastic(3, MOST_HANG, cwd=tmp_path, RINGCOMM_ELASTIC_HANG_S="2")
+def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_others(tmp_path):
+    limits = {"RINGCOMM_ELASTIC_HANG_S": "2", "RINGCOMM_GRACE_S": "0.5"}
+    job = run_elastic(5, MOST_HANG, cwd=tmp_path, RINGCOMM_SPARES="1", **limits)
     assert "half of its ranks or more do not come" in job.output, job.output
-    assert "The job ends with a checkpoint" in job.output
-    assert "ended - exit 75" in job.output
+    assert job.output.count("saved 5") == 1, job.output
+    for rank in (1, 3, 4):
+        assert f"rank {rank} ends with 75" in job.output, job.output
+    for rank in (0, 2):
+        assert f"rank {rank} at first (host" in job.output, "they are killed, so the job ends"
+
+
+HALF_HANGS = """
+@rc.elastic.run
+def train(state):
+    while state.step < 10:
+        step(state)
+    if me == 0:
+        time.sleep(600)  # after its last operation, until it is killed
+
+train(state)
+print(f"rank {me} is done: {rc.rank()} of {rc.size()}", flush=True)
+"""
+
+
+def test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end(tmp_path):
+    limits = {"RINGCOMM_ELASTIC_HANG_S": "2", "RINGCOMM_GRACE_S": "0.5"}
+    job = run_elastic(2, HALF_HANGS, cwd=tmp_path, **limits)
+    assert "rank 0 at first (host" in job.output, job.output
+    assert "rank 1 is done: 0 of 1" in job.output, job.output
 
 
 GROWS = """

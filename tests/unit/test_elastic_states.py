@@ -88,6 +88,27 @@ def test_if_all_were_interrupted_in_a_commit_the_error_says_what_to_do():
     run_ranks(2, body)
 
 
+def test_who_only_came_does_not_begin_anew_when_all_that_had_the_state_are_lost():
+    def body(_):
+        state = ArrayState(step=0, x=np.zeros(2))
+        state.forget_commits()  # as a spare that gets a place
+        with pytest.raises(rc.RingcommError, match="all ranks that had the state of the job"):
+            state.sync()
+
+    run_ranks(2, body)
+
+
+def test_who_came_before_the_first_commit_gets_the_values_of_a_rank():
+    def body(rank):
+        state = ArrayState(step=rank, x=np.full(2, rank))
+        if rank == 0:
+            state.forget_commits()
+        state.sync()
+        return values_of(state)
+
+    assert run_ranks(2, body) == [(1, [1, 1])] * 2
+
+
 def test_restore_returns_to_the_commit_and_keeps_it():
     for state in both(step=1, x=np.arange(4)):
         state.commit()

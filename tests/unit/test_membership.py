@@ -15,6 +15,7 @@ from ringcomm.transport.membership.events import (
     Arrive,
     Evict,
     Finish,
+    GiveUp,
     Heal,
     Heard,
     KillHere,
@@ -23,6 +24,7 @@ from ringcomm.transport.membership.events import (
     Resize,
     Withdraw,
 )
+from ringcomm.transport.membership.eviction import Eviction, eviction
 from ringcomm.transport.membership.machine import Membership, Phase, handle
 from ringcomm.transport.membership.messages import Kind, Message
 from ringcomm.transport.membership.view import Changes, View
@@ -336,29 +338,102 @@ def test_who_comes_back_has_the_state_of_those_that_stayed_though_it_had_a_step_
     assert [sorted(job.commits[rank].samples) for rank in (0, 2)] == [list(range(30))] * 2
 
 
+NOW, LATER, NEVER = Eviction
+
+
 @pytest.mark.parametrize(
-    ("waiting", "members", "is_enough"),
+    ("missing", "members", "near", "expected"),
     [
-        ({0, 1}, {0, 1, 2}, True),
-        ({2}, {0, 1, 2}, False),
-        ({1, 4}, {1, 4, 5, 7}, True),
-        ({4, 5}, {1, 4, 5, 7}, False),
-        ({1}, {1}, True),
+        ({2}, (0, 1, 2), {0, 1, 2}, NOW),
+        ({0, 1}, (0, 1, 2), {0, 1, 2}, NEVER),
+        ({5, 7}, (1, 4, 5, 7), {1, 4, 5, 7}, NOW),
+        ({5, 7}, (1, 4, 5, 7), {1, 4}, NOW),  # those on the other host do it, if any can
+        ({1, 4}, (1, 4, 5, 7), {1, 4, 5, 7}, LATER),
+        ({1, 4}, (1, 4, 5, 7), {4, 5, 7}, NEVER),  # 1 may live behind a link that is down
+        ({0}, (0, 1), {0, 1}, LATER),
+        ({0}, (7, 0), {0, 7}, NOW),  # process 7 is rank 0
+        ({0}, (0, 1), {1}, NEVER),
+        ({3}, (1,), {1, 3}, NOW),  # a spare
+        ({0, 3}, (0, 1), {0, 1, 3}, LATER),
     ],
 )
-def test_those_that_wait_must_be_more_than_half_or_half_with_the_first(waiting, members, is_enough):
-    assert heal._is_enough(waiting, members) == is_enough
+def test_who_may_have_those_killed_that_do_not_come(missing, members, near, expected):
+    assert eviction(missing, members, near) is expected
+
+
+def test_of_two_parts_that_wait_for_each_other_one_may_kill_at_once():
+    for n in range(2, 7):
+        for bits in range(1, 2**n - 1):
+            part = {rank for rank in range(n) if bits >> rank & 1}
+            rest = set(range(n)) - part
+            near = set(range(n))
+            both = sorted(eviction(other, range(n), near) for other in (part, rest))
+            assert both[0] is NOW
+            assert both[1] is not NOW
+
+
+@settings(max_examples=at_length(3_000, 100), deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), st.booleans(), st.data())
+def test_if_so_many_hang_that_a_rank_gives_up_nobody_goes_on_or_waits(
+    n_members, n_spares, is_on_hosts, data
+):
+    hosts = [rank % 2 for rank in range(n_members + n_spares)] if is_on_hosts else None
+    job = Training(n_members, n_spares, 12, 2, hosts)
+    steps(job, data, most=12, any_may_hang=True)
+    job.finish()
+    well = {rank: job.states[rank] for rank in job.live() if rank not in job.hangs}
+    ended = {rank for rank, state in well.items() if state.phase is Phase.GONE}
+    assert not ended or ended == well.keys(), well
+    if ended:
+        return
+    assert len({state.view for state in well.values() if state.is_member}) <= 1, "one part"
+    for rank, state in well.items():
+        if state.is_member:
+            assert job.over[rank] == 1, state
+        else:  # without a place: nobody has the state, or all that have it hang
+            waits_in_vain = state.is_orphaned or job.hangs.issuperset(state.colleagues)
+            assert state.run or waits_in_vain, (state, job.hangs, job.dead)
+
+
+def test_who_gives_up_ends_the_job_also_for_those_without_a_place_and_for_those_that_wake_up():
+    job = Job(4, 2)
+    for spare in (2, 3):
+        job.handle(spare, Arrive())
+    job.hangs.add(0)
+    job.handle(1, GiveUp())
+    job.queues[1, 3].clear()  # rank 1 ends before all have heard of it
+    job.dead.add(1)
+    job.rest()
+    assert [job.states[rank].phase for rank in (2, 3)] == [Phase.GONE] * 2
+    job.hangs.clear()
+    job.rest()
+    assert job.states[0].phase is Phase.GONE
+
+
+def test_spares_that_do_not_know_each_other_do_not_go_on_when_all_others_have_left_and_ended():
+    job = Job(4, 2)
+    for spare in (2, 3):
+        job.handle(spare, Arrive())
+        job.rest()
+    for rank in (0, 1):
+        job.handle(rank, Leave())
+    job.is_leaving |= {0, 1}
+    job.rest()
+    job.dead |= {0, 1}
+    job.rest()
+    assert not any(job.states[spare].is_member for spare in (2, 3))
+    assert all(job.states[spare].is_job_over for spare in (2, 3))
 
 
 class Clock:
     """A membership for which time passes; handle() is told of who is to be killed."""
 
     def __init__(self, monkeypatch):
-        self.now, self.killed = 0.0, []
+        self.now, self.killed, self.has_given_up = 0.0, [], False
         self.state = Membership.first(0, 4)
         monkeypatch.setattr(heal.time, "monotonic", lambda: self.now)
-        limits = Settings(elastic=True, elastic_hang_s=5.0, stall_warning_s=0.0)
-        self.patience = heal._Patience(None, limits)
+        limits = Settings(elastic=True, elastic_hang_s=5.0, stall_warning_s=0.0, grace_s=3.0)
+        self.patience = heal._Patience(world_of(self.state.view), limits)
 
     def wait(self, seconds, missing):
         self.now += seconds
@@ -372,7 +447,16 @@ class Clock:
         self.patience.check(self)
 
     def handle(self, event):
-        self.killed.append(event.processes)
+        if event == GiveUp():
+            self.has_given_up = True
+        else:
+            self.killed.append(event.processes)
+
+
+def world_of(view):
+    """Return what heal._Patience needs of a world."""
+    presence = SimpleNamespace(near=frozenset(view.members))
+    return SimpleNamespace(transport=SimpleNamespace(view=view), presence=presence)
 
 
 def test_who_heals_waits_anew_for_those_that_are_left_when_another_has_come(monkeypatch):
@@ -389,7 +473,7 @@ def test_a_rank_that_heals_does_not_have_most_of_the_others_killed(monkeypatch):
     clock = Clock(monkeypatch)
     clock.wait(0.0, {1, 2, 3})
     monkeypatch.setattr(heal, "_text_of_wait", lambda *_: "waits")
-    clock.patience._world = SimpleNamespace(transport=SimpleNamespace(view=clock.state.view))
     with pytest.raises(CommTimeoutError, match="waits"):
         clock.wait(6.0, {1, 2, 3})
     assert clock.killed == []
+    assert clock.has_given_up

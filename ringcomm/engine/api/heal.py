@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,12 @@ from ringcomm.transport.membership.events import (
     Cleared,
     Evict,
     Finish,
+    GiveUp,
     Heal,
     Leave,
     Withdraw,
 )
+from ringcomm.transport.membership.eviction import Eviction, eviction
 from ringcomm.transport.membership.machine import Phase
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ringcomm")
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 _ORPHANED_S = 1.0  # messages of a rank that has left in order come in this time
+OTHERS_END = "a rank has waited in vain for others, which may live, so that nobody may go on"
 
 
 def heal(error: RingcommError) -> bool:
@@ -41,7 +44,7 @@ def heal(error: RingcommError) -> bool:
 
     Raises:
         CommTimeoutError: a rank has not come within RINGCOMM_TIMEOUT_S. The others go on without
-            this rank, which must end.
+            this rank, which must end; see is_given_up().
         RingcommError: more ranks are lost than init() has prepared for.
     """
     world, membership = elastic_world()
@@ -82,37 +85,56 @@ def stop_for_another_size() -> None:
 def evict(error: CommTimeoutError) -> bool:
     """Have the ranks killed for which an operation has waited in vain, if the user wants that.
 
-    Return False if not. It takes more than half of the ranks, or half of them and rank 0, so that
-    two parts of a job that wait for each other do not kill each other. See is_given_up().
+    Return False if that is not to be, or may not be (eviction()). In the second case the job ends,
+    or this rank does if others have waited for it; see is_given_up().
     """
     world, membership = elastic_world()
-    view, missing = world.transport.view, set(error.missing)
-    waits_in_vain = world.engine.settings.kills_hanging_ranks and world.engine.state.is_broken
-    everyone = set(range(view.size))
-    is_enough = _is_enough(everyone - missing, everyone)
-    if not (waits_in_vain and missing) or world.transport.rank in missing:
+    view, state = world.transport.view, world.engine.state
+    waits_in_vain = state.is_broken or membership.state.phase is Phase.FINISHING
+    if not (world.engine.settings.kills_hanging_ranks and waits_in_vain and error.missing):
         return False
-    processes = frozenset(view.members[rank] for rank in missing)
-    if not is_enough and _await_end_of_any(world, membership, processes):
+    if world.transport.rank in error.missing:
+        withdraw(world)
+        return False
+    processes = frozenset(view.members[rank] for rank in error.missing)
+    may = eviction(processes, view.members, world.presence.near)
+    if may is not Eviction.NOW and _await_end_of_any(world, membership, processes):
         return True  # some of them only waited for the others, and have had those killed
-    if not is_enough:
+    if may is Eviction.NEVER or membership.state.phase is Phase.GONE:
         _log.error("%s The job ends, because half of its ranks or more do not come.", error)
+        membership.handle(GiveUp())
+        return False
     membership.handle(Evict(processes))
-    return is_enough
+    return True
 
 
 def is_given_up(error: Exception) -> bool:
     """Return True if this rank ends because others do not come, and the user limits such waits.
 
-    No part of the job goes on then: ranks that nobody has killed may live, on a host that cannot be
-    reached, or be half of the job or more.
+    If those others may live, on a host that cannot be reached, or as half of the job or more, no
+    part of the job goes on. If they have waited for this rank, they do.
     """
     world = current()
-    if world is None or world.membership is None:
+    if world is None or world.membership is None or not isinstance(error, CommTimeoutError):
         return False
-    if not isinstance(error, CommTimeoutError) or not error.missing:
-        return False
-    return world.engine.settings.kills_hanging_ranks and world.engine.state.is_broken
+    is_over = world.membership.state.phase is Phase.GONE
+    return world.engine.settings.kills_hanging_ranks and is_over
+
+
+def kill_who_stays(error: CommTimeoutError) -> None:
+    """Return once those of this host have ended for which this rank has waited in vain.
+
+    They have as long as any wait may take. Then they are killed, so that the job ends.
+    """
+    world, membership = elastic_world()
+    members, presence = world.transport.view.members, world.presence
+    awaited = {members[rank] for rank in error.missing}
+    end = time.monotonic() + world.engine.settings.timeout_or_inf
+    while (left := awaited & presence.near) and time.monotonic() < end:
+        presence.look(at_once=True)
+        presence.parking.sleep(_LONGEST_NAP_S)
+    membership.to_kill |= left
+    presence.look(at_once=True)
 
 
 def _await_end_of_any(
@@ -120,7 +142,7 @@ def _await_end_of_any(
 ) -> bool:
     """Return True once one of these processes has ended, False after RINGCOMM_GRACE_S."""
     end = time.monotonic() + world.engine.settings.grace_s
-    while time.monotonic() < end:
+    while time.monotonic() < end and membership.state.phase is not Phase.GONE:
         if processes & membership.state.changes.lost:
             return True
         world.presence.look(at_once=True)
@@ -140,13 +162,14 @@ def finish_run() -> None:
 
     def is_enough() -> bool:
         state = membership.state
-        return state.run > run or state.must_heal
+        return state.run > run or state.must_heal or state.phase is Phase.GONE
 
     limit_s = engine.settings.timeout_or_inf
     engine.progress.run_until(is_enough, timeout_s=limit_s)
     state = membership.state
     if state.run > run:
         return
+    _refuse_if_others_end(membership)
     ranks = [world.transport.view.members.index(number) for number in state.missing]
     if not state.must_heal:
         if not engine.settings.kills_hanging_ranks:
@@ -214,9 +237,15 @@ def _agree(world: World, membership: MembershipService) -> None:
             patience.check(membership)
             presence.parking.sleep(nap_s)
             nap_s = min(1.2 * nap_s, _LONGEST_NAP_S)
+        _refuse_if_others_end(membership)
     except BaseException:
         withdraw(world)  # this rank does not count as one that has come
         raise
+
+
+def _refuse_if_others_end(membership: MembershipService) -> None:
+    if membership.state.phase is Phase.GONE:
+        raise CommTimeoutError(f"elastic.run: {OTHERS_END}.")
 
 
 def clear_memory(world: World, membership: MembershipService) -> None:
@@ -253,7 +282,7 @@ class _Patience:
     def __init__(self, world: World, settings: Settings) -> None:
         self._world = world
         self._settings = settings
-        self._has_evicted = False
+        self._has_evicted, self._is_late = False, False
         self._start = time.monotonic()
         self._warn_at = self._start + settings.stall_warning_or_inf
         self._limit_at = self._start + settings.timeout_or_inf
@@ -262,28 +291,37 @@ class _Patience:
     def check(self, membership: MembershipService) -> None:
         now, missing = time.monotonic(), membership.state.missing
         if missing != self._missing:
-            self._missing, self._has_evicted = missing, False
+            self._missing, self._has_evicted, self._is_late = missing, False, False
             self._limit_at = now + self._settings.timeout_or_inf
         if now < min(self._warn_at, self._limit_at):
             return
-        if now >= self._limit_at and self._settings.kills_hanging_ranks and not self._has_evicted:
-            here = {membership.state.me, *membership.state.colleagues}
-            if missing and _is_enough(here - set(missing), here):
-                self._has_evicted = True
-                self._limit_at = now + self._settings.timeout_or_inf  # who can be killed is by then
-                membership.handle(Evict(frozenset(missing)))
-                return
+        if now >= self._limit_at and self._evicts(membership, frozenset(missing), now):
+            return
         self._warn_at = math.inf
         text = _text_of_wait("heals", self._world, missing, now - self._start)
         if now >= self._limit_at:
+            if self._settings.kills_hanging_ranks:
+                membership.handle(GiveUp())
             ranks = [self._world.transport.view.rank_of(number) for number in missing]
             raise CommTimeoutError(text, missing=[rank for rank in ranks if rank is not None])
         _log.warning("%s", text)
 
-
-def _is_enough(waiting: Set[int], members: Set[int]) -> bool:
-    """Return True if those that wait may have the others killed: more than half, or the first's."""
-    return 2 * len(waiting) + (min(members) in waiting) > len(members)
+    def _evicts(self, membership: MembershipService, missing: frozenset[int], now: float) -> bool:
+        """Return False if this rank must give up; else it has had others killed, or will soon."""
+        if not missing or self._has_evicted or not self._settings.kills_hanging_ranks:
+            return False
+        state = membership.state
+        live = [m for m in state.view.members if m == state.me or m in state.colleagues]
+        may = eviction(missing, live, self._world.presence.near)
+        if may is Eviction.NEVER:
+            return False
+        if may is Eviction.IF_UNHARMED and not self._is_late:
+            self._is_late, self._limit_at = True, now + self._settings.grace_s
+            return True
+        self._has_evicted = True
+        self._limit_at = now + self._settings.timeout_or_inf  # who can be killed is by then
+        membership.handle(Evict(missing))
+        return True
 
 
 def _text_of_wait(what: str, world: World, missing: Iterable[int], waited_s: float) -> str:

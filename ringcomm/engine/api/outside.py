@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import time
 
-from ringcomm.engine.api.heal import clear_memory, elastic_world, in_next_view, withdraw
+from ringcomm.engine.api.heal import (
+    OTHERS_END,
+    clear_memory,
+    elastic_world,
+    in_next_view,
+    withdraw,
+)
 from ringcomm.engine.api.world import World, begin_view, current
 from ringcomm.errors import ConfigError, RingcommError
-from ringcomm.status.page_enums import SPARE, State
+from ringcomm.status.page_enums import SPARE, OpState, State
 from ringcomm.transport.membership.events import (
     Arrive,
     Resize,
 )
 from ringcomm.transport.membership.machine import Membership, Phase
 
+_log = logging.getLogger("ringcomm")
 _NAP_S, _SLEEP_S = 1e-3, 10e-3
 _LAST_WORDS_S = 1.0  # messages of a rank that has left in order come in this time
 
 
 def sleep_until_needed() -> bool:
-    """Return True once this process is to prepare for a place; False if the job is over before."""
+    """Return True once this process is to prepare for a place; False if the job is over before.
+
+    Raises SystemExit if nobody may go on.
+    """
     world, membership = elastic_world()
     orphans = _Orphans()
     while not membership.state.is_needed:
@@ -28,6 +40,7 @@ def sleep_until_needed() -> bool:
         if _is_over(membership.state):
             return False
         orphans.check(membership.state)
+        _end_with_the_job(membership.state)
         world.presence.parking.sleep(_SLEEP_S)
     return True
 
@@ -37,10 +50,11 @@ def take_place() -> bool:
 
     Raises:
         RingcommError: all ranks are lost, and with them the state of the job.
+        SystemExit: nobody may go on, because a rank has given up.
         PeerFailedError: a rank is lost as the view begins.
     """
     world, membership = elastic_world()
-    world.transport.page.set_role(SPARE)
+    _show_idle(world)
     world.transport.stop()
     if membership.state.phase is Phase.OUTSIDE:
         membership.handle(Arrive())
@@ -54,6 +68,7 @@ def take_place() -> bool:
             if _is_over(membership.state):
                 return False
             orphans.check(membership.state)
+            _end_with_the_job(membership.state)
             world.presence.parking.sleep(_NAP_S)
     except BaseException:
         withdraw(world)
@@ -97,6 +112,21 @@ def request_size(n: int) -> None:
         )
     if n != state.size:
         world.membership.handle(Resize(n))
+
+
+def _show_idle(world: World) -> None:
+    """Show that this process, which may have been a rank before, is in no operation."""
+    page = world.transport.page
+    page.set_role(SPARE)
+    page.set_state(State.STARTING)
+    page.end_op(OpState.IDLE)
+
+
+def _end_with_the_job(state: Membership) -> None:
+    """End this program if nobody may go on."""
+    if state.phase is Phase.GONE:
+        _log.error("elastic.run: %s. This process, without a place, ends, too", OTHERS_END)
+        raise SystemExit(os.EX_TEMPFAIL)
 
 
 def _is_over(state: Membership) -> bool:

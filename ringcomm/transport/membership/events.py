@@ -52,13 +52,17 @@ class Withdraw(NamedTuple):
     """This process takes part no more: it gives up, or ends."""
 
 
+class GiveUp(NamedTuple):
+    """This process waits in vain, and may not have the others killed: the job ends."""
+
+
 class Evict(NamedTuple):
     """These processes hang, and must be killed."""
 
     processes: frozenset[int]
 
 
-Event = Lost | Heard | Arrive | Resize | Heal | Cleared | Finish | Leave | Withdraw | Evict
+Event = Lost | Heard | Arrive | Resize | Heal | Cleared | Finish | Leave | Withdraw | GiveUp | Evict
 
 
 # --- actions --------------------------------------------------------------------------------------

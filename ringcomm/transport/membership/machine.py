@@ -28,6 +28,10 @@ agreements of the first run. A later view makes members of them if it has room.
 The end of a run is agreed on, too. A rank that is done sends DONE, and its run is over once all
 members have sent it; before it goes on, it sends OVER to all. So if the run is over for one rank
 and a member dies, the others learn from OVER that their run, which was done, is over as well.
+
+A rank that waits in vain for others, and may not have them killed (eviction.py), ends the job: it
+sends ENDS to all, members or not, and nobody goes on. A rank for which others have waited in vain
+ends alone (GONE).
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from ringcomm.transport.membership.events import (
     Event,
     Evict,
     Finish,
+    GiveUp,
     GoneOn,
     Heal,
     Heard,
@@ -67,7 +72,7 @@ class Phase(IntEnum):
     FINISHING = 1  # its run is done, and waits for the others
     HEALING = 2  # does not work; waits for the next view
     LEAVING = 3  # will work no more, and waits for others that may do so
-    GONE = 4  # has said that it takes part no more
+    GONE = 4  # has said that it takes part no more, or has heard that nobody goes on
     OUTSIDE = 5  # has not arrived
 
 
@@ -194,7 +199,12 @@ class Membership:
     def is_orphaned(self) -> bool:
         """True if all members were lost before they left, so that nobody has the job's state."""
         has_left = any(m in self._leaving for m in self.view.members)
-        return not self.is_member and not self.colleagues and not has_left
+        return not self.has_state and not has_left
+
+    @property
+    def has_state(self) -> bool:
+        """True if a member of the view lives, so that others can get the job's state from it."""
+        return self.is_member or bool(self.colleagues)
 
     @property
     def is_job_over(self) -> bool:
@@ -256,6 +266,8 @@ def handle(state: Membership, event: Event) -> _Result:  # noqa: PLR0911 - one p
             return _and_then([*told], _refuse_others(replace(state, phase=Phase.LEAVING)))
         case Withdraw():
             return _withdraw(state)
+        case GiveUp():
+            return _end_all(state)
         case Evict(processes):
             order = Message(Kind.KILL, state.view, state.run, Changes(lost=processes))
             return state, [KillHere(processes), Send(state.colleagues, order)]
@@ -290,6 +302,10 @@ def _hear(state: Membership, source: int, message: Message) -> _Result:  # noqa:
         return _refuse_others(state) if state.phase is Phase.LEAVING else _go_on(state)
     if kind is Kind.GONE:
         return _go_on(_changed(state, Changes(lost=frozenset({source}))))
+    if kind is Kind.ENDS:
+        is_ours = message.run >= state.run
+        gone = _changed(state, Changes(lost=frozenset({source})))
+        return _end_all(gone) if is_ours else (state, [])
     state = _changed(state, message.changes)
     if kind is Kind.SIZE:
         return _go_on(state)
@@ -354,7 +370,7 @@ def _go_on(state: Membership) -> _Result:
         state = replace(state, _told=(state.changes, state.view.number))
         actions.append(Send(state.others, _message(state, Kind.STOPPED)))
     is_agreed = state.needs_view and all(state._has_stopped(m) for m in state.others)
-    if state.is_orphaned or not is_agreed:
+    if not (state.has_state and is_agreed):
         return state, actions
     if state._asked != state.changes:
         return replace(state, _asked=state.changes), [*actions, Clear()]
@@ -392,6 +408,12 @@ def _at_work(state: Membership) -> Membership:
 def _withdraw(state: Membership) -> _Result:
     gone = replace(state, phase=Phase.GONE)
     return gone, [Send(state.everyone, _message(state, Kind.GONE))]
+
+
+def _end_all(state: Membership) -> _Result:
+    """Go on no more, and tell all: who hears it tells all, too, in case the first one dies."""
+    gone = replace(state, phase=Phase.GONE)
+    return gone, [Send(state.everyone, _message(state, Kind.ENDS))]
 
 
 def _and_then(actions: list[Action], result: _Result) -> _Result:

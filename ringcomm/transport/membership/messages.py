@@ -21,6 +21,7 @@ class Kind(IntEnum):
     AGREED = 7  # the sender works in `view`, of which the receiver is a member
     SIZE = 8  # somebody wants another number of members; it is among `changes`
     KILL = 9  # whoever is on the host of `changes.lost` must kill them
+    ENDS = 10  # the sender has given up: nobody goes on
 
 
 class Message(NamedTuple):
