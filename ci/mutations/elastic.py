@@ -3,6 +3,7 @@
 from mutations.mutation import Mutation
 
 _MACHINE = "transport/membership/machine.py"
+_EVICTION = "transport/membership/eviction.py"
 _VIEW = "transport/membership/view.py"
 _TESTS = ("unit/test_membership.py",)
 _OPTIMIZER = "torch/elastic/optimizer.py"
@@ -276,9 +277,9 @@ ELASTIC = [
     Mutation(
         "a-minority-kills-the-rest",
         "fault",
-        "engine/api/heal.py",
-        "return 2 * len(waiting) + (min(members) in waiting) > len(members)",
-        "return bool(waiting)",
+        _EVICTION,
+        "lead = 2 * len(waiting) - len(members)",
+        "lead = len(waiting)",
         "a rank whose messages are late has all others killed",
         _TESTS,
     ),
@@ -345,5 +346,77 @@ ELASTIC = [
         "        if False:\n",
         "without a state, ranks go on with parts of two views",
         _SHARDED,
+    ),
+    Mutation(
+        "who-gives-up-tells-only-the-view",
+        "fault",
+        _MACHINE,
+        "return gone, [Send(state.everyone, _message(state, Kind.ENDS))]",
+        "return gone, [Send(state.colleagues, _message(state, Kind.ENDS))]",
+        "processes without a place wait for ever, after all ranks that do not hang have given up",
+        _TESTS,
+    ),
+    Mutation(
+        "others-go-on-without-who-gives-up",
+        "fault",
+        _MACHINE,
+        "return _end_all(gone) if is_ours else (state, [])",
+        "return _go_on(gone)",
+        "a part of the job goes on while ranks that hang may live, and be its larger part",
+        _TESTS,
+    ),
+    Mutation(
+        "spares-go-on-without-the-state",
+        "fault",
+        _MACHINE,
+        "if not (state.has_state and is_agreed):",
+        "if state.is_orphaned or not is_agreed:",
+        "each spare goes on alone, from the beginning, when all ranks have given up and ended",
+        _TESTS,
+    ),
+    Mutation(
+        "who-came-begins-anew",
+        "fault",
+        "elastic/state.py",
+        "self._n_commits, self._is_saved = _NONE, False",
+        "self._n_commits, self._is_saved = 0, False",
+        "training begins again without a word if all are lost before they send the state",
+        ("unit/test_elastic_states.py",),
+    ),
+    Mutation(
+        "both-halves-kill-at-once",
+        "fault",
+        _EVICTION,
+        "if lead > 0 or (lead == 0 and waiting[:1] == list(members[:1])):",
+        "if lead >= 0:",
+        "two halves of a job that wait for each other kill each other",
+        _TESTS,
+    ),
+    Mutation(
+        "half-gives-up-on-a-half-that-may-live",
+        "fault",
+        _EVICTION,
+        "return Eviction.IF_UNHARMED if lead == 0 and missing <= near else Eviction.NEVER",
+        "return Eviction.IF_UNHARMED if lead == 0 else Eviction.NEVER",
+        "ranks of another host, which cannot be reached, are to be killed when the link is back",
+        _TESTS,
+    ),
+    Mutation(
+        "a-hang-after-the-last-operation-is-an-error",
+        "fault",
+        "engine/api/heal.py",
+        "waits_in_vain = state.is_broken or membership.state.phase is Phase.FINISHING",
+        "waits_in_vain = state.is_broken",
+        "a rank that hangs between its last operation and the end of its run is not killed",
+        ("fault/test_elastic.py",),
+    ),
+    Mutation(
+        "spares-do-not-hear-that-the-job-ends",
+        "fault",
+        "engine/api/outside.py",
+        "    if state.phase is Phase.GONE:",
+        "    if state.phase is Phase.WORKING:",
+        "a process without a place waits for ever after the ranks have given up",
+        ("fault/test_elastic.py",),
     ),
 ]

@@ -80,6 +80,7 @@ def take_place() -> bool:
 def leave_outside(world: World) -> bool:
     """End a process that has no place in the job; return True if MPI can be finalized."""
     assert world.membership is not None
+    world.transport.page.set_state(State.LEAVING)
     is_clean = world.membership.state.is_job_over and not world.presence.deaths
     if not is_clean:
         withdraw(world)
