@@ -6,6 +6,7 @@ _MACHINE = "transport/membership/machine.py"
 _EVICTION = "transport/membership/eviction.py"
 _VIEW = "transport/membership/view.py"
 _TESTS = ("unit/test_membership.py",)
+_HANGS = ("unit/test_ranks_that_hang.py",)
 _OPTIMIZER = "torch/elastic/optimizer.py"
 _ON_FAILURE = ("with_torch/test_on_failure.py",)
 _SHARES = "torch/zero/share_copies.py"
@@ -281,7 +282,7 @@ ELASTIC = [
         "lead = 2 * len(waiting) - len(members)",
         "lead = len(waiting)",
         "a rank whose messages are late has all others killed",
-        _TESTS,
+        _HANGS,
     ),
     Mutation(
         "who-has-come-late-is-killed",
@@ -290,7 +291,7 @@ ELASTIC = [
         "        if missing != self._missing:\n",
         "        if not self._missing:\n",
         "ranks that make progress are killed, because the whole takes long",
-        _TESTS,
+        _HANGS,
     ),
     Mutation(
         "who-comes-back-keeps-its-commit",
@@ -354,7 +355,7 @@ ELASTIC = [
         "return gone, [Send(state.everyone, _message(state, Kind.ENDS))]",
         "return gone, [Send(state.colleagues, _message(state, Kind.ENDS))]",
         "processes without a place wait for ever, after all ranks that do not hang have given up",
-        _TESTS,
+        _HANGS,
     ),
     Mutation(
         "others-go-on-without-who-gives-up",
@@ -363,7 +364,7 @@ ELASTIC = [
         "return _end_all(gone) if is_ours else (state, [])",
         "return _go_on(gone)",
         "a part of the job goes on while ranks that hang may live, and be its larger part",
-        _TESTS,
+        _HANGS,
     ),
     Mutation(
         "spares-go-on-without-the-state",
@@ -390,7 +391,7 @@ ELASTIC = [
         "if lead > 0 or (lead == 0 and waiting[:1] == list(members[:1])):",
         "if lead >= 0:",
         "two halves of a job that wait for each other kill each other",
-        _TESTS,
+        _HANGS,
     ),
     Mutation(
         "half-gives-up-on-a-half-that-may-live",
@@ -399,7 +400,7 @@ ELASTIC = [
         "return Eviction.IF_UNHARMED if lead == 0 and missing <= near else Eviction.NEVER",
         "return Eviction.IF_UNHARMED if lead == 0 else Eviction.NEVER",
         "ranks of another host, which cannot be reached, are to be killed when the link is back",
-        _TESTS,
+        _HANGS,
     ),
     Mutation(
         "a-hang-after-the-last-operation-is-an-error",
