@@ -12,9 +12,9 @@ from typing import Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 from ringcomm.elastic.enough_ranks import await_enough_ranks
 from ringcomm.elastic.new_view import tell_listeners
 from ringcomm.elastic.state import HostsUpdatedInterrupt, State
-from ringcomm.engine.api.heal import evict, finish_run, heal, is_given_up, kill_who_stays
-from ringcomm.engine.api.init_rank_size import init, shutdown
-from ringcomm.engine.api.outside import request_size, take_place
+from ringcomm.engine.api.heal import end_with_others, evict, finish_run, heal, is_given_up
+from ringcomm.engine.api.init_rank_size import init, rank, shutdown
+from ringcomm.engine.api.outside import end_outside, request_size, take_place
 from ringcomm.engine.api.world import current, is_outside
 from ringcomm.engine.control.missed_commands import take_missed_commands
 from ringcomm.engine.control.settings import PROGRAM
@@ -112,7 +112,7 @@ def _run(train: Callable[[], R], state: State, *, is_elastic: bool) -> R:
             if is_elastic and is_outside():
                 state.forget_commits()
                 if not take_place():
-                    raise SystemExit(0)  # what follows in the program is for the ranks of the job
+                    end_outside()  # what follows in the program is for the ranks of the job
                 begin = functools.partial(_resume, state)
             begin()
             results[:] = [train()]
@@ -148,6 +148,7 @@ def _resume(state: State) -> None:
     state.on_reset()
     if not has_enough:
         _save(state)
+        end_with_others(CommTimeoutError("elastic.run: too few ranks are left"))
         raise SystemExit(TOO_FEW)
 
 
@@ -161,15 +162,17 @@ def _heal(end: RingcommError, state: State) -> bool:
 
 def _stop_if_given_up(error: Exception, state: State) -> None:
     """If others do not come, go back to the last commit, save a checkpoint, and end with 75."""
-    if not isinstance(error, CommTimeoutError) or not is_given_up(error):
+    cause = _cause_of(error)
+    if not isinstance(cause, CommTimeoutError) or not is_given_up(cause):
         return
+    who = "This rank, for which others have waited," if rank() in cause.missing else "The job"
     if state.has_commit:
-        _log.error("%s The job ends with a checkpoint: start it again to go on", error)
+        _log.error("%s %s ends with a checkpoint: start it again to go on", cause, who)
         state.restore()
         _save(state)
     else:
-        _log.error("%s The job ends before its first commit: start it again", error)
-    kill_who_stays(error)
+        _log.error("%s %s ends before its first commit: start it again", cause, who)
+    end_with_others(cause)
     raise SystemExit(TOO_FEW)
 
 
@@ -231,16 +234,12 @@ def request_scale(n: int) -> None:
 def _end_of_view(error: Exception) -> RingcommError | None:
     """Return why the view of this rank ends, None if an error does not end it.
 
-    The ranks that hang are killed. DistributedDataParallel raises RuntimeError: errors that pass
-    through C++ keep only their text.
+    The ranks that hang are killed.
     """
     world = current()
     if world is None or not world.heals or isinstance(error, ServerLostError):
         return None
-    cause: Exception | None = error
-    names = (PeerFailedError.__name__, CommTimeoutError.__name__)
-    if type(error) is RuntimeError and any(name in str(error) for name in names):
-        cause = world.engine.state.error
+    cause = _cause_of(error)
     if isinstance(cause, NewViewInterrupt):
         return cause
     if isinstance(cause, CommTimeoutError):
@@ -248,3 +247,15 @@ def _end_of_view(error: Exception) -> RingcommError | None:
     if isinstance(cause, PeerFailedError) and cause.view == world.transport.view.number:
         return cause
     return None
+
+
+def _cause_of(error: Exception) -> Exception | None:
+    """Return the error that ended an operation, also if DistributedDataParallel has hidden it.
+
+    That raises RuntimeError: errors that pass through C++ keep only their text.
+    """
+    names = (PeerFailedError.__name__, CommTimeoutError.__name__)
+    if type(error) is RuntimeError and any(name in str(error) for name in names):
+        world = current()
+        return None if world is None else world.engine.state.error
+    return error

@@ -297,6 +297,10 @@ class Presence:
         """The other processes of this node that have not ended, as far as this one knows."""
         return frozenset(self._neighbours.ranks) - self._ended
 
+    def is_at_end(self, number: int) -> bool:
+        """Return True if the program of another process of this node is over."""
+        return self._neighbours[number].page.snapshot()["state"] in (State.LEAVING, State.LEFT)
+
     def _note_end(self, number: int) -> None:
         self._ended.add(number)
         self._neighbours.unwatch(number)

@@ -276,12 +276,14 @@ except SystemExit as end:
 
 
 def test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_others(tmp_path):
-    limits = {"RINGCOMM_ELASTIC_HANG_S": "2", "RINGCOMM_GRACE_S": "0.5"}
-    job = run_elastic(5, MOST_HANG, cwd=tmp_path, RINGCOMM_SPARES="1", **limits)
+    limits = {"RINGCOMM_ELASTIC_HANG_S": "3", "RINGCOMM_GRACE_S": "0.5"}
+    more = {"RINGCOMM_SPARES": "1", "RINGCOMM_RESERVES": "1"}
+    job = run_elastic(6, MOST_HANG, cwd=tmp_path, **more, **limits)
     assert "half of its ranks or more do not come" in job.output, job.output
     assert job.output.count("saved 5") == 1, job.output
     for rank in (1, 3, 4):
         assert f"rank {rank} ends with 75" in job.output, job.output
+    assert re.search(r"x rank 5 .* ended - exit 75", job.output), "it slept in init()"
     for rank in (0, 2):
         assert f"rank {rank} at first (host" in job.output, "they are killed, so the job ends"
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringcomm.config import Settings
+from ringcomm.engine.api.end_together import await_at_end
 from ringcomm.engine.api.world import World, begin_view, current, engine_for
 from ringcomm.engine.core.lifecycle import end_view
 from ringcomm.errors import CommTimeoutError, NewViewInterrupt, PeerFailedError, RingcommError
@@ -121,20 +122,17 @@ def is_given_up(error: Exception) -> bool:
     return world.engine.settings.kills_hanging_ranks and is_over
 
 
-def kill_who_stays(error: CommTimeoutError) -> None:
-    """Return once those of this host have ended for which this rank has waited in vain.
+def end_with_others(error: CommTimeoutError) -> None:
+    """Return once the ranks of this host are at their end, too, or have had time for that.
 
-    They have as long as any wait may take. Then they are killed, so that the job ends.
+    They have as long as any wait may take. Then those are killed for which this rank has waited in
+    vain, so that the job ends.
     """
     world, membership = elastic_world()
-    members, presence = world.transport.view.members, world.presence
-    awaited = {members[rank] for rank in error.missing}
-    end = time.monotonic() + world.engine.settings.timeout_or_inf
-    while (left := awaited & presence.near) and time.monotonic() < end:
-        presence.look(at_once=True)
-        presence.parking.sleep(_LONGEST_NAP_S)
-    membership.to_kill |= left
-    presence.look(at_once=True)
+    members = world.transport.view.members
+    left = await_at_end(world, members, world.engine.settings.timeout_or_inf)
+    membership.to_kill |= left.intersection(members[rank] for rank in error.missing)
+    world.presence.look(at_once=True)
 
 
 def _await_end_of_any(

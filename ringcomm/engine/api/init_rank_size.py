@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING
 
 from ringcomm._core import exit_at_last, kill_at_last
 from ringcomm.config import Settings, read_settings
+from ringcomm.engine.api.end_together import await_at_end
 from ringcomm.engine.api.heal import announce_leave, withdraw
-from ringcomm.engine.api.outside import leave_outside, request_size, sleep_until_needed
+from ringcomm.engine.api.outside import (
+    end_outside,
+    leave_outside,
+    request_size,
+    sleep_until_needed,
+)
 from ringcomm.engine.api.world import (
     World,
     begin_view,
@@ -146,7 +152,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
         raise
     _is_mpi_broken = False
     if not is_needed:
-        raise SystemExit(0)
+        end_outside()
     if settings.elastic and engine.job_rank == 0 and (gap := world.gap_text("elastic job")):
         _log.warning("%s", gap)
     if _mpi.was_early and _mpi.settings and engine.job_rank == 0:
@@ -351,6 +357,8 @@ def _leave_job(world: World) -> Failure | None:
         stop(world.engine)
         world.transport.page.set_state(State.LEAVING)
         world.words.wait_for_report()
+        if failure.blames is not None and world.survives_deaths:
+            await_at_end(world, world.transport.view.members, world.engine.settings.grace_s)
         is_clean = world.engine.job_size == 1
     _note_end(world, is_clean=is_clean)
     if failure is None and is_clean and _is_mpi_broken:

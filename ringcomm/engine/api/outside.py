@@ -6,7 +6,9 @@ import logging
 import math
 import os
 import time
+from typing import NoReturn
 
+from ringcomm.engine.api.end_together import await_at_end
 from ringcomm.engine.api.heal import (
     OTHERS_END,
     clear_memory,
@@ -29,10 +31,7 @@ _LAST_WORDS_S = 1.0  # messages of a rank that has left in order come in this ti
 
 
 def sleep_until_needed() -> bool:
-    """Return True once this process is to prepare for a place; False if the job is over before.
-
-    Raises SystemExit if nobody may go on.
-    """
+    """Return True once this process is to prepare for a place; False if the job is over before."""
     world, membership = elastic_world()
     orphans = _Orphans()
     while not membership.state.is_needed:
@@ -40,7 +39,6 @@ def sleep_until_needed() -> bool:
         if _is_over(membership.state):
             return False
         orphans.check(membership.state)
-        _end_with_the_job(membership.state)
         world.presence.parking.sleep(_SLEEP_S)
     return True
 
@@ -50,7 +48,6 @@ def take_place() -> bool:
 
     Raises:
         RingcommError: all ranks are lost, and with them the state of the job.
-        SystemExit: nobody may go on, because a rank has given up.
         PeerFailedError: a rank is lost as the view begins.
     """
     world, membership = elastic_world()
@@ -68,13 +65,23 @@ def take_place() -> bool:
             if _is_over(membership.state):
                 return False
             orphans.check(membership.state)
-            _end_with_the_job(membership.state)
             world.presence.parking.sleep(_NAP_S)
     except BaseException:
         withdraw(world)
         raise
     begin_view(in_next_view(world, membership))
     return True
+
+
+def end_outside() -> NoReturn:
+    """End the program of this process, which gets no place: the job is over, or a rank gave up."""
+    world, membership = elastic_world()
+    if membership.state.phase is not Phase.GONE:
+        raise SystemExit(0)
+    _log.error("elastic.run: %s. This process, without a place, ends, too", OTHERS_END)
+    limit_s = 2 * world.engine.settings.timeout_or_inf  # of a checkpoint, and of those that hang
+    await_at_end(world, membership.state.view.members, limit_s)
+    raise SystemExit(os.EX_TEMPFAIL)
 
 
 def leave_outside(world: World) -> bool:
@@ -123,15 +130,9 @@ def _show_idle(world: World) -> None:
     page.end_op(OpState.IDLE)
 
 
-def _end_with_the_job(state: Membership) -> None:
-    """End this program if nobody may go on."""
-    if state.phase is Phase.GONE:
-        _log.error("elastic.run: %s. This process, without a place, ends, too", OTHERS_END)
-        raise SystemExit(os.EX_TEMPFAIL)
-
-
 def _is_over(state: Membership) -> bool:
-    return state.is_job_over or (state.run > 0 and state.phase is Phase.OUTSIDE)
+    has_slept = state.run > 0 and state.phase is Phase.OUTSIDE
+    return state.is_job_over or has_slept or state.phase is Phase.GONE
 
 
 class _Orphans:
