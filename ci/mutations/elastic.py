@@ -6,6 +6,8 @@ _MACHINE = "transport/membership/machine.py"
 _EVICTION = "transport/membership/eviction.py"
 _VIEW = "transport/membership/view.py"
 _TESTS = ("unit/test_membership.py",)
+_ENDS = "test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_others"
+_AT_THE_END = "test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end"
 _HANGS = ("unit/test_ranks_that_hang.py",)
 _OPTIMIZER = "torch/elastic/optimizer.py"
 _ON_FAILURE = ("with_torch/test_on_failure.py",)
@@ -409,7 +411,7 @@ ELASTIC = [
         "waits_in_vain = state.is_broken or membership.state.phase is Phase.FINISHING",
         "waits_in_vain = state.is_broken",
         "a rank that hangs between its last operation and the end of its run is not killed",
-        ("fault/test_elastic.py",),
+        (f"fault/test_elastic.py::{_AT_THE_END}",),
     ),
     Mutation(
         "spares-do-not-hear-that-the-job-ends",
@@ -418,6 +420,24 @@ ELASTIC = [
         "has_slept or state.phase is Phase.GONE",
         "has_slept",
         "a process without a place waits for ever after the ranks have given up",
-        ("fault/test_elastic.py",),
+        (f"fault/test_elastic.py::{_ENDS}",),
+    ),
+    Mutation(
+        "survivors-end-the-job-for-each-other",
+        "fault",
+        "engine/api/init_rank_size.py",
+        "if failure.blames is not None and world.survives_deaths:",
+        "if failure.blames is not None and not world.survives_deaths:",
+        "mpirun ends the ranks that still save their work, as soon as half of all have exited",
+        ("fault/test_failing_jobs.py::test_a_caught_peer_failure_lets_the_survivor_save_its_work",),
+    ),
+    Mutation(
+        "who-gives-up-ends-before-the-others",
+        "fault",
+        "engine/api/end_together.py",
+        "left = frozenset(n for n in awaited & presence.near if not presence.is_at_end(n))",
+        "left: frozenset[int] = frozenset()",
+        "mpirun ends a rank in the midst of its checkpoint, and a rank that hangs is never killed",
+        (f"fault/test_elastic.py::{_ENDS}",),
     ),
 ]
