@@ -6,6 +6,9 @@ _MACHINE = "transport/membership/machine.py"
 _EVICTION = "transport/membership/eviction.py"
 _VIEW = "transport/membership/view.py"
 _TESTS = ("unit/test_membership.py",)
+_STRANGERS = (
+    "test_spares_that_do_not_know_each_other_do_not_go_on_when_all_others_have_left_and_ended"
+)
 _ENDS = "test_a_rank_that_is_alone_with_those_that_hang_ends_the_job_and_so_do_all_others"
 _AT_THE_END = "test_half_of_the_ranks_go_on_if_the_first_hangs_even_at_the_end"
 _HANGS = ("unit/test_ranks_that_hang.py",)
@@ -83,7 +86,7 @@ ELASTIC = [
         "spares-go-on-alone",
         "fault",
         _MACHINE,
-        "if state.is_orphaned or not is_agreed:",
+        "if not (state.has_state and is_agreed):",
         "if not is_agreed:",
         "spares train on from initial values, though the state is lost",
         _TESTS,
@@ -375,7 +378,7 @@ ELASTIC = [
         "if not (state.has_state and is_agreed):",
         "if state.is_orphaned or not is_agreed:",
         "each spare goes on alone, from the beginning, when all ranks have given up and ended",
-        _TESTS,
+        (f"unit/test_membership.py::{_STRANGERS}",),
     ),
     Mutation(
         "who-came-begins-anew",

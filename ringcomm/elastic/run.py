@@ -148,7 +148,7 @@ def _resume(state: State) -> None:
     state.on_reset()
     if not has_enough:
         _save(state)
-        end_with_others(CommTimeoutError("elastic.run: too few ranks are left"))
+        end_with_others()
         raise SystemExit(TOO_FEW)
 
 
@@ -165,14 +165,16 @@ def _stop_if_given_up(error: Exception, state: State) -> None:
     cause = _cause_of(error)
     if not isinstance(cause, CommTimeoutError) or not is_given_up(cause):
         return
-    who = "This rank, for which others have waited," if rank() in cause.missing else "The job"
+    is_late = rank() in cause.missing  # the others go on, as far as they can
+    who = "This rank, for which others have waited," if is_late else "The job"
     if state.has_commit:
         _log.error("%s %s ends with a checkpoint: start it again to go on", cause, who)
         state.restore()
         _save(state)
     else:
         _log.error("%s %s ends before its first commit: start it again", cause, who)
-    end_with_others(cause)
+    if not is_late:
+        end_with_others(cause.missing)
     raise SystemExit(TOO_FEW)
 
 

@@ -122,16 +122,16 @@ def is_given_up(error: Exception) -> bool:
     return world.engine.settings.kills_hanging_ranks and is_over
 
 
-def end_with_others(error: CommTimeoutError) -> None:
+def end_with_others(missing: Iterable[int] = ()) -> None:
     """Return once the ranks of this host are at their end, too, or have had time for that.
 
-    They have as long as any wait may take. Then those are killed for which this rank has waited in
-    vain, so that the job ends.
+    They have as long as any wait may take. Then those of them are killed that are `missing`, so
+    that the job ends.
     """
     world, membership = elastic_world()
     members = world.transport.view.members
     left = await_at_end(world, members, world.engine.settings.timeout_or_inf)
-    membership.to_kill |= left.intersection(members[rank] for rank in error.missing)
+    membership.to_kill |= left.intersection(members[rank] for rank in missing)
     world.presence.look(at_once=True)
 
 
