@@ -55,12 +55,16 @@ class World:
         n_ops: what each client does before it leaves.
         may_fail: servers may refuse partitions.
         may_die: clients die, all but one worker; what they have sent last is lost.
+        may_rest: workers complete no more steps at any time, and go on to read and move.
     """
 
-    def __init__(self, shapes, choices, n_servers, n_workers, n_ops, *, may_fail, may_die=False):
+    def __init__(
+        self, shapes, choices, n_servers, n_workers, n_ops, *, may_fail, may_die=False,
+        may_rest=False,
+    ):  # fmt: skip
         self.shapes = dict(enumerate(shapes))
         self.choices, self.n_servers = choices, n_servers
-        self.may_fail, self.may_die = may_fail, may_die
+        self.may_fail, self.may_die, self.may_rest = may_fail, may_die, may_rest
         leader = n_servers - 1
         workers = tuple(range(1, n_workers + 1))
         self.chief = workers[-1]
@@ -115,6 +119,12 @@ class World:
     @property
     def is_abandoned(self):
         return any(client.has_abandoned for client in self.clients.values())
+
+    @property
+    def is_abandoned_by_all(self):
+        """True if a worker died and the others complete no more steps: reads wait for no round."""
+        live = [self.clients[rank] for rank in self.members.workers if rank not in self.dead]
+        return bool(self.dead) and all(each.has_rested or each.has_left for each in live)
 
     # --- rounds
     def let_in(self, number, clock, name, parts):
@@ -238,7 +248,7 @@ class World:
                 client = self.clients[rank]
                 if rank in self.dead:
                     continue
-                assert client.has_left or client.clock >= wanted
+                assert client.has_left or client.has_rested or client.clock >= wanted
                 issued = client.issued[number, part]
                 old = {name for name in issued if client.steps.get((number, name), 0) < wanted}
                 assert old <= {*log}, f"{wanted}: {old} are not in {log}"

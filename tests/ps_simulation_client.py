@@ -54,6 +54,7 @@ class Client:
         self.undecided = 0
         self.holding: dict[int, int] = {}  # by table: a round that is to be released
         self.is_blocked = self.has_left = self.is_leaving = self.has_abandoned = False
+        self.is_resting = self.has_rested = False
         self.opening: set[int] = set()
         self.n_pushed: dict[int, int] = defaultdict(int)
         self.rounds: dict[int, int] = defaultdict(int)
@@ -281,11 +282,11 @@ class Client:
             return True
         self.n_ops -= 1
         ops = [self.read, self.snapshot, self.move, self.wait_for_steps]
-        if self.is_worker:
+        if self.is_worker and not self.is_resting:
             ops = [self.push] * 5 + [self.read] * 3 + [self.step] * 2 + [self.move] * 3
-            ops += [self.snapshot, self.assign]
+            ops += [self.snapshot, self.assign] + [self.rest] * self.world.may_rest
         op = ops[choose.below(len(ops))]
-        if op in (self.step, self.snapshot, self.wait_for_steps):
+        if op in (self.step, self.snapshot, self.wait_for_steps, self.rest):
             op()
             return True
         number = choose.below(len(self.world.shapes))
@@ -491,7 +492,7 @@ class Client:
         log = reply.body[part]
         assert log[: len(before)] == before
         if self.world.shapes[number].mode.has_rounds:
-            assert reply.clock >= wanted
+            assert reply.clock >= wanted or self.world.is_abandoned_by_all
         else:
             own = [name for name in log if name[0] == self.rank and name[1] != "initial"]
             assert own[: len(expected)] == expected
@@ -568,6 +569,16 @@ class Client:
     def leave(self):
         """Leave as ringcomm.ps.end_of_job says."""
         self.is_leaving = True
+        self.settle(self.say_left)
+
+    def rest(self):
+        """Rest as ringcomm.ps.end_of_job says; a mean that is held is released before."""
+        if self.holding:
+            return
+        self.is_resting = self.is_blocked = True
+        self.settle(self.say_rested)
+
+    def settle(self, then):
         n_moved = [-1]
 
         def granted(_):
@@ -579,7 +590,7 @@ class Client:
 
         def go_on():
             if n_moved[0] == self.n_moved:
-                self.say_left()
+                then()
             else:
                 granted(None)
 
@@ -591,9 +602,22 @@ class Client:
         self.ask_servers(Kind.LEAVE, nothing)
         self.has_left = True
 
+    def say_rested(self):
+        self.has_rested = True
+
+        def rested(_):
+            leader = [self.world.members.leader]
+            content = "release", moment_number(self.rank), True
+            self.ask_servers(Kind.SNAPSHOT, resumed, leader, content=content)
+
+        def resumed(_):
+            self.is_blocked = False
+
+        self.ask_servers(Kind.LEAVE, rested, option=1)
+
     def look(self):
-        """Go on leaving if all is settled; return True if so."""
-        if not self.is_leaving or self.has_left or not self.is_settled:
+        """Go on leaving or resting if all is settled; return True if so."""
+        if self.has_left or not self.is_settled:
             return False
         go_on, self.when_settled = self.when_settled, None
         if go_on is not None:

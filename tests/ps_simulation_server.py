@@ -110,7 +110,7 @@ class Server:
         elif kind == Kind.TICK:
             self.handle(on.Awaited(request) if header.option else on.Ticked(request))
         elif kind == Kind.LEAVE:
-            self.handle(on.Left(request.source, request))
+            self.handle(on.Left(request.source, request, still_asks=bool(header.option)))
         elif kind == Kind.CREATE:
             self.create(request)
         elif kind == Kind.MOVE:

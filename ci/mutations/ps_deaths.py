@@ -82,6 +82,15 @@ PS_DEATHS = [
         _TESTS,
     ),
     Mutation(
+        "ps-a-worker-rests-while-rows-move",
+        "ps",
+        "ps/end_of_job.py",
+        '        _settle(client)\n        ask_servers(client, "rest"',
+        '        client.wait_until_sent(_LABEL)\n        ask_servers(client, "rest"',
+        "after ps.should_stop() a step counts on some servers, and is late on others",
+        ("unit/test_ps_row_moves.py",),
+    ),
+    Mutation(
         "ps-a-chief-that-has-left-follows",
         "ps",
         "ps/roles.py",

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm.engine.peers.drive_until import Wait
 from ringcomm.engine.progress.deadlines import refuse_hopeless
@@ -15,7 +15,7 @@ from ringcomm.errors import RingcommError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Step, Stop
-from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, moment_number
+from ringcomm.ps.snapshot_numbers_and_request_names import PAUSE, RELEASE, moment_number
 
 if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
@@ -168,9 +168,19 @@ class EndOfTraining:
 
 
 def rest(client: Client) -> None:
-    """Report to the servers that this worker completes no more steps, but may go on to ask."""
-    client.wait_until_sent(_LABEL)
-    ask_servers(client, "rest", Kind.LEAVE, client.servers, ignore, option=1).wait()
+    """Report to the servers that this worker completes no more steps, but may go on to ask.
+
+    What it has pushed need not be answered: that may take until another worker rests.
+
+    Raises:
+        CommTimeoutError: a server that it names has not answered within ps.init(deadline_s=).
+        PeerFailedError: a rank died.
+    """
+    try:
+        _settle(client)
+        ask_servers(client, "rest", Kind.LEAVE, client.servers, ignore, option=1).wait()
+    finally:
+        _ask_leader(client, {"do": RELEASE, "id": moment_number(client.rank), "moves": True})
 
 
 def leave(client: Client) -> None:
@@ -191,19 +201,23 @@ def leave(client: Client) -> None:
 def _settle(client: Client) -> None:
     """Return once no server returns a request of this rank.
 
-    Rows must not move while some servers know that this rank has left, and others do not. So there
-    is a pause of moves, which ends at the leader when the rank leaves. It begins at once, also
-    before moves that wait: those may wait for a pause that lasts. It begins after all pushes have
-    left: they may wait for those of a worker that waits for a move.
+    Rows must not move while some servers know that this rank has left, or rests, and others do not.
+    So there is a pause of moves, which ends at the leader when the rank leaves or releases it. It
+    begins at once, also before moves that wait: those may wait for a pause that lasts. It begins
+    after all pushes have left: they may wait for those of a worker that waits for a move.
     """
     outstanding, n_resent = client.outstanding, -1
     client.wait_until_sent(_LABEL)
-    pause = packed_json({"do": PAUSE, "id": moment_number(client.rank), "patience_s": 0})
-    ask_servers(client, _LABEL, Kind.SNAPSHOT, [client.leader], ignore, meta=pause).wait()
+    _ask_leader(client, {"do": PAUSE, "id": moment_number(client.rank), "patience_s": 0})
     while n_resent != outstanding.n_resent:  # returned requests must be there before LEAVE
         n_resent = outstanding.n_resent
         ask_servers(client, _LABEL, Kind.MOVE, client.servers, ignore, option=Step.SETTLE).wait()
         client.wait_until_settled(_LABEL)
+
+
+def _ask_leader(client: Client, question: dict[str, Any]) -> None:
+    meta = packed_json(question)
+    ask_servers(client, _LABEL, Kind.SNAPSHOT, [client.leader], ignore, meta=meta).wait()
 
 
 def serve(

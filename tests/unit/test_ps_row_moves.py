@@ -337,7 +337,8 @@ def test_part_of_a_round_whose_worker_has_left_stays_where_it_is_and_counts():
     assert run_workers(2, body, 2) == [2.0, 2.0]
 
 
-def test_rows_do_not_move_while_a_worker_is_leaving(monkeypatch):
+@pytest.mark.parametrize("way", ["leaves", "rests"])
+def test_rows_do_not_move_while_servers_hear_that_a_worker(way, monkeypatch):
     is_leaving, may_leave, has_left = (threading.Event() for _ in range(3))
     ask_servers = end_of_job.ask_servers
 
@@ -350,11 +351,12 @@ def test_rows_do_not_move_while_a_worker_is_leaving(monkeypatch):
     monkeypatch.setattr(end_of_job, "ask_servers", slowly)
 
     def leave():
-        session().leave()
+        (session().leave if way == "leaves" else session().rest)()
         has_left.set()
 
     def body(rank):
-        kv = ps.hashtable("emb", DIM, updater=ps.optim.SGD(1.0), mode="sync")
+        mode = "sync" if way == "leaves" else ps.FirstOf(3)
+        kv = ps.hashtable("emb", DIM, updater=ps.optim.SGD(1.0), mode=mode)
         rc.barrier()
         if rank == 1:
             kv.push(KEYS, -9 * ONES)

@@ -107,6 +107,21 @@ def test_a_chief_that_dies_between_first_values_is_followed_by_another(mode, may
     run(shapes, may_fail=may_fail, may_die=True, **sizes)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["sync", "first_of", "ssp"])
+@runs
+def test_a_worker_that_rests_tears_no_step_and_nobody_waits_for_it(mode, kind, may_fail, **sizes):
+    run([Shape(MODES[mode], KINDS[kind])], may_fail=may_fail, may_die=True, may_rest=True, **sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", HELD)
+@runs
+def test_a_mean_that_is_held_ends_though_workers_rest(mode, kind, may_fail, **sizes):
+    shapes = [Shape(MODES[mode], KINDS[kind], is_held=True)]
+    run(shapes, may_fail=may_fail, may_die=True, may_rest=True, **sizes)
+
+
 # --- one core, step by step ---------------------------------------------------------------------
 def commit(core):
     core.handle(on.Taken(KEY, 0, ""), 0.0)
