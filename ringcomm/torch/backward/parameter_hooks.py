@@ -53,6 +53,8 @@ class ParameterHooks(Hooks):
 
     def attach(self, slots: Sequence[Slot]) -> None:
         """Attach hooks to these parameters. Raises ValueError if a parameter has another owner."""
+        if not slots:
+            return
         if any(self._has_other_owner(slot) for slot in slots):
             gc.collect()  # the other owner may be garbage in a reference cycle
         for slot in slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -33,6 +34,7 @@ FUSED_NBYTES: Final = 4 << 20  # the largest shared table
 ALONE_NBYTES: Final = 256 << 10  # from here on a parameter has a table of its own
 
 Array = NDArray[Any]
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 class ServedSlot(Slot):
@@ -55,11 +57,11 @@ class ServedSlot(Slot):
         self._before: torch.Tensor | None = None  # .grad before backward(), which adds to it
         self._weights: Mark | None = None  # the parameter before backward()
 
-    def note_before_gradient(self, *, is_own_step: bool) -> None:
-        """Note .grad before autograd adds to it, and weights that this worker updates."""
+    def note_before_gradient(self) -> None:
+        """Note .grad and the weights, before autograd adds, for a worker that updates them."""
         if self._before is None:
             self._before = self.parameter.grad
-        if is_own_step and self._weights is None:
+        if self._weights is None:
             self._weights = Mark(self.parameter)
 
     @property
@@ -126,8 +128,8 @@ class ServedBucket:
         self._dtype = slots[0].parameter.dtype
         self._values: torch.Tensor | None = None
         self._gradients: torch.Tensor | None = None
-        # Of the parameters, with the servers' values; None: these are under way.
-        self._fetched: Snapshot | None = None
+        self._fetched = Snapshot()  # of the parameters, unless new values are under way
+        self._pushed = Snapshot()  # of .grad
         self._turn = 0
         more = f"+{len(slots) - 1}" if slots[1:] else ""
         # If servers only take means, they cannot distinguish a missing gradient from zeros.
@@ -161,7 +163,7 @@ class ServedBucket:
         """Begin a step."""
         self.waiting = {slot.index for slot in self.slots}
         self.push = None
-        self._pushed: Snapshot | None = None  # of .grad
+        self._pushed.forget()
         for slot in self.slots:
             slot.begin_step()
 
@@ -185,7 +187,7 @@ class ServedBucket:
 
     def pull(self) -> Future[NDArray[Any]]:
         """Ask for the servers' values; land() follows, in a step that is repeated if this fails."""
-        self._fetched = None
+        self._fetched.forget()
         return self.table.pull(out=self.room())
 
     def land(self) -> None:
@@ -196,15 +198,13 @@ class ServedBucket:
             with torch.no_grad():
                 torch._foreach_copy_(self._parameters, self.views(self._flat()))
         self._turn += 1
-        self._fetched = Snapshot(self._parameters, self._turn)
+        self._fetched.take(self._parameters, self._turn)
 
     def changed_values(self, *, is_thorough: bool) -> ServedSlot | None:
         """Return a parameter whose values the program has changed since they were fetched, or None.
 
         is_thorough: look for writes through .data, too.
         """
-        if self._fetched is None:
-            return None
         place = self._fetched.changed(self._parameters, is_thorough=is_thorough)
         return None if place is None else self.slots[place]
 
@@ -258,12 +258,13 @@ class ServedBucket:
         self.push = push
         for slot in self.slots:
             slot.note_pushed()
-        self._pushed = Snapshot(
-            [p.grad for p in self._parameters], self._turn if is_early else None
-        )
+        gradients = [p.grad for p in self._parameters]
+        self._pushed.take(gradients, self._turn if is_early else None)
 
     def frozen_with_gradient(self) -> list[ServedSlot]:
         """Return the parameters that have a .grad although they are frozen."""
+        if all(map(_REQUIRES_GRAD, self._parameters)):
+            return []
         return [
             slot
             for slot, p in zip(self.slots, self._parameters, strict=True)
@@ -272,7 +273,7 @@ class ServedBucket:
 
     def changed_gradient(self) -> ServedSlot | None:
         """Return a parameter whose .grad is not what was pushed, or None."""
-        if self._pushed is None:
+        if not self._pushed.is_taken:
             return None
         place = self._pushed.changed([p.grad for p in self._parameters])
         return None if place is None else self.slots[place]

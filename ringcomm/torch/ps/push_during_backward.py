@@ -18,7 +18,7 @@ from ringcomm._core import StepClock
 from ringcomm.errors import RingcommError
 from ringcomm.ps.client.dense.table import Table
 from ringcomm.ps.client.open_table import close_abandoned
-from ringcomm.ps.session import is_chief, session
+from ringcomm.ps.session import session
 from ringcomm.torch.backward.begin_and_end import Passes
 from ringcomm.torch.backward.concurrent_tasks import CollectiveTask
 from ringcomm.torch.backward.consistency_check import ConsistencyCheck, OptimizerSummary
@@ -115,7 +115,7 @@ class Feeder:
 
     def require_known(self, groups: Groups) -> None:
         """Raise RingcommError if param_groups have other parameters than the servers."""
-        if (ids := [[id(p) for p in group["params"]] for group in groups]) != self._known_ids:
+        if (ids := [[*map(id, group["params"])] for group in groups]) != self._known_ids:
             _require_known(self._slots, groups, may_move=self.options.class_name is None)
             self._known_ids = ids
 
@@ -128,7 +128,8 @@ class Feeder:
         """Raise RingcommError if this step's gradient of the parameter has been pushed."""
         self._spoiling(self._passes.enter, self)
         slot = self._slots[index]
-        slot.note_before_gradient(is_own_step=self.options.class_name is None)
+        if self.options.class_name is None:
+            slot.note_before_gradient()
         if slot.is_pushed:
             self._is_spoiled = True
             raise RingcommError(
@@ -225,8 +226,7 @@ class Feeder:
     def _tick(self) -> None:
         """Count the step once, also if step() is called again after an error."""
         if not self._has_ticked:
-            if is_chief():
-                self.buffers.push()
+            self.buffers.push()
             count_step(self.session, self)
         self._has_ticked = True
 
