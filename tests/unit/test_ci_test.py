@@ -93,10 +93,10 @@ def run_gate(folder, broken, *arguments, silent="-none-", pytest="stub"):
 def test_all_steps_are_told_also_those_that_run_beside_others(tmp_path):
     done = run_gate(tmp_path, "nothing is broken")
     assert done.returncode == 0, done
-    assert "all 17 steps passed" in done.stdout
+    assert "all 18 steps passed" in done.stdout
     lines = done.stdout.splitlines()
-    beside = lines.index("torch | == pytest with MPICH")
-    assert any(line.startswith("torch | called") for line in lines[beside:])
+    beside = lines.index("rest  | == pytest with MPICH")
+    assert any(line.startswith("rest  | called") for line in lines[beside:])
     assert any(line.startswith("unit  | called") for line in lines)
 
 
@@ -115,7 +115,7 @@ def test_a_step_that_fails_is_named_and_fails_the_gate(broken, told, tmp_path):
     assert done.returncode == 1, done
     lines = done.stdout.splitlines()
     assert any(f"FAILED: {told} (exit 3)" in line for line in lines[:-10])  # where it happens
-    assert "unit  | == hello_allreduce.py, 4 ranks" in lines  # the others run all the same
+    assert "torch | == hello_allreduce.py, 4 ranks" in lines  # the others run all the same
     assert lines[-1] == f"FAILED: {told} (exit 3)"
     assert lines[lines.index(f"FAILED {told} (exit 3)") + 1].startswith("    called")
     (path,) = tmp_path.glob("ringcomm-failures-*.txt")
