@@ -330,15 +330,6 @@ def test_operations_leave_no_request_behind():
     assert len(transport._outbox) <= rc.size()
 
 
-def test_torch_tensors_over_mpi():
-    torch = pytest.importorskip("torch", reason="the core is tested without torch, too")
-    x = torch.full((3, 4), rc.rank() + 1, dtype=torch.bfloat16)
-    total = rc.allreduce(x)
-    assert isinstance(total, torch.Tensor)
-    assert total.dtype == torch.bfloat16
-    assert (total == rc.size() * (rc.size() + 1) / 2).all()
-
-
 def test_shutdown_then_init_again(mpi):
     for _ in range(3):
         rc.shutdown()

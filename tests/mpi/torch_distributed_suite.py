@@ -90,6 +90,14 @@ def test_ranks_are_those_of_mpi(rank, size, world):
     assert dist.get_backend() == world.name() == "ringcomm"
 
 
+def test_ringcomms_own_functions_take_tensors(rank, size):
+    x = torch.full((3, 4), rank + 1, dtype=torch.bfloat16)
+    total = rc.allreduce(x)
+    assert isinstance(total, torch.Tensor)
+    assert total.dtype == torch.bfloat16
+    assert (total == size * (size + 1) / 2).all()
+
+
 def test_making_the_default_group_again_does_nothing(world):
     ringcomm.torch.init_process_group()
     assert dist.group.WORLD is world
@@ -133,7 +141,7 @@ def test_every_operator_combines_as_torch_does(op, combine, rank, size):
 def test_avg_is_the_mean(is_async, rank, size):
     x = values(rank, (7,), torch.float64)
     waited(dist.all_reduce(x, dist.ReduceOp.AVG, async_op=is_async))
-    torch.testing.assert_close(x, total(size, (7,), torch.float64) / size)
+    assert torch.allclose(x, total(size, (7,), torch.float64) / size, rtol=1e-7, atol=0)
 
 
 def premul(factor):
@@ -261,7 +269,7 @@ def test_reduce_scatter_tensor_leaves_its_input_alone(op, rank, size):
     whole = total(size, (size * 4,), torch.float64)
     if op == dist.ReduceOp.AVG:
         whole = whole / size
-    torch.testing.assert_close(out, whole[4 * rank : 4 * rank + 4])
+    assert torch.allclose(out, whole[4 * rank : 4 * rank + 4], rtol=1e-7, atol=0)
     assert torch.equal(x, kept)
 
 
@@ -762,7 +770,8 @@ def test_rule_8_ringcomms_own_operations_pass_beside_those_of_groups(rank, size)
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_rule_9_profilers_see_our_operations_and_only_they_pay(is_on, monkeypatch):
+def test_rule_9_profilers_see_our_operations_and_only_they_pay(is_on, rank, monkeypatch):
+    is_on = is_on and rank == 0  # a profile takes 2 s of a core
     entered = []
     original = torch.profiler.record_function
 

@@ -239,11 +239,11 @@ for step, (members, losses) in enumerate(state.history):
         (loss / len(members)).backward()
     plain.step()
 for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
-    torch.testing.assert_close(mine, its, rtol=0, atol=1e-10)
+    assert torch.allclose(mine, its, rtol=0, atol=1e-10)
 theirs = plain.state_dict()["state"]
 for index, mine in optimizer.state_dict()["state"].items():
     for key, value in mine.items():
-        torch.testing.assert_close(value, theirs[index][key], rtol=0, atol=1e-10)
+        assert torch.allclose(value, theirs[index][key], rtol=0, atol=1e-10), (index, key)
 print(f"equal on {hvd.size()} ranks", flush=True)
 """
 
