@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import transport_conformance
 from algorithm_cases import CASES, body_of, channel, drive, flat
+from harness import at_length
 from mpi4py import rc as mpi4py_rc
 from random_programs import make_program, run_program
 from sample_values import total, whole_numbers
@@ -134,7 +135,7 @@ def test_the_bits_without_python_are_those_of_the_coroutine(case, count, wires):
 def test_an_operation_that_comes_again_keeps_what_it_had(wire, wires):
     x, runner = np.empty(2000, np.float32), wires[wire].runner
     before = None
-    for turn in range(100):
+    for turn in range(at_length(100, 20)):
         x[:] = whole_numbers(rc.rank(), x.size, turn=turn % 7)
         drive(perform(ring.allreduce_, channel(wires[wire], tag=1), flat(x)))
         assert np.array_equal(x, total(rc.size(), x.size, turn=turn % 7))
@@ -179,7 +180,7 @@ def test_abandoned_receives_take_no_message_without_python_either(wires):
     assert (forgotten == 0).all()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(at_length(12, 6)))
 def test_random_program_against_numpy(seed):
     """The same random shapes, dtypes and operations on every rank, checked against numpy."""
     rng = np.random.default_rng(seed)
@@ -211,7 +212,7 @@ def test_random_program_against_numpy(seed):
             assert np.array_equal(each, total[: len(each)])
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(at_length(15, 8)))
 def test_random_programs_with_groups_and_asynchronous_operations(seed):
     run_program(make_program(seed, rc.size()), rc.rank(), seed)
 
