@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import (
+    ABOVE_MPI,
     BIN,
     HANG_S,
     IS_MPICH,
@@ -83,6 +84,7 @@ print("end", n, seen, flush=True)
 """
 
 
+@pytest.mark.skipif(IS_MPICH, reason=ABOVE_MPI)
 def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp_path):
     (tmp_path / "train.py").write_text(STEPS)
     run = subprocess.Popen(
