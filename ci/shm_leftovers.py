@@ -66,7 +66,8 @@ def mapped():
     """Return {number of a file: who has mapped it}; a semaphore had another name at that time."""
     users = {}
     for pid in pids():
-        for line in read(pid, "maps").splitlines():
+        maps = read(pid, "maps")
+        for line in maps.splitlines() if "/dev/shm/" in maps else ():
             fields = line.split()
             if len(fields) > 5 and "/dev/shm/" in fields[5]:
                 users.setdefault(int(fields[4]), set()).add(pid)
@@ -91,7 +92,8 @@ def pids():
 
 def read(pid, name):
     try:
-        return Path("/proc", pid, name).read_text(errors="replace")
+        with open(f"/proc/{pid}/{name}", errors="replace") as file:  # a Path costs as much again
+            return file.read()
     except OSError:
         return ""
 
