@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import run_script
+from harness import job_environment, run_script
 
 import ringcomm
 
@@ -38,7 +38,8 @@ print("trained", sys.modules["ringcomm"].__file__)
 def test_trains_without_the_folders_that_can_be_left_out(tmp_path):
     whole, rest = Path(ringcomm.__file__).parent, tmp_path / "ringcomm"
     _link_all_but(LEFT_OUT, whole, rest)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+    late = job_environment().get("PYTHONPATH", str(tmp_path))
+    path = os.pathsep.join([late, str(tmp_path), *sys.path])
     job = run_script(2, SCRIPT, cwd=tmp_path, env={"PYTHONPATH": path})
     assert job.code == 0, job.output
     assert job.output.count(f"trained {rest}") == 2
