@@ -88,7 +88,7 @@ class Finder(MetaPathFinder, Loader):
         if fullname == "torch":
             return without_collections(PathFinder.find_spec(fullname, path, target))
         if fullname in USERS_OF_META and META in LATE:
-            loaded(META)
+            return ModuleSpec(fullname, AfterMeta())
         return ModuleSpec(fullname, self) if fullname in LATE else None
 
     def create_module(self, spec):
@@ -97,6 +97,17 @@ class Finder(MetaPathFinder, Loader):
     def exec_module(self, module):
         module.__class__ = LATE[module.__name__]
         module.begin()
+
+
+class AfterMeta(Loader):
+    """Loads the real torch._meta_registrations, which may import the module itself, and then it."""
+
+    def create_module(self, spec):
+        loaded(META)
+        return importlib.import_module(spec.name)
+
+    def exec_module(self, module):
+        """Do nothing: it has run."""
 
 
 def without_collections(spec):
