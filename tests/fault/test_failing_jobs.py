@@ -622,3 +622,20 @@ def test_a_killed_rank_leaves_a_timeline_that_can_be_read(tmp_path):
         events = [json.loads(line.removesuffix(",")) for line in lines[:-1]]  # the complete lines
         assert sum(event.get("name") == "allreduce[w]" for event in events) > 10
         assert {"negotiation", "shared memory"} <= {event.get("name") for event in events}
+
+
+def test_a_job_that_is_stopped_for_longer_than_its_deadline_goes_on(tmp_path):
+    body = """
+    rc.init()
+    pids = " ".join(map(str, rc.allgather_object(os.getpid())))
+    if rc.rank() == 0:
+        stop = f"sleep 0.3; kill -STOP {pids}; sleep 6; kill -CONT {pids}"
+        subprocess.Popen(["sh", "-c", stop], start_new_session=True)
+        end = time.process_time() + 1.0
+        while time.process_time() < end:
+            sum(range(1000))
+    print("sum", rc.allreduce(X)[0], flush=True)
+    """
+    job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "4"})
+    assert job.code == 0, job.output
+    assert job.output.count("sum 2.0") == 2

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ringcomm.config import Settings
+from ringcomm.engine.progress.running_time import RunningTime
 from ringcomm.engine.progress.task import Task
 from ringcomm.errors import CommTimeoutError, PeerFailedError
 from ringcomm.transport.control_header import Kind
@@ -64,13 +65,15 @@ class Patience:
         self._settings = settings
         self._timeout_s = settings.timeout_or_inf if task.timeout_s is None else task.timeout_s
         self._start = start
+        self._running = RunningTime(start)
         self._ask_at = start + settings.stall_warning_or_inf
         self._warn_at = math.inf
         self._deadline = start + self._timeout_s
         self._give_up_at = math.inf
 
     def check(self, now: float) -> None:
-        """Warn or give up if that is due."""
+        """Warn or give up if that is due, by the time in which this process ran."""
+        now = self._running.at(now)
         if now >= self._ask_at:
             self._ask_at = math.inf
             self._warn_at = now + ANSWER_S

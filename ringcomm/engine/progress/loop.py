@@ -19,6 +19,7 @@ from functools import partial
 
 from ringcomm.config import Settings
 from ringcomm.engine.progress.driver_turn import Turn, Waiter
+from ringcomm.engine.progress.running_time import RunningTime
 from ringcomm.engine.progress.task import Task
 from ringcomm.engine.progress.task_set import Service, TaskSet
 from ringcomm.errors import RingcommError
@@ -285,10 +286,22 @@ async def _raise(error: BaseException) -> None:
 
 
 def _or_late(is_enough: Callable[[], bool], deadline: float) -> Callable[[], bool]:
+    """Return is_enough, which is also True after the deadline; see RunningTime."""
     if deadline == math.inf:
         return is_enough
-    looks = itertools.count()  # at least one poll comes before the deadline counts
-    return lambda: is_enough() or (next(looks) > 0 and time.monotonic() >= deadline)
+    running: RunningTime | None = None
+
+    def is_over() -> bool:
+        nonlocal running
+        if is_enough():
+            return True
+        now = time.monotonic()
+        if running is None:  # at least one poll comes before the deadline counts
+            running = RunningTime(now)
+            return False
+        return running.at(now) >= deadline
+
+    return is_over
 
 
 def _longer(nap_s: float, waited_s: float, *, is_in_cpp: bool) -> float:
