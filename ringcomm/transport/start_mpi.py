@@ -82,6 +82,27 @@ def start_deadline(timeout_s: float) -> Iterator[None]:
         watchdog.cancel()
 
 
+def require_ranks(mpi: Any, comm: object) -> None:
+    """Raise TypeError or ValueError unless `comm` is None or a communicator with ranks of a job."""
+    if comm is None:
+        return
+    if not isinstance(comm, mpi.Comm):
+        raise TypeError(
+            f"ringcomm.init: comm is a {type(comm).__name__}; it must be an mpi4py communicator, "
+            "such as MPI.COMM_WORLD.Split(color), or None for all ranks"
+        )
+    if comm == mpi.COMM_NULL:
+        raise ValueError(
+            "ringcomm.init: comm is MPI.COMM_NULL, so this process is not one of its ranks. Only "
+            "those call init(comm)"
+        )
+    if comm.Is_inter():
+        raise ValueError(
+            "ringcomm.init: comm is an intercommunicator, whose two sides are different groups. "
+            "Pass comm.Merge()"
+        )
+
+
 def refuse_late_settings(started: Started, *, is_fault_tolerant: bool) -> None:
     """Raise ConfigError if coll/han is on under ULFM: its sums are wrong after a death."""
     is_late = started.was_early and any("OMPI_MCA_coll=" in each for each in started.settings)

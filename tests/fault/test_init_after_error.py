@@ -155,3 +155,25 @@ def test_a_job_that_ends_after_a_timeout_and_shutdown_has_failed(tmp_path):
     job = run_script(2, script(body), cwd=tmp_path, env={"RINGCOMM_TIMEOUT_S": "3"})
     assert job.code != 0
     assert job.seconds < PROMPTLY_S
+
+
+def test_what_is_no_communicator_of_ranks_is_refused_and_the_job_goes_on(tmp_path):
+    body = """
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    sides = world.Split(world.rank % 2).Create_intercomm(0, world, 1 - world.rank % 2)
+    for wrong in (MPI.COMM_NULL, [0, 1], sides):
+        try:
+            rc.init(wrong)
+        except (TypeError, ValueError) as error:
+            assert str(error).startswith("ringcomm.init: comm is "), error
+        else:
+            raise AssertionError(f"{wrong} is taken for a communicator of ranks")
+    rc.init(sides.Merge())
+    assert rc.allreduce(X)[0] == 2
+    rc.shutdown()
+    print("done", flush=True)
+    """
+    job = run_script(2, script(body), cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert job.output.count("done") == 2

@@ -83,6 +83,7 @@ def init(comm: MPI.Comm | None = None) -> None:
         MismatchError: ranks differ in their version of ringcomm, or in a setting that must be
             the same.
         NotInitializedError: this process is a child of a rank, such as a DataLoader worker.
+        TypeError, ValueError: comm is no communicator, or MPI.COMM_NULL, or an intercommunicator.
         RingcommError: a rank failed before this second init(); end the job.
         CommTimeoutError: this is a second init() after an error, and a rank has not called
             shutdown() within RINGCOMM_TIMEOUT_S.
@@ -104,6 +105,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     from ringcomm.transport.start_mpi import (
         refuse_late_settings,
         refuse_silent_singleton,
+        require_ranks,
         start_deadline,
         start_mpi,
     )
@@ -122,6 +124,7 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
             _mpi = start_mpi()
             atexit.register(_at_exit)  # calls MPI_Finalize, or prevents it
         refuse_silent_singleton(_mpi.mpi.COMM_WORLD.size)
+        require_ranks(_mpi.mpi, comm)
         refuse_late_settings(_mpi, is_fault_tolerant=is_fault_tolerant())
         _is_mpi_broken = _mpi.mpi.COMM_WORLD.size > 1  # until all ranks have started
         n_losses = settings.elastic_losses if settings.elastic else 0
@@ -153,13 +156,18 @@ def start(read: Callable[[], Settings], comm: MPI.Comm | None = None) -> None:
     _is_mpi_broken = False
     if not is_needed:
         end_outside()
-    if settings.elastic and engine.job_rank == 0 and (gap := world.gap_text("elastic job")):
+    if engine.job_rank == 0:
+        _warn_at_start(world, _mpi)
+
+
+def _warn_at_start(world: World, started: Started) -> None:
+    if world.engine.settings.elastic and (gap := world.gap_text("elastic job")):
         _log.warning("%s", gap)
-    if _mpi.was_early and _mpi.settings and engine.job_rank == 0:
+    if started.was_early and started.settings:
         _log.warning(
             "mpi4py.MPI was imported before ringcomm.init(), so these settings came too late: %s. "
             "Call ringcomm.init() first, or set them for mpirun (-x NAME=VALUE).",
-            " ".join(_mpi.settings),
+            " ".join(started.settings),
         )
 
 
