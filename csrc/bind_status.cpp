@@ -97,15 +97,6 @@ nb::list steps(const MappedPage& page) {
   return found;
 }
 
-// By server, as far as there are replies: their number, and the sum of their durations.
-nb::dict replies(const MappedPage& page) {
-  nb::dict found;
-  for (std::size_t i = 0; i < kServers; ++i)
-    if (const std::uint64_t n = page->n_replies[i].load())
-      found[nb::int_(i)] = nb::make_tuple(n, page->replies_ns[i].load());
-  return found;
-}
-
 // Py_AtExit: once Python is gone, and before the exit handlers of libraries that were loaded earlier.
 void end_with(LastAct act, int code) {
   static const bool is_registered = Py_AtExit(act_at_last) == 0;
@@ -168,8 +159,6 @@ void bind_status(nb::module_& m) {
            "fd"_a, "signal"_a, "main_thread"_a)
       .def("set_role", &MappedPage::set_role, "role"_a)
       .def("steps", &steps)
-      .def("count_reply", &MappedPage::count_reply, "server"_a, "duration_ns"_a)
-      .def("replies", &replies)
       .def("record_end",
            [](MappedPage& page, int kind, int code, const std::string& what,
               const std::string& where, const std::string& trace) {

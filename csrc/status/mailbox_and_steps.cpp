@@ -73,10 +73,4 @@ std::vector<StepView> MappedPage::steps() const {
   });
 }
 
-void MappedPage::count_reply(std::size_t server, std::int64_t duration_ns) {
-  if (server >= kServers) return;
-  page_->n_replies[server].fetch_add(1, std::memory_order_relaxed);
-  page_->replies_ns[server].fetch_add(duration_ns, std::memory_order_relaxed);
-}
-
 }  // namespace ringcomm

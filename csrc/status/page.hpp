@@ -18,9 +18,9 @@
 namespace ringcomm {
 
 // Its last digit is the version of the layout: `ringcomm top` looks at pages of other installations.
-constexpr std::uint64_t kPageMagic = 0x72696e67636f6d33;  // "ringcom3"
+constexpr std::uint64_t kPageMagic = 0x72696e67636f6d34;  // "ringcom4"
 constexpr std::uint64_t kPageMagicOfAnyVersion = kPageMagic & ~std::uint64_t{0xff};
-constexpr std::size_t kScalars = 32, kEvents = 64, kArrivals = 256, kSteps = 128, kServers = 64;
+constexpr std::size_t kScalars = 32, kEvents = 64, kArrivals = 256, kSteps = 128;
 constexpr int kStepMarks = 5;  // of a training step; between them are its 4 phases
 
 enum class State : std::uint32_t { starting = 0, running, leaving, left };
@@ -136,10 +136,6 @@ struct Page {
   } steps[kSteps];
   std::atomic<std::uint64_t> n_steps;
 
-  // Of a client of servers, by server: replies, and the time from each request to its reply.
-  std::atomic<std::uint64_t> n_replies[kServers];
-  std::atomic<std::int64_t> replies_ns[kServers];
-
   std::atomic<std::int64_t> leaving_ns;
   std::atomic<std::int32_t> exit_code;   // from exit(3); -1 until then
   std::atomic<std::int64_t> gone_ns;     // by the guardian: this process is no more
@@ -244,7 +240,6 @@ class MappedPage {
   void set_role(const std::string& role);
   void note_step(const StepView& step);
   std::vector<StepView> steps() const;
-  void count_reply(std::size_t server, std::int64_t duration_ns);
 
   // False if an earlier record stands.
   bool record_end(Ending kind, int code, const std::string& what, const std::string& where,

@@ -63,9 +63,3 @@ def test_the_parts_of_whole_steps_are_on_the_page(page):
         assert marks[-1] <= later[0]
         assert min(no_core) >= 0
         assert len(no_core) == len(marks) - 1 == 4
-
-
-def test_replies_of_servers_are_counted(page):
-    for server, ns in ((0, 5), (2, 7), (2, 8), (64, 1)):  # there is room for 64
-        page.count_reply(server, ns)
-    assert page.replies() == {0: (1, 5), 2: (2, 15)}

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ringcomm._core import monotonic_ns
 from ringcomm.ps.client.flow_control import Credit
 from ringcomm.ps.client.partition_owners import PartitionOwners
 from ringcomm.ps.client.push_outcome import AnyRequest, table_of
@@ -65,7 +64,6 @@ class Outstanding:
         self.credit = Credit()
         self.send_queue = SendQueue(self.credit.allows)
         self.requests: dict[int, AnyRequest] = {}
-        self._pulled_ns: dict[int, int] = {}  # when pulls were sent, for the status page
         self.row_moves: dict[int, RowMoves] = {}
         self.n_resent = 0
 
@@ -134,7 +132,6 @@ class Outstanding:
         with self.lock:
             self.assign(request, future)
             self.requests[sequence] = request
-            self._pulled_ns[sequence] = monotonic_ns()
             self.credit.count(request, 1)
 
     def add_control(self, requests: Sequence[Request], future: Future[Any]) -> None:
@@ -160,8 +157,6 @@ class Outstanding:
             request.server = self.owners.view.owner(request.partition)
             order = self.owners.orders[request.partition]
         self.requests[sequence] = request
-        if request.kind == Kind.PULL:
-            self._pulled_ns[sequence] = monotonic_ns()
         self.credit.count(request, 1)
         if request.on_ack is not None:
             request.future.acked_by = sequence
@@ -237,9 +232,6 @@ class Outstanding:
     def _remove(self, request: AnyRequest, sequence: int) -> None:
         """Remove a request that was answered, and send those that waited for that."""
         del self.requests[sequence]
-        began_ns = self._pulled_ns.pop(sequence, 0)
-        if began_ns and self._engine.page is not None:
-            self._engine.page.count_reply(request.server, monotonic_ns() - began_ns)
         self.credit.count(request, -1)
         if request.partition is not None:
             due = self.owners.orders[request.partition].answered(sequence)
