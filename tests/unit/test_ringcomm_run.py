@@ -37,9 +37,9 @@ HOROVODRUN = """-np 2|--num-proc 2|-cb|--check-build|--disable-cache|--start-tim
 --no-stall-check|--stall-check|--stall-check-warning-time-seconds 3
 --stall-check-shutdown-time-seconds 3|--mpi-threads-disable|--no-mpi-threads-disable
 --mpi-args=-x|--tcp|--binding-args=-x|--num-nccl-streams 3|--thread-affinity 3
---gloo-timeout-seconds 3|--log-level INFO|--log-with-timestamp|--log-hide-timestamp
---no-log-hide-timestamp|-prefix-timestamp|--prefix-output-with-timestamp|--gloo|--use-gloo
---mpi|--use-mpi|--jsrun"""
+--gloo-timeout-seconds 3|--log-level INFO|--log-with-timestamp|--log-without-timestamp
+--log-hide-timestamp|--no-log-hide-timestamp|-prefix-timestamp|--prefix-output-with-timestamp
+--gloo|--use-gloo|--mpi|--use-mpi|--jsrun"""
 FLAGS = HOROVODRUN.replace("\n", "|").split("|")
 
 

@@ -170,6 +170,13 @@ SITUATIONS = {
         f"--mca oob_tcp_if_include ib0 {PASSED} -np 16",
         {},
     ),
+    "a network by two flags": (
+        "-np 16 -H h1:8,h2:8 --network-interface ib0 --network-interface ib1 train.py",
+        {"environ": {"OMP_NUM_THREADS": "1"}},
+        f"{MPIRUN} --host h1:8,h2:8 {FREE} --mca btl_tcp_if_include ib0,ib1 "
+        f"--prtemca prte_if_include ib0,ib1 {PASSED} -np 16",
+        {},
+    ),
     "a network with MPICH": (
         "-np 2 -H h1,h2 --nics ib0 train.py", with_mpi(MPICH),
         f"{MPIRUN} -hosts h1:1,h2:1 -iface ib0 -np 2", {},
@@ -228,6 +235,10 @@ SITUATIONS = {
     "a PBS job on this host": (
         "train.py", {"node_file": "here\n" * 8}, f"{MPIRUN} {FREE} -np 8",
         {"MASTER_ADDR": "127.0.0.1"},
+    ),
+    "some hosts of a PBS job": (
+        "-H b:2 train.py", {"node_file": "a\na\nb\nb\n"},
+        f"{MPIRUN} --host b:2 {FREE} {PASSED} -np 2", {"MASTER_ADDR": "127.0.0.1"},
     ),
     # --- other ranks
     "servers": (
@@ -319,6 +330,12 @@ REFUSALS = {
     ),
     "no place for workers": ("-H h1:1 --servers 1 train.py", {}, "1 server leave none for workers"),
     "too few Slurm tasks": ("-np 9 train.py", {"environ": SLURM}, "8 places .*9 ranks"),
+    "too few PBS places": (
+        "-np 5 train.py",
+        {"node_file": "a\na\nb\nb\n"},
+        r"the hosts of \$PBS_NODEFILE have 4 places \(a:2, b:2\), and the job has 5 ranks",
+    ),
+    "an empty PBS file": ("train.py", {"node_file": ""}, "the host file names no host"),
     "Slurm contradicts itself": (
         "train.py",
         {"environ": SLURM | {"SLURM_TASKS_PER_NODE": "4"}},

@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str], python: str) -> Arguments:
         oversubscribes=args.oversubscribe,
         options=tuple(shlex.split(" ".join(args.options))),
         variables=dict(args.variables),
-        interfaces=tuple(args.interfaces.split(",")) if args.interfaces else (),
+        interfaces=tuple(name for each in args.interfaces for name in each.split(",")),
         ssh=_ssh(args),
     )
     return Arguments(
@@ -117,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--env", "-x", dest="variables", action="append", type=_variable, metavar="NAME[=VALUE]",
         help="a variable for the ranks; without a value, this process's, also on other hosts")
     add("--network-interfaces", "--network-interface", "--nics", dest="interfaces",
-        metavar="NAMES", help="interfaces for traffic between hosts: eth0,eth1")
+        action="append", default=[], metavar="NAMES",
+        help="interfaces for traffic between hosts: eth0,eth1; several times for several")
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of ssh on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh to other hosts")
     add = parser.add_argument_group("the run").add_argument

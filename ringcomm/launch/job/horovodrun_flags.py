@@ -20,6 +20,8 @@ AS_SWITCHES: Final = {
 WITHOUT_EFFECT: Final = {
     "--mpi": "MPI starts the ranks",
     "--disable-cache": "nothing is cached",
+    "--log-without-timestamp": "the log has no times unless the script adds them",
+    "--log-hide-timestamp": "the log has no times unless the script adds them",
 }
 # Flags that are refused: whether they have a value, and what to do.
 REFUSED: Final = {
@@ -53,7 +55,6 @@ REFUSED: Final = {
     "--timeline-mark-cycles": (0, "ringcomm has no cycle; leave it out"),
     "--no-timeline-mark-cycles": (0, "leave it out"),
     "--stall-check": (0, "stalls are reported anyway; leave it out"),
-    "--log-hide-timestamp": (0, "set up Python's logging in the script"),
     "--log-with-timestamp": (0, "set up Python's logging in the script"),
     "--no-log-hide-timestamp": (0, "set up Python's logging in the script"),
     "--prefix-output-with-timestamp": (0, "print times in the script; the logs have none"),
