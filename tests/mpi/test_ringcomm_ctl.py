@@ -58,6 +58,15 @@ def await_steps(folder, size):
     wait_until(have_stepped, lambda: ranks_in(folder))
 
 
+def taken_by(folder):
+    """Return the commands that each rank has noted among its events, without its own number."""
+    found = []
+    for rank, each in sorted(ranks_in(folder).items()):
+        texts = [text for _, text in each.events if text.startswith("ctl ")]
+        found.append([text.replace(f"timeline.{rank}.json", "timeline") for text in texts])
+    return found
+
+
 STEPS = """
 import os, random, sys, time
 import numpy as np
@@ -121,10 +130,24 @@ def test_all_ranks_take_commands_after_the_same_step_and_a_pause_is_no_stall(tmp
     found = ranks_in(tmp_path)
     assert {each.page["step"] for each in found.values()} == {int(step)}
     assert max(n.process.cpu_s - s for n, s in zip(found.values(), busy_s, strict=True)) < 0.5
-    refused = [["set", "x=3"], ["set", "lr=a"], ["set", "batch=2"], ["pause"]]
-    assert [ctl(tmp_path, *words)[0] for words in refused] == [1, 1, 1, 1]
+    refused = [["set", "x=3"], ["set", "lr=a"], ["set", "batch=2"], ["pause"], ["timeline", "stop"]]
+    assert [ctl(tmp_path, *words)[0] for words in refused] == [1] * len(refused)
+    assert ctl(tmp_path, "timeline", "start")[0] == 0
     assert ctl(tmp_path, "frob")[0] == 2
     assert ctl(tmp_path, "resume") == (0, f"resume: goes on after step {step}\n")
+    traces = [tmp_path / "run" / f"timeline.{rank}.json" for rank in range(3)]
+    wait_until(lambda: all("allreduce[w]" in each.read_text() for each in traces), "no timeline")
+    code, said = ctl(tmp_path, "timeline", "stop")
+    assert code == 0
+    last = "ctl " + said.rstrip()
+    wait_until(lambda: [each[-1] for each in taken_by(tmp_path)] == [last] * 3, last)
+    assert taken_by(tmp_path)[0][:2] == [
+        f"ctl set lr=0.5: lr is 0.5 after step {first[1]}",
+        f"ctl pause: paused after step {step}",
+    ]
+    assert taken_by(tmp_path) == [taken_by(tmp_path)[0]] * 3  # each command, after the same step
+    code, said = ctl(tmp_path, "scale", "2")
+    assert (code, "Set RINGCOMM_ELASTIC=1" in said) == (1, True), said
     code, said = ctl(tmp_path, "stop")
     assert code == 0
     end = re.fullmatch(r"stop: stops after step (\d+)\n", said)[1]
@@ -265,6 +288,42 @@ def test_of_an_elastic_job_all_or_none_have_taken_the_command(when, tmp_path):
     output = finish_job(job).output
     rates = set(re.findall(r"lr ([\d.]+)", output))
     assert rates == ({"0.1"} if when == "before" else {"0.5"}), output
+
+
+SCALED = """
+import os, time
+import numpy as np
+import ringcomm as rc
+rc.init()
+
+@rc.elastic.run
+def train(state):
+    while rc.size() == 3 or state.step < 5:
+        time.sleep(0.01)  # a step takes so long
+        state.x += rc.allreduce(np.ones(1))
+        state.step += 1
+        state.commit()
+        rc.step()
+    print("ends with", rc.size(), flush=True)
+
+train(rc.elastic.ArrayState(step=0, x=np.zeros(1)))
+"""
+
+
+@pytest.mark.skipif(IS_MPICH, reason="MPICH has no elastic jobs")
+def test_scale_lets_an_elastic_job_go_on_with_fewer_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(SCALED)
+    job = start_job(
+        3, tmp_path / "train.py", cwd=tmp_path,
+        options=["--with-ft", "ulfm"], env={"RINGCOMM_ELASTIC": "1"},
+    )  # fmt: skip
+    await_steps(tmp_path, 3)
+    code, said = ctl(tmp_path, "scale", "9")
+    assert (code, "9" in said) == (1, True), said
+    code, said = ctl(tmp_path, "scale", "2")
+    assert (code, said.startswith("scale 2: 2 ranks are asked for after step ")) == (0, True), said
+    done = finish_job(job)
+    assert (done.code, done.output.count("ends with 2\n")) == (0, 2), done.output
 
 
 @pytest.mark.at_length  # any wait ends so, which tests/fault shows
