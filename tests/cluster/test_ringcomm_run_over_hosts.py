@@ -20,9 +20,10 @@ assert rc.allreduce(np.ones(1))[0] == 4
 """
 
 
-def run(cluster, folder, *arguments):
+def run(cluster, folder, *arguments, env=None, **options):
+    job = command(cluster, folder, TRAIN, *arguments, **options)
     return subprocess.run(
-        **command(cluster, folder, TRAIN, *arguments),
+        **job | {"env": job["env"] | (env or {})},
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -30,14 +31,17 @@ def run(cluster, folder, *arguments):
     )
 
 
-def command(cluster, folder, program, *arguments):
+HOSTS = ("-H", "h0:2,h1:1,h2:1")
+
+
+def command(cluster, folder, program, *arguments, hosts=HOSTS):
     (folder / "train.py").write_text(program)
     reach = cluster.launch_options(is_mpich=False)
     reach = [str(each) for each in reach[reach.index("--prtemca") :]]  # not the host file
     return {
         "args": [
             *cluster.entering("h0", folder),
-            *(BIN / "ringcomm", "run", "--run-folder", "run", "-H", "h0:2,h1:1,h2:1"),
+            *(BIN / "ringcomm", "run", "--run-folder", "run", *hosts),
             *("--launcher-options", shlex.join(reach), "train.py", *arguments),
         ],
         "env": job_environment({"TMPDIR": str(folder), "RINGCOMM_TIMEOUT_S": "60"}),
@@ -54,6 +58,15 @@ def test_logs_of_all_hosts_are_in_one_folder_and_each_rank_gets_the_variables(cl
         assert (tmp_path / "run" / f"rank-{rank}.log").read_text() == f"{text}\n"
         assert f"[{rank}] {text}" in job.stdout
     assert "4 ranks on h0:2, h1:1, h2:1" in job.stderr
+
+
+def test_a_pbs_job_has_the_hosts_of_its_file(cluster, tmp_path):
+    (tmp_path / "nodes").write_text("h0\nh0\nh1\nh2\n")
+    env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "7.h0"}
+    job = run(cluster, tmp_path, hosts=(), env=env)
+    assert job.returncode == 0, job
+    logs = [(tmp_path / "run" / f"rank-{rank}.log").read_text() for rank in range(4)]
+    assert logs == [f"{place} h0 60\n" for place in ("h0 0 0", "h0 1 1", "h1 2 0", "h2 3 0")]
 
 
 @pytest.mark.parametrize("rank", [2, 3])
