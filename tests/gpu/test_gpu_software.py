@@ -5,13 +5,13 @@ that looks at them sees nothing of what is really installed.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from stand_in_libraries import compile_library
 
 import ringcomm
 from ringcomm.errors import ConfigError
@@ -353,16 +353,6 @@ if sys.argv[1]:
 find_software._KERNEL_MODULE = Path("/nowhere")
 print(find_software.probe().pack())
 """
-
-
-def compile_library(source, path, *flags):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = [compiler, "-shared", "-fPIC", *flags, "-x", "c", "-", "-o", str(path)]
-    subprocess.run(command, input=source, text=True, check=True)
-    return path
 
 
 @pytest.fixture(scope="module")

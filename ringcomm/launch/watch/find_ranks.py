@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from ringcomm._core import StatusPage
 from ringcomm.launch.watch.rank_rows import Process, RankSample
+from ringcomm.nvidia.process_memory import ProcessMemory
 from ringcomm.status.ending_in_words import how_it_ended
 from ringcomm.status.page_enums import Ending
 
@@ -21,6 +22,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.problems: set[str] = set()  # pages that cannot be read, as those of other versions
+        self._gpus = ProcessMemory()
         self._pages: dict[tuple[str, int], StatusPage] = {}
         self._found_at: dict[tuple[str, int], tuple[int, int]] = {}
 
@@ -44,7 +46,8 @@ class Ranks:
 
     def sample(self, now_ns: int) -> list[RankSample]:
         """Return what all ranks do now, by job and rank."""
-        return [_sample(page, now_ns) for _, page in sorted(self._pages.items())]
+        gpu_nbytes = self._gpus.by_pid()
+        return [_sample(page, now_ns, gpu_nbytes) for _, page in sorted(self._pages.items())]
 
 
 def _descriptors() -> Iterator[tuple[int, int]]:
@@ -63,20 +66,20 @@ def _descriptors() -> Iterator[tuple[int, int]]:
                     yield int(folder.name), int(name)
 
 
-def _sample(page: StatusPage, now_ns: int) -> RankSample:
+def _sample(page: StatusPage, now_ns: int, gpu_nbytes: Mapping[int, int]) -> RankSample:
     facts = page.snapshot()
     return RankSample(
         now_ns,
         facts,
         [(name, step, value) for name, step, value, _ in page.scalars()],
         page.events(),
-        _process(facts["pid"]),
+        _process(facts["pid"], gpu_nbytes.get(facts["pid"], 0)),
         how_it_ended(facts) if facts["end_kind"] != Ending.NONE else "",
         page.steps(),
     )
 
 
-def _process(pid: int) -> Process | None:
+def _process(pid: int, gpu_nbytes: int) -> Process | None:
     """Return CPU time and memory of a process; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -87,5 +90,7 @@ def _process(pid: int) -> Process | None:
     ticks = int(fields[11]) + int(fields[12])
     pages = int(fields[21])
     return Process(
-        cpu_s=ticks / os.sysconf("SC_CLK_TCK"), nbytes=pages * os.sysconf("SC_PAGE_SIZE")
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+        nbytes=pages * os.sysconf("SC_PAGE_SIZE"),
+        gpu_nbytes=gpu_nbytes,
     )

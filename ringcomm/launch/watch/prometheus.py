@@ -23,6 +23,7 @@ _GAUGES: Final[dict[str, tuple[str, _Value]]] = {
     "paused": ("1 during `ringcomm ctl JOB pause`", lambda s: s.page["is_paused"]),
     "in_operation": ("1 while an operation is under way", lambda s: s.is_in_operation),
     "memory_bytes": ("resident memory", lambda s: s.process.nbytes if s.process else 0),
+    "gpu_memory_bytes": ("memory on GPUs", lambda s: s.process.gpu_nbytes if s.process else 0),
 }
 _COUNTERS: Final[dict[str, tuple[str, _Value]]] = {
     "steps": ("training steps", lambda s: as_json(s)["step"]),

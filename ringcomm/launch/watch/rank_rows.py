@@ -9,7 +9,8 @@ from typing import Any, Final
 from ringcomm.status.page_enums import RESERVE, SPARE, Ending, OpState, State
 
 COLUMNS: Final = (
-    "rank", "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory", "scalars",
+    "rank", "pid", "state", "step", "operation", "for", "wait", "MB/s", "CPU", "memory", "GPU",
+    "scalars",
 )  # fmt: skip
 _LATE_NS: Final = 2_000_000_000  # the heart beats four times per second
 _SHOWN_SCALARS: Final = 4
@@ -18,10 +19,11 @@ _TEXT: Final = 40
 
 @dataclass(frozen=True)
 class Process:
-    """The CPU time that a process has used, and its resident memory."""
+    """The CPU time that a process has used, its resident memory, and that on GPUs."""
 
     cpu_s: float
     nbytes: int
+    gpu_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def row_of(now: RankSample, before: RankSample | None) -> Row:
         _shortened(page["op_name"]) if is_running else "",
         f"{seconds:.1f} s" if is_running else "",
         *_rates(now, before),
-        "" if now.process is None else _amount(now.process.nbytes),
+        *_memory(now.process),
         " ".join(f"{name}={value:.4g}" for name, _, value in now.scalars[:_SHOWN_SCALARS]),
     )
     return Row(texts, is_bad)
@@ -142,6 +144,7 @@ def as_json(now: RankSample) -> dict[str, Any]:
         "busy_s": now.page["busy_ns"] / 1e9,
         "cpu_s": None if now.process is None else now.process.cpu_s,
         "memory_nbytes": None if now.process is None else now.process.nbytes,
+        "gpu_nbytes": None if now.process is None else now.process.gpu_nbytes,
         "scalars": {name: value for name, _, value in now.scalars},
         "events": [text for _, text in now.events],
     }
@@ -189,6 +192,13 @@ def _rates(now: RankSample, before: RankSample | None) -> tuple[str, str, str]:
         return wait, f"{nbytes / seconds / 1e6:.1f}", ""
     load = (now.process.cpu_s - before.process.cpu_s) / seconds
     return wait, f"{nbytes / seconds / 1e6:.1f}", f"{load:.0%}"
+
+
+def _memory(process: Process | None) -> tuple[str, str]:
+    """Return the memory of a process, and that on GPUs."""
+    if process is None:
+        return "", ""
+    return _amount(process.nbytes), _amount(process.gpu_nbytes) if process.gpu_nbytes else ""
 
 
 def _amount(nbytes: int) -> str:

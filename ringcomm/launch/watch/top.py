@@ -229,8 +229,8 @@ def _rich(jobs: Jobs, samples: Sequence[RankSample], before: _Samples) -> Group:
     for title, rows, events in _tables(jobs, samples, before):
         table = Table(title=title, title_justify="left", expand=False)
         for column in COLUMNS:
-            is_number = column in ("rank", "pid", "step", "for", "wait", "MB/s", "CPU", "memory")
-            table.add_column(column, justify="right" if is_number else "left")
+            is_text = column in ("state", "operation", "scalars")
+            table.add_column(column, justify="left" if is_text else "right")
         for row in rows:  # Text: brackets in the names of operations are no markup
             table.add_row(*map(Text, row.texts), style="bold red" if row.is_bad else None)
         parts += [table, *map(Text, events)]
