@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from harness import (
@@ -24,7 +26,7 @@ from harness import (
 )
 
 from ringcomm.launch.watch.late_rank import History, late_rank
-from ringcomm.launch.watch.rank_rows import COLUMNS, Process, RankSample, row_of
+from ringcomm.launch.watch.rank_rows import COLUMNS, Process, RankSample, as_json, row_of
 from ringcomm.launch.watch.top import Jobs, _by_rank, _rich
 from ringcomm.status.page_enums import Ending
 
@@ -345,6 +347,12 @@ def test_rates_are_those_between_two_samples():
     pending = sample(12, busy_ns=10**9, op_state=1, op_start_ns=int(11.5e9))
     assert row_of(pending, before).texts[COLUMNS.index("wait")] == "25%"
     assert row_of(pending, None).texts[COLUMNS.index("for")] == "0.5 s"
+
+
+def test_numbers_that_json_lacks_are_texts():
+    now = replace(sample(10), scalars=[("loss", 3, math.nan), ("lr", 3, 0.5), ("x", 3, -math.inf)])
+    found = json.loads(json.dumps(as_json(now), allow_nan=False))
+    assert found["scalars"] == {"loss": "nan", "lr": 0.5, "x": "-inf"}
 
 
 def test_long_names_are_shortened():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
 import os
 import time
@@ -13,6 +12,7 @@ from typing import Any, Final
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import ConfigError
 from ringcomm.launched import run_file
+from ringcomm.status.json_numbers import json_number
 
 _NO_STEP: Final = -1
 _Tracker = Callable[[dict[str, float], int | None], object]
@@ -137,14 +137,9 @@ def _write_line(rank: int, step: int | None, values: Mapping[str, float]) -> Non
         return
     record: dict[str, Any] = {"time": round(time.time(), 6)}
     record |= {} if step is None else {"step": step}
-    record |= {name: _json_value(number) for name, number in values.items()}
+    record |= {name: json_number(number) for name, number in values.items()}
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         os.write(descriptor, json.dumps(record).encode() + b"\n")
     finally:
         os.close(descriptor)
-
-
-def _json_value(number: float) -> float | str:
-    """Return the number, or the name of one that JSON lacks: "nan", "inf", "-inf"."""
-    return number if math.isfinite(number) else str(number)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ringcomm.status.json_numbers import json_number
 from ringcomm.status.page_enums import RESERVE, SPARE, Ending, OpState, State
 
 COLUMNS: Final = (
@@ -145,7 +146,7 @@ def as_json(now: RankSample) -> dict[str, Any]:
         "cpu_s": None if now.process is None else now.process.cpu_s,
         "memory_nbytes": None if now.process is None else now.process.nbytes,
         "gpu_nbytes": None if now.process is None else now.process.gpu_nbytes,
-        "scalars": {name: value for name, _, value in now.scalars},
+        "scalars": {name: json_number(value) for name, _, value in now.scalars},
         "events": [text for _, text in now.events],
     }
 
