@@ -419,6 +419,8 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     assert browser.value("document.querySelector('.u-title').textContent") == "loss"
     assert browser.value("document.querySelectorAll('circle.node').length") == 4
     assert browser.value("document.querySelectorAll('#ranks tr').length") == 4
+    values = "$('ranks').rows[1].cells[8].textContent"
+    assert re.fullmatch(r"loss=[\d.e-]+", browser.value(values)), browser.value(values)
     log = "document.querySelector('#log').textContent"
     wait_until(lambda: browser.value(log) == "<script>alert(1)</script>\n", "no log is shown")
     if target := os.environ.get("SCREENSHOTS"):  # docs/images

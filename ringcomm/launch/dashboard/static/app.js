@@ -5,11 +5,23 @@ const $ = (id) => document.getElementById(id);
 const charts = new Map(); // name of a metric -> {plot, series: rank -> [steps, values]}
 const waits = []; // columns of the heat map: wait of each rank
 const COLUMNS = 480; // two minutes of four per second
+const SHOWN_VALUES = 4;
 const COLORS = ["#27c", "#d90", "#2a7", "#c3c", "#c33", "#088", "#884", "#555"];
 let nRanks = 0;
 
 function cell(row, text) {
   row.appendChild(document.createElement("td")).textContent = text ?? "";
+}
+
+function megabytes(nbytes) {
+  return nbytes ? `${Math.round(nbytes / 1e6)} MB` : "";
+}
+
+// Of rc.log(); of a server, how many slices, shards and requests it has.
+function valuesOf(rank) {
+  const values = Object.entries(rank.scalars ?? {}).slice(0, SHOWN_VALUES);
+  const short = (value) => (typeof value === "number" ? Number(value.toPrecision(4)) : value);
+  return values.map(([name, value]) => `${name}=${short(value)}`).join(" ");
 }
 
 function showRanks(ranks) {
@@ -19,8 +31,9 @@ function showRanks(ranks) {
     row.dataset.rank = r.rank;
     const operation = r.operation ? `${r.operation} for ${r.operation_s.toFixed(1)} s` : "";
     const wait = r.wait == null ? "" : `${Math.round(100 * r.wait)} %`;
-    const memory = r.memory_nbytes ? `${Math.round(r.memory_nbytes / 1e6)} MB` : "";
-    [r.rank, r.pid, r.state, r.step, operation, wait, memory].forEach((text) => cell(row, text));
+    const [memory, gpu] = [r.memory_nbytes, r.gpu_nbytes].map(megabytes);
+    const texts = [r.rank, r.pid, r.state, r.step, operation, wait, memory, gpu, valuesOf(r)];
+    texts.forEach((text) => cell(row, text));
     return row;
   });
   $("ranks").replaceChildren(...rows);
