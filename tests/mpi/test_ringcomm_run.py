@@ -192,6 +192,11 @@ def test_each_rank_records_a_timeline(tmp_path):
 # --- jobs that fail -----------------------------------------------------------------------------
 ENDS = {
     "raises": ("raise ValueError('boom')", 1, "raised ValueError"),
+    "raises in a thread": (
+        "__import__('threading').Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
+        1,
+        "raised ZeroDivisionError",
+    ),
     "exits": ("sys.exit(3)", 3, "called sys.exit - exit 3"),
     "exits at once": ("os._exit(0)", 1, r"called os._exit\(0\)"),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
@@ -207,6 +212,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(end, tmp_path):
     rc.init()
     rc.barrier()
     if rc.rank() == 1:
+        time.sleep(0.5)  # the others wait by then
         {act}
     rc.allreduce(np.ones(3), name="w")
     """
@@ -214,7 +220,8 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(end, tmp_path):
     assert (job.code, job.end["code"], job.end["rank"]) == (code, code, 1), job
     last = job.err.split("\n\nx ")[-1]
     assert re.match(rf"rank 1 \(host .*\) .*{words}", last), job.err
-    assert job.err.endswith("  logs: run/rank-1.log\n")
+    waiting = r"  waiting at that moment: ranks 0,2 in allreduce\[w\] \(24 B\) for \d\.\d+ s\n"
+    assert re.search(waiting + r"  logs: run/rank-1\.log\n\Z", last), job.err
     assert job.err.count("x rank 1") == 1
     assert "BAD TERMINATION" not in job.err
     assert "prterun" not in job.err
