@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness import BIN, HANG_S, IS_MPICH, at_length, job_environment, wait_until
 
+RUN_PAGE = Path(__file__).parents[2] / "docs" / "run.md"
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
@@ -135,6 +136,13 @@ def test_a_job_leaves_its_configuration_its_logs_and_the_record_of_its_end(tmp_p
     assert job.end["code"] == 0
     assert job.end["exit_codes"] == {"0": 0, "1": 0, "2": 0}
     assert "x rank" not in job.err
+    told = {shape(name) for name in re.findall(r"`([\w.-]+)`", RUN_PAGE.read_text())}
+    assert {shape(path.name) for path in job.folder.iterdir()} - told == set()
+
+
+def shape(name):
+    """Return the name of a file without the number of a rank."""
+    return re.sub(r"\d+", "N", name)
 
 
 def test_a_program_that_knows_nothing_of_ringcomm_runs(tmp_path):
