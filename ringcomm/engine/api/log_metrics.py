@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import operator
 import os
@@ -15,6 +16,7 @@ from ringcomm.launched import run_file
 from ringcomm.status.json_numbers import json_number
 
 _NO_STEP: Final = -1
+_FLUSH_S: Final = 5
 _Tracker = Callable[[dict[str, float], int | None], object]
 _trackers: list[_Tracker] = []
 _tensorboards: dict[str, _Tracker] = {}  # by folder
@@ -83,13 +85,13 @@ def note_event(text: str) -> None:
 
 
 def _tensorboard(folder: str) -> Any:
-    """Return a writer of tensorboardX, or else of tensorboard, which flushes every few seconds."""
+    """Return a writer of tensorboardX, or else of tensorboard."""
     try:
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError:
         pass
     else:
-        return SummaryWriter(folder, flush_secs=5)
+        return SummaryWriter(folder, flush_secs=_FLUSH_S)
     try:
         from tensorboard.summary import Writer
     except ModuleNotFoundError as error:
@@ -97,7 +99,22 @@ def _tensorboard(folder: str) -> Any:
             f"RINGCOMM_TENSORBOARD is {folder!r}, and neither tensorboard nor tensorboardX is "
             "there: pip install tensorboardX"
         ) from error
-    return Writer(folder, flush_secs=5)
+    return _Flushing(Writer(folder))
+
+
+class _Flushing:
+    """Flushes a writer of tensorboard, which does so every 2 minutes, and not when Python ends."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._next = time.monotonic()
+        atexit.register(writer.flush)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+        if time.monotonic() >= self._next:
+            self._writer.flush()
+            self._next = time.monotonic() + _FLUSH_S
 
 
 def _tracking(tracker: Any) -> _Tracker:
