@@ -1,6 +1,7 @@
 """What DistributedOptimizer is: an optimizer of its own class, over all ranks."""
 
 import copy
+import os
 import pickle
 
 import pytest
@@ -332,6 +333,27 @@ def test_steps_and_their_parts_are_on_the_status_page():
     assert page.snapshot()["step"] == 3
     assert [number for number, _, _ in page.steps()] == [0, 1, 2]
     assert all(list(marks) == sorted(set(marks)) for _, marks, _ in page.steps())
+
+
+def test_a_command_of_ctl_is_taken_at_the_end_of_a_step():
+    page = StatusPage.create(job="test", host="here", rank=0, size=1, local_rank=0, nonce=7)
+    (model,) = models(1)
+
+    def body(rank):
+        from ringcomm.engine.api.init_rank_size import engine
+        from ringcomm.engine.control.boundary import Control
+
+        this = engine()
+        this.page = page
+        this.control = Control(this)
+        optimizer = wrap(model)
+        fit(model, optimizer, data(1, 1))
+        assert page.take_mailbox(os.getpid())
+        page.put_command("set lr=0.125")
+        fit(model, optimizer, data(1, 1))
+        return optimizer.param_groups[0]["lr"], page.answer
+
+    assert run_ranks(1, body) == [(0.125, "ok lr is 0.125 after step 2")]
 
 
 # --- what is refused ----------------------------------------------------------------------------
