@@ -20,6 +20,7 @@ from ringcomm.launch.job.records import (
     parse_rank_end,
 )
 from ringcomm.launch.job.run_folder import RunFolder
+from ringcomm.launch.job.supervisor import Supervisor
 from ringcomm.launch.job.verdict import Ending, judge_ending
 
 # --- flags --------------------------------------------------------------------------------------
@@ -193,6 +194,17 @@ def test_a_folder_holds_one_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be made.*--run-folder"):
         RunFolder(tmp_path / "file" / "run").create({}, {})
+
+
+def test_of_what_the_launcher_says_only_the_end_is_kept_in_memory(tmp_path, capfd):
+    folder = RunFolder(tmp_path / "run")
+    folder.create({}, {})
+    says = "head -c 3000000 /dev/zero | tr '\\0' x; echo; echo the end; exit 3"
+    ending = Supervisor(["sh", "-c", says], {}, folder, size=1, grace_s=1).run()
+    assert (ending.launcher_code, ending.launcher_text[-9:]) == (3, "\nthe end\n")
+    assert len(ending.launcher_text) < 1 << 20
+    assert (folder.path / "launcher.log").stat().st_size == 3_000_009
+    assert len(capfd.readouterr().err) == 3_000_009
 
 
 # --- the verdict --------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ _LOOK_S: Final = 1.0  # between two looks whether ranks of this host live
 _GUARDIANS_S: Final = 15.0  # they end soon after their ranks, at most 8 s
 _DRAIN_S: Final = 2.0
 _PIECE: Final = 1 << 16
+_TAIL: Final = 1 << 18  # bytes of what the launcher says that are kept, to find out how it ended
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -63,7 +64,7 @@ class Supervisor:
         self._orphan = _Orphan(grace_s, silent_hosts)
         self._logs: dict[int, _Log] = {}
         self._launcher_text = LauncherText()
-        self._all_launcher_text = b""
+        self._launcher_tail = b""
         self._reports_shown = 0
         self._argv, self._environ = argv, environ
 
@@ -95,7 +96,7 @@ class Supervisor:
             seen=self._folder.ranks().keys(),
             failures=tuple(f for g in self._folder.guardians() for f in g.failures),
             launcher_code=process.returncode,
-            launcher_text=self._all_launcher_text.decode(errors="replace"),
+            launcher_text=self._launcher_tail.decode(errors="replace"),
             asked=self._stop.signal,
             goes_on_after_deaths=self._goes_on,
             is_stopped=self._folder.is_stopped,
@@ -142,7 +143,7 @@ class Supervisor:
     def _take(self, data: bytes, log: IO[bytes]) -> None:
         log.write(data)
         log.flush()
-        self._all_launcher_text += data
+        self._launcher_tail = (self._launcher_tail + data)[-_TAIL:]
         _show(self._launcher_text.add(data), sys.stderr)
 
     def _pass_on(self, numbers: Sequence[int], process: subprocess.Popen[bytes]) -> None:

@@ -30,7 +30,7 @@ class Ending:
         seen: the ranks that can record: their hosts see the folder of the run.
         failures: what guardians reported, in the order in which it was seen.
         launcher_code: exit code of mpirun or srun; -N: signal N ended it.
-        launcher_text: what it printed.
+        launcher_text: what it printed last.
         asked: the signal by which the job was asked to stop, if it was.
         goes_on_after_deaths: a dead rank is no failure of the job.
         is_stopped: the job has taken the command `ringcomm ctl JOB stop`.
