@@ -421,6 +421,13 @@ def test_a_browser_shows_the_run_and_the_death_of_a_rank_within_a_second(
     assert browser.value("document.querySelectorAll('#ranks tr').length") == 4
     values = "$('ranks').rows[1].cells[8].textContent"
     assert re.fullmatch(r"loss=[\d.e-]+", browser.value(values)), browser.value(values)
+    long_run = "Array.from({length: 2e5}, (_, i) => ({rank: 0, step: i % 2 ? i : null, late: i}))"
+    browser.value(f"addMetrics({long_run})")
+    points = "[...charts.get('late').series.get(0).points]"
+    assert 1000 < browser.value(f"{points}.length") <= 4000
+    assert browser.value(f"{points}.every(([step, value]) => step === value)") is True
+    assert browser.value(f"{points}.at(-1)[0]") >= 200_000 - 128
+    browser.value("charts.get('late').plot.root.remove(); charts.delete('late')")
     log = "document.querySelector('#log').textContent"
     wait_until(lambda: browser.value(log) == "<script>alert(1)</script>\n", "no log is shown")
     if target := os.environ.get("SCREENSHOTS"):  # docs/images

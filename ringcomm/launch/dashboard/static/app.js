@@ -2,10 +2,11 @@
 "use strict";
 
 const $ = (id) => document.getElementById(id);
-const charts = new Map(); // name of a metric -> {plot, series: rank -> [steps, values]}
+const charts = new Map(); // name of a metric -> {plot, series: rank -> {n, points: step -> value}}
 const waits = []; // columns of the heat map: wait of each rank
 const COLUMNS = 480; // two minutes of four per second
 const SHOWN_VALUES = 4;
+const MAX_POINTS = 4000; // of a line; of more, every second one is dropped
 const COLORS = ["#27c", "#d90", "#2a7", "#c3c", "#c33", "#088", "#884", "#555"];
 let nRanks = 0;
 
@@ -102,15 +103,21 @@ function showHeat(ranks) {
   );
 }
 
+function thin(points) {
+  [...points.keys()].forEach((step, i) => i % 2 && points.delete(step));
+}
+
 function addMetrics(records) {
   const touched = new Set();
   for (const { rank, time, step, ...values } of records) {
     for (const [name, value] of Object.entries(values)) {
       if (!charts.has(name)) charts.set(name, { plot: null, series: new Map() });
       const { series } = charts.get(name);
-      if (!series.has(rank)) series.set(rank, new Map());
-      const points = series.get(rank);
-      points.set(step ?? points.size, typeof value === "number" ? value : null);
+      if (!series.has(rank)) series.set(rank, { n: 0, points: new Map() });
+      const line = series.get(rank);
+      line.points.set(step ?? line.n, typeof value === "number" ? value : null);
+      line.n += 1;
+      if (line.points.size > MAX_POINTS) thin(line.points);
       touched.add(name);
     }
   }
@@ -120,19 +127,20 @@ function addMetrics(records) {
 function drawChart(name) {
   const chart = charts.get(name);
   const ranks = [...chart.series.keys()].sort((a, b) => a - b);
-  const steps = [...new Set(ranks.flatMap((r) => [...chart.series.get(r).keys()]))];
+  const lines = ranks.map((r) => chart.series.get(r).points);
+  const steps = [...new Set(lines.flatMap((points) => [...points.keys()]))];
   steps.sort((a, b) => a - b);
-  const data = [steps, ...ranks.map((r) => steps.map((s) => chart.series.get(r).get(s) ?? null))];
+  const data = [steps, ...lines.map((points) => steps.map((s) => points.get(s) ?? null))];
   if (chart.plot && chart.ranks === ranks.length) return chart.plot.setData(data);
   if (chart.plot) chart.plot.destroy();
   else if (charts.size === 1) $("charts").replaceChildren();
   chart.ranks = ranks.length;
-  const lines = ranks.map((r, i) => ({
+  const styles = ranks.map((r, i) => ({
     label: `rank ${r}`, stroke: COLORS[i % COLORS.length], width: 1.5, spanGaps: true,
   }));
   const options = {
     title: name, width: Math.max(320, $("charts").clientWidth - 10), height: 220,
-    scales: { x: { time: false } }, series: [{ label: "step" }, ...lines],
+    scales: { x: { time: false } }, series: [{ label: "step" }, ...styles],
     axes: [{ stroke: "#888" }, { stroke: "#888" }],
   };
   chart.plot = new uPlot(options, data, $("charts"));
