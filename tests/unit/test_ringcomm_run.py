@@ -9,7 +9,7 @@ import pytest
 
 from ringcomm._core import record_this_rank_in
 from ringcomm.errors import ConfigError
-from ringcomm.launch.job import horovodrun_flags, rank_program
+from ringcomm.launch.job import command, horovodrun_flags, rank_program
 from ringcomm.launch.job.arguments import parse_arguments
 from ringcomm.launch.job.output import LauncherText, LinesOf
 from ringcomm.launch.job.records import (
@@ -194,6 +194,17 @@ def test_a_folder_holds_one_run(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be made.*--run-folder"):
         RunFolder(tmp_path / "file" / "run").create({}, {})
+
+
+def test_ctrl_c_before_a_job_begins_is_no_traceback(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "gather_surroundings", interrupted)
+    assert command.main(["-np", "2", "train.py"]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
 
 
 def test_of_what_the_launcher_says_only_the_end_is_kept_in_memory(tmp_path, capfd):

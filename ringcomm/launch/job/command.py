@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         _say(str(error))
         return _REFUSED
+    except KeyboardInterrupt:  # before the job began, or between two starts of it
+        return _INTERRUPTED
     return 0
 
 
@@ -58,21 +60,18 @@ def _run_and_restart(argv: Sequence[str], args: Arguments, folder: RunFolder) ->
         verdict, ending = _run(args, request, here, job, folder)
         if ending is None:
             return verdict.code
-        try:
-            decision = decide(
-                Ended(
-                    request=request,
-                    hosts=job.hosts,
-                    code=verdict.code,
-                    was_asked_to_stop=ending.asked is not None or ending.is_stopped,
-                    ends=ending.ends,
-                    silent=_silent(request, job, here) if verdict.code else (),
-                    n_restarts=n_restarts,
-                    limit=args.restarts,
-                )
+        decision = decide(
+            Ended(
+                request=request,
+                hosts=job.hosts,
+                code=verdict.code,
+                was_asked_to_stop=ending.asked is not None or ending.is_stopped,
+                ends=ending.ends,
+                silent=_silent(request, job, here) if verdict.code else (),
+                n_restarts=n_restarts,
+                limit=args.restarts,
             )
-        except KeyboardInterrupt:
-            return _INTERRUPTED
+        )
         if decision.why:
             _say(decision.why)
         if decision.request is None:
