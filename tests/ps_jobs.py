@@ -14,10 +14,47 @@ from harness import DEADLINE_S, outcomes
 from ringcomm import ps
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.engine.core.lifecycle import leave
+from ringcomm.errors import RingcommError
+from ringcomm.ps import end_of_job
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frame_meta import RELEASE, PushMeta
 from ringcomm.ps.protocol.frames import Entry, Kind
 from ringcomm.ps.server.server import Server
+
+
+class Boom(Exception):
+    """Ends a rank as a kill would, with ranks as threads."""
+
+
+def ended(results, n_dead):
+    """Return what the others returned."""
+    dead = [each for each in results if isinstance(each, Boom)]
+    assert len(dead) == n_dead
+    for each in results:
+        if isinstance(each, BaseException) and not isinstance(each, Boom):
+            raise each
+    return [each for each in results if not isinstance(each, Boom)]
+
+
+class Killed(Boom, RingcommError):
+    """Ends a server, from another rank."""
+
+
+_killed = set()  # ranks of the job that is under way
+
+
+def kill_server(number):
+    """Let a server of this job die, as a kill would end it, between two requests."""
+    _killed.add(session().layout.servers[number])
+
+
+def _refuse(wait, watch, *, refuse=end_of_job.refuse_hopeless):
+    if watch.transport.rank in _killed and wait.label == "ps.serve":
+        raise Killed
+    refuse(wait, watch)
+
+
+end_of_job.refuse_hopeless = _refuse
 
 
 def run_workers(n_workers, body, n_servers=1, **options):
@@ -54,6 +91,7 @@ def run_all(
     try:
         return outcomes(size, main, faults=faults, settings=settings)
     finally:
+        _killed.clear()
         release_memory()
 
 

@@ -15,7 +15,13 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.layer_hooks import Extension
 from ringcomm.engine.peers.drive_until import drive_until
-from ringcomm.errors import CommTimeoutError, MismatchError, NotInitializedError, RingcommError
+from ringcomm.errors import (
+    CommTimeoutError,
+    MismatchError,
+    NotInitializedError,
+    PeerFailedError,
+    RingcommError,
+)
 from ringcomm.transport.control_header import TEXT_MAX, Header, Kind
 
 _AGAIN_S: Final = 1.0  # a question is asked again: who keeps the queue may not have had it yet
@@ -31,7 +37,7 @@ class Queues:
 
     Args:
         engine: of this rank.
-        home: the rank of the job that keeps the queues.
+        home: the rank of the job that keeps new queues.
     """
 
     def __init__(self, engine: Engine, home: int) -> None:
@@ -49,6 +55,7 @@ class Queues:
             PeerFailedError: a rank died without which the job cannot go on.
         """
         engine, name = self._engine, question["name"]
+        self._require_home(question["home"], name)
         if engine.job_rank == self.home:
             drive_until(engine, lambda: False, f"queue[{name}]", _OTHERS_S)
             return self._answer(self.home, question)
@@ -59,6 +66,7 @@ class Queues:
             return self._answers.get(name, (-1, None))[0] == number
 
         while not is_there():
+            self._require_home(self.home, name)
             if time.monotonic() >= end:
                 raise CommTimeoutError(
                     f"queue[{name}]: {engine.transport.label(self.home)}, which keeps the queue, "
@@ -69,6 +77,20 @@ class Queues:
             engine.watch.tell(self.home, Kind.WORK, text, value=number)
             drive_until(engine, is_there, f"queue[{name}]", min(_AGAIN_S, limit_s))
         return self._answers.pop(name)[1]
+
+    def _require_home(self, home: int, name: str) -> None:
+        """Raise PeerFailedError if the rank has died that keeps a queue."""
+        how = self._engine.watch.peers.dead.get(home)
+        if how is not None:
+            transport = self._engine.transport
+            raise PeerFailedError(
+                f"queue[{name}]: {transport.label(home)}, which kept the queue, {how}. After "
+                "ps.recover() make the queue again, on all ranks, with the state_dict() of a "
+                "checkpoint",
+                rank=home,
+                reason=how,
+                view=transport.view.number,
+            )
 
     def leave(self, question: _Spec) -> None:
         """Give a part back, and wait for nothing: a loop may end at any time, and in any thread."""
@@ -127,6 +149,13 @@ def keep_queues(engine: Engine, home: int) -> None:
         engine.progress.work_in_background()  # it answers while it computes
 
 
+def keep_queues_at(engine: Engine, home: int) -> None:
+    """Change the rank that keeps the queues which are made from now on: the one before has died."""
+    queues = engine.extensions.get(QUEUES)
+    assert queues is not None
+    queues.home = home
+
+
 class WorkQueue:
     """Samples that ranks take part by part: who is fast takes more.
 
@@ -173,6 +202,9 @@ class WorkQueue:
         engine = init_rank_size.engine()
         if engine.extensions.get(QUEUES) is None:
             keep_queues(engine, 0)
+        queues = engine.extensions.get(QUEUES)
+        assert queues is not None
+        self._home = queues.home  # it dies with what it has
 
     def __iter__(self) -> Iterator[Indices]:
         """Yield the samples of the parts that this rank takes, until the epoch is over.
@@ -249,5 +281,5 @@ class WorkQueue:
     def _question(self, do: str) -> _Spec:
         return {
             "name": self._name, "do": do, "spec": self._spec, "epoch": self.epoch,
-            "part": self._part,
+            "part": self._part, "home": self._home,
         }  # fmt: skip

@@ -4,6 +4,7 @@ from ringcomm.ps import initializers, optim
 from ringcomm.ps.checkpoint.client import load, restore, save
 from ringcomm.ps.checkpoint.export import export_safetensors
 from ringcomm.ps.checkpoint.read_without_servers import load_state_dict
+from ringcomm.ps.checkpoint.recover import Recovered, recover
 from ringcomm.ps.client.dense.function_calls import function
 from ringcomm.ps.client.dense.table import Table, table
 from ringcomm.ps.client.future import Future, Pushed
@@ -12,7 +13,16 @@ from ringcomm.ps.client.rows.maintenance import Metadata
 from ringcomm.ps.client.rows.prefetching_loader import prefetching
 from ringcomm.ps.client.rows.pull_many import pull_many
 from ringcomm.ps.evaluation import Report, evaluator, report, reports, snapshot
-from ringcomm.ps.job import complete_step, init, rank, should_stop, size, stop, workers
+from ringcomm.ps.job import (
+    complete_step,
+    init,
+    rank,
+    should_stop,
+    size,
+    step_number,
+    stop,
+    workers,
+)
 from ringcomm.ps.placement.rebalance import Rebalanced, rebalance
 from ringcomm.ps.row_policies import Admit, Evict
 from ringcomm.ps.session import is_chief
@@ -29,6 +39,7 @@ __all__ = [
     "Metadata",
     "Pushed",
     "Rebalanced",
+    "Recovered",
     "Report",
     "Table",
     "complete_step",
@@ -46,6 +57,7 @@ __all__ = [
     "pull_many",
     "rank",
     "rebalance",
+    "recover",
     "report",
     "reports",
     "restore",
@@ -54,6 +66,7 @@ __all__ = [
     "size",
     "snapshot",
     "stats",
+    "step_number",
     "stop",
     "table",
     "workers",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ringcomm.engine.peers.drive_until import Wait
 from ringcomm.engine.progress.deadlines import refuse_hopeless
-from ringcomm.errors import RingcommError
+from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind, Step, Stop
@@ -193,7 +193,10 @@ def leave(client: Client) -> None:
         PeerFailedError: a rank died.
     """
     try:
-        _settle(client)
+        if client.outstanding.loss is None:
+            _settle(client)
+    except ServerLostError:
+        pass  # nothing of this rank is under way any more
     finally:
         ask_servers(client, _LABEL, Kind.LEAVE, client.servers, ignore).wait()
 

@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError
+from ringcomm.errors import CommTimeoutError, PeerFailedError, RingcommError, ServerLostError
+from ringcomm.ps.checkpoint.recover import follow
 from ringcomm.ps.client.future import require_timeout
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, release
 from ringcomm.ps.client.request import Request
@@ -187,7 +188,16 @@ def evaluate() -> None:
     assert _evaluation is not None
     function, every = _evaluation
     due = every
-    while (step := wait_for_step(due, float("inf"))) is not None:
-        with snapshot():
-            function(step)
+    while True:
+        try:
+            step = wait_for_step(due, float("inf"))
+            if step is None:
+                return
+            with snapshot():
+                function(step)
+        except ServerLostError:
+            manifest = follow(session())
+            if manifest is None:
+                return
+            step = manifest["clock"]
         due = (step // every + 1) * every

@@ -6,6 +6,7 @@ import operator
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from ringcomm.config import read_settings
@@ -15,6 +16,7 @@ from ringcomm.engine.api.collectives import allgather_object
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.errors import CommTimeoutError, ConfigError, RingcommError
+from ringcomm.ps.checkpoint.client import save
 from ringcomm.ps.checkpoint.replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.end_of_job import EndOfTraining, serve
@@ -47,6 +49,8 @@ def init(
     placement: str = "balanced",
     colocated: bool = False,
     deadline_s: float | None = None,
+    recover: str | Path | None = None,
+    save_every_s: float | None = None,
 ) -> None:
     """Make this rank a worker, a server or an evaluator. Collective over all ranks of the job.
 
@@ -54,8 +58,8 @@ def init(
     On a server this does not return: it serves until all workers and evaluators have left, and
     raises SystemExit(0).
 
-    With RINGCOMM_ELASTIC=1, under a launcher that lets the others go on, workers and evaluators may
-    die: docs/parameter_server.md says what follows. Without it, any death ends the job.
+    With RINGCOMM_ELASTIC=1, under a launcher that lets the others go on, ranks may die, also
+    servers: docs/parameter_server.md says what follows. Without it, any death ends the job.
 
     Args:
         servers: how many; None: RINGCOMM_PS_SERVERS, or as many as declare the role, or 1. They are
@@ -69,13 +73,18 @@ def init(
         colocated: servers live in the processes of workers.
         deadline_s: of each wait for a server, in seconds; None: RINGCOMM_TIMEOUT_S, as of
             collectives. After RINGCOMM_STALL_WARNING_S a warning says which workers are missing.
+        recover: folder of checkpoints. If a server dies, step() of a ps.DistributedOptimizer calls
+            ps.recover(), and training goes on from there; see ps.step_number().
+        save_every_s: seconds between checkpoints that the chief saves there; None: the program
+            saves.
 
     Raises:
         ConfigError: ranks contradict each other, or too few are there; the same on every rank.
     """
     _refuse_to_begin_again()
-    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
-        raise ConfigError(f"ps.init: deadline_s is {deadline_s!r}; it must be more than 0 seconds")
+    _require_seconds(deadline_s=deadline_s, save_every_s=save_every_s)
+    if save_every_s is not None and recover is None:
+        raise ConfigError("ps.init: save_every_s= needs a folder: recover=")
     init_rank_size.init()
     engine = init_rank_size.engine()
     if engine.extensions.get(SESSION) is not None:
@@ -93,10 +102,7 @@ def init(
     layout = assign(all_options, engine.groups.default.ranks.nodes)
     if engine.page is not None:
         engine.page.set_role(_role_text(layout, engine.job_rank))
-    if replication > 1:
-        raise ConfigError(f"ps.init: replication={replication} is not there yet; leave it out")
-    if placement != "balanced":
-        raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
+    _refuse_what_is_not_there(replication, placement)
     names = {rank: all_options[rank].functions for rank in layout.servers}
     if deadline_s is None:
         deadline_s = engine.settings.timeout_or_inf
@@ -104,6 +110,8 @@ def init(
     engine.extensions.keep(SESSION, current)
     engine.groups.default = current.group
     engine.extensions.check_joins(current.refuse_join)
+    if recover is not None and layout.role_of(engine.job_rank) == "worker":
+        _let_recover(current, Path(recover), save_every_s)
     if current.dispatcher.server is None:
         engine.extensions.before_leaving(current.leave)
         is_evaluator = layout.role_of(engine.job_rank) == "evaluator"
@@ -117,6 +125,25 @@ def init(
     else:
         serve(engine, current.dispatcher, "ps.serve")
         _end()
+
+
+def _require_seconds(**seconds: float | None) -> None:
+    for name, value in seconds.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise ConfigError(f"ps.init: {name} is {value!r}; it must be more than 0 seconds")
+
+
+def _refuse_what_is_not_there(replication: int, placement: str) -> None:
+    if replication > 1:
+        raise ConfigError(f"ps.init: replication={replication} is not there yet; leave it out")
+    if placement != "balanced":
+        raise ConfigError(f"ps.init: placement is {placement!r}; it must be 'balanced'")
+
+
+def _let_recover(current: Session, root: Path, save_every_s: float | None) -> None:
+    current.recovers_from = root
+    if save_every_s is not None:
+        save(root, every_s=save_every_s)
 
 
 def _refuse_to_begin_again() -> None:
@@ -181,7 +208,7 @@ def _start(
         dispatcher.server.page = engine.page
     of_role = {"worker": layout.workers, "server": layout.servers, "evaluator": layout.evaluators}
     group = Group.of_job(of_role[layout.role_of(me)])
-    dispatcher.deaths = Deaths(engine.watch.peers.dead, survivable)
+    dispatcher.deaths = Deaths(engine.watch.peers)
     current = Session(
         engine, layout, group, dispatcher, client, training, replaced, names, tables=tables
     )
@@ -246,7 +273,17 @@ def complete_step(step: int | None = None) -> int:
         )
     if step is None or step > current.clock:
         current.tick(step)
+    if current.between_steps is not None:
+        current.between_steps()
     return current.clock
+
+
+def step_number() -> int:
+    """Return how many steps this worker has completed: less than before after a recovery.
+
+    A loop that goes by it takes the data of lost steps again: while ps.step_number() < n.
+    """
+    return session().clock
 
 
 def stop() -> None:

@@ -46,15 +46,15 @@ class Layout:
         workers: train. The default group, in this order.
         servers: own partitions, by server number.
         evaluators: read snapshots.
-        leader: number of the server that opens tables, and decides what moves.
         gone: workers that cannot follow a chief that died: they died, or had left by then.
+        lost: numbers of servers that died.
     """
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     evaluators: tuple[int, ...]
-    leader: int = 0
     gone: set[int] = field(default_factory=set, compare=False)
+    lost: set[int] = field(default_factory=set, compare=False)
 
     @property
     def chief(self) -> int:
@@ -63,8 +63,12 @@ class Layout:
 
     @property
     def survivable(self) -> frozenset[int]:
-        """The ranks that may die in an elastic job: all but servers."""
-        return frozenset({*self.workers, *self.evaluators} - {*self.servers})
+        """The ranks that may die in an elastic job: all but colocated servers, and the last one."""
+        clients = {*self.workers, *self.evaluators} - {*self.servers}
+        live = {self.servers[number] for number in self.server_numbers}
+        if self.is_colocated or len(live) > 1:
+            return frozenset(clients if self.is_colocated else {*clients, *self.servers})
+        return frozenset({*clients, *self.servers} - live)
 
     def lose(self, rank: int, left: Collection[int]) -> bool:
         """Take note that a rank died; return True if another worker is the chief now.
@@ -74,6 +78,8 @@ class Layout:
             left: ranks that have left in order. A chief that has is followed by nobody.
         """
         before = self.chief
+        if rank in self.servers:
+            self.lost.add(self.number_of(rank))
         self.gone.add(rank)
         if rank == before:
             self.gone.update(left)
@@ -81,8 +87,15 @@ class Layout:
 
     @property
     def server_numbers(self) -> tuple[int, ...]:
-        """The numbers of all servers, by which messages and views name them."""
-        return tuple(range(len(self.servers)))
+        """The numbers of the servers that live, by which messages and views name them."""
+        if not self.lost:
+            return tuple(range(len(self.servers)))
+        return tuple(n for n in range(len(self.servers)) if n not in self.lost)
+
+    @property
+    def leader(self) -> int:
+        """The server that opens tables, and decides what moves: the lowest that lives."""
+        return self.server_numbers[0]
 
     def rank_of(self, server: int) -> int:
         """Return the rank of a server."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
-from weakref import ref
+from typing import Any, Final, Protocol
+from weakref import WeakSet, ref
 
 import numpy as np
 
 from ringcomm.arrays.base import Bytes
+from ringcomm.data.work_queue import keep_queues_at
 from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
@@ -23,12 +25,29 @@ from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
 from ringcomm.ps.client.json_requests import ask_servers, ignore
 from ringcomm.ps.end_of_job import EndOfTraining, leave, rest, serve
+from ringcomm.ps.protocol.deaths import Loss
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import INLINE_MAX, Kind
 from ringcomm.ps.roles import Layout
 
 _CACHE_LINE: Final = 64
 _log: Final = logging.getLogger("ringcomm")
+
+
+class Recovering(Protocol):
+    """An optimizer of the program, which has values of tables.
+
+    Attributes:
+        number: ascends in the order in which they were made.
+    """
+
+    number: int
+
+    def require_recoverable(self) -> None:
+        """Raise RingcommError if a checkpoint has not all of it."""
+
+    def on_recovered(self) -> None:
+        """Begin anew: all tables are as they were in a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -50,6 +69,11 @@ class Session:
         has_rested: servers wait for no more steps of this rank.
         last_save: the latest checkpoint that it has begun to save.
         tables: that this process has opened, by name.
+        n_recovered: how often ps.recover() has gone back to a checkpoint.
+        recovers_from: the folder of ps.init(recover=); None: the program recovers.
+        drops_step: the step that this worker is in trains nothing, for it has recovered within it.
+        between_steps: called after each step of this worker, if set.
+        recovering: called by ps.recover() once tables have values again.
         abandoned: tables of optimizers that are gone, and references to their parameters: once
             these are gone, too, a table is closed when this process opens another one.
         opening: held while one is opened.
@@ -70,6 +94,11 @@ class Session:
     has_rested: bool = False
     last_save: Future[Path] | None = None
     tables: dict[str, Any] = field(default_factory=dict)
+    n_recovered: int = 0
+    recovers_from: Path | None = None
+    drops_step: bool = False
+    between_steps: Callable[[], None] | None = None
+    recovering: WeakSet[Recovering] = field(default_factory=WeakSet)
     abandoned: deque[tuple[Any, list[ref[Any]]]] = field(default_factory=deque)
     opening: threading.Lock = field(default_factory=threading.Lock)
     saving: threading.Lock = field(default_factory=threading.Lock)
@@ -124,14 +153,19 @@ class Session:
     def on_death(self, rank: int, how: str) -> None:
         """Go on without a rank that died; in the thread that drives."""
         layout, peers, server = self.layout, self.engine.watch.peers, self.dispatcher.server
+        is_new_loss = rank in layout.servers and layout.number_of(rank) not in layout.lost
         self.client.link.forget(rank)
         has_other_chief = layout.lose(rank, peers.left)
+        peers.survivable = layout.survivable if rank in layout.servers else peers.survivable
+        if is_new_loss:
+            self._lose_server(rank, how)
         if server is not None:
             server.on_death(rank)
             if server.index == layout.leader:
                 _log.warning(
-                    "ps: %s, %s, %s; the job goes on without it",
+                    "ps: %s, %s, %s; the job goes on without it%s",
                     self.engine.transport.label(rank), _role_in_words(layout, rank), how,
+                    ", once ps.recover() has been called" if rank in layout.servers else "",
                 )  # fmt: skip
         self.training.decide(peers.gone)
         if has_other_chief:
@@ -141,6 +175,19 @@ class Session:
             if layout.chief == self.engine.job_rank:
                 _log.warning("ps: rank %d is the chief now", self.engine.job_rank)
                 self._begin_tables()
+
+    def _lose_server(self, rank: int, how: str) -> None:
+        """End all calls for tables with an error: a part of their values is gone."""
+        keep_queues_at(self.engine, self.layout.rank_of(self.layout.leader))
+        number, tables = self.layout.number_of(rank), [*self.tables.values()]
+        before = self.client.outstanding.loss
+        whole = tables if before is None else ()
+        names = tuple(table.name for table in whole if table.is_on(number))
+        names += () if before is None else before.tables
+        loss = Loss(number, rank, self.engine.transport.label(rank), how, names)
+        for table in tables:
+            table.lose(loss)
+        self.client.outstanding.lose(loss)
 
     def _begin_tables(self) -> None:
         """Send the first values of tables that the chief before this one may not have sent."""
@@ -193,8 +240,11 @@ def require_not_begun(what: str, why: str) -> None:
 
 
 def _role_in_words(layout: Layout, rank: int) -> str:
-    if layout.role_of(rank) == "worker":
+    role = layout.role_of(rank)
+    if role == "worker":
         return f"worker {layout.workers.index(rank)}"
+    if role == "server":
+        return f"server {layout.number_of(rank)}"
     return f"evaluator {layout.evaluators.index(rank)}"
 
 

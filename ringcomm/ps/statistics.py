@@ -40,9 +40,9 @@ def stats() -> list[dict[str, Any]]:
     """
     current = session()
     answers = ask_json(current.client, Kind.STATS, {"keys": False}).wait()
-    before = _before.get(current) or [{} for _ in answers]
+    before = {each["server"]: each for each in _before.get(current, ())}
     _before[current] = answers
-    return [_summary(now, then) for now, then in zip(answers, before, strict=True)]
+    return [_summary(each, before.get(each["server"], {})) for each in answers]
 
 
 def _summary(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

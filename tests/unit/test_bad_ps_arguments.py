@@ -53,8 +53,9 @@ JOB = {
 }
 APART = {
     "init", "stop", "should_stop", "workers", "rank", "size", "is_chief", "stats", "snapshot",
-    "evaluator", "function",  # begin or end something, or have no such arguments
-    "Future", "HashTable", "Metadata", "Pushed", "Rebalanced", "Report",
+    "evaluator", "function", "recover",  # begin or end something, or have no such arguments
+    "step_number",
+    "Future", "HashTable", "Metadata", "Pushed", "Rebalanced", "Recovered", "Report",
     "Table",  # nobody makes one
 }  # fmt: skip
 TABLE = {"bounds_of": lambda: {"part": 0}, "pull": dict, "push": gradient, "push_pull": gradient}

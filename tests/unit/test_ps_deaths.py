@@ -4,12 +4,13 @@ import itertools
 import random
 from collections import defaultdict, deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from harness import DEADLINE_S
 from ps_core_steps import KEY, arrive, core_of, freeze, give, leave, names, push
-from ps_jobs import run_all
+from ps_jobs import Boom, ended, run_all
 
 import ringcomm as rc
 from ringcomm import ps
@@ -24,20 +25,6 @@ from ringcomm.ps.update_modes import FirstOf, Mode
 
 ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
 MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
-
-
-class Boom(Exception):
-    """Ends a rank as a kill would, with ranks as threads."""
-
-
-def ended(results, n_dead):
-    """Return what the others returned."""
-    dead = [each for each in results if isinstance(each, Boom)]
-    assert len(dead) == n_dead
-    for each in results:
-        if isinstance(each, BaseException) and not isinstance(each, Boom):
-            raise each
-    return [each for each in results if not isinstance(each, Boom)]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -300,9 +287,20 @@ def test_the_chief_is_the_lowest_worker_that_neither_died_nor_had_left_by_then()
     assert Layout((0, 1), (1, 2), (3,)).survivable == {0, 3}
 
 
+def test_servers_may_die_but_the_last_one_and_the_lowest_that_lives_leads():
+    layout = Layout((0, 1), (3, 4, 5), (2,))
+    assert layout.survivable == {0, 1, 2, 3, 4, 5}
+    layout.lose(3, [])
+    assert (layout.server_numbers, layout.leader, layout.rank_of(1)) == ((1, 2), 1, 4)
+    layout.lose(5, [])
+    assert (layout.server_numbers, layout.leader) == ((1,), 1)
+    assert layout.survivable == {0, 1, 2, 3, 5}
+    assert Layout((0,), (1,), ()).survivable == {0}
+
+
 def test_deaths_are_told_once_and_only_those_that_the_job_survives():
     dead, told = {}, []
-    deaths = Deaths(dead, {1, 2})
+    deaths = Deaths(SimpleNamespace(dead=dead, survivable={1, 2}))
     deaths.listeners.append(lambda rank, how: told.append((rank, how)))
     for rank in (2, 3):
         dead[rank] = f"died as {rank}"

@@ -7,13 +7,14 @@ import operator
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, overload
 
 from ringcomm._version import __version__
-from ringcomm.errors import RingcommError
+from ringcomm.errors import RingcommError, ServerLostError
 from ringcomm.progress_bar import progress_bar
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.files import Checkpoint
+from ringcomm.ps.checkpoint.periodic import Periodic
 from ringcomm.ps.client.future import Future, FutureOfAll, require_timeout
 from ringcomm.ps.client.json_requests import ask_json
 from ringcomm.ps.client.pause_moves_and_snapshot import hold, new_id, pause, release
@@ -26,6 +27,28 @@ _REDRAW_S: Final = 0.2  # of the bar
 _NEWS_S: Final = 2.0  # of the wait for workers that wait in ringcomm
 
 
+@overload
+def save(
+    path: str | Path,
+    *,
+    step: int | None = ...,
+    keep: int | None = ...,
+    background: bool = ...,
+    timeout_s: float | None = ...,
+) -> Future[Path]: ...
+
+
+@overload
+def save(
+    path: str | Path,
+    *,
+    every_s: float | None = ...,
+    every_steps: int | None = ...,
+    keep: int | None = ...,
+    timeout_s: float | None = ...,
+) -> Future[Path] | None: ...
+
+
 def save(
     path: str | Path,
     *,
@@ -33,13 +56,21 @@ def save(
     keep: int | None = 2,
     background: bool = True,
     timeout_s: float | None = None,
-) -> Future[Path]:
+    every_s: float | None = None,
+    every_steps: int | None = None,
+) -> Future[Path] | None:
     """Save all tables: values, the updaters' state, step counts, and which pushes are in them.
 
     On the chief; the others may go on training meanwhile. Tables with rounds are saved as they are
     exactly between two rounds, each block of the others as it is at one instant. This returns when
     the servers have copied what is to be written; they need the memory for the copies until it is
     written. What has not changed since the save before is neither copied nor written again.
+
+    With every_s= or every_steps= the chief saves by itself from now on, between two steps: at the
+    end of ps.complete_step(), or of step() of the optimizer that was wrapped last, and the first
+    time in the next one. Call it on every worker, so that it goes on if the chief dies. The others
+    train on meanwhile, and so does the chief once the servers have copied. If one fails, a warning
+    says so. While one is still being written, the next one waits for the end of a later step.
 
     Args:
         path: a folder on a file system that all servers and the chief share; a checkpoint is a
@@ -49,19 +80,29 @@ def save(
         background: False: return when it is on disk.
         timeout_s: of the wait for a disk, in seconds; None: RINGCOMM_TIMEOUT_S. After a timeout the
             save goes on.
+        every_s: seconds between two checkpoints.
+        every_steps: steps between two; with both whatever comes first.
 
     Returns:
         A future of the checkpoint's own folder, done once it is complete. If the save before is
         still under way, this waits for it first. A save that fails removes its files; those of one
-        that was killed are removed by the next.
+        that was killed are removed by the next. None with every_s= or every_steps=.
 
     Raises:
         RingcommError: this is not the chief, or is within ps.snapshot().
         OSError: path cannot be written. Errors that only servers meet are raised by the future.
         CommTimeoutError: a disk, or a server, takes longer.
     """
+    if every_s is not None or every_steps is not None:
+        if step is not None or not background:
+            raise ValueError(
+                "ps.save: step= and background= are for a single checkpoint, every_s= and "
+                "every_steps= for those that the chief saves by itself"
+            )
+        save_by_itself(path, Periodic(every_s, every_steps), keep, timeout_s)
+        return None
     current = _require_chief("ps.save")
-    limit_s = _limit_of(current, timeout_s)
+    limit_s = limit_of(current, timeout_s)
     if keep is not None and operator.index(keep) < 1:
         raise ValueError(f"ps.save: keep is {keep}; it must be 1 or more, or None")
     step = None if step is None else operator.index(step)
@@ -70,6 +111,63 @@ def save(
     if not background:
         outer.wait(limit_s)
     return outer
+
+
+def save_by_itself(
+    path: str | Path, periodic: Periodic, keep: int | None, timeout_s: float | None
+) -> None:
+    """Save between two steps from now on, on the chief."""
+    current = session()
+    for name, value in (("every_s", periodic.every_s), ("every_steps", periodic.every_steps)):
+        if value is not None and not value > 0:
+            raise ValueError(f"ps.save: {name} is {value!r}; it must be more than 0")
+    if current.layout.role_of(current.engine.job_rank) != "worker":
+        raise RingcommError("ps.save: this rank is no worker; every_s= is for all workers")
+
+    def save_if_due() -> None:
+        now = time.monotonic()
+        if not periodic.is_due(now, current.clock) or not is_chief() or current.snapshot:
+            return
+        if current.last_save is not None and not current.last_save.done():
+            return  # the next step tries again
+        periodic.note(now, current.clock)
+        try:
+            _await_pushes(current)
+            saved = save(path, step=current.clock, keep=keep, timeout_s=timeout_s)
+        except ServerLostError:
+            raise
+        except (RingcommError, OSError) as error:
+            _warn(error)
+        else:
+            saved.then(_warn_of)
+
+    current.between_steps = save_if_due
+
+
+def _await_pushes(current: Session) -> None:
+    """Return once all pushes of this worker are in: all tables are after the same step then."""
+    outstanding = current.client.outstanding
+
+    def are_in() -> bool:
+        with outstanding.lock:
+            return not any(each.kind == Kind.PUSH for each in outstanding.requests.values())
+
+    current.client.wait_until_sent("ps.save")
+    current.client.wait_until(are_in, "ps.save", current.client.servers)
+
+
+def _warn_of(saved: Future[Path]) -> None:
+    try:
+        saved.result()
+    except (RingcommError, OSError) as error:
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    _log.warning(
+        "ps.save: a checkpoint could not be saved, and the one before stays: %s: %s",
+        type(error).__name__, error,
+    )  # fmt: skip
 
 
 def _begin(
@@ -95,6 +193,7 @@ def _begin(
     manifest = {
         "ringcomm": __version__,
         "step": step,
+        "clock": current.clock,
         "time": time.time(),
         "job": moment.job,
         "rounds": moment.rounds,
@@ -103,7 +202,7 @@ def _begin(
     outer = _write(current, number, folder, manifest, keep, shows_bar=shows_bar)
     if current.last_save is None:
         current.engine.extensions.before_leaving(
-            lambda: _finish_last(current, _limit_of(current, None))
+            lambda: _finish_last(current, limit_of(current, None))
         )
     current.last_save = outer
     return outer
@@ -136,8 +235,11 @@ def restore(path: str | Path, *, timeout_s: float | None = None) -> dict[str, An
         RingcommError: this is not the chief.
     """
     current = _require_chief("ps.restore")
-    limit_s = _limit_of(current, timeout_s)
-    return _restore(current, Path(path).resolve(), limit_s, values_only=False)
+    limit_s = limit_of(current, timeout_s)
+    manifest = _restore(current, Path(path).resolve(), limit_s, values_only=False)
+    if manifest is not None:
+        _tell_workers(current, "ps.restore")
+    return manifest
 
 
 def load(
@@ -164,12 +266,13 @@ def load(
         ValueError: what is open does not fit; nothing was changed. The text names it.
     """
     current = _require_chief("ps.load")
-    limit_s = _limit_of(current, timeout_s)
+    limit_s = limit_of(current, timeout_s)
     manifest = _restore(
         current, Path(path).resolve(), limit_s, values_only=True, is_strict=bool(strict)
     )
     if manifest is None:
         raise FileNotFoundError(f"ps.load: no complete checkpoint in {path}")
+    _tell_workers(current, "ps.load")
     return manifest
 
 
@@ -259,8 +362,14 @@ def _restore(
         manifest = files.first_usable(root, label, attempt)
     finally:
         release(client, number)
-    if manifest is not None:
-        _tell_workers(current, label)
+    return manifest
+
+
+def restore_tables(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
+    """Restore all tables from the newest checkpoint, and return its manifest; for ps.recover()."""
+    manifest = _restore(current, root, limit_s, values_only=False)
+    if manifest is None:
+        raise FileNotFoundError(f"ps.recover: no complete checkpoint in {root}")
     return manifest
 
 
@@ -276,7 +385,7 @@ def _tell_workers(current: Session, label: str) -> None:
     current.client.drive_until(lambda: not replaced.unaware(peers.gone), label, _NEWS_S)
 
 
-def _limit_of(current: Session, timeout_s: float | None) -> float:
+def limit_of(current: Session, timeout_s: float | None) -> float:
     """Return a deadline in seconds: disks may take longer than servers that compute."""
     require_timeout("checkpoint", timeout_s)
     if timeout_s is not None:

@@ -144,6 +144,13 @@ class Store:
         self._taken.pop(number, None)
         self._roots.pop(number, None)
 
+    def clear(self) -> None:
+        """Know nothing of tables that are gone; what is being written is written."""
+        self._taken.clear()
+        self._roots.clear()
+        self._prepared.clear()
+        self._saved = {}
+
     def give_up(self, rank: int) -> None:
         """Write no more for a rank that died: nobody would complete its checkpoint."""
         for number in [each for each in self._taken if owner_of(each) == rank]:

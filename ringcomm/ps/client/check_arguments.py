@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ringcomm.ps.optim import SGD, Updater
+from ringcomm.ps.parameters_sharing_a_dense_table import MOST
 
 if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
+    from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+    from ringcomm.ps.table_spec import Spec
+
+_BLOCKS_MAX: Final = 1 << 20  # every rank has a list of them
 
 
 def label_of(kind: str, name: object) -> str:
@@ -94,4 +102,51 @@ def require_out(
         raise ValueError(
             f"{label}: out must be contiguous and writeable, of {dtype} and shape {shape}"
             f"{', or flat' if may_be_flat else ''}, not {out.dtype} {out.shape}"
+        )
+
+
+def is_16bit(dtype: np.dtype[Any]) -> bool:
+    """Return True for float16 and bfloat16, of this machine's byte order."""
+    return dtype == np.float16 or dtype.name == "bfloat16"
+
+
+def flat_of(x: ArrayLike, count: int, spec: Spec, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a push of `count` elements to a table of this dtype, flat."""
+    if type(x) is not np.ndarray:
+        x = array_of(f"push[{spec.name}]", "x", x, dtype if isinstance(x, tuple) else None)
+    is_whole = count == spec.count and x.shape == spec.shape
+    if not is_whole and x.shape != (count,):
+        raise ValueError(
+            f"push[{spec.name}]: {x.size} elements, shape {x.shape}, for {count} of a table of "
+            f"shape {spec.shape}: pass that shape, or flat"
+        )
+    if x.dtype != dtype and not is_16bit(x.dtype):
+        raise TypeError(
+            f"push[{spec.name}]: dtype {x.dtype}, and the table has {dtype}. Convert it"
+        )
+    return x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
+
+
+def block_of(label: str, block_nbytes: int, itemsize: int, count: int) -> int:
+    """Return the most elements of a block."""
+    if operator.index(block_nbytes) < itemsize:
+        raise ValueError(f"{label}: block_nbytes is {block_nbytes}, less than one element")
+    block = operator.index(block_nbytes) // itemsize
+    if count > block * _BLOCKS_MAX:
+        raise ValueError(
+            f"{label}: {count} elements are more than {_BLOCKS_MAX} blocks of block_nbytes="
+            f"{block_nbytes}. Pass a larger block_nbytes, or a smaller shape"
+        )
+    return block
+
+
+def require_segments(label: str, segments: Sequence[int], count: int) -> None:
+    """Raise ValueError unless these are the first elements of parts of a table."""
+    if len(segments) > MOST:
+        raise ValueError(f"{label}: {len(segments)} segments; {MOST} are the most")
+    bounds = [*segments, count] if len(segments) else [0]
+    if bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(
+            f"{label}: segments are {list(segments)[:10]}; they must begin with 0, ascend, "
+            f"and lie within {count} elements"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -15,7 +16,9 @@ from ringcomm.ps.protocol.frame_meta import packed_json
 from ringcomm.ps.protocol.frames import Kind
 
 if TYPE_CHECKING:
+    from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
     from ringcomm.ps.optim import Updater
+    from ringcomm.ps.protocol.deaths import Loss
     from ringcomm.ps.session import Session
     from ringcomm.ps.table_spec import Spec
 
@@ -90,6 +93,29 @@ class TableBase:
         """Take note that a checkpoint may have replaced all values."""
 
     @property
+    def needs_values(self) -> bool:
+        """True if it begins with values of the chief."""
+        return bool(self._spec.initial == "chief")
+
+    @property
+    def first_of(self) -> FirstOfRounds | None:
+        """The rounds of ps.FirstOf(k) of this worker, which other tables may share."""
+        return None
+
+    def reopen(self, created: dict[str, Any]) -> None:
+        """Go on with the table under another number, after ps.recover(); see open_once()."""
+        raise NotImplementedError
+
+    def is_on(self, server: int) -> bool:
+        """Return True if a server has a part of the table."""
+        raise NotImplementedError
+
+    def lose(self, loss: Loss) -> None:
+        """Refuse all calls from now on: a server died, which had a part of some table."""
+        for part in self.asking:
+            setattr(self, part, _Refusing(partial(loss.error, f"table[{self.name}]")))
+
+    @property
     def updater(self) -> Updater:
         """The updater, whose hyper-parameters travel with every push; set it to change them.
 
@@ -110,17 +136,20 @@ class TableBase:
         self._updater = updater
 
 
-class _Closed:
-    """Stands for the parts of a closed table that send requests."""
+class _Refusing:
+    """Stands for the parts of a table that send requests, if it was closed or lost."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        self._error = error
 
     def __getattr__(self, attribute: str) -> Any:
-        raise RingcommError(
-            f"table[{self._name}]: it was closed, and its values are gone. Open it again, or close "
-            "it later"
-        )
+        raise self._error()
+
+
+def _closed(name: str) -> Exception:
+    return RingcommError(
+        f"table[{name}]: it was closed, and its values are gone. Open it again, or close it later"
+    )
 
 
 def begin_close(table: TableBase) -> None:
@@ -133,7 +162,7 @@ def begin_close(table: TableBase) -> None:
     client.outstanding.forget_table(table.number)
     del session.tables[table.name]
     for part in table.asking:
-        setattr(table, part, _Closed(table.name))
+        setattr(table, part, _Refusing(partial(_closed, table.name)))
 
 
 def close_abandoned(session: Session) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ringcomm.ps.client.flow_control import Credit
 from ringcomm.ps.client.partition_owners import PartitionOwners
@@ -25,8 +25,24 @@ if TYPE_CHECKING:
     from ringcomm.engine.core.engine import Engine
     from ringcomm.ps.client.future import Future
     from ringcomm.ps.placement.view import Partition
+    from ringcomm.ps.protocol.deaths import Loss
     from ringcomm.ps.protocol.link import Link
     from ringcomm.ps.roles import Layout
+
+
+_NEWS: Final = frozenset((Kind.LEAVE, Kind.TICK, Kind.STATS, Kind.MISSING))
+_GO_ON: Final = frozenset((*_NEWS, Kind.SAVE))  # at servers that live, if another dies
+_ALLOWED: Final = frozenset((*_NEWS, Kind.SNAPSHOT, Kind.RECOVER))  # before ps.recover()
+
+
+def _awaits_step(request: AnyRequest) -> bool:
+    return request.kind == Kind.TICK and request.option == 1
+
+
+def _require_answerable(request: AnyRequest, loss: Loss, lost: Collection[int]) -> None:
+    """Raise ServerLostError if a request cannot be answered, or not as it should."""
+    if request.kind not in _ALLOWED or request.server in lost:
+        raise loss.error(request.future.label)
 
 
 class RowMoves(Protocol):
@@ -51,6 +67,7 @@ class Outstanding:
         requests: by sequence number.
         row_moves: of hash tables, by number.
         n_resent: how often a request, or a call to a hash table, went to another server than first.
+        loss: a server that died, with a part of the tables; None: each table is whole.
     """
 
     def __init__(self, engine: Engine, link: Link, layout: Layout) -> None:
@@ -66,6 +83,7 @@ class Outstanding:
         self.requests: dict[int, AnyRequest] = {}
         self.row_moves: dict[int, RowMoves] = {}
         self.n_resent = 0
+        self.loss: Loss | None = None
 
     @property
     def is_settled(self) -> bool:
@@ -92,6 +110,34 @@ class Outstanding:
             self.owners.forget_table(number)
             self.row_moves.pop(number, None)
 
+    def lose(self, loss: Loss) -> None:
+        """Fail what is under way for tables, or for a server that died; called in the loop.
+
+        What tells a dead server something is done.
+        """
+        failed: dict[Future[Any], None] = {}
+        said: list[AnyRequest] = []
+        with self.lock:
+            self.loss = loss
+            for sequence, request in [*self.requests.items()]:
+                is_dead = request.server == loss.server
+                if not is_dead and request.kind in _GO_ON and not _awaits_step(request):
+                    continue
+                del self.requests[sequence]
+                self._pulled_ns.pop(sequence, None)
+                self.credit.count(request, -1)
+                if request.kind in _NEWS and not _awaits_step(request):
+                    said.append(request)
+                else:
+                    failed[request.future] = None
+            failed.update((request.future, None) for request in self.send_queue.take_all())
+            self.owners.lose()
+            self.row_moves.clear()
+        for request in said:
+            request.future.replied(request.server)
+        for future in failed:
+            future.fail(loss.error(future.label))
+
     def next_sequence(self) -> int:
         """Return the number of a new request."""
         return next(self._sequence)
@@ -99,6 +145,8 @@ class Outstanding:
     def assign(self, request: Request, future: Future[Any]) -> None:
         """Set the future of a request, and its server."""
         request.future = future
+        if self.loss is not None:
+            _require_answerable(request, self.loss, self._layout.lost)
         if request.partition is not None:
             request.server = self.owners.view.owner(request.partition)
         future.awaited.add(request.server)
@@ -118,6 +166,8 @@ class Outstanding:
     def add(self, requests: Sequence[Request]) -> None:
         """Send the requests of a call, or let them wait for credit."""
         with self.lock:
+            if self.loss is not None and requests:
+                _require_answerable(requests[0], self.loss, self._layout.lost)
             for request in requests:  # nothing can go wrong any more: rounds are counted
                 if request.clock_of is not None:
                     request.clock = request.clock_of()
@@ -152,6 +202,8 @@ class Outstanding:
 
     def _submit(self, request: AnyRequest) -> None:
         """Send a new request, or keep it while its partition moves; with the lock."""
+        if self.loss is not None:
+            _require_answerable(request, self.loss, self._layout.lost)
         sequence, order = next(self._sequence), None
         if request.partition is not None:
             request.server = self.owners.view.owner(request.partition)

@@ -83,6 +83,12 @@ class PartitionOwners:
         self.notices = waiting
         return confirmed
 
+    def lose(self) -> None:
+        """Know of no request: all have failed, for a server died."""
+        self.notices.clear()
+        for partition, order in self.orders.items():
+            self.orders[partition] = RequestOrder(order.epoch)
+
     @property
     def is_settled(self) -> bool:
         """True if no server returns a request that is under way."""

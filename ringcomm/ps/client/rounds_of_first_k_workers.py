@@ -123,6 +123,13 @@ class FirstOfRounds:
         self._open: PendingStep | None = None
         self._lock = threading.Lock()
 
+    def restart(self) -> None:
+        """Count from 0, in tables that are added anew."""
+        with self._lock:
+            self._first, self._round, self._open = -1, 0, None
+            self._began.clear()
+            self._last.clear()
+
     def add(self, table: int) -> None:
         """Add a new table to these rounds. Collective, between two steps."""
         began = 0

@@ -72,6 +72,14 @@ class SendQueue:
             if not queue:
                 del self._queues[key]
 
+    def take_all(self) -> list[Request]:
+        """Return all requests, which are not going to be sent, and forget them."""
+        requests = [request for queue in self._queues.values() for request in queue]
+        for request in requests:
+            self._discount(request)
+        self._queues.clear()
+        return requests
+
     def _discount(self, request: Request) -> None:
         self.n_waiting -= 1
         self._tables[table_of(request)] -= 1

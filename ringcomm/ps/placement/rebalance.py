@@ -114,7 +114,8 @@ def measured(answers: Sequence[dict[str, Any]]) -> tuple[View, dict[Partition, f
     """
     chains: dict[Partition, tuple[int, ...]] = {}
     heat: dict[Partition, float] = {}
-    for server, each in enumerate(answers):
+    for each in answers:
+        server = each["server"]
         for name, parts in each["tables"].items():
             number = each["numbers"][name]
             for part, traffic in parts.items():

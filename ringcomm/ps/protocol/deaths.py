@@ -1,34 +1,83 @@
-"""Tells the parts of a rank which ranks of the job have died, once each."""
+"""Tells the parts of a rank which ranks of the job have died, once each; and what is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ringcomm.errors import ServerLostError
+
+_SHOWN: Final = 8  # tables in an error
+
+
+class Peers(Protocol):
+    """The other ranks, as one rank knows them."""
+
+    @property
+    def dead(self) -> Mapping[int, str]:
+        """The ranks that died, and how; it grows."""
+
+    @property
+    def survivable(self) -> frozenset[int]:
+        """The ranks without which the job goes on."""
 
 
 class Deaths:
     """The deaths that a job survives, as one rank hears of them. In the thread that drives.
 
     Args:
-        dead: the ranks that died, and how; it grows.
-        survivable: the ranks without which the job goes on.
+        peers: the other ranks.
 
     Attributes:
         listeners: called with the rank that died, and how, in this order.
     """
 
-    def __init__(self, dead: Mapping[int, str], survivable: Collection[int]) -> None:
-        self._dead, self._survivable = dead, survivable
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._n_seen = 0
         self._known: set[int] = set()
         self.listeners: list[Callable[[int, str], object]] = []
 
     def look(self) -> None:
         """Tell the listeners of the deaths since the last look."""
-        if len(self._dead) == self._n_seen:
+        dead = self._peers.dead
+        if len(dead) == self._n_seen:
             return
-        self._n_seen = len(self._dead)
-        for rank, how in {**self._dead}.items():
-            if rank in self._survivable and rank not in self._known:
+        self._n_seen = len(dead)
+        for rank, how in {**dead}.items():
+            if rank in self._peers.survivable and rank not in self._known:
                 self._known.add(rank)
                 for listen in self.listeners:
                     listen(rank, how)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A server that died, and what it had alone.
+
+    Attributes:
+        server: its number.
+        rank: in the job.
+        name: of that rank.
+        how: it died.
+        tables: of which it had a part.
+    """
+
+    server: int
+    rank: int
+    name: str
+    how: str
+    tables: tuple[str, ...]
+
+    def error(self, label: str) -> ServerLostError:
+        """Return the error of a call that cannot go on."""
+        shown = ", ".join(self.tables[:_SHOWN]) + ", ..." * (len(self.tables) > _SHOWN)
+        what = f"its part of {shown}" if self.tables else "what it had of the tables"
+        return ServerLostError(
+            f"{label}: server {self.server} ({self.name}) {self.how}, and {what} is lost. The "
+            "other servers go on, but calls for tables do not: call ps.recover(path) on every "
+            "worker, which goes back to the newest checkpoint, or end this job",
+            rank=self.rank,
+            reason=self.how,
+        )

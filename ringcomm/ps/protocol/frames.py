@@ -21,6 +21,7 @@ HEADER_NBYTES: Final = _HEADER.size
 INLINE_MAX: Final = SHORT_MESSAGE_MAX - 1024  # bytes of a body in a frame; the rest: header, meta
 META_MAX: Final = 1024 - HEADER_NBYTES  # of the meta beside such a body
 CLOSING: Final = "closing"  # for what a request of Kind.CLOSE waits
+RECOVERING: Final = "ps.recover()"  # likewise, of Kind.RECOVER
 _EMPTY: Final = memoryview(b"")
 _GAPS: Final = tuple(bytes(n) for n in range(8))
 
@@ -52,6 +53,7 @@ class Kind(IntEnum):
     MISSING = 22  # for which workers do requests of the sender wait?
     REPLACED = 23  # see ringcomm.ps.checkpoint.replaced_values
     CLOSE = 24  # a client uses a table no more
+    RECOVER = 25  # see ringcomm.ps.server.core.recovery
 
 
 class Step(IntEnum):
@@ -62,6 +64,14 @@ class Step(IntEnum):
     NOTICE = 2
     NOTED = 3
     SETTLE = 4  # a client asks for a reply once nothing moves
+
+
+class Meeting(IntEnum):
+    """The option of a frame of Kind.RECOVER. See ringcomm.ps.server.core.recovery."""
+
+    BEGIN = 0
+    DONE = 1
+    FOLLOW = 2
 
 
 class Entry(IntEnum):

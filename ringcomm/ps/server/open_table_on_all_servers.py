@@ -2,6 +2,7 @@
 
 The leader makes its own part, sends the others the spec (VIEW), and answers once all have made
 theirs. If one cannot, the table is dropped everywhere, and the client that opens it gets the error.
+After the death of a server it opens all tables anew, under new numbers, on the servers that live.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
     from ringcomm.ps.server.core.core import Core
     from ringcomm.ps.server.replies import Replies
 
-ADOPT, ADOPTED, DROP = 0, 1, 2  # options of Kind.VIEW
+ADOPT, ADOPTED, DROP, RESTART, RESTARTED = range(5)  # options of Kind.VIEW
 
 
 @dataclass
 class _Opening:
-    """A table that the leader is about to make known to all servers."""
+    """A table, or the first of all, that the leader is about to make known to all servers."""
 
     number: int
     awaited: set[int]
@@ -67,9 +68,11 @@ class Catalog:
     Attributes:
         contents: of the tables, by number.
         on_forget: called with the number of a table that is dropped; set before the first is.
+        on_restart: called when all that there is goes; likewise.
     """
 
     on_forget: Callable[[int], object]
+    on_restart: Callable[[], object]
 
     def __init__(
         self,
@@ -86,7 +89,8 @@ class Catalog:
         self.contents: dict[int, Contents] = {}
         self._by_name: dict[str, int] = {}
         self._opening: dict[str, _Opening] = {}
-        self._numbers: Final = itertools.count(1)
+        self._reopening: _Opening | None = None
+        self._last = 0  # number of the table that was opened last
         self._loads: Counter[int] = Counter()  # bytes of dense tables, by server
 
     def known(self) -> dict[int, Spec]:
@@ -108,7 +112,7 @@ class Catalog:
             else:
                 opening.asked.append(request)
             return
-        number = next(self._numbers)
+        number = self._last + 1
         self._install(number, spec, self._place(spec))
         self._core.tables[number].openers.add(request.source)
         others = {*self._layout.server_numbers} - {self._index}
@@ -140,7 +144,9 @@ class Catalog:
     def _adopted(self, delivery: Delivery) -> None:
         """Note that another server knows a table now, or why not. For the leader."""
         content = json.loads(delivery.meta)
-        opening = self._opening[content["name"]]
+        opening = self._opening.get(content["name"])
+        if opening is None or opening.number != delivery.header.sequence:
+            return  # a server has died since
         if content["why"]:
             opening.problems.append(f"server {content['server']}: {content['why']}")
         opening.awaited.discard(content["server"])
@@ -167,6 +173,62 @@ class Catalog:
         for other in sorted({*self._layout.server_numbers} - {self._index}):
             self._send(other, Header(Kind.VIEW, sequence=number, option=DROP))
 
+    def reopen(self, requests: Sequence[Delivery], users: Sequence[Iterable[str]]) -> None:
+        """Open all tables anew on the servers that live, and answer clients.
+
+        Args:
+            requests: of the clients.
+            users: the names of the tables that each of them uses.
+        """
+        specs = [spec for _, spec in sorted(self.known().items())]
+        first = self._last + 1
+        self.on_restart()
+        for number, spec in enumerate(specs, first):
+            self._install(number, spec, self._place(spec))
+            for request, names in zip(requests, users, strict=True):
+                if spec.name in names:
+                    self._core.tables[number].openers.add(request.source)
+        others = {*self._layout.server_numbers} - {self._index}
+        self._reopening = _Opening(first, others, [*requests])
+        body = as_body(self._all_described())
+        for other in sorted(others):
+            self._send(other, Header(Kind.VIEW, sequence=first, option=RESTART), body=body)
+        self._reopened_if_known()
+
+    def _all_described(self) -> dict[str, Any]:
+        tables = [self._described(number) for number in self.known()]
+        return {"servers": self._layout.server_numbers, "tables": tables}
+
+    def describe(self, request: Delivery, used: Iterable[str], said: Any) -> None:
+        """Answer with all tables, of which the client uses some, and with more."""
+        for number in self.known():
+            if self.contents[number].spec.name in used:
+                self._core.tables[number].openers.add(request.source)
+        self._replies.json(request, {**self._all_described(), "said": said})
+
+    def _restarted(self, delivery: Delivery) -> None:
+        """Note that another server has opened all tables anew, or why not. For the leader."""
+        reopening, content = self._reopening, json.loads(delivery.meta)
+        if reopening is None or reopening.number != delivery.header.sequence:
+            return  # another one has died since
+        if content["why"]:
+            reopening.problems.append(f"server {content['server']}: {content['why']}")
+        reopening.awaited.discard(content["server"])
+        self._reopened_if_known()
+
+    def _reopened_if_known(self) -> None:
+        reopening = self._reopening
+        if reopening is None or reopening.awaited:
+            return
+        self._reopening = None
+        problems = "; ".join(reopening.problems)
+        for request in reopening.asked:
+            if problems:
+                error = RingcommError(f"ps.recover: tables cannot be made anew: {problems}")
+                self._replies.fail(request, error)
+            else:
+                self._replies.json(request, self._all_described())
+
     def _described(self, number: int) -> dict[str, Any]:
         """Return the number, spec and owners of a table, for other ranks."""
         table, spec = self._core.tables[number], self.contents[number].spec
@@ -181,6 +243,10 @@ class Catalog:
             self._adopt(delivery)
         elif option == ADOPTED:
             self._adopted(delivery)
+        elif option == RESTART:
+            self._restart(delivery)
+        elif option == RESTARTED:
+            self._restarted(delivery)
         else:
             self._forget(delivery.header.sequence)
 
@@ -195,6 +261,27 @@ class Catalog:
         header = Header(Kind.VIEW, sequence=placed["number"], option=ADOPTED)
         self._replies.send(request.source, header, packed_json(content))
 
+    def _restart(self, request: Delivery) -> None:
+        """Open the tables that the leader has opened anew, and no other; or reply why not."""
+        content, why = json.loads(request.body.tobytes()), ""
+        self.on_restart()
+        try:
+            for each in content["tables"]:
+                self._install(each["number"], Spec.of_json(each["spec"]), each["owners"])
+        except Exception as error:  # noqa: BLE001 - the clients that recover get it
+            why = f"{type(error).__name__}: {error}"
+        header = Header(Kind.VIEW, sequence=request.header.sequence, option=RESTARTED)
+        meta = packed_json({"server": self._index, "why": why[:2000]})
+        self._replies.send(request.source, header, meta)
+
+    def clear(self) -> None:
+        """Know no table."""
+        for number in [*self.contents]:
+            self._forget(number)
+        self._opening.clear()
+        self._loads.clear()
+        self._reopening = None
+
     def _install(self, number: int, spec: Spec, owners: list[int]) -> None:
         contents, core = Contents(spec), self._core
         if spec.kind == "hash":
@@ -206,6 +293,7 @@ class Catalog:
                 if owner == self._index:
                     slice_ = bounds[part], bounds[part + 1]
                     contents.parts[part] = DensePartition(spec, *slice_, self._memory)
+        self._last = max(self._last, number)
         self.contents[number] = contents
         self._by_name[spec.name] = number
         self._count(spec, owners, 1)

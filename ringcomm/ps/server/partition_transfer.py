@@ -106,6 +106,11 @@ class Transfer:
         """Free the memory of a partition that was retired."""
         self._retired.pop((key, epoch), None)
 
+    def clear(self) -> None:
+        """Free everything."""
+        self._sent.clear()
+        self._retired.clear()
+
     def forget(self, key: Key, part: int) -> None:
         """Drop a partition of a hash table."""
         shard = self._catalog.contents[key[0]].shard

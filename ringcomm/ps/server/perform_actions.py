@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ringcomm.ps.roles import Layout
     from ringcomm.ps.server.core.actions import Action, Key
     from ringcomm.ps.server.rows.hash_shard import Shard
+    from ringcomm.ps.server.table_contents import Contents
 
 
 class Performer:
@@ -72,6 +73,8 @@ class Performer:
         self.snapshots = Snapshots(memory)
         self.store = Store(index, core, self.catalog.contents, replies)
         self.catalog.on_forget = self.store.forget
+        self.catalog.on_restart = self._restart
+        self._of_before: list[Contents] = []  # evaluators may still read the memory
         self._dense = DenseRequests(link, replies, self.snapshots)
         self._rows = RowRequests(link, replies)
         self._calls = Calls(index, replies, functions)
@@ -103,6 +106,8 @@ class Performer:
             do.Forget: lambda a: self.transfer.forget(a.key, a.part),
             do.Moved: self.catalog.note_moved,
             do.Discard: lambda a: self.catalog.discard(a.table),
+            do.Reopen: lambda a: self.catalog.reopen(a.requests, a.contents),
+            do.Describe: lambda a: self.catalog.describe(*a),
             do.Notify: self._notify,
             do.Settled: lambda a: self.handle(on.Finished(a.key)),
         }
@@ -131,6 +136,16 @@ class Performer:
                     raise
                 for request in requests:
                     self.replies.fail(request, error)
+
+    def _restart(self) -> None:
+        """Keep no table, and nothing that is under way."""
+        contents = [*self.catalog.contents.values()]
+        self.catalog.clear()
+        self.core.restart()
+        self.snapshots.clear()
+        self.store.clear()
+        self.transfer.clear()
+        self._of_before = contents if self._layout.evaluators else []
 
     # --- requests for values --------------------------------------------------------------------
     def arrived(self, request: Delivery) -> None:
@@ -286,6 +301,8 @@ class Performer:
 
 def _requests_of(action: Action) -> list[Delivery]:
     """Return the requests that end with an action."""
+    if isinstance(action, do.Reopen):
+        return [*action.requests]
     if isinstance(action, do.Hold | do.End):
         return [each.request for each in action.contributions]
     if isinstance(action, do.Late):

@@ -86,6 +86,7 @@ class Server:
             Kind.SAVE: performer.store.on_save,
             Kind.RESTORE: self._restore,
             Kind.MOVE: self._move,
+            Kind.RECOVER: self._recover,
             Kind.CLOSE: lambda r: self._handle(on.Closed(r, r.header.table)),
             Kind.LEAVE: lambda r: self._handle(
                 on.Left(r.header.origin, r, still_asks=bool(r.header.option))
@@ -186,6 +187,11 @@ class Server:
         for key in self._performer.store.on_restore(request):
             self._handle(on.Loaded(key))
 
+    def _recover(self, request: Delivery) -> None:
+        content = json.loads(request.meta)
+        option = request.header.option
+        self._handle(on.Met(request, option, content["servers"], content["said"]))
+
     # --- moves ----------------------------------------------------------------------------------
     def _move(self, request: Delivery) -> None:
         header = request.header
@@ -205,6 +211,8 @@ class Server:
 
     def _on_said(self, request: Delivery) -> None:
         message = json.loads(request.meta)
+        if message["table"] not in self.core.tables and message["do"] != "without":
+            return  # it is gone: a server died
         if message["do"] == "take":
             why = self._performer.transfer.install(message, request.body)
             if why:
@@ -222,6 +230,7 @@ class Server:
     # --- what it has done, and what it waits for ------------------------------------------------
     def _missing(self, request: Delivery) -> None:
         missing = self.core.progress.missing(request.source, self._layout.chief)
+        missing += self.core.recovery.missing(request.source)
         self._replies.json(request, missing[:_MISSING_MAX])
 
     def _stats(self, request: Delivery) -> None:
@@ -250,7 +259,7 @@ class Server:
                 number: {
                     "owned": shard.partitions,
                     "nbytes": shard.heat(),
-                    "stays": shard.is_capped_on_few(len(self._layout.servers)),
+                    "stays": shard.is_capped_on_few(len(self._layout.server_numbers)),
                 }
                 for number, shard in shards.items()
             }

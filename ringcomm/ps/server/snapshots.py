@@ -49,6 +49,11 @@ class Snapshots:
         """Return the bytes of a dense partition, and its version. Raises KeyError."""
         return self._copies[number][key]
 
+    def clear(self) -> None:
+        """Know no snapshot."""
+        self._copies.clear()
+        self._shards.clear()
+
     def __contains__(self, number: int) -> bool:
         return number in self._copies
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -15,12 +13,14 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ringcomm.arrays.base import lengths_of
 from ringcomm.codec import Codec
 from ringcomm.ps.client.check_arguments import (
-    array_of,
+    block_of,
     dtype_of,
     factor_of,
+    flat_of,
     initial_of,
     label_of,
     require_out,
+    require_segments,
     require_weight,
     updater_of,
 )
@@ -32,10 +32,8 @@ from ringcomm.ps.client.dense.pushes import Contribution, DensePushes
 from ringcomm.ps.client.future import Future, Pushed, pull_after
 from ringcomm.ps.client.open_table import TableBase, open_once
 from ringcomm.ps.client.rounds_of_first_k_workers import FirstOfRounds
-from ringcomm.ps.client.rows.keys import is_16bit
 from ringcomm.ps.compression import spec_of
 from ringcomm.ps.optim import Assign, Updater
-from ringcomm.ps.parameters_sharing_a_dense_table import MOST
 from ringcomm.ps.placement.view import cuts
 from ringcomm.ps.protocol.frame_meta import ABSENT, ASSIGN, HOLD, INITIAL, RELEASE, SKIP
 from ringcomm.ps.session import Session, is_chief, session
@@ -43,7 +41,6 @@ from ringcomm.ps.table_spec import Part, Spec
 from ringcomm.ps.update_modes import Mode, mode_of
 
 BLOCK_NBYTES: Final = 4 << 20
-_BLOCKS_MAX: Final = 1 << 20  # every rank has a list of them
 Array = NDArray[Any]
 
 
@@ -100,11 +97,11 @@ def table(
     shape = lengths_of(label, shape)
     kind = dtype_of(label, dtype)
     count = math.prod(shape)
-    block = _block_of(label, block_nbytes, kind.itemsize, count)
+    block = block_of(label, block_nbytes, kind.itemsize, count)
     updater = updater_of(label, updater)
     initial = initial_of(label, init, kind, shape)
     values = initial if isinstance(initial, np.ndarray) else None
-    _require_segments(label, segments, count)
+    require_segments(label, segments, count)
     spec = Spec(
         name=name,
         kind="dense",
@@ -128,30 +125,6 @@ def table(
     if values is not None and is_chief():
         opened.begin()
     return opened
-
-
-def _block_of(label: str, block_nbytes: int, itemsize: int, count: int) -> int:
-    """Return the most elements of a block."""
-    if operator.index(block_nbytes) < itemsize:
-        raise ValueError(f"{label}: block_nbytes is {block_nbytes}, less than one element")
-    block = operator.index(block_nbytes) // itemsize
-    if count > block * _BLOCKS_MAX:
-        raise ValueError(
-            f"{label}: {count} elements are more than {_BLOCKS_MAX} blocks of block_nbytes="
-            f"{block_nbytes}. Pass a larger block_nbytes, or a smaller shape"
-        )
-    return block
-
-
-def _require_segments(label: str, segments: Sequence[int], count: int) -> None:
-    if len(segments) > MOST:
-        raise ValueError(f"{label}: {len(segments)} segments; {MOST} are the most")
-    bounds = [*segments, count] if len(segments) else [0]
-    if bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(
-            f"{label}: segments are {list(segments)[:10]}; they must begin with 0, ascend, "
-            f"and lie within {count} elements"
-        )
 
 
 class Table(TableBase):
@@ -180,13 +153,31 @@ class Table(TableBase):
         if values is not None and self._first_values is None and current.may_be_chief:
             self._first_values = values.copy()  # for as long as the chief may die before it
         self.shape = spec.shape
-        self.blocks = Blocks(current, spec, created)
         self._packer = Packer.of(spec, current.group.index)
-        self._pushes = DensePushes(self.blocks, self._packer)
-        self._pulls = DensePulls(self.blocks)
+        self._open(created)
         self._is_plain = spec.partitions == 1 and self._packer is None and not spec.mode.has_rounds
         if spec.mode.name == "first_of":
             self.share_rounds(FirstOfRounds(current.client))
+
+    def _open(self, created: dict[str, Any]) -> None:
+        self.number = created["number"]
+        self.blocks = Blocks(self._session, self._spec, created)
+        self._pushes = DensePushes(self.blocks, self._packer)
+        self._pulls = DensePulls(self.blocks)
+
+    def reopen(self, created: dict[str, Any]) -> None:
+        """See TableBase."""
+        rounds = self.first_of
+        self.client.outstanding.forget_table(self.number)
+        self.forget_residual()
+        self._open(created)
+        if rounds is not None:
+            self.share_rounds(rounds)
+
+    @property
+    def first_of(self) -> FirstOfRounds | None:
+        """See TableBase."""
+        return self.blocks.first_of
 
     def share_rounds(self, rounds: FirstOfRounds) -> None:
         """Count a gradient in this table exactly if it counts in others with these rounds.
@@ -196,6 +187,11 @@ class Table(TableBase):
         """
         rounds.add(self.number)
         self.blocks.first_of = rounds
+
+    def is_on(self, server: int) -> bool:
+        """See TableBase."""
+        owners = (self.client.owner((self.number, part)) for part in range(self.n_partitions))
+        return server in owners
 
     @property
     def mode(self) -> Mode:
@@ -426,20 +422,7 @@ class Table(TableBase):
         return start, stop
 
     def _flat(self, x: ArrayLike, count: int) -> Array:
-        if type(x) is not np.ndarray:
-            dtype = self.dtype if isinstance(x, tuple) else None
-            x = array_of(f"push[{self.name}]", "x", x, dtype)
-        is_whole = count == self._spec.count and x.shape == self.shape
-        if not is_whole and x.shape != (count,):
-            raise ValueError(
-                f"push[{self.name}]: {x.size} elements, shape {x.shape}, for {count} of a table "
-                f"of shape {self.shape}: pass that shape, or flat"
-            )
-        if x.dtype != self.dtype and not is_16bit(x.dtype):
-            raise TypeError(
-                f"push[{self.name}]: dtype {x.dtype}, and the table has {self.dtype}. Convert it"
-            )
-        return x.reshape(-1) if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
+        return flat_of(x, count, self._spec, self.dtype)
 
     def __repr__(self) -> str:
         return f"<Table {self.name}: {self.dtype} {self.shape}, {self._spec.mode}>"

@@ -142,11 +142,21 @@ class HashTable(TableBase):
     ) -> None:  # fmt: skip
         super().__init__(current, spec, updater, created)
         self.dim = spec.count
+        self._packer = RowPacker(spec, current.group.index)
+        self._is_strict = is_strict
+        self._open(created)
+
+    def _open(self, created: dict[str, Any]) -> None:
+        self.number = created["number"]
+        current, spec = self._session, self._spec
         self._calls = RowCalls(current.client, created)
         self._pushes = RowPushes(current, spec, self.number, self._calls)
-        self._packer = RowPacker(spec, current.group.index)
         self._maintenance = Maintenance(current, self._calls, spec.name, self.number)
-        self._is_strict = is_strict
+
+    def reopen(self, created: dict[str, Any]) -> None:
+        """See TableBase."""
+        self.client.outstanding.forget_table(self.number)
+        self._open(created)
 
     def require_nan(self, nan: str) -> None:
         """Raise MismatchError if this process opens it again with another `nan`."""
@@ -156,6 +166,10 @@ class HashTable(TableBase):
                 f"hashtable[{self.name}]: this process opened it with nan={mine!r}, and opens it "
                 f"with nan={nan!r} now. Open it alike everywhere"
             )
+
+    def is_on(self, server: int) -> bool:
+        """See TableBase."""
+        return self._calls.are_on(server)
 
     @property
     def mode(self) -> Mode:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ringcomm import _core
-from ringcomm.ps.client.check_arguments import array_of
+from ringcomm.ps.client.check_arguments import array_of, is_16bit
 
 Array = NDArray[Any]
 Keys = NDArray[np.uint64]
@@ -145,11 +145,6 @@ def rows_of(label: str, rows: Array, shape: tuple[int, ...], dtype: np.dtype[Any
     if rows.dtype != dtype and not is_16bit(rows.dtype):
         raise TypeError(f"{label}: dtype {rows.dtype}, and the table has {dtype}. Convert it")
     return np.ascontiguousarray(rows).reshape(-1, shape[-1])
-
-
-def is_16bit(dtype: np.dtype[Any]) -> bool:
-    """Return True for float16 and bfloat16, of this machine's byte order."""
-    return dtype == np.float16 or dtype.name == "bfloat16"
 
 
 def last_of_each(keys: Keys, rows: Array) -> tuple[Keys, Array]:

@@ -34,12 +34,14 @@ class RowsAhead:
         future: likewise.
         used: keys of the table that this process has used since.
         snapshot: that they are of; 0: none.
+        n_recovered: how often the job had recovered; see Session.
     """
 
     pull: RowPull
     future: Future[Array]
     used: UsedKeys
     snapshot: int
+    n_recovered: int
 
     @property
     def waits(self) -> bool:
@@ -53,6 +55,8 @@ class RowsAhead:
         - With SSP: all, if they may lack steps that a pull must have now.
         - With SSP or async: those that this process has pushed to, or pulled since.
         """
+        if session().n_recovered != self.n_recovered:
+            return None
         needed = self.pull.pushes.clock_of_pull()
         if self.pull.clock < needed or self.waits or session().snapshot != self.snapshot:
             return None
@@ -113,7 +117,7 @@ def prefetch(pulls: Sequence[Pull], pushes_before: int = 1) -> list[RowsAhead | 
     futures = pull_together(current, asked)
     found: list[RowsAhead | None] = [None] * len(pulls)
     for k, pull, future, since in zip(chosen, asked, futures, used, strict=True):
-        found[k] = RowsAhead(pull, future, since, current.snapshot)
+        found[k] = RowsAhead(pull, future, since, current.snapshot, current.n_recovered)
     return found
 
 

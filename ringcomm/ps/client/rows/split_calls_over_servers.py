@@ -98,6 +98,10 @@ class RowCalls:
         self._lock = threading.Lock()
         self._outstanding.row_moves[self.table] = self
 
+    def are_on(self, server: int) -> bool:
+        """Return True if a server has some of the rows."""
+        return server in self._owners
+
     @property
     def is_settled(self) -> bool:
         """True unless rows have moved and servers return requests."""

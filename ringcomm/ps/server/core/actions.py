@@ -91,6 +91,21 @@ class Reply(NamedTuple):
     content: Any = None  # for JSON
 
 
+class Reopen(NamedTuple):
+    """Open all tables anew on the servers that live, and answer with them; drop all else."""
+
+    requests: Sequence[Any]
+    contents: Sequence[Any]  # of the requests: the names of tables that each rank uses
+
+
+class Describe(NamedTuple):
+    """Answer with all tables, some of which a rank uses."""
+
+    request: Any
+    content: Any  # the names of these
+    said: Any  # by the chief, which has restored them
+
+
 class Discard(NamedTuple):
     """Drop a table on all servers: nobody uses it any more."""
 
@@ -241,5 +256,5 @@ class Settled(NamedTuple):
 Action: TypeAlias = (
     Carry | Retry | Redirect | Acknowledge | Serve | Reply | Apply | Write | Hold | End | Late
     | Released | Open | Close | Retire | Free | Take | Grant | Drop | Send | Export | Forget
-    | Moved | Notify | Settled | Discard
+    | Moved | Notify | Settled | Discard | Reopen | Describe
 )  # fmt: skip

@@ -10,6 +10,7 @@
 | moves and pauses | core.migration |
 | when a table that was closed goes | core.closed_tables |
 | what follows when a rank leaves, or dies | core.departures |
+| when a job whose server died begins anew | core.recovery |
 
 Whatever this server owns for a rank (a pause, a moment, moves, a request that waits, a place in a
 round) ends with Left, or with Died: each part has leave(rank), and some have die(rank).
@@ -36,6 +37,7 @@ from ringcomm.ps.server.core.actions import (
 from ringcomm.ps.server.core.closed_tables import ClosedTables
 from ringcomm.ps.server.core.departures import Departures
 from ringcomm.ps.server.core.migration import Members, Migration
+from ringcomm.ps.server.core.recovery import Recovery
 from ringcomm.ps.server.core.snapshot_moments import Moments
 from ringcomm.ps.server.core.table import Table
 from ringcomm.ps.server.core.unit import Unit
@@ -57,11 +59,19 @@ class Core:
         progress: how far the workers are.
         clocks: of the workers.
         moments: that are held.
+        recovery: after the death of a server.
     """
 
     def __init__(self, index: int, members: Callable[[], Members]) -> None:
         self._index, self._members = index, members
         self.tables: dict[int, Table] = {}
+        self._begin()
+        self.recovery = Recovery(members, self.left)
+        self._handlers[on.Met] = self.recovery.on_met
+
+    def _begin(self) -> None:
+        """Make all parts anew."""
+        index, members = self._index, self._members
         self.moments = Moments()
         self.progress = Progress(index, members().workers, lambda: self.live_workers, self.tables)
         self.clocks = self.progress.clocks
@@ -85,7 +95,9 @@ class Core:
             on.Read: lambda event, _: self.unit_of(event.key).read(event.request, self.clocks),
             on.Decided: self._on_decided,
             on.Loaded: self._on_loaded,
-            on.Stopped: self._on_stopped,
+            on.Stopped: lambda event, _: [
+                Reply(event.request, content=self.moments.stop(event.number, self.units()))
+            ],
             on.Held: self._on_held,
             on.MomentEnded: self._on_let,
             on.Closed: self._closed.on_closed,
@@ -106,7 +118,23 @@ class Core:
             return []
         actions = self._handlers[type(event)](event, now)
         done = actions if type(actions) is list else list(actions)
-        return done + self._closed.due() if self._closed.numbers else done
+        if self._closed.numbers:
+            done = done + self._closed.due()
+        return done + self.recovery.due() if self.recovery.n_waiting else done
+
+    def restart(self) -> None:
+        """Know no table, nor anything that is under way; who is gone is still gone."""
+        left, dead, rested = {*self.left}, {*self.dead}, {*self.rested}
+        recovery = self.recovery
+        self.tables.clear()
+        self._begin()
+        self.left |= left
+        self.dead |= dead
+        self.rested |= rested
+        for rank in left | rested:
+            self.progress.rest(rank)
+        recovery.go_on(self.left)
+        self._handlers[on.Met] = recovery.on_met
 
     @property
     def awaits_time(self) -> bool:
@@ -162,7 +190,8 @@ class Core:
     def n_waiting(self) -> int:
         """How many requests wait."""
         waiting = sum(len(unit.waiting) for unit in self.units())
-        return waiting + self.progress.n_waiting + self._migration.n_waiting
+        waiting += self.progress.n_waiting + self._migration.n_waiting
+        return waiting + self.recovery.n_waiting
 
     # --- requests for a unit --------------------------------------------------------------------
     def admits(self, key: Key, view: int) -> bool:
@@ -229,9 +258,6 @@ class Core:
         yield from unit.due(self.clocks)
 
     # --- snapshots ------------------------------------------------------------------------------
-    def _on_stopped(self, event: on.Stopped, _: float) -> list[Action]:
-        return [Reply(event.request, content=self.moments.stop(event.number, self.units()))]
-
     def _on_held(self, event: on.Held, _: float) -> Iterator[Action]:
         yield from self.moments.hold(event.number, event.request, self.units(), event.rounds)
         yield from self.resume(event.number)

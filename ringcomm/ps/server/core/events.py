@@ -160,6 +160,15 @@ class Closed(NamedTuple):
     table: int
 
 
+class Met(NamedTuple):
+    """A rank takes part in a recovery; for the leader."""
+
+    request: Request
+    meeting: int
+    servers: Sequence[int]  # that live, as far as it knows
+    content: Any  # what it has to say
+
+
 class Died(NamedTuple):
     """A rank is dead."""
 
@@ -203,5 +212,5 @@ class TimePassed(NamedTuple):
 Event: TypeAlias = (
     Arrived | Initialized | Assigned | Pushed | Released | Read | Decided | Loaded | Entered
     | Joined | Ticked | Awaited | Stopped | Held | MomentEnded | Paused | Settling | MovesAsked
-    | Noted | Closed | Died | Left | ServerMessage | Taken | Finished | TimePassed
+    | Noted | Closed | Met | Died | Left | ServerMessage | Taken | Finished | TimePassed
 )  # fmt: skip

@@ -1,0 +1,218 @@
+"""ps.recover(): after the death of a server, all go back to the newest checkpoint, and go on.
+
+    workers -> leader     BEGIN: all who live have come
+    leader -> servers     all tables are opened anew, under new numbers, on the servers that live
+    chief -> servers      restore
+    workers -> leader     DONE: all go on
+
+What is under way for the old numbers is refused. If another server dies meanwhile, all begin again.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ringcomm.errors import CommTimeoutError, RingcommError, ServerLostError
+from ringcomm.ps.checkpoint import files
+from ringcomm.ps.checkpoint.client import limit_of, restore_tables
+from ringcomm.ps.client.json_requests import json_of
+from ringcomm.ps.client.request import Request
+from ringcomm.ps.protocol.frame_meta import packed_json
+from ringcomm.ps.protocol.frames import Kind, Meeting, Status
+from ringcomm.ps.session import Session, is_chief, session
+
+_LABEL: Final = "ps.recover"
+_log: Final = logging.getLogger("ringcomm")
+
+
+class Recovered(NamedTuple):
+    """Where a job goes on whose server has died.
+
+    Attributes:
+        manifest: of the checkpoint; see ps.restore().
+        lost_steps: that this worker has completed since, and completes again.
+    """
+
+    manifest: dict[str, Any]
+    lost_steps: int
+
+
+def recover(path: str | Path, *, timeout_s: float | None = None) -> Recovered:
+    """Go back to the newest checkpoint after the death of a server, and go on with the others.
+
+    Collective over the workers that live: call it where a call has raised ServerLostError. All
+    tables are opened anew on the servers that live, and have the values of the checkpoint, and the
+    updaters' state. Tables, hash tables, embeddings and ps.DistributedOptimizers of this process go
+    on with them. Steps are counted on from those of the checkpoint, also for ps.SSP and evaluators;
+    what was pushed since, and futures of it, are lost. An evaluator may call it, too: it waits for
+    the workers.
+
+    Args:
+        path: as given to ps.save().
+        timeout_s: of the wait for the other workers, and for disks, in seconds; None:
+            RINGCOMM_TIMEOUT_S.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint; nothing was changed.
+        RingcommError: no server has died; or a table was opened since the checkpoint, whose first
+            values are the chief's.
+        ValueError, BrokenFileError: see ps.restore().
+        CommTimeoutError: other workers have not called it, or a disk takes longer.
+        PeerFailedError: the last server died.
+    """
+    current, root = session(), Path(path).resolve()
+    limit_s = limit_of(current, timeout_s)
+    _await_loss(current)
+    if current.layout.role_of(current.engine.job_rank) != "worker":
+        manifest = follow(current)
+        if manifest is None:
+            raise RingcommError(f"{_LABEL}: no worker is left, so nobody recovers")
+        return Recovered(manifest, 0)
+    for each in [*current.recovering]:
+        each.require_recoverable()
+    while True:
+        lost = {*current.layout.lost}
+        try:
+            return _recover(current, root, limit_s)
+        except ServerLostError:
+            if lost == current.layout.lost:
+                raise
+
+
+def follow(current: Session) -> dict[str, Any] | None:
+    """Go on with the tables once the workers have recovered; on an evaluator.
+
+    Returns:
+        The manifest of the checkpoint; None: no worker is left.
+    """
+    while True:
+        try:
+            answer = _meet(current, Meeting.FOLLOW, [*current.tables], float("inf"))
+        except ServerLostError:
+            continue  # another one
+        if answer is None:
+            return None
+        _reopen(current, answer["tables"])
+        manifest: dict[str, Any] = answer["said"]["manifest"]
+        return manifest
+
+
+def _await_loss(current: Session) -> None:
+    """Return once this rank has heard of a death; other workers may have heard of it before."""
+    client = current.client
+    if not client.drive_until(lambda: client.outstanding.loss is not None, _LABEL, None):
+        raise RingcommError(
+            f"{_LABEL}: no server has died within {client.deadline_s:g} s. ps.restore() goes back "
+            "to a checkpoint without that"
+        )
+
+
+def _recover(current: Session, root: Path, limit_s: float) -> Recovered:
+    before, client = current.clock, current.client
+    client.wait_until(lambda: not _has_ticks(current), _LABEL, client.servers)
+    said = {"tables": [*current.tables], "found": bool(files.complete(root))}
+    answer = _meet(current, Meeting.BEGIN, said, limit_s)
+    if answer is None or answer["tables"] is None:
+        raise FileNotFoundError(f"{_LABEL}: no complete checkpoint in {root}")
+    _reopen(current, answer["tables"])
+    manifest = _restored(current, root, limit_s)
+    _require_values(current, manifest)
+    step = manifest.get("clock")
+    current.clock = step if step is not None else manifest["step"] or 0
+    current.tick(current.clock)
+    for each in [*current.recovering]:
+        each.on_recovered()
+    lost = max(0, before - current.clock)
+    if is_chief():
+        servers = ", ".join(map(str, sorted(current.layout.lost)))
+        _log.warning(
+            "ps: without server %s, all tables are as in the checkpoint of step %s in %s; %d steps "
+            "are lost", servers, manifest["step"], root, lost,
+        )  # fmt: skip
+    return Recovered(manifest, lost)
+
+
+def _has_ticks(current: Session) -> bool:
+    """Return True if a server may hear of a step of this worker later: it would count then."""
+    outstanding = current.client.outstanding
+    with outstanding.lock:
+        return any(request.kind == Kind.TICK for request in outstanding.requests.values())
+
+
+def _meet(current: Session, meeting: Meeting, said: Any, limit_s: float) -> dict[str, Any] | None:
+    """Take part in a meeting, and return the leader's answer; None: no worker is left."""
+    client, layout = current.client, current.layout
+
+    def take(reply: Any) -> dict[str, Any] | None:
+        if reply.header.status == Status.LATE:
+            return None
+        answer: dict[str, Any] = json_of(reply)
+        if answer.get("tables") is not None:  # deaths of which the leader has heard before
+            layout.lost.update({*range(len(layout.servers))} - {*answer["servers"]})
+            client.outstanding.loss = None
+        return answer
+
+    meta = packed_json({"servers": client.servers, "said": said})
+    request = Request(Kind.RECOVER, server=client.leader, option=meeting, meta=meta)
+    found: list[Any] = []
+    request.on_reply = lambda reply: found.append(take(reply))
+    client.call(_LABEL, [request], lambda: None).wait(limit_s)
+    answer: dict[str, Any] | None = found[0]
+    return answer
+
+
+def _reopen(current: Session, tables: list[dict[str, Any]]) -> None:
+    """Go on with the tables under their new numbers."""
+    current.n_recovered += 1
+    created = {each["spec"]["name"]: each for each in tables}
+    with current.opening:
+        mine = [*current.tables.values()]
+        rounds = {id(table.first_of): table.first_of for table in mine if table.first_of}
+        for each in rounds.values():
+            each.restart()
+        for table in mine:
+            if table.name not in created:
+                raise RingcommError(
+                    f"{_LABEL}: table[{table.name}]: the servers that live do not know it. Open it "
+                    "once the job has begun anew"
+                )
+            table.reopen(created[table.name])
+
+
+def _restored(current: Session, root: Path, limit_s: float) -> dict[str, Any]:
+    """Return the manifest of the checkpoint, once the chief has restored it, or the next chief."""
+    while True:
+        said: dict[str, Any] | None = None
+        problem: Exception | None = None
+        if is_chief():
+            try:
+                manifest = restore_tables(current, root, limit_s)
+                said = {"manifest": manifest}
+            except (ServerLostError, CommTimeoutError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the others get it, too
+                problem = error
+                said = {"problem": f"{type(error).__name__}: {error}"}
+        answer = _meet(current, Meeting.DONE, said, limit_s)
+        if problem is not None:
+            raise problem
+        if answer is None or answer["said"] is None:
+            continue
+        if "problem" in answer["said"]:
+            why = answer["said"]["problem"]
+            raise RingcommError(f"{_LABEL}: the chief could not restore the tables: {why}")
+        found: dict[str, Any] = answer["said"]["manifest"]
+        return found
+
+
+def _require_values(current: Session, manifest: dict[str, Any]) -> None:
+    """Raise RingcommError if a table has no values."""
+    saved = {spec["name"] for spec in manifest["tables"].values()}
+    for name, table in current.tables.items():
+        if name not in saved and table.needs_values:
+            raise RingcommError(
+                f"{_LABEL}: table[{name}] was opened since the checkpoint was saved, and the "
+                "values that it began with are gone. Save once all tables are open"
+            )

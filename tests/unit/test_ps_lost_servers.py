@@ -1,0 +1,315 @@
+"""A server dies that had the only copy of its part: calls say so, and ps.recover() goes back."""
+
+import numpy as np
+import pytest
+from harness import DEADLINE_S
+from ps_core_steps import core_of, names, push
+from ps_jobs import Boom, Killed, ended, kill_server, run_all
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.config import Settings
+from ringcomm.ps.checkpoint import files
+from ringcomm.ps.checkpoint.periodic import Periodic
+from ringcomm.ps.job import session
+from ringcomm.ps.protocol.frames import Meeting
+from ringcomm.ps.server.core import events as on
+from ringcomm.ps.update_modes import Mode
+
+ELASTIC = Settings(timeout_s=DEADLINE_S, elastic=1)
+MODES = ["sync", "async", ps.SSP(1), ps.FirstOf(2)]
+
+
+def push_on(table):
+    """Push until that raises."""
+    while True:
+        table.push(np.ones(table.shape)).wait()
+        table.pull().wait()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_what_waits_for_a_server_that_dies_fails_and_says_what_to_do(mode, victim):
+    def body(rank):
+        table = ps.table("w", 600, "float64", updater=ps.optim.Add(), mode=mode, block_nbytes=1600)
+        rows = ps.hashtable("emb", 2, updater=ps.optim.Add())
+        for _ in range(2):
+            table.push(np.ones(600)).wait()
+            table.pull().wait()
+        rows.push(np.arange(50), np.ones((50, 2), np.float32)).wait()
+        rc.barrier()
+        if rank == 0:
+            kill_server(victim)
+        with pytest.raises(rc.ServerLostError, match=r"ps\.recover\(path\) on every") as raised:
+            push_on(table)
+        assert raised.value.rank == 2 + victim
+        assert f"server {victim} (rank {2 + victim}" in str(raised.value)
+        assert "its part of w, emb is lost" in str(raised.value)
+        for call in (table.pull, lambda: rows.pull([1]), lambda: ps.table("new", 3)):
+            with pytest.raises(rc.ServerLostError):
+                call()
+        if ps.is_chief():
+            with pytest.raises(rc.ServerLostError):
+                ps.save("/nowhere")
+        ps.stats()  # of those that live
+        rc.barrier()  # workers are whole
+        return "lived"
+
+    results = ended(run_all(2, body, 3, settings=ELASTIC), 1)
+    assert results == ["lived", "lived", "ended with 0", "ended with 0"]
+
+
+def test_the_last_server_ends_the_job():
+    def body(rank):
+        table = ps.table("w", 3, "float64", updater=ps.optim.Add())
+        table.push(np.ones(3)).wait()
+        rc.barrier()
+        if rank == 0:
+            kill_server(0)
+        with pytest.raises(rc.PeerFailedError) as raised:
+            push_on(table)
+        assert not isinstance(raised.value, rc.ServerLostError)
+        raise raised.value
+
+    results = run_all(2, body, 1, settings=ELASTIC)
+    assert [type(each) for each in results] == [rc.PeerFailedError] * 2 + [Killed]
+
+
+# --- recover ------------------------------------------------------------------------------------
+KEYS = np.arange(60, dtype=np.uint64)
+
+
+def train(table, rows, steps, path=None):
+    """Push what depends on the step alone; save after steps 3 and 6."""
+    for step in steps:
+        pushed = table.push(np.full(table.shape, 1.0 + step))
+        rows.push(KEYS[step % 9 :], np.full((60 - step % 9, 2), 1.0 + step)).wait()
+        pushed.wait()
+        table.pull().wait()
+        rows.pull(KEYS).wait()
+        ps.complete_step()
+        if path is not None and step + 1 in (3, 6):
+            rc.barrier()
+            if ps.is_chief():
+                ps.save(path, step=step + 1, background=False)
+            rc.barrier()
+
+
+def values(table, rows):
+    rc.barrier()
+    found = table.pull().wait(), rows.pull(KEYS).wait()
+    rc.barrier()
+    return found
+
+
+def tables(mode, updater):
+    table = ps.table("w", 600, "float64", updater=updater, mode=mode, block_nbytes=1600)
+    return table, ps.hashtable("emb", 2, updater=updater, mode=mode, dtype="float64")
+
+
+def run_with_a_death(mode, updater, path, victim):
+    def body(rank):
+        opened = tables(mode, updater)
+        train(*opened, range(8), path)
+        rc.barrier()
+        if rank == 0:
+            kill_server(victim)
+        with pytest.raises(rc.ServerLostError):
+            train(*opened, range(8, 1000))
+        recovered = ps.recover(path)
+        assert recovered.manifest["step"] == 6
+        assert recovered.lost_steps >= 2
+        assert len(ps.stats()) == 2
+        after = values(*opened)
+        train(*opened, range(6, 10))
+        return *after, *values(*opened)
+
+    return ended(run_all(2, body, 3, settings=ELASTIC), 1)[:2]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_all_go_back_to_the_newest_checkpoint_and_go_on(mode, victim, tmp_path):
+    lived = run_with_a_death(mode, ps.optim.Add(), tmp_path, victim)
+    factor = 1 if str(mode) in ("sync", "FirstOf(2)") else 2
+    for each in lived:
+        for (dense, rows), n in ((each[:2], 6), (each[2:], 10)):
+            assert dense.tolist() == [factor * sum(range(1, n + 1))] * 600
+            of_key = [sum(1 + step for step in range(n) if key >= step % 9) for key in range(60)]
+            assert rows[:, 0].tolist() == [factor * x for x in of_key]
+
+
+def test_the_state_of_updaters_goes_back_too(tmp_path):
+    updater = ps.optim.Adam(0.1)
+    lived = run_with_a_death("sync", updater, tmp_path / "lived", 0)
+
+    def alone(_rank):
+        opened = tables("sync", updater)
+        train(*opened, range(10))
+        return values(*opened)
+
+    expected = run_all(2, alone, 3)[0]
+    for mine, theirs in zip(lived[0][2:], expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+# --- the core, step by step ---------------------------------------------------------------------
+def meet(core, rank, meeting, servers=(0, 1), said=None):
+    request = push(rank, 1)
+    event = on.Met(request, meeting, servers, said)
+    return core.handle(event, 0.0)
+
+
+def test_tables_are_opened_anew_once_all_workers_that_live_know_the_same_servers():
+    core = core_of(Mode("sync"))
+    mine = {"tables": ["w"], "found": True}
+    assert meet(core, 1, Meeting.BEGIN, said=mine) == []
+    assert meet(core, 2, Meeting.BEGIN, servers=(0, 1, 2), said=mine) == []  # about to hear of it
+    assert meet(core, 9, Meeting.FOLLOW, said=["w"]) == []
+    (reopen,) = meet(core, 2, Meeting.BEGIN, said=mine)
+    assert [each.source for each in reopen.requests] == [1, 2]
+    assert reopen.contents == [["w"], ["w"]]
+    core.restart()
+    assert core.tables == {}
+    assert meet(core, 2, Meeting.DONE) == []
+    assert names(core.handle(on.Died(1), 0.0)) == ["Reply"]  # the chief: its heir restores
+    reply, describe = meet(core, 2, Meeting.DONE, said={"manifest": {}})
+    assert reply.content == {"said": {"manifest": {}}}
+    assert (describe.request.source, describe.said) == (9, {"manifest": {}})
+
+
+def test_who_follows_hears_that_no_worker_is_left():
+    core = core_of(Mode("sync"))
+    assert meet(core, 9, Meeting.FOLLOW, said=["w"]) == []
+    assert core.handle(on.Left(1), 0.0) == []
+    (late,) = core.handle(on.Left(2), 0.0)
+    assert late.is_late
+
+
+def test_without_a_checkpoint_nothing_is_opened_anew():
+    core = core_of(Mode("sync"), (1,))
+    (reply,) = meet(core, 1, Meeting.BEGIN, said={"tables": ["w"], "found": False})
+    assert reply.content == {"tables": None}
+    assert core.tables.keys() == {1}
+
+
+def test_who_is_gone_is_still_gone_after_a_restart():
+    core = core_of(Mode("sync"), (1, 2, 3))
+    core.handle(on.Died(1), 0.0)
+    core.handle(on.Left(2, still_asks=True), 0.0)
+    core.restart()
+    assert (core.dead, core.left, core.live_workers) == ({1}, {1}, {3})
+    assert core.clocks.all() == {3: 0}
+
+
+# --- checkpoints that the chief saves by itself -------------------------------------------------
+def test_when_a_checkpoint_is_due():
+    by_steps, by_time = Periodic(None, 3), Periodic(10.0, None)
+    for periodic in (by_steps, by_time):
+        assert periodic.is_due(0.0, 1)
+        periodic.note(0.0, 1)
+        assert not periodic.is_due(0.0, 1)
+    assert [by_steps.is_due(99.0, clock) for clock in (2, 3, 4)] == [False, False, True]
+    assert by_steps.is_due(99.0, 0)  # after ps.recover()
+    assert [by_time.is_due(now, 99) for now in (9.0, 10.0)] == [False, True]
+
+
+def test_the_chief_saves_every_so_many_steps_and_its_heir_goes_on(tmp_path):
+    def body(rank):
+        opened = tables("sync", ps.optim.Add())
+        ps.save(tmp_path, every_steps=2, keep=None)
+        for step in range(8):
+            if step == 4 and rank == 0:
+                raise Boom
+            train(*opened, [step])
+            current = session()
+            if current.last_save is not None:
+                current.last_save.wait()
+        if rank == 1:
+            ps.restore(tmp_path)
+            return [values.wait() for values in (opened[0].pull(), opened[1].pull(KEYS))]
+
+    dense, rows = ended(run_all(2, body, 2, settings=ELASTIC), 1)[0]
+    steps = [files.read_manifest(each)["step"] for each in reversed(files.complete(tmp_path))]
+    assert steps[:2] == [1, 3]
+    assert steps[-1] in (7, 8)
+    assert dense.tolist() == [sum(range(1, steps[-1] + 1))] * 600
+    assert rows.shape == (60, 2)
+
+
+def test_arguments_of_such_checkpoints_are_checked(tmp_path):
+    def body(_rank):
+        for options in ({"every_s": 0}, {"every_steps": -1}, {"every_s": 1, "step": 3}):
+            with pytest.raises(ValueError, match=r"ps\.save"):
+                ps.save(tmp_path, **options)
+
+    run_all(1, body)
+    with pytest.raises(rc.ConfigError, match="save_every_s"):
+        ps.init(save_every_s=3.0)
+
+
+def test_without_a_checkpoint_recover_says_so_on_all_workers(tmp_path):
+    def body(rank):
+        table, _ = tables("sync", ps.optim.Add())
+        if rank == 0:
+            kill_server(0)
+        with pytest.raises(rc.ServerLostError):
+            push_on(table)
+        with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+            ps.recover(tmp_path)
+        with pytest.raises(rc.ServerLostError):
+            table.pull()
+        return "lived"
+
+    assert ended(run_all(2, body, 3, settings=ELASTIC), 1)[:2] == ["lived"] * 2
+
+
+def test_without_the_elastic_mode_the_death_of_a_server_ends_the_job():
+    def body(rank):
+        table = ps.table("w", 3, "float64", updater=ps.optim.Add(), mode="async")
+        table.push(np.ones(3)).wait()
+        rc.barrier()
+        if rank == 0:
+            kill_server(0)
+        push_on(table)
+
+    results = run_all(2, body, 2)
+    assert [type(each) for each in results[:2]] == [rc.PeerFailedError] * 2
+
+
+def test_two_servers_die_one_after_the_other(tmp_path):
+    def body(rank):
+        table, rows = tables("sync", ps.optim.Add())
+        train(table, rows, range(3), tmp_path)
+        for victim in (0, 3):
+            rc.barrier()
+            if rank == 0:
+                kill_server(victim)
+            with pytest.raises(rc.ServerLostError):
+                train(table, rows, range(8, 1000))
+            assert ps.recover(tmp_path).manifest["step"] == 3
+            assert values(table, rows)[0].tolist() == [6.0] * 600
+        return len(ps.stats())
+
+    assert ended(run_all(2, body, 4, settings=ELASTIC), 2)[:2] == [2, 2]
+
+
+def test_two_servers_die_at_once(tmp_path):
+    def body(rank):
+        table, rows = tables("async", ps.optim.Add())
+        train(table, rows, range(3), tmp_path)
+        rc.barrier()
+        if rank == 0:
+            kill_server(0)
+            kill_server(1)
+        with pytest.raises(rc.ServerLostError):
+            train(table, rows, range(8, 1000))
+        assert ps.recover(tmp_path).manifest["step"] == 3
+        if len(ps.stats()) > 2:  # only one of the two had died by then
+            with pytest.raises(rc.ServerLostError):
+                train(table, rows, range(8, 1000))
+            ps.recover(tmp_path)
+        assert values(table, rows)[0].tolist() == [12.0] * 600
+        return len(ps.stats())
+
+    assert ended(run_all(2, body, 4, settings=ELASTIC), 2)[:2] == [2, 2]
