@@ -124,6 +124,11 @@ class ServedBuffers:
         for each in self._tables:
             each.wait()
 
+    def forget_pushes(self) -> None:
+        """Wait for nothing that was pushed."""
+        for each in self._tables:
+            each.forget_pushes()
+
     def fetch(self) -> None:
         """Set the model's buffers to the servers' values, or to those of this rank's snapshot."""
         for each in self._tables:
@@ -184,6 +189,9 @@ class _Buffers:
         while self._pushes:
             self._pushes[-1].wait()
             self._pushes.pop()
+
+    def forget_pushes(self) -> None:
+        self._pushes.clear()
 
     def fetch(self) -> None:
         self.table.pull(out=self._flat.numpy()).wait()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ringcomm.ps.checkpoint.recover_by_itself import fetched
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.torch.ps.embeddings import Embedding, EmbeddingBag
 
@@ -44,7 +45,8 @@ class EmbeddingCollection(nn.Module):
             inputs: by the names of the modules, or in their order: ids, or the tuple of arguments.
         """
         asked, outputs = self._asked(inputs), {}
-        pulled = self._prefetched.rows({n: (m.table, keys) for n, (m, keys, *_) in asked.items()})
+        pulls = {name: (module.table, keys) for name, (module, keys, *_) in asked.items()}
+        pulled = fetched(lambda: self._prefetched.rows(pulls))
         for name, (module, keys, where, arguments) in asked.items():
             module.given = (arguments[0], keys, where, pulled[name])
             try:

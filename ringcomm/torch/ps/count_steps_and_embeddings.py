@@ -26,6 +26,14 @@ def count_step(session: Session, optimizer: object) -> None:
         session.tick()
 
 
+def end_step(session: Session, number: int) -> None:
+    """Do what is due between two steps, after the step of the optimizer that was wrapped last."""
+    if session.between_steps is not None and number == max(
+        (each.number for each in session.recovering), default=number
+    ):
+        session.between_steps()
+
+
 def catch_up(session: Session, name: str) -> None:
     """Count as many steps as the worker that has made most. Collective; `name` is of the message.
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringcomm.codec import Codec
+from ringcomm.ps.checkpoint.recover_by_itself import fetched
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.rows.hash_table import HashTable, hashtable
 from ringcomm.ps.initializers import Initializer, normal
@@ -213,7 +214,7 @@ class _Rows(nn.Module):
         given, self.given = self.given, None
         if given is None or given[0] is not ids:
             keys, where = self.distinct(ids)
-            given = ids, keys, where, self.table.pull(keys).wait()
+            given = ids, keys, where, fetched(lambda: self.table.pull(keys).wait())
         _, unique, where, values = given
         rows = torch.from_numpy(values)
         padding = None

@@ -15,6 +15,7 @@ from ringcomm.codec import BF16, FP16, Codec
 from ringcomm.engine.api.init_rank_size import engine
 from ringcomm.errors import RingcommError
 from ringcomm.ps import optim
+from ringcomm.ps.checkpoint.recover_by_itself import recovered_from, require_alone
 from ringcomm.ps.compression import codec_of
 from ringcomm.ps.job import size
 from ringcomm.ps.session import is_chief, session
@@ -29,7 +30,13 @@ from ringcomm.torch.ps.count_steps_and_embeddings import count_step, require_som
 from ringcomm.torch.ps.distributed_optimizer_options import ServerOptions
 from ringcomm.torch.ps.parts_of_optimizer import Parts
 from ringcomm.torch.ps.push_during_backward import Feeder
-from ringcomm.torch.ps.server_state import gather_state, pull_values, push_state, push_values
+from ringcomm.torch.ps.server_state import (
+    Recovery,
+    gather_state,
+    pull_values,
+    push_state,
+    push_values,
+)
 
 T = TypeVar("T", bound=Optimizer)
 _log: Final = logging.getLogger("ringcomm")
@@ -136,13 +143,15 @@ def DistributedOptimizer(
     options = ServerOptions(when, class_name, compression, max_grad_norm, scaler, overlap)
     if class_name is None:
         served_buffers = []  # the workers have the parameters, too
+    require_alone(session(), is_on_servers=class_name is not None)
     feeder = Feeder(
         named, optimizer.param_groups, options, backward_passes_per_step, served_buffers
     )
     if options.class_name is not None:
         push_state(feeder, optimizer.state)
         optimizer.state.clear()
-    return derive(optimizer, _Served, _feeder=feeder, _parts=Parts(optimizer))
+    recovery = Recovery(feeder)
+    return derive(optimizer, _Served, _feeder=feeder, _parts=Parts(optimizer), _recovery=recovery)
 
 
 _OF_RING: Final[dict[Any, Any]] = {
@@ -171,6 +180,7 @@ def _by_the_ring(
         raise ValueError(f"hybrid is {hybrid!r}; it must be None or 'ring'")
     require_something_served()
     current = session()
+    require_alone(current, is_on_servers=False)
     for of_ring, codec in _OF_RING.items():
         if codec == compression:
             wrapped = RingOptimizer(optimizer, named, of_ring, passes)
@@ -223,6 +233,7 @@ class _Served(Optimizer):
 
     _feeder: Feeder
     _parts: Parts
+    _recovery: Recovery
 
     @Optimizer.profile_hook_step  # it runs the hooks of a step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -230,6 +241,14 @@ class _Served(Optimizer):
         feeder = self._feeder
         feeder.pusher.groups = self.param_groups
         feeder.require_known(self.param_groups)
+        results: list[Any] = []
+        current = feeder.session
+        if not recovered_from(current, lambda: results.append(self._step_once(closure))):
+            return None
+        return results[0]
+
+    def _step_once(self, closure: Callable[[], Any] | None) -> Any:
+        feeder = self._feeder
         if feeder.options.class_name is None:
             result = self._step_here(closure)
         else:

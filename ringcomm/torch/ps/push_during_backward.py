@@ -16,6 +16,7 @@ import torch
 
 from ringcomm._core import StepClock
 from ringcomm.errors import RingcommError
+from ringcomm.ps.checkpoint.recover_by_itself import push_unless_lost
 from ringcomm.ps.client.dense.table import Table
 from ringcomm.ps.client.open_table import close_abandoned
 from ringcomm.ps.session import session
@@ -34,7 +35,7 @@ from ringcomm.torch.ps.buckets import ServedBucket, ServedSlot, plan
 from ringcomm.torch.ps.buffers import Buffer, ServedBuffers
 from ringcomm.torch.ps.clip_and_scale import is_on
 from ringcomm.torch.ps.clip_or_skip_server_step import ServerStep
-from ringcomm.torch.ps.count_steps_and_embeddings import catch_up, count_step
+from ringcomm.torch.ps.count_steps_and_embeddings import catch_up, count_step, end_step
 from ringcomm.torch.ps.distributed_optimizer_options import WHO, ServerOptions
 from ringcomm.torch.ps.rows_until_step import NO_ROWS, RowGradients, let_rows_wait, take
 
@@ -97,7 +98,7 @@ class Feeder:
         )
         settings = _settings(self.options, self._passes_per_step)
         close_abandoned(self.session)  # on all workers before one opens tables
-        self._require_alike("parameters", OptimizerSummary(parameters, settings))
+        _require_alike(self, "parameters", OptimizerSummary(parameters, settings))
         mode, groups, codec = self.options.mode, self.pusher.groups, self.options.compression
         scope = self._scope
         buckets = [
@@ -118,10 +119,6 @@ class Feeder:
         if (ids := [[*map(id, group["params"])] for group in groups]) != self._known_ids:
             _require_known(self._slots, groups, may_move=self.options.class_name is None)
             self._known_ids = ids
-
-    def _require_alike(self, what: str, mine: OptimizerSummary) -> None:
-        name = f"{what} (ps optimizer {self.number})"
-        ConsistencyCheck(mine, name, self.session.group).wait()
 
     # --- called by autograd ---------------------------------------------------------------------
     def before_gradient(self, index: int) -> None:
@@ -144,7 +141,7 @@ class Feeder:
             return
         for bucket in self.pusher.buckets[self.pusher.n_pushed :]:
             bucket.waiting.discard(index)
-        self._spoiling(self.pusher.push_full)
+        self._spoiling(push_unless_lost, self.session, self.pusher.push_full)
 
     def begin_pass(self) -> None:
         """Count the pass; raise RingcommError if the user has changed values."""
@@ -219,9 +216,9 @@ class Feeder:
         self._tick()
         self.step += 1
         self.pusher.samples = None
-        self._has_ticked = False
-        self.rows = NO_ROWS
+        self._has_ticked, self.rows = False, NO_ROWS
         self.begin_step()
+        end_step(self.session, self.number)
 
     def _tick(self) -> None:
         """Count the step once, also if step() is called again after an error."""
@@ -274,11 +271,7 @@ class Feeder:
             )
         if self.options.class_name is None and not self.pusher.n_pushed:
             self.pusher.refuse_update_by_hand()
-        self._is_spoiled = False
-        if self.options.is_deferred:
-            take(self.session)
-        self.rows = NO_ROWS
-        self.begin_step()
+        self.begin_anew()
 
     def begin_step(self) -> None:
         """Expect new gradients."""
@@ -289,6 +282,14 @@ class Feeder:
     def note_fetching(self) -> None:
         """Note that all values are about to be fetched: those of any checkpoint by now."""
         self._n_replaced = self.session.replaced.count
+
+    def begin_anew(self) -> None:
+        """Forget the step that this worker is in."""
+        self._is_spoiled = self._has_ticked = False
+        if self.options.is_deferred:
+            take(self.session)
+        self.rows = NO_ROWS
+        self.begin_step()
 
     # --- failures -------------------------------------------------------------------------------
     def _spoiling(self, action: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -335,12 +336,17 @@ class Feeder:
             self._is_weighed = is_weighed
             if self.options.mode.name == "sync":  # in others no worker waits for all
                 settings = (("set_samples() called", str(is_weighed)),)
-                self._require_alike("samples", OptimizerSummary((), settings))
+                _require_alike(self, "samples", OptimizerSummary((), settings))
         elif self._is_weighed != is_weighed:
             raise RingcommError(
                 f"{WHO}: set_samples() was {'not ' * self._is_weighed}called for this step, and "
                 f"{'' if self._is_weighed else 'not '}before. Call it for each step, or never"
             )
+
+
+def _require_alike(feeder: Feeder, what: str, mine: OptimizerSummary) -> None:
+    name = f"{what} (ps optimizer {feeder.number})"
+    ConsistencyCheck(mine, name, feeder.session.group).wait()
 
 
 def _abandon(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ringcomm.ps.checkpoint.recover_by_itself import push_unless_lost, pushes_nothing
 from ringcomm.ps.client.future import Future, Pushed
 from ringcomm.ps.client.rows.hash_table import HashTable
 from ringcomm.ps.session import Session, session
@@ -169,6 +170,8 @@ def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, no
     optimizer's set_samples().
     """
     current = session()
+    if pushes_nothing(current):
+        return  # rows that wait for step() count for nothing, too
     waiting = _waiting.get(current)
     if waiting is not None and any(each.is_deferred for each in waiting.optimizers):
         found = waiting.found.setdefault(table, TableGradient(table, samples))
@@ -176,9 +179,13 @@ def submit(table: HashTable, keys: Array, rows: Array, samples: float | None, no
         found.notes.append(note)
         return
     weight = weight_of_step(current.engine) if samples is None else samples
-    push = push_rows(table, keys, rows, weight)
-    if push is not None:
-        note(push)
+
+    def push() -> None:
+        pushed = push_rows(table, keys, rows, weight)
+        if pushed is not None:
+            note(pushed)
+
+    push_unless_lost(current, push)
 
 
 def take(current: Session) -> RowGradients:

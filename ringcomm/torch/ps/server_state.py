@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from ringcomm.engine.api import collectives
+from ringcomm.errors import RingcommError
 from ringcomm.ps.checkpoint.read_without_servers import read_parts
 from ringcomm.ps.client.dense.optimizer_state import TableState
 from ringcomm.ps.client.dense.optimizer_state import pull_state as pull_table_state
@@ -17,6 +19,7 @@ from ringcomm.ps.client.dense.optimizer_state import push_state as push_table_st
 from ringcomm.ps.parameters_sharing_a_dense_table import IDS, SCALARS, STEPS
 from ringcomm.ps.session import is_chief
 from ringcomm.torch.ps.buckets import ServedBucket
+from ringcomm.torch.ps.distributed_optimizer_options import WHO
 from ringcomm.torch.ps.push_during_backward import Feeder
 
 _WITHOUT_STEP: Final = ("SGD",)  # torch counts no steps for it
@@ -33,6 +36,39 @@ def pull_values(feeder: Feeder) -> None:
     feeder.note_fetching()
     feeder.pusher.fetch_values(feeder.pusher.buckets)
     feeder.buffers.fetch()
+
+
+class Recovery:
+    """Takes an optimizer back to a checkpoint, with the tables. See ringcomm.ps.session.Recovering.
+
+    Attributes:
+        number: of the optimizer.
+    """
+
+    def __init__(self, feeder: Feeder) -> None:
+        self._feeder = weakref.ref(feeder)
+        self.number = feeder.number
+        feeder.session.recovering.add(self)
+
+    def require_recoverable(self) -> None:
+        """Raise RingcommError if checkpoints of the servers have not all that is trained."""
+        feeder = self._feeder()
+        if feeder is not None and feeder.options.class_name is None:
+            raise RingcommError(
+                f"{WHO}: ps.recover() with apply='worker': the servers take means of gradients "
+                "only, and have no parameters to go back to. Start the job again from a checkpoint "
+                "of your own"
+            )
+
+    def on_recovered(self) -> None:
+        """Take the servers' values, and begin a step."""
+        feeder = self._feeder()
+        if feeder is None or feeder.session.drops_step:  # a forward pass needs them as they are
+            return
+        feeder.was_applied, feeder.pusher.samples = False, None
+        feeder.begin_anew()
+        feeder.buffers.forget_pushes()
+        pull_values(feeder)
 
 
 def push_state(feeder: Feeder, state: Mapping[Any, Any]) -> None:
