@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Kills workers, chiefs and evaluators of parameter-server jobs; the state of the rest is exact.
+"""Kills ranks of parameter-server jobs, servers too; the state of the rest is exact.
 
 usage: .venv/bin/python ci/ps_storms.py [--storms 200] [--launcher ulfm|continuous|both] [--seed 1]
+                                        [--of servers|others]
 
 Ends with 1 if a job hangs, if its exit code is not that of a good job, if an acknowledged push is
-lost or one counts twice, or if a checkpoint that is complete cannot be read.
+lost or one counts twice, or if a checkpoint that is complete cannot be read. After the death of a
+server all go back to a checkpoint, and their state is that of it, and what was pushed since.
 """
 
 import argparse
@@ -25,6 +27,10 @@ from storms import LAUNCHERS
 JOB = Path(__file__).with_name("ps_storm_job.py")
 MODES = ("sync", "async", "ssp", "first_of")
 MOMENTS = ("before", "sent", "acked", "soon", "soon", "moving", "snapshot")
+# Requests of these kinds, counted: those of the first checkpoint come before.
+OF_SERVERS = {
+    "push": (1, 60), "moving": (1, 12), "snapshot": (8, 30), "saving": (2, 7), "recovering": (7, 12)
+}  # fmt: skip
 OF_CHIEFS = (*MOMENTS, "opening", "saving", "stopping")
 SHARE, STEPS, N_SERVERS, LIMIT_S = 840, 20, 2, 300
 GOOD = "--runtime-options", "continuous,error-nonzero-status=0"  # else mpirun's code is not 0
@@ -49,6 +55,8 @@ class Storm:
     def __str__(self):
         return f"{self.launcher}, {self.mode}, {self.n_workers} workers, {' '.join(self.kills)}"
 
+    job, n_servers, steps = JOB, N_SERVERS, STEPS
+
     @property
     def options(self):
         return GOOD if self.launcher == "continuous" else LAUNCHERS[self.launcher]
@@ -62,8 +70,9 @@ class Storm:
         kills = [f"--kill={kill}" for kill in self.kills]
         command = [
             Path(sys.executable).parent / "mpirun", "--oversubscribe", *self.options,
-            "-np", str(self.n_workers + 1 + N_SERVERS), sys.executable, JOB, "--out", out,
-            "--mode", self.mode, "--servers", str(N_SERVERS), "--steps", str(STEPS), *kills,
+            "-np", str(self.n_workers + 1 + self.n_servers), sys.executable, self.job, "--out", out,
+            "--mode", self.mode, "--servers", str(self.n_servers), "--steps", str(self.steps),
+            *kills,
         ]  # fmt: skip
         root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
         mine = {"RINGCOMM_ELASTIC": "1", "RINGCOMM_TIMEOUT_S": "60", "OMP_NUM_THREADS": "1"}
@@ -123,6 +132,40 @@ class Storm:
                     yield f"{where}; {n} of worker {worker}, which died, were acknowledged"
 
 
+class ServerStorm(Storm):
+    """A job whose servers are killed. kills: SERVER@REQUEST:WHEN, see ps_lost_server_job.py."""
+
+    job, n_servers, steps = JOB.with_name("ps_lost_server_job.py"), 3, 30
+
+    def _problems(self, out, code):
+        n_killed = len(list(out.glob("kill.*")))
+        results = [json.loads(path.read_text()) for path in sorted(out.glob("result.*"))]
+        if code != 0:
+            yield f"the exit code is {code}"
+        if len(results) != self.n_workers:
+            yield f"{len(results)} of {self.n_workers} workers have ended"
+            return
+        for each in results:
+            me, step = each["index"], each["step"]
+            if each["own"] != each["wanted"]:
+                yield f"worker {me} has {each['own']}, and has pushed {each['wanted']}"
+            if each["n_recovered"] > n_killed:
+                yield f"worker {me} has recovered {each['n_recovered']} times, {n_killed} killed"
+            saved = None if step is None else step * SHARE / each["n"]
+            if self.mode == "sync" and saved not in (None, *{*each["before"]}):
+                yield f"worker {me} went back to {each['before']}, and not to {saved}"
+
+
+def random_server_storm(rng, launcher):
+    """Return a storm; of three servers one or two die."""
+    kills = []
+    for server in rng.sample(range(3), rng.choice((1, 1, 2))):
+        kinds = rng.choice([*OF_SERVERS])
+        moment = rng.choice(("before", "after", "soon"))
+        kills.append(f"{server}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}")
+    return ServerStorm(rng.choice(MODES), rng.randint(2, 3), kills, launcher)
+
+
 def random_storm(rng, launcher):
     """Return a storm; of the workers at least one lives."""
     mode, n = rng.choice(MODES), rng.randint(2, 4)
@@ -146,12 +189,15 @@ def main():
     parser.add_argument("--storms", type=int, default=200)
     parser.add_argument("--launcher", choices=(*LAUNCHERS, "both"), default="both")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--of", choices=("all", "servers", "others"), default="all")
     args = parser.parse_args()
     launchers = [*LAUNCHERS] if args.launcher == "both" else [args.launcher]
     counts, seconds = Counter(), []
     for number in range(args.storms):
         seed = args.seed + number
-        storm = random_storm(random.Random(seed), launchers[number % len(launchers)])
+        rng, launcher = random.Random(seed), launchers[number % len(launchers)]
+        is_of_servers = args.of == "servers" or (args.of == "all" and number // 2 % 3 == 0)
+        storm = (random_server_storm if is_of_servers else random_storm)(rng, launcher)
         outcome = storm.run()
         counts["wrong" if outcome.problems else "right"] += 1
         seconds.append(outcome.seconds)

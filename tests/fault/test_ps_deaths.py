@@ -1,8 +1,8 @@
-"""Parameter-server jobs whose workers, chiefs and evaluators are killed; see ci/ps_storms.py."""
+"""Parameter-server jobs whose ranks are killed; see ci/ps_storms.py."""
 
 import pytest
 from harness import IS_MPICH, at_length
-from ps_storms import Storm
+from ps_storms import ServerStorm, Storm
 
 pytestmark = pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
 
@@ -30,3 +30,22 @@ def test_the_others_go_on_and_have_what_was_acknowledged(name):
         role = f"worker {rank}" if rank < storm.n_workers else "evaluator 0"
         assert f", {role}, died" in outcome.output, outcome.output
     assert ("is the chief now" in outcome.output) == any(k[0] == "0" for k in storm.kills)
+
+
+# mode, number of workers, which servers are killed, launcher
+SERVERS_IN_GATE = {"push": ("sync", 2, ["0@30:push-after"], "ulfm")}
+SERVERS = {
+    **SERVERS_IN_GATE,
+    "moving": ("async", 2, ["1@5:moving-after"], "continuous"),
+    "saving": ("ssp", 2, ["2@4:saving-soon"], "ulfm"),
+    "snapshot": ("first_of", 3, ["0@20:snapshot-before"], "continuous"),
+    "recovering": ("sync", 2, ["1@30:push-before", "0@9:recovering-before"], "ulfm"),
+}
+
+
+@pytest.mark.parametrize("name", at_length(SERVERS, SERVERS_IN_GATE))  # a job takes 4 s
+def test_all_go_back_to_a_checkpoint_if_servers_are_killed(name):
+    storm = ServerStorm(*SERVERS[name])
+    outcome = storm.run()
+    assert not outcome.problems, (str(storm), outcome.problems, outcome.output)
+    assert "all tables are as in the checkpoint of step" in outcome.output, outcome.output

@@ -1,0 +1,172 @@
+"""One job of ci/ps_storms.py in which servers are killed: all go back to a checkpoint, and go on.
+
+Each worker pushes to an element of its own in each block, and to a row of its own. So it knows what
+these must be at the end: what they were after the last ps.recover(), and what it has pushed since.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+
+import ringcomm as rc
+from ringcomm import ps
+from ringcomm.ps.client.json_requests import ignore
+from ringcomm.ps.client.request import Request
+from ringcomm.ps.protocol.frames import Kind, Step
+from ringcomm.ps.server.replies import as_body
+from ringcomm.ps.server.server import Server
+from ringcomm.ps.session import session
+
+SHARE, BLOCKS, K = 840, 6, 2
+MODES = {"sync": "sync", "async": "async", "ssp": ps.SSP(2), "first_of": ps.FirstOf(K)}
+OF_REQUESTS = {
+    "push": (Kind.PUSH,),
+    "moving": (Kind.MOVE,),
+    "snapshot": (Kind.SNAPSHOT,),
+    "saving": (Kind.SAVE,),
+    "recovering": (Kind.RECOVER, Kind.RESTORE, Kind.VIEW),
+}
+
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--kill", action="append", default=[], help="SERVER@REQUEST:WHEN")
+    return parser.parse_args()
+
+
+def plan_kills(args):
+    """Let servers die: before or after so many requests of a kind, or a moment after one."""
+    plans = {}
+    for kill in args.kill:
+        who, at, when = kill.replace("@", ":").split(":")
+        plans[int(who)] = int(at), when.partition("-")
+    on_request, counts = Server.on_request, itertools.count(1)
+
+    def die(server):
+        (args.out / f"kill.{server.index}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_request_or_die(server, request):
+        at, (kinds, _, moment) = plans.get(server.index, (0, ("push", "", "")))
+        is_due = request.header.kind in OF_REQUESTS[kinds] and next(counts) == at
+        if is_due and moment == "before":
+            die(server)
+        on_request(server, request)
+        if is_due and moment == "soon":
+            threading.Timer(np.random.default_rng().uniform(0, 0.02), die, [server]).start()
+        elif is_due:
+            die(server)
+
+    Server.on_request = on_request_or_die
+
+
+class Job:
+    def __init__(self, args):
+        self.args = args
+
+    def open(self):
+        n, mode = len(session().layout.workers), MODES[self.args.mode]
+        self.table = ps.table(
+            "w", (BLOCKS, n), "float64", updater=ps.optim.Add(), mode=mode, block_nbytes=8 * n
+        )
+        self.rows = ps.hashtable("rows", 2, updater=ps.optim.Add(), mode=mode, dtype="float64")
+        self.done = ps.table("done", n, updater=ps.optim.Add())
+        return n
+
+    def evaluate(self, step):
+        self.open()
+        ps.report(step, {"sum": float(self.table.pull().wait().sum())})
+
+    def begin(self):
+        """Note what this worker has in the tables now."""
+        self.before = self.own()
+        self.n_dense = self.n_rows = 0
+
+    def own(self):
+        table = self.table.pull().wait()[:, self.me]
+        return [*table.tolist(), *self.rows.pull([self.me]).wait()[0].tolist()]
+
+    def step(self):
+        pushed = self.table.push(self.gradient)
+        of_rows = self.rows.push([self.me], np.full((1, 2), float(self.weight)))
+        self.n_rows += of_rows.wait().applied
+        self.n_dense += pushed.wait().applied
+        self.table.pull().wait()
+        ps.complete_step()
+        step = ps.step_number()
+        if step % 5 == 0 and self.me == self.n - 1:
+            self.move(step)
+        if step % 7 == 0 and self.me == 0:
+            with ps.snapshot():
+                self.rows.pull([0]).wait()
+
+    def move(self, step):
+        """Ask for a move, and wait for nothing."""
+        client = session().client
+        servers = client.servers
+        body = as_body([(self.table.number, step % BLOCKS, 0, servers[step // 5 % len(servers)])])
+        request = Request(Kind.MOVE, server=client.leader, option=Step.ASK, body=body)
+        client.call_one("move", request, ignore)
+
+    def await_others(self):
+        """Return once all workers have made all steps; in a table, which goes back, too."""
+        mine = np.zeros(self.n, np.float32)
+        mine[self.me] = 1
+        if not self.done.pull().wait()[self.me]:
+            self.done.push(mine).wait()
+        while not self.done.pull().wait().all():
+            pass
+
+    def train(self):
+        self.n, self.me = self.open(), rc.rank()
+        has_rounds = self.table.mode.has_rounds
+        self.weight = SHARE if has_rounds else 1
+        self.gradient = np.zeros((BLOCKS, self.n))
+        self.gradient[:, self.me] = self.weight
+        in_round = {"sync": self.n, "first_of": min(K, self.n)}.get(self.args.mode, 1)
+        saves, manifest, n_recovered = self.args.out / "saves", None, 0
+        if ps.is_chief():
+            ps.save(saves, background=False)  # before any server is killed
+        ps.save(saves, every_steps=3)
+        self.begin()
+        while True:
+            try:
+                while ps.step_number() < self.args.steps:
+                    self.step()
+                self.await_others()
+                own = self.own()
+                break
+            except rc.ServerLostError:
+                manifest = ps.recover(saves).manifest
+                n_recovered += 1
+                self.begin()
+        wanted = [x + self.n_dense * self.weight / in_round for x in self.before[:BLOCKS]]
+        wanted += [x + self.n_rows * self.weight / in_round for x in self.before[BLOCKS:]]
+        step = None if manifest is None else manifest["clock"]
+        result = {
+            "index": self.me, "own": own, "wanted": wanted, "n_recovered": n_recovered,
+            "step": step, "before": self.before, "n": self.n,
+        }  # fmt: skip
+        (self.args.out / f"result.{self.me}").write_text(json.dumps(result))
+
+
+def main():
+    job = Job(parse())
+    plan_kills(job.args)
+    ps.evaluator(every=4)(job.evaluate)
+    ps.init(job.args.servers, evaluators=1)
+    job.train()
+
+
+if __name__ == "__main__":
+    main()
