@@ -163,7 +163,9 @@ def random_server_storm(rng, launcher):
         kinds = rng.choice([*OF_SERVERS])
         moment = rng.choice(("before", "after", "soon"))
         kills.append(f"{server}@{rng.randint(*OF_SERVERS[kinds])}:{kinds}-{moment}")
-    return ServerStorm(rng.choice(MODES), rng.randint(2, 3), kills, launcher)
+    mode, n_workers = rng.choice(MODES), rng.randint(2, 3)
+    n_workers = 2 if mode == "first_of" else n_workers  # who has made all steps helps no other
+    return ServerStorm(mode, n_workers, kills, launcher)
 
 
 def random_storm(rng, launcher):

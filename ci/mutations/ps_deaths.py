@@ -3,6 +3,7 @@
 from mutations.mutation import Mutation
 
 _TESTS = ("unit/test_ps_deaths.py",)
+_OF_SERVERS = ("unit/test_ps_lost_servers.py",)
 
 PS_DEATHS = [
     Mutation(
@@ -116,5 +117,62 @@ PS_DEATHS = [
         "        if True:\n",
         "a part is given out, and nobody works on it",
         ("unit/test_work_queue.py",),
+    ),
+    Mutation(
+        "ps-a-recovery-begins-without-a-worker",
+        "ps",
+        "ps/server/core/recovery.py",
+        "if workers <= met.keys() and",
+        "if workers & met.keys() and",
+        "a worker goes on with tables that are gone",
+        _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-a-recovery-asks-a-server-that-is-dead",
+        "ps",
+        "ps/server/core/recovery.py",
+        "return met.servers == tuple(self._members().server_numbers)",
+        "return True",
+        "ranks that know different servers recover together",
+        _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-the-dead-come-back-in-a-recovery",
+        "ps",
+        "ps/server/core/core.py",
+        "        self.left |= left\n",
+        "",
+        "rounds wait for workers that died before",
+        _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-steps-go-on-after-a-recovery",
+        "ps",
+        "ps/checkpoint/recover.py",
+        """    current.clock = step if step is not None else manifest["step"] or 0
+""",
+        "",
+        "workers skip the steps that were lost",
+        _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-rows-of-before-a-recovery-are-used",
+        "ps",
+        "ps/client/rows/rows_ahead.py",
+        "if session().n_recovered != self.n_recovered:",
+        "if False:",
+        "rows that were fetched ahead are those of before, or an error of a death that is over",
+        _OF_SERVERS,
+    ),
+    Mutation(
+        "ps-residuals-outlive-a-recovery",
+        "ps",
+        "ps/client/dense/table.py",
+        """        self.client.outstanding.forget_table(self.number)
+        self.forget_residual()
+""",
+        "        self.client.outstanding.forget_table(self.number)\n",
+        "what compression kept of lost steps counts after a recovery",
+        _OF_SERVERS,
     ),
 ]

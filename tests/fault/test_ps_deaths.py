@@ -38,7 +38,7 @@ SERVERS = {
     **SERVERS_IN_GATE,
     "moving": ("async", 2, ["1@5:moving-after"], "continuous"),
     "saving": ("ssp", 2, ["2@4:saving-soon"], "ulfm"),
-    "snapshot": ("first_of", 3, ["0@20:snapshot-before"], "continuous"),
+    "snapshot": ("first_of", 2, ["0@20:snapshot-before"], "continuous"),
     "recovering": ("sync", 2, ["1@30:push-before", "0@9:recovering-before"], "ulfm"),
 }
 

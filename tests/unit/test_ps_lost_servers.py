@@ -8,9 +8,11 @@ from ps_jobs import Boom, Killed, ended, kill_server, run_all
 
 import ringcomm as rc
 from ringcomm import ps
+from ringcomm.codec import TopK
 from ringcomm.config import Settings
 from ringcomm.ps.checkpoint import files
 from ringcomm.ps.checkpoint.periodic import Periodic
+from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.ps.job import session
 from ringcomm.ps.protocol.frames import Meeting
 from ringcomm.ps.server.core import events as on
@@ -29,7 +31,7 @@ def push_on(table):
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_what_waits_for_a_server_that_dies_fails_and_says_what_to_do(mode, victim):
+def test_what_waits_for_a_server_that_dies_fails_and_says_what_to_do(mode, victim, tmp_path):
     def body(rank):
         table = ps.table("w", 600, "float64", updater=ps.optim.Add(), mode=mode, block_nbytes=1600)
         rows = ps.hashtable("emb", 2, updater=ps.optim.Add())
@@ -50,13 +52,14 @@ def test_what_waits_for_a_server_that_dies_fails_and_says_what_to_do(mode, victi
                 call()
         if ps.is_chief():
             with pytest.raises(rc.ServerLostError):
-                ps.save("/nowhere")
+                ps.save(tmp_path)
         ps.stats()  # of those that live
         rc.barrier()  # workers are whole
         return "lived"
 
     results = ended(run_all(2, body, 3, settings=ELASTIC), 1)
     assert results == ["lived", "lived", "ended with 0", "ended with 0"]
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_last_server_ends_the_job():
@@ -151,6 +154,75 @@ def test_the_state_of_updaters_goes_back_too(tmp_path):
     expected = run_all(2, alone, 3)[0]
     for mine, theirs in zip(lived[0][2:], expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_rows_that_were_fetched_ahead_are_not_used_after_a_recovery(tmp_path):
+    def body(rank):
+        table, rows = tables("async", ps.optim.Add())
+        train(table, rows, range(3), tmp_path)
+        before = rows.pull(KEYS).wait()
+        rc.barrier()
+        ahead = Prefetched()
+        rows.push(KEYS, np.ones((60, 2))).wait()
+        ahead.begin({"emb": (rows, KEYS)}, 0)
+        assert ahead.rows({"emb": (rows, KEYS)})["emb"][0, 0] > before[0, 0]
+        ahead.begin({"emb": (rows, KEYS)}, 0)
+        rc.barrier()
+        if rank == 0:
+            kill_server(1)
+        with pytest.raises(rc.ServerLostError):
+            push_on(table)
+        ps.recover(tmp_path)
+        return (ahead.rows({"emb": (rows, KEYS)})["emb"] - before).any()
+
+    assert ended(run_all(2, body, 3, settings=ELASTIC), 1)[:2] == [False, False]
+
+
+def test_what_compression_has_kept_of_lost_steps_does_not_count(tmp_path):
+    def body(rank):
+        table = ps.table("w", 8, "float64", updater=ps.optim.SGD(1.0), compression=TopK(0.125))
+        if rank == 0:
+            ps.save(tmp_path, background=False)
+        rc.barrier()
+        table.push(np.arange(8.0)).wait()
+        assert table.residual.any()
+        rc.barrier()
+        if rank == 0:
+            kill_server(0)
+        with pytest.raises(rc.ServerLostError):
+            push_on(table)
+        ps.recover(tmp_path)
+        return table.residual.any()
+
+    assert ended(run_all(2, body, 2, settings=ELASTIC), 1)[:2] == [False, False]
+
+
+def test_evaluators_go_on_after_a_recovery(tmp_path):
+    def body(rank):
+        table, rows = tables("sync", ps.optim.Add())
+        train(table, rows, range(3), tmp_path)
+        rc.barrier()
+        if rank == 0:
+            kill_server(1)
+        with pytest.raises(rc.ServerLostError):
+            train(table, rows, range(8, 1000))
+        ps.recover(tmp_path)
+        if rank == 0:
+            ps.reports()
+        rc.barrier()
+        train(table, rows, range(3, 5))
+        return [each.metrics["w"] for each in ps.reports(until=5)] if rank == 0 else None
+
+    def evaluate(step):
+        table, _ = tables("sync", ps.optim.Add())
+        ps.report(step, {"w": float(table.pull().wait()[0])})
+
+    ps.evaluator(every=1)(evaluate)
+    try:
+        results = run_all(2, body, 3, settings=ELASTIC, evaluators=1)
+    finally:
+        ps.evaluation._evaluation = None
+    assert ended(results, 1)[0][-1] == 15.0
 
 
 # --- the core, step by step ---------------------------------------------------------------------

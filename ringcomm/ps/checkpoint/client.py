@@ -181,6 +181,9 @@ def _begin(
 ) -> Future[Path]:
     """Make the servers copy what is to be written, and begin to write it."""
     _finish_last(current, limit_s)
+    loss = current.client.outstanding.loss
+    if loss is not None:
+        raise loss.error("ps.save")
     folder = files.new_folder(root)
     number = new_id(current.client)
     try:
@@ -199,7 +202,11 @@ def _begin(
         "rounds": moment.rounds,
         "tables": moment.tables,
     }
-    outer = _write(current, number, folder, manifest, keep, shows_bar=shows_bar)
+    try:
+        outer = _write(current, number, folder, manifest, keep, shows_bar=shows_bar)
+    except ServerLostError:  # nothing was asked for
+        files.discard(folder)
+        raise
     if current.last_save is None:
         current.engine.extensions.before_leaving(
             lambda: _finish_last(current, limit_of(current, None))
