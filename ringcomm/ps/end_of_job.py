@@ -57,6 +57,12 @@ class EndOfTraining:
         self._workers: tuple[int, ...] = ()
         self._heirs: tuple[Collection[int], Collection[int]] | None = None  # this rank is the chief
 
+    def restart(self) -> None:
+        """Count calls from 0, and forget ps.stop(): after ps.recover(), on all ranks."""
+        with self._lock:
+            self._count, self._last, self._is_asked = 0, None, False
+            self._counts, self._workers = {}, ()
+
     def is_over(self) -> bool | None:
         """Count a call of should_stop(), and return what it returns; None: not known yet."""
         with self._lock:

@@ -24,7 +24,7 @@ from ringcomm.ps.evaluation import evaluate, is_marked
 from ringcomm.ps.protocol.deaths import Deaths
 from ringcomm.ps.protocol.frame_dispatcher import FrameDispatcher
 from ringcomm.ps.protocol.frames import Header, Kind
-from ringcomm.ps.protocol.link import Link
+from ringcomm.ps.protocol.link import Delivery, Link
 from ringcomm.ps.protocol.node_pipes import Pipes
 from ringcomm.ps.roles import InitOptions, Layout, Role, assign
 from ringcomm.ps.server.server import Server
@@ -188,12 +188,15 @@ def _start(
     training = EndOfTraining(
         me,
         lambda to, option, clock: link.send(
-            to, Header(Kind.STOP, origin=me, option=option, clock=clock)
+            to, Header(Kind.STOP, view=len(layout.lost), origin=me, option=option, clock=clock)
         ),
     )
-    dispatcher.on_stop = lambda frame: training.on_frame(
-        frame.source, frame.header.option, frame.header.clock
-    )
+
+    def on_stop(frame: Delivery) -> None:
+        if frame.header.view >= len(layout.lost):  # else it is older than ps.recover()
+            training.on_frame(frame.source, frame.header.option, frame.header.clock)
+
+    dispatcher.on_stop = on_stop
     tables: dict[str, Any] = {}
     replaced = Replacements(
         me,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -19,7 +20,7 @@ from ringcomm.engine.api import init_rank_size
 from ringcomm.engine.core.engine import Engine
 from ringcomm.engine.core.group import Group
 from ringcomm.engine.core.layer_hooks import Extension
-from ringcomm.errors import ConfigError, NotInitializedError, RingcommError
+from ringcomm.errors import ConfigError, NotInitializedError, RingcommError, ServerLostError
 from ringcomm.ps.checkpoint.replaced_values import Replacements
 from ringcomm.ps.client.client import Client
 from ringcomm.ps.client.future import Future
@@ -194,8 +195,9 @@ class Session:
         tables = [*self.tables.values()]
 
         def send() -> None:
-            for table in tables:
-                table.begin()
+            with contextlib.suppress(ServerLostError):  # ps.recover() restores them
+                for table in tables:
+                    table.begin()
 
         threading.Thread(target=send, name="ringcomm-ps-chief", daemon=True).start()
 

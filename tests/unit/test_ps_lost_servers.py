@@ -225,6 +225,36 @@ def test_evaluators_go_on_after_a_recovery(tmp_path):
     assert ended(results, 1)[0][-1] == 15.0
 
 
+def test_workers_end_training_at_one_step_after_a_recovery(tmp_path):
+    def body(rank):
+        table, rows = tables("sync", ps.optim.Add())
+        train(table, rows, range(3), tmp_path)
+        has_died = False
+        if rank == 0:
+            ps.should_stop()  # once more than the other
+        while not ps.should_stop():
+            try:
+                if ps.step_number() == 5 and not has_died:
+                    has_died = True
+                    rc.barrier()
+                    if rank == 0:
+                        kill_server(1)
+                    train(table, rows, range(8, 1000))
+                train(table, rows, [ps.step_number()])
+            except rc.ServerLostError:
+                ps.recover(tmp_path)
+                continue
+            if ps.is_chief() and ps.step_number() == 7:
+                ps.stop()
+        rc.barrier()
+        return ps.step_number(), table.pull().wait()[0]
+
+    lived = ended(run_all(2, body, 3, settings=ELASTIC), 1)[:2]
+    assert lived[0] == lived[1]
+    assert lived[0][0] in (7, 8)
+    assert lived[0][1] == sum(range(1, lived[0][0] + 1))
+
+
 # --- the core, step by step ---------------------------------------------------------------------
 def meet(core, rank, meeting, servers=(0, 1), said=None):
     request = push(rank, 1)

@@ -56,13 +56,15 @@ def recover(path: str | Path, *, timeout_s: float | None = None) -> Recovered:
 
     Raises:
         FileNotFoundError: there is no checkpoint; nothing was changed.
-        RingcommError: no server has died; or a table was opened since the checkpoint, whose first
-            values are the chief's.
+        RingcommError: no server has died; or this is within ps.snapshot(); or a table was opened
+            since the checkpoint, whose first values are the chief's.
         ValueError, BrokenFileError: see ps.restore().
         CommTimeoutError: other workers have not called it, or a disk takes longer.
         PeerFailedError: the last server died.
     """
     current, root = session(), Path(path).resolve()
+    if current.snapshot:
+        raise RingcommError(f"{_LABEL}: not within ps.snapshot(), which holds what is gone")
     limit_s = limit_of(current, timeout_s)
     _await_loss(current)
     if current.layout.role_of(current.engine.job_rank) != "worker":
@@ -166,6 +168,7 @@ def _meet(current: Session, meeting: Meeting, said: Any, limit_s: float) -> dict
 def _reopen(current: Session, tables: list[dict[str, Any]]) -> None:
     """Go on with the tables under their new numbers."""
     current.n_recovered += 1
+    current.training.restart()
     created = {each["spec"]["name"]: each for each in tables}
     with current.opening:
         mine = [*current.tables.values()]

@@ -116,6 +116,8 @@ class Departures:
             self.dead.add(rank)
             return
         self.dead.add(rank)
+        if rank not in {*self._members().workers, *self._members().evaluators}:
+            return  # a server, whose part is lost; see core.recovery
         self.left.add(rank)
         for table, rounds in self._progress.die(rank).items():
             message = {"do": "without", "table": table, "worker": rank, "rounds": rounds}
