@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import at_length, run_job
+from harness import IS_MPICH, at_length, run_job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EASY = ("--goal", 0.9)  # it trains for less than by default
 
 
-def run(n, name, *arguments, cwd):
-    job = run_job(n, EXAMPLES / name, *arguments, cwd=cwd, timeout_s=120)
+def run(n, name, *arguments, cwd, **launch):
+    job = run_job(n, EXAMPLES / name, *arguments, cwd=cwd, timeout_s=120, **launch)
     assert job.code == 0, job.output
     return job.output
 
@@ -36,6 +36,14 @@ def test_a_language_model_beats_bigrams(n, tmp_path):
     pytest.importorskip("torch", reason="the core is tested without torch, too")
     steps = at_length(150, 30)
     assert "nats per character" in run(n, "ps_text.py", "--steps", steps, cwd=tmp_path)
+
+
+@pytest.mark.at_length  # a job takes 3 s, and test_ps_deaths.py has one in the gate
+@pytest.mark.skipif(IS_MPICH, reason="MPICH ends a job when a rank dies")
+def test_a_server_dies_and_nothing_is_lost_but_time(tmp_path):
+    launch = {"options": ("--with-ft", "ulfm"), "env": {"RINGCOMM_ELASTIC": "1"}}
+    output = run(5, "ps_failover.py", "--checkpoints", tmp_path / "saves", cwd=tmp_path, **launch)
+    assert output.count("were made twice, and all 2000 values are as without") == 2
 
 
 # --- the classic cluster ------------------------------------------------------------------------
