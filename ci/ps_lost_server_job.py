@@ -136,7 +136,8 @@ class Job:
         in_round = {"sync": self.n, "first_of": min(K, self.n)}.get(self.args.mode, 1)
         saves, manifest, n_recovered = self.args.out / "saves", None, 0
         if ps.is_chief():
-            ps.save(saves, background=False)  # before any server is killed
+            ps.save(saves, background=False)
+        rc.barrier()  # servers are killed by what follows
         ps.save(saves, every_steps=3)
         self.begin()
         while True:

@@ -10,7 +10,8 @@ import ringcomm as rc
 from ringcomm import ps
 from ringcomm.codec import TopK
 from ringcomm.config import Settings
-from ringcomm.ps.checkpoint import files
+from ringcomm.ps.checkpoint import files, recover
+from ringcomm.ps.checkpoint.client import restore_tables
 from ringcomm.ps.checkpoint.periodic import Periodic
 from ringcomm.ps.client.rows.rows_ahead import Prefetched
 from ringcomm.ps.job import session
@@ -223,6 +224,40 @@ def test_evaluators_go_on_after_a_recovery(tmp_path):
     finally:
         ps.evaluation._evaluation = None
     assert ended(results, 1)[0][-1] == 15.0
+
+
+class Dying(BaseException):
+    """Ends a rank where errors are caught."""
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_the_next_chief_restores_if_the_chief_dies_in_a_recovery(
+    is_restored, tmp_path, monkeypatch
+):
+    def restore_and_die(current, *more):
+        if rc.rank() > 0 or is_restored:
+            manifest = restore_tables(current, *more)
+        if rc.rank() == 0:
+            raise Dying
+        return manifest
+
+    monkeypatch.setattr(recover, "restore_tables", restore_and_die)
+
+    def body(rank):
+        table, rows = tables("async", ps.optim.Add())
+        train(table, rows, range(3), tmp_path)
+        rc.barrier()
+        if rank == 0:
+            kill_server(0)
+        with pytest.raises(rc.ServerLostError):
+            train(table, rows, range(8, 1000))
+        assert ps.recover(tmp_path).manifest["step"] == 3
+        assert ps.is_chief() == (rank == 1)
+        return table.pull().wait()[0]
+
+    results = run_all(3, body, 3, settings=ELASTIC)
+    assert isinstance(results[0], Dying)
+    assert results[1:3] == [18.0, 18.0]
 
 
 def test_workers_end_training_at_one_step_after_a_recovery(tmp_path):

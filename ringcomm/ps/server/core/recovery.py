@@ -37,18 +37,17 @@ class Recovery:
     Args:
         members: returns who takes part.
         left: ranks that ask nothing more.
+
+    Attributes:
+        n_waiting: requests that wait.
     """
 
     def __init__(self, members: Callable[[], Members], left: Collection[int]) -> None:
         self._members, self._left = members, left
         self._met: dict[int, dict[int, _Met]] = {each: {} for each in Meeting}
+        self.n_waiting = 0
         self._recovered: tuple[int, ...] = ()  # the servers with which the last one was done
         self._said: Any = None  # by the chief of that one
-
-    @property
-    def n_waiting(self) -> int:
-        """How many requests wait."""
-        return sum(map(len, self._met.values()))
 
     def go_on(self, left: Collection[int]) -> None:
         """Look at another set of ranks that ask nothing more, from now on."""
@@ -58,6 +57,7 @@ class Recovery:
         """A rank has come; due() follows. A request that comes again replaces the one before."""
         met = _Met(event.request, tuple(event.servers), event.content)
         self._met[event.meeting][event.request.source] = met
+        self.n_waiting += 1  # due() counts
         return []
 
     def missing(self, rank: int) -> list[tuple[str, str, list[int]]]:
@@ -67,6 +67,11 @@ class Recovery:
 
     def due(self) -> list[Action]:
         """Return the actions that are due; after each event, while requests wait."""
+        actions = self._due()
+        self.n_waiting = sum(map(len, self._met.values()))
+        return actions
+
+    def _due(self) -> list[Action]:
         for met in self._met.values():
             for rank in [rank for rank in met if rank in self._left]:
                 del met[rank]
