@@ -388,6 +388,7 @@ def test_arguments_of_such_checkpoints_are_checked(tmp_path):
 def test_without_a_checkpoint_recover_says_so_on_all_workers(tmp_path):
     def body(rank):
         table, _ = tables("sync", ps.optim.Add())
+        rc.barrier()
         if rank == 0:
             kill_server(0)
         with pytest.raises(rc.ServerLostError):
