@@ -345,8 +345,22 @@ class Feeder:
 
 
 def _require_alike(feeder: Feeder, what: str, mine: OptimizerSummary) -> None:
-    name = f"{what} (ps optimizer {feeder.number})"
-    ConsistencyCheck(mine, name, feeder.session.group).wait()
+    """Compare something with the other workers, who may recover from the death of a server.
+
+    They enter the comparison later then, and need no more of this worker than that it has entered.
+    """
+    name, client = f"{what} (ps optimizer {feeder.number})", feeder.session.client
+    check = ConsistencyCheck(mine, name, feeder.session.group)
+    outstanding = client.outstanding
+
+    def is_over() -> bool:
+        return check.handle.done() or outstanding.loss is not None
+
+    if feeder.session.engine.watch.peers.survivable:  # else a death ends all waits
+        client.drive_until(is_over, name, None)
+    if outstanding.loss is not None and not check.handle.done():
+        raise outstanding.loss.error(WHO)
+    check.wait()
 
 
 def _abandon(
