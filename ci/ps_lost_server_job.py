@@ -139,9 +139,12 @@ class Job:
             ps.save(saves, background=False)
         rc.barrier()  # servers are killed by what follows
         ps.save(saves, every_steps=3)
-        self.begin()
+        has_begun = False
         while True:
             try:
+                if not has_begun:
+                    self.begin()
+                    has_begun = True
                 while ps.step_number() < self.args.steps:
                     self.step()
                 self.await_others()
@@ -149,8 +152,7 @@ class Job:
                 break
             except rc.ServerLostError:
                 manifest = ps.recover(saves).manifest
-                n_recovered += 1
-                self.begin()
+                n_recovered, has_begun = n_recovered + 1, False
         wanted = [x + self.n_dense * self.weight / in_round for x in self.before[:BLOCKS]]
         wanted += [x + self.n_rows * self.weight / in_round for x in self.before[BLOCKS:]]
         step = None if manifest is None else manifest["clock"]
